@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from golden import adapters
 from golden.models import CONFIGS, save
+from golden.optimizers import optimizers
 from golden.quant import is_clear_cut, quantize
 from golden.training import golden
 from golden.variants import variants
@@ -61,6 +62,7 @@ def main(output: Path) -> None:
         save(architecture, directory)
         save_file(golden(architecture, directory), output / "golden" / f"{architecture}.safetensors")
         print(architecture, "done", flush=True)
+    save_file(optimizers(), output / "golden" / "optimizers.safetensors")
     save_file(peft_adapters(output), output / "golden" / "peft.safetensors")
     save_file(variants(output / "models", output / "golden"), output / "golden" / "variants.safetensors")
     from golden.preferences import ARCHITECTURE, preferences  # needs TRL

@@ -16,9 +16,12 @@ from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.constants import ConstantSet, constants_of
 from wgpu_lora.models.inputs import Tables
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives.kd import KD
+from wgpu_lora.train.optimizer import Optimizer
+from wgpu_lora.train.optimizers import OPTIMIZERS, optimizer_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.lowbit import LowBitWeight
 from wgpu_lora.weights.lowbit_codes import entries, groups
@@ -108,10 +111,21 @@ def _teacher(model: LoadedModel, wanted: Wanted) -> list[Program]:
     return list(Teacher(model, None, (wanted.tokens,), tables, Kept(), wanted.compute_dtype).programs())
 
 
+def _updates(model: LoadedModel, wanted: Wanted) -> list[Program]:
+    """Of the other optimizers, for the first shape only: sizes make no difference to them."""
+    if not wanted.shapes or model.config != shape_config(wanted.shapes[0], 1):
+        return []
+    adapters, loss = adapter_set(model.config, model.device, wanted.rank), persistent((1,), "f32", "optimizer", "loss")
+    own = {"sgd": "momentum=0.9"}
+    chosen = [TrainingArguments(optim=name, optim_args=own.get(name)) for name in OPTIMIZERS if name != "adamw"]
+    return [Optimizer(model.device, adapters, loss, optimizer_of(args)).program for args in chosen]
+
+
 STEPS: dict[str, Callable[[LoadedModel, Wanted], list[Program]]] = {
     "loading": _loading,
     "training": _training,
     "DoRA": _dora,
+    "other optimizers": _updates,
     "quant-scales": _constants,
     "distillation": _distillation,
     "prefill": _prefill,

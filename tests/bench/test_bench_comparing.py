@@ -60,8 +60,8 @@ def test_all_kinds_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "recipe demo: samples, 2 x 4" in lines[-1]
     assert main(["bench", "--compare", *files]) == 0
     out = capsys.readouterr().out
-    assert "demo, 2 layers: largest batch without checkpointing" in out
-    assert "demo, 2 layers: 8 rows with checkpointing, tokens" in out
+    assert "demo, 2 layers, largest batch, checkpointing" in out
+    assert "demo, 2 layers, 8 rows, checkpointing: tokens" in out
     assert "5 rows" not in out
     assert "250 ms" in out
 

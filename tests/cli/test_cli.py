@@ -76,7 +76,7 @@ def test_help_and_version(run: Run):
         (["generate", "--prompt", "a", "--model", "./nowhere"], "./nowhere does not exist"),
         (["generate", "--prompt", "a", "--model", QWEN2], "has no tokenizer.json"),
         (["generate", "--prompt", "a", "--device", "zork"], "No device is named 'zork'"),
-        (["generate", "--prompt", "a", "--base-dtype", "int8"], "--base-dtype int8"),
+        (["generate", "--prompt", "a", "--base-dtype", "fp8"], "--base-dtype fp8"),
         (["info", "--device", "99"], "There is no device 99"),
         (["generate", "--prompt", "a\udcff"], "The prompt is not valid UTF-8"),
         (["generate", "--prompt", "a", "--system", "a\udcff"], "The system prompt is not valid UTF-8"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from support.cli import write_rows
 from support.models import full_logits, save_golden_adapter, words_model
 
@@ -213,6 +214,10 @@ def test_damaged_shards_are_named(teacher, data, cached, tmp_path):
         ({"schema": 2}, "has the schema 2, but this version reads 1"),
         ({"top_k": 0}, "is damaged"),
         ({"rows": "8"}, "is damaged"),
+        (
+            {"shards": [{"file": "shard-00000.safetensors", "sha256": "", "bytes": 1, "rows": 8, "positions": 1}]},
+            f"{TABLE} is damaged",
+        ),
         ({"shards": [{"file": "../x", "sha256": "", "bytes": 1, "rows": 8, "positions": 1}]}, "is damaged"),
     ],
 )
@@ -245,6 +250,13 @@ def test_other_rows_tokenizers_and_templates_are_refused(teacher, data, cached, 
     some = replace(rows, rows=rows.rows[2:5], digest="of the held-out rows")
     cached.check(some, tokenizer)  # as they are held out
     cached.check(prepared(teacher, write_rows(tmp_path / "fewer.jsonl", ROWS[:3])), tokenizer)
+
+
+def test_two_processes_do_not_write_the_same_cache(teacher, data, tmp_path):
+    (tmp_path / "cache").mkdir()
+    with FileLock(tmp_path / "cache" / plan.LOCK), pytest.raises(UserError, match="Another process is writing to"):
+        teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
+    teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
 
 
 def test_what_cannot_be_made_writes_nothing(teacher, data, tmp_path, monkeypatch):

@@ -56,6 +56,12 @@ def test_preference_runs(monkeypatch):
     assert_same_numbers({name: live[name] for name in begun}, begun)
 
 
+def test_optimizers():
+    from golden.optimizers import optimizers
+
+    assert_same_numbers(optimizers(), load_file(FIXTURES / "golden" / "optimizers.safetensors"))
+
+
 def test_nf4_matrices():
     from make_golden import nf4_matrices
 

@@ -26,6 +26,7 @@ from wgpu_lora.train.manifest import MANIFEST, write_manifest
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.optimizers.base import Page, State
+from wgpu_lora.train.optimizers.state import Plain
 from wgpu_lora.train.own_options import own_option
 
 BINDINGS = """const SIZE: u32 = 1024u;
@@ -83,6 +84,7 @@ class Momentum:
     """p -= lr m with m = beta m + g. It also counts each block's updates: a state of one integer per block."""
 
     state: ClassVar[tuple[State, ...]] = (State("momentum"), State("updates", "u32", 1))
+    kept: ClassVar[Any] = Plain
     Hyper: ClassVar[type] = Hyper
     kernels: ClassVar[list[Kernel]] = []
 

@@ -118,7 +118,7 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
         ),
         ({"job": "finetune", "options": {"max_steps": "2"}}, "job.json: 'max_steps' must be a whole number, not '2'."),
         ({"job": "finetune", "options": {"output": ""}}, "job.json: 'output' is empty"),
-        ({"job": "evaluate", "options": {"data": "x", "base_dtype": "int8"}}, '"base_dtype": "int8" is not known'),
+        ({"job": "evaluate", "options": {"data": "x", "base_dtype": "fp8"}}, '"base_dtype": "fp8" is not known'),
         ({"job": "bench", "options": {"bricks": []}}, "'bricks' is empty: give it a value, or leave it out."),
         ({"job": "bench", "options": {"shape": " "}}, "'shape' is empty: give it a value, or leave it out."),
         ({"job": "bench", "options": {"time_limit": 0}}, "'time_limit' must be greater than 0, not 0.0."),

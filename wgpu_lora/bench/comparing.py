@@ -112,18 +112,18 @@ def _batches(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figur
     name = f"{work['model']}, {counted(typed(int, work['layers'], 'layers'), 'layer')}"
     largest = dict[str, int]()
     for row in (built(_Batch, line) for line in lines if line.get("kind") == "batch"):
-        way = "with checkpointing" if row.gradient_checkpointing else "without checkpointing"
+        way = ", checkpointing" if row.gradient_checkpointing else ""
         if row.status != OOM:
             largest[way] = max(largest.get(way, 0), row.batch)
-            at = f"{name}: {counted(row.batch, 'row')} {way}"
+            at = f"{name}, {counted(row.batch, 'row')}{way}"
             for called, value, unit in (
                 ("step", row.step_seconds, "s"),
                 ("tokens", row.tokens_per_second, "/s"),
                 ("memory", row.planned, "bytes"),
             ):
                 if value is not None:
-                    found[f"{at}, {called}"] = Figure(value, unit)
-    return found | {f"{name}: largest batch {way}": Figure(rows, "rows") for way, rows in largest.items()}
+                    found[f"{at}: {called}"] = Figure(value, unit)
+    return found | {f"{name}, largest batch{way}": Figure(rows, "rows") for way, rows in largest.items()}
 
 
 def differences(files: Sequence[Measured]) -> list[str]:

@@ -67,9 +67,9 @@ class Work:
                 f"{flag('data')} and {flag('model')} go with {flag('recipe')}: a shape has synthetic weights and rows."
             )
         if {"num_train_epochs", "max_steps"} <= self.options.keys():
-            raise UserError(
-                f"{flag('num_train_epochs')} and {flag('max_steps')} are both given: leave one of them out."
-            )
+            with own_words(TRAINING):
+                epochs = flag("num_train_epochs")
+            raise UserError(f"{epochs} and {flag('max_steps')} are both given: leave one of them out.")
         if self.layers is not None and not self.shape:
             raise UserError(f"{flag('layers')} goes with {flag('shape')}: a recipe trains the whole of its model.")
         if steps is not None and steps <= WARMUP:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from wgpu_lora.bench.results import Writer
 
 Record = Mapping[str, Any]
-BATCHES = ("batch", "checkpointing", "s per step", "tokens/s", "loss", "planned", "allocated", "status")
+BATCHES = ("batch", "checkpointing", "s/step", "tokens/s", "loss", "planned", "allocated", "status")
 KEY = """\
 tokens/s: processed tokens, including padding. loss: of the last step.
 OK: steps ran. MAX: the largest that runs. OOM: does not fit into memory, or a limit of the device refuses it."""
@@ -53,7 +53,7 @@ def max_batch(
 
     The memory plan gives the upper limit; then steps are trained at several batch sizes up to it.
     """
-    from wgpu_lora.bench.max_batch import OOM, Batches, find_max_batch
+    from wgpu_lora.bench.max_batch import Batches, find_max_batch
     from wgpu_lora.bench.results import Writer
     from wgpu_lora.bench.step import ROW, chosen_model, own_words
     from wgpu_lora.gpu.device import Device as OpenedDevice
@@ -71,9 +71,6 @@ def max_batch(
     console().print(f"\n{KEY}\n", style="dim")
     if any(row["warmup"] == 0 for row in found["rows"]):
         line("*", "there was only time for the first steps, which include compilation")
-    for row in found["rows"]:
-        if row["status"] == OOM and row["planned"] is None:
-            line(OOM, f"{counted(row['batch'], 'row')} {_way(row)}: {row['why']}")
     for summary in found["summary"]:
         line("largest", _largest(summary))
     for label, text in _best(found["best"]):

@@ -101,6 +101,7 @@ def training(
     if project:
         console().print(table(PROJECTED, map(_projection, found["projections"]), PROJECTED[:2]))
         line("projected", "memory from each model's plan; time from counted operations at the measured rate")
+        line("tokens/s", "processed tokens, including padding")
         line("grades", f"share of the budget: {', '.join(f'{name} up to {part:.0%}' for name, part in GRADES)}")
     report.text(written(found))
     gate = found["summary"]["gate"]
@@ -123,7 +124,7 @@ def _share(text: str | None) -> float | None:
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
-PROJECTED = ("projected for", "grade", "memory", "operations", "samples/s", "processed tokens/s", "seconds")
+PROJECTED = ("projected for", "grade", "memory", "operations", "samples/s", "tokens/s", "seconds")
 PAIRS = ("batch", "accumulation", "samples/s", "to the first", "planned", "status")
 SPREAD = ("over the runs", "median", "min", "max", "variance", "spread")
 

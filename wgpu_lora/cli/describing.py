@@ -109,7 +109,11 @@ def describe_memory(job: Job[Any]) -> None:
     """Describe the planned memory, and what remains to be tuned."""
     from wgpu_lora.train.memory import both
 
-    plan = job.session.memory()
+    session, plan = job.session, job.session.memory()
+    trained = sum(session.adapters.trainable(run.slot, session.model.config) for run in job.runs)
+    kept = session.optimizer.state_bytes
+    each = f"{kept / trained:.2f} bytes per trained parameter"
+    line("optimizer", f"{job.runs[0].args.optim}: {f'{both(kept)} of state, {each}' if kept else 'no state'}")
     beside = f", and {both(plan.host)} in the host's memory" if plan.host else ""
     line("memory", f"{both(plan.peak)} at peak{beside}")
     note_unified(plan)

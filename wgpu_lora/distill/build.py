@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 from safetensors.numpy import save
 
 from wgpu_lora.atomic import sweep, write_bytes_atomic
 from wgpu_lora.data import Row, pack
 from wgpu_lora.distill.header import CACHE, LOGITS, TABLE, Header, Shard, Table, read_header
 from wgpu_lora.distill.packing import pack_ids
-from wgpu_lora.distill.plan import OURS, Plan
+from wgpu_lora.distill.plan import LOCK, OURS, Plan
 from wgpu_lora.distill.support import Support
 from wgpu_lora.distill.teacher import Teacher
 from wgpu_lora.errors import UserError
@@ -47,7 +48,7 @@ def write_cache(
         events: receives `loading` and `evaluating`, with rows.
 
     Raises:
-        UserError: the teacher's weights are others than before, or the device has no room.
+        UserError: the teacher's weights are others than before, the device has no room, or another process is writing.
         NotFiniteError: a logit of the teacher is not finite.
         OSError: a file cannot be written.
     """
@@ -66,6 +67,7 @@ def write_cache(
         check_tilings(model.device, [program])
         model.load_weights(events)
         fix_gains(model, adapters)
+        stack.enter_context(_locked(output))
         header = _begin(output, plan, model, done)
         allocate(model.device, mine)
         arena = Arena(model.device, sizes)
@@ -89,17 +91,35 @@ def write_cache(
     return header
 
 
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Lock the directory of a cache against other processes; it is made if it is missing."""
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"Another process is writing to {output}: wait for it, or choose another.") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        (output / LOCK).unlink(missing_ok=True)
+
+
 def _begin(output: Path, plan: Plan, model: LoadedModel, done: Sequence[Shard]) -> Header:
     """The header with the teacher's weights, written with the table of rows."""
     header = replace(plan.header, teacher={**plan.header.teacher, "weights": model.weights_sha256}, shards=list(done))
     if (output / CACHE).exists():
-        before = read_header(output).teacher.get("weights")
+        found = read_header(output)
+        if found.shards != header.shards:
+            raise UserError(f"Another process has written to {output} meanwhile: give the command again.")
+        before = found.teacher.get("weights")
         if before != model.weights_sha256:
             raise UserError(
                 f"{output} was begun with another teacher, whose weights have the SHA-256 {before!s:.12}, not "
                 f"{model.weights_sha256!s:.12}: give the same to continue it, or another {flag('output')}."
             )
-    output.mkdir(parents=True, exist_ok=True)
     sweep(output, OURS)
     write_bytes_atomic(output / TABLE, save(Table.of(plan.rows).arrays()))
     header.write(output)

@@ -141,9 +141,19 @@ class Table:
             table: Table | None = cls(*(found[name] for name in ("index", "positions", "digests")))
         except (SafetensorError, KeyError):
             table = None
-        if table is None or any(a.shape != (header.rows,) for a in (table.index, table.positions, table.digests)):
+        if table is None or not table._fits(header):
             raise UserError(f"{path} is damaged: make the cache again.")
         return table
+
+    def _fits(self, header: Header) -> bool:
+        """Whether it has the rows and positions of a header's shards."""
+        if any(a.shape != (header.rows,) or a.dtype.kind not in "iu" for a in self.arrays().values()):
+            return False
+        if np.any(np.diff(self.index) <= 0) or np.any(self.positions <= 0):
+            return False
+        ends = np.cumsum([0, *(shard.rows for shard in header.shards)])
+        sums = np.concatenate([[0], np.cumsum(self.positions)])[ends]
+        return bool(np.array_equal(np.diff(sums), [shard.positions for shard in header.shards]))
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {"index": self.index, "positions": self.positions, "digests": self.digests}

@@ -25,6 +25,7 @@ from wgpu_lora.words import counted
 
 SHARD_POSITIONS = 8192  # at least, but in the last shard: 7 MB of 192 tokens each
 MOST_SHARDS = 8192  # about, so that cache.json stays small
+LOCK = ".lock"
 OURS = re.compile(rf"{re.escape(CACHE)}|{re.escape(TABLE)}|shard-\d{{5,}}\.safetensors")
 _FILE_BYTES = 400  # of a safetensors file's header, about
 
@@ -147,7 +148,8 @@ def standing(output: Path, plan: Plan) -> list[Shard]:
 
 def _others(output: Path) -> list[str]:
     """What an interrupted start of ours does not leave."""
-    return [path.name for path in output.iterdir() if not re.fullmatch(rf"(\.)?({OURS.pattern}).*", path.name)]
+    ours = re.compile(rf"{re.escape(LOCK)}|\.?({OURS.pattern}).*")
+    return [path.name for path in output.iterdir() if not ours.fullmatch(path.name)]
 
 
 def _compare(output: Path, found: Header, wanted: Header) -> None:

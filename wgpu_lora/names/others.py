@@ -23,6 +23,8 @@ ALIASES: dict[tuple[str, ...], str] = {
     ("beta",): "dpo_beta pref_beta rl_beta",
     ("loss_type",): "dpo_loss_type pref_loss dpo_loss",
     ("reference_adapter",): "ref_adapter ref_model_adapters",
+    ("teacher",): "teacher_model teacher_model_name_or_path",
+    ("kd_weight",): "kd_alpha",
     ("max_grad_norm",): "gradient_clipping grad_clip clip_grad_norm max_norm",
     ("per_device_train_batch_size", "batch"): "batch_size train_batch_size micro_batch_size per_device_batch_size "
     "device_batch_size per_gpu_train_batch_size mbs",

@@ -15,7 +15,7 @@ from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 
 @kernel("to_half.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
-def to_half(x: In, y: Out, scale: Out = None, *, rows: Dim, cols: U32, kind: Word) -> Any:
+def to_half(x: In, y: Out, scale: Out = None, *, rows: U32, cols: U32, kind: Word) -> Any:
     """y = x rounded to bf16; to f16, y = x / scale[r] with scale[r] = 2^(floor(log2 max |x[r]|) - 14)."""
     x = x.reshape(rows, cols)
     if kind == "bf16":

@@ -123,10 +123,18 @@ class GeneralOptions:
     optim_args: str | None = option(
         None, OPTIMISATION, "Options of the optimizer's own, as NAME=VALUE separated by commas."
     )
-    weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay.", within=NOT_NEGATIVE)
-    adam_beta1: float = option(0.9, OPTIMISATION, "Decay of AdamW's first moment.", within=Range(at_least=0, below=1))
+    weight_decay: float = option(0.0, OPTIMISATION, "Weight decay, decoupled except with sgd.", within=NOT_NEGATIVE)
+    adam_beta1: float = option(
+        0.9,
+        OPTIMISATION,
+        "Decay of AdamW's first moment; with lion, of the momentum in a step.",
+        within=Range(at_least=0, below=1),
+    )
     adam_beta2: float = option(
-        0.999, OPTIMISATION, "Decay of AdamW's second moment.", within=Range(at_least=0, below=1)
+        0.999,
+        OPTIMISATION,
+        "Decay of AdamW's second moment; with lion, of the momentum.",
+        within=Range(at_least=0, below=1),
     )
     adam_epsilon: float = option(1e-8, OPTIMISATION, "Added to the root of AdamW's second moment.", within=POSITIVE)
     loraplus_lr_ratio: float = option(

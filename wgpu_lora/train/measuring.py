@@ -152,11 +152,11 @@ def _heldout(job: Job[Any]) -> float:
     stream = run.heldout_stream
     batches = pack(stream.lengths, range(len(stream.lengths)), batch.tokens)
     [groups] = session.estimated(stream.heldout_groups(batches[:1], run.slot))
-    known = session.referenced(groups)  # once in a run
+    referenced = session.referenced(groups)  # once in a run
 
     def once() -> None:
         session.begin()
-        batch.upload(known)
+        batch.upload(session.teachers.say(referenced))
         batch.program.run()
         session.totals.read_loss(session.device, run.slot)
 

@@ -16,9 +16,9 @@ from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.optimizer import Clip, gradient_norm, square_sums, update_gate
 from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.optimizer_state import Kept, Plain
 from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.train.optimizers.base import Page, UpdateRule
+from wgpu_lora.train.optimizers.state import Kept
 from wgpu_lora.train.own_options import created
 
 USUAL = TrainingArguments()
@@ -59,7 +59,7 @@ class Optimizer:
         self.trained, self.total, self.rule = trained, total, rule or optimizer_of(USUAL)
         self.slots = trained.slots
         blocks = [table.size for table in trained.block_owners]
-        self.state: Kept = Plain(trained, self.rule.state)
+        self.state: Kept = self.rule.kept(trained, self.rule.state)
         self.block_owners = persistent((sum(blocks),), "u32", "optimizer", "block owners")
         self.hyper = persistent((2 * self.slots, struct_words(self.rule.Hyper)), "f32", "optimizer", "hyper")
         self.clips = persistent((self.slots, struct_words(Clip)), "f32", "optimizer", "clips")
@@ -86,7 +86,12 @@ class Optimizer:
 
     def _page(self, i: int, span: tuple[int, int]) -> Page:
         params, grads, owners = self.trained.params[i], self.trained.grads[i], self.block_owners.rows(*span)
-        return Page(span[1] - span[0], params, grads, self.state.pages[i], owners, self.hyper, self.report)
+        return Page(span[1] - span[0], params, grads, self.state.pages[i], owners, self.hyper, self.report, self.state)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all slots' state on the device, with its tables."""
+        return sum(tensor.nbytes for page in self.state.pages for tensor in page)
 
     def storages(self) -> set[Storage]:
         return self.program.persistent_storages()

@@ -50,7 +50,7 @@ def objective_options(
     trained = _trained(Path(adapter)) if adapter is not None else {}
     before = trained.get("objective", "sft")
     chosen = objective or ("kd" if given else "sft" if before == "kd" else before)
-    options = trained if before == chosen else {"objective": chosen}
+    options = {"objective": chosen} | (trained if before == chosen else {})
     if given:
         return {name: value for name, value in options.items() if name not in (*TEACHER, "eval_teacher_cache")} | given
     own = {name: value for name, value in options.items() if name != "eval_teacher_cache"}

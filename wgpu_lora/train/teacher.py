@@ -28,6 +28,12 @@ def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher |
             f"The teacher {args.teacher} has a vocabulary of {theirs:,} tokens, but {student.name} one of {ours:,}: "
             "use a teacher with the student's tokenizer."
         )
+    positions = model.config.max_position_embeddings
+    if args.length > positions:
+        raise UserError(
+            f"{setting('max_length', args.length)} is more than the {positions} positions of the teacher "
+            f"{args.teacher}: lower it to {positions}."
+        )
     digests = [one.tokenizer.digest for one in (student, model) if one.tokenizer]
     if len(set(digests)) > 1:
         raise UserError(

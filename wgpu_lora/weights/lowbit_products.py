@@ -15,7 +15,7 @@ from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.half import gradient_operand, matmul_operand
 from wgpu_lora.ops.low_rank import LowRank, columns_of, steps_of, tensors_of
 from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
-from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
+from wgpu_lora.ops.matmul_tuning import FEW_ROWS, MatmulTuning, product_part, tilings
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.stack import ALL_PARTS, by_columns, by_steps, region, sizes, sizes_of
 from wgpu_lora.weights.lowbit_codes import constant_count, decode_device, entries, groups, word_rows
@@ -81,9 +81,14 @@ def _limited(variants: Variants) -> Variants:
     """The tilings with rounds of at most one group, whose tables fit the registers."""
 
     def limited(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
-        found = [replace(one, span=min(one.span, c.group or one.span)) for one in variants(capabilities, c)]
-        if capabilities.software or c.form != "nt":
+        most = 4 if c.form == "nn" and c.m > FEW_ROWS and c.bits in (3, 4) else 32  # faster on CPUs, too
+        most = min(most, c.group or most)
+        found = [replace(one, span=min(one.span, most)) for one in variants(capabilities, c)]
+        if capabilities.software:
             return found
+        if c.form != "nt":
+            sums = capabilities.registers - BESIDE_WIDE
+            return [one for one in found if not one.wide or one.rows * one.cols <= sums]
         tables = 8 if c.bits == 2 else entries(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
         kept = [one for one in found if one.cols * (one.rows + tables) + BESIDE <= capabilities.registers]
         return kept or found[-1:]
@@ -92,6 +97,7 @@ def _limited(variants: Variants) -> Variants:
 
 
 BESIDE = 52  # registers of a lane besides its sums and tables, by the compilers' table (`make gpu-compilers`)
+BESIDE_WIDE = 68  # backward, with 64-bit loads
 SHAPES = ((16, 4), (16, 2), (8, 4))  # (rows, columns per lane) of the tilings
 TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 

@@ -12,11 +12,12 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+from safetensors.numpy import load_file, save
 
 from support import FIXTURES, MODELS
 from support.fuzz.mutators import of_json, of_parts, of_rows, of_safetensors, of_template
@@ -33,8 +34,13 @@ from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.rope import inv_freq
 from wgpu_lora.tokens.backend import Local
+from wgpu_lora.weights.lowbit import quantised
+from wgpu_lora.weights.lowbit_codes import pack
+from wgpu_lora.weights.lowbit_files import LowBitFiles
+from wgpu_lora.weights.packed import Packed
+from wgpu_lora.weights.schemes import scheme_of
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, LOW_BIT = "model.safetensors", "q3a8-g16"
 ROWS = [
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [],
      "chat_template_kwargs": {"enable_thinking": False}},
@@ -102,6 +108,21 @@ def qwen2() -> ModelConfig:
 def packed_model(place: Path) -> None:
     config = qwen2()
     PackedCheckpoint(place, "nf4").check_against(config.parameter_shapes(), config.matrices())
+
+
+def low_bit_model(place: Path) -> None:
+    """Read to the end, as codes are only looked at when they are loaded."""
+    config = qwen3()
+    checkpoint = PackedCheckpoint(place, LOW_BIT)
+    checkpoint.check_against(config.parameter_shapes(), config.matrices())
+    for name in sorted(config.matrices()):
+        if found := checkpoint.packed(name):
+            found.read()
+
+
+@cache
+def qwen3() -> ModelConfig:
+    return load_config(MODELS / "qwen3")
 
 
 @cache
@@ -190,6 +211,18 @@ def a_packed_model(place: Path) -> list[bytes]:
     return [(place / "p" / WEIGHTS).read_bytes()]
 
 
+def a_low_bit_model(place: Path) -> list[bytes]:
+    tensors, form = load_file(MODELS / "qwen3" / WEIGHTS), LowBitFiles()
+    for name in sorted(qwen3().matrices()):
+        scheme, w = scheme_of(LOW_BIT, name), tensors[name].astype(np.float32)
+        codes, *constants = quantised(w, scheme)
+        arrays = [pack(codes, scheme.bits), *(part for part in constants if part is not None)]
+        arrays[0] = arrays[0].view(np.int8) if scheme.bits == 8 else arrays[0]
+        parts = ("codes", "table", "scales") if len(arrays) == 3 else ("codes", "scales")
+        tensors |= form.tensors(name, Packed(scheme.name, w.shape, parts, partial(tuple, arrays)), "bfloat16")
+    return [save(tensors, {"format": "pt"})]
+
+
 def a_gguf(place: Path) -> list[bytes]:
     model = place / "model"
     shutil.copytree(MODELS / "qwen3", model)
@@ -244,6 +277,7 @@ TARGETS = {
     ),
     "adapter": Target(reading(peft.read_adapter, peft.CONFIG, peft.WEIGHTS), an_adapter, of_parts),
     "packed_model": Target(reading(packed_model, WEIGHTS), a_packed_model, of_safetensors, SLOW),
+    "low_bit_model": Target(reading(low_bit_model, WEIGHTS), a_low_bit_model, of_safetensors, SLOW),
     "tokenizer": Target(
         reading(settings, "tokenizer_config.json", "generation_config.json", beside=[DEMO / "tokenizer.json"]),
         some_settings,

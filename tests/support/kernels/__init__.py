@@ -25,6 +25,8 @@ class Case:
 
     spared: tiling -> first row of an output that it leaves alone although the reference computes it.
     vague: outputs -> places whose value nobody may rely on.
+    coarse: outputs that are rounded to a few values, of which a value near a border may take either, and the input
+        that moves them.
     """
 
     kernel: Kernel
@@ -34,6 +36,8 @@ class Case:
     vague: dict[str, np.ndarray] = field(default_factory=dict)
     slow: bool = False  # to compile: one tiling is enough
     rare: bool = False  # left to the slow tests
+    coarse: tuple[str, ...] = ()
+    moving: str = ""
     note: str = ""  # tells cases of the same constants apart
 
     @property
@@ -56,9 +60,11 @@ def add(
     slow: bool = False,
     rare: bool = False,
     note: str = "",
+    coarse: tuple[str, ...] = (),
+    moving: str = "",
     **constants: Any,
 ) -> None:
-    CASES[kernel.name].append(Case(kernel, make, constants, spared, vague or {}, slow, rare, note))
+    CASES[kernel.name].append(Case(kernel, make, constants, spared, vague or {}, slow, rare, coarse, moving, note))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

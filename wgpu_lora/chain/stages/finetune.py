@@ -11,6 +11,7 @@ from wgpu_lora.chain.stage import EndedEarlyError, Stage, model_files
 from wgpu_lora.chain.watch import Watch
 from wgpu_lora.data import training_data
 from wgpu_lora.data.files import FileSource
+from wgpu_lora.distill.header import CACHE
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
@@ -71,9 +72,12 @@ class Finetune(Stage):
                     yield source.file if isinstance(source, FileSource) else Path(source.path)
         else:  # not there yet, or of the hub
             yield from places
-        for place in (args.init_adapter, getattr(args, "reference_adapter", None)):
+        for place in (args.init_adapter, args.reference_adapter, args.teacher_adapter):
             if place:
                 yield from (Path(place, file) for file in (WEIGHTS, CONFIG))
+        yield from (Path(cache, CACHE) for cache in (args.teacher_cache, args.eval_teacher_cache) if cache)
+        if args.teacher:
+            yield from model_files(args.teacher, download)
 
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
         from wgpu_lora.train import checkpoint

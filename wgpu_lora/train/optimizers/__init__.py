@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 OPTIMIZERS: Registry[type[UpdateRule]] = Registry(
     {
         "adamw": "wgpu_lora.train.optimizers.adamw:AdamW",
+        "adamw_8bit": "wgpu_lora.train.optimizers.adamw_8bit:AdamW8bit",
         "adamw_bf16": "wgpu_lora.train.optimizers.adamw_bf16:AdamWBf16",
         "lion": "wgpu_lora.train.optimizers.lion:Lion",
+        "lion_8bit": "wgpu_lora.train.optimizers.lion_8bit:Lion8bit",
+        "muon": "wgpu_lora.train.optimizers.muon:Muon",
         "sgd": "wgpu_lora.train.optimizers.sgd:SGD",
     }
 )

@@ -14,6 +14,7 @@ from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 from wgpu_lora.train.optimizers.base import Page, State
 from wgpu_lora.train.optimizers.reference import diverging, part_of, updated
+from wgpu_lora.train.optimizers.state import Plain
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class AdamW:
     """AdamW, with the names and defaults of transformers' TrainingArguments."""
 
     state: ClassVar[tuple[State, ...]] = (State("first_moment"), State("second_moment", least=0.0))
+    kept: ClassVar[Any] = Plain
     Hyper: ClassVar[type] = Hyper
 
     weight_decay: float = 0.0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
 from wgpu_lora.ops.optimizer import BLOCK
 
-EIGHT_BIT = "8bit"  # codes of the dynamic map, with a scale per QUANT_BLOCK values (ops/dynamic_map.py)
+EIGHT_BIT = "8bit"  # codes of the dynamic map, with a scale per QUANT_BLOCK values (eight_bit.py)
 QUANT_BLOCK = 256
 
 
@@ -32,7 +32,7 @@ class State:
     @property
     def by_parameter(self) -> bool:
         """Whether there is one float per parameter; checkpoints then store it in the matrix's shape."""
-        return self.dtype == "f32" and self.values == BLOCK
+        return self.dtype in ("f32", "bf16") and self.values == BLOCK
 
     @property
     def block_bytes(self) -> int:
@@ -49,9 +49,9 @@ class State:
 class Page:
     """A page of all slots' parameters, `blocks` of BLOCK values, and the tensors of its update.
 
-    state: as `Kept.pages` (train/optimizer_state.py) has them. block_owners u32 [blocks]: 2 * slot, + 1 unless it is of
+    state: as `Kept.pages` (state.py) has them. block_owners u32 [blocks]: 2 * slot, + 1 unless it is of
     an A, or NO_OWNER. hyper: a Hyper per owner. report f32 [slots, 4]: (norm, clipping factor, 1 if the slot may be
-    updated, loss).
+    updated, loss). kept: the rule's own. scratch: what the check has recorded for the update.
     """
 
     blocks: int
@@ -61,6 +61,8 @@ class Page:
     block_owners: Tensor
     hyper: Tensor
     report: Tensor
+    kept: Any
+    scratch: list[Tensor] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -77,13 +79,14 @@ class UpdateRule(Protocol):
     """An update rule: a frozen dataclass whose fields are the training options that it reads, and its own
     (`own_option`).
 
-    state: may depend on these. Hyper: the struct that its kernels read for each owner, a dataclass of F32 fields (see
-        gpu.struct).
+    state: may depend on these. kept: where it is on the device and in checkpoints (train/optimizers/state.py).
+    Hyper: the struct that its kernels read for each owner, a dataclass of F32 fields (see gpu.struct).
     """
 
     @property
     def state(self) -> tuple[State, ...]: ...
 
+    kept: ClassVar[Any]
     Hyper: ClassVar[type]
 
     def hyper(self, step: int, learning_rate: float) -> Any:

@@ -14,6 +14,7 @@ from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 from wgpu_lora.train.optimizers.base import Page, State
 from wgpu_lora.train.optimizers.reference import diverging, part_of, updated
+from wgpu_lora.train.optimizers.state import Plain
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Lion:
     """Lion, with the betas of transformers' TrainingArguments, as there."""
 
     state: ClassVar[tuple[State, ...]] = (State("momentum"),)
+    kept: ClassVar[Any] = Plain
     Hyper: ClassVar[type] = Hyper
 
     weight_decay: float = 0.0

@@ -69,4 +69,5 @@ def diverging(
     bad = ~(np.abs(params) <= MAX_PARAMETER)
     for values, _ in zip(kept, states, strict=False):
         bad |= ~(np.abs(values) <= largest)
-    return (go & bad).reshape(-1, BLOCK).any(axis=1).astype(np.float64)
+    found: np.ndarray = (go & bad).reshape(-1, BLOCK).any(axis=1).astype(np.float64)
+    return found

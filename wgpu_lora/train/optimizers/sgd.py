@@ -15,6 +15,7 @@ from wgpu_lora.ops.rows import by_subgroup, row_grid
 from wgpu_lora.train.declared import Range
 from wgpu_lora.train.optimizers.base import Page, State
 from wgpu_lora.train.optimizers.reference import diverging, part_of, updated
+from wgpu_lora.train.optimizers.state import Plain
 from wgpu_lora.train.own_options import own_option
 
 
@@ -30,6 +31,7 @@ class Hyper:
 class SGD:
     """SGD. Its weight decay is added to the gradient, as in PyTorch, and without momentum it keeps no state."""
 
+    kept: ClassVar[Any] = Plain
     Hyper: ClassVar[type] = Hyper
 
     weight_decay: float = 0.0

@@ -10,7 +10,7 @@ import numpy as np
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.gpu.values import widened
-from wgpu_lora.models.parameters import ParameterSet, Place, write_array
+from wgpu_lora.models.parameters import ParameterSet, Place
 from wgpu_lora.ops.optimizer import BLOCK
 from wgpu_lora.train.optimizers.base import State
 
@@ -21,7 +21,8 @@ ANOTHER = "it holds the state of another optimizer"
 class Kept(Protocol):
     """An optimizer's state of all slots. `pages`: the tensors of each page, in the order in which kernels bind them."""
 
-    pages: Sequence[tuple[Tensor, ...]]
+    @property
+    def pages(self) -> Sequence[tuple[Tensor, ...]]: ...
 
     def initialise(self, device: Device) -> None:
         """Upload tables that say where the state is."""
@@ -49,6 +50,13 @@ def wrong_values(name: str, values: np.ndarray, dtype: type, shape: tuple[int, .
     if least is not None and (numbers < least).any():
         return f"{name} has values below {least:g}"
     return None
+
+
+def laid_out(place: Place, values: np.ndarray, fill: int = 0) -> np.ndarray:
+    """An array in its padded shape."""
+    found, matrix = np.full(place.shape, fill, values.dtype), np.atleast_2d(values)
+    found[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return found
 
 
 class Plain:
@@ -103,20 +111,18 @@ class Plain:
             pages = [page[at] for page in self.pages]
             for name, place in self._places(state, slot).items():
                 values = stored.get(name)
-                if values is not None and state.by_parameter:
-                    write_array(device, pages, place, values)
-                    continue
                 if values is None:
                     values = np.zeros(place.blocks * state.values, NUMPY[state.dtype])
+                elif state.by_parameter:
+                    values = laid_out(place, values)
                 device.write(pages[place.page].storage.buffer, values, place.first // BLOCK * state.block_bytes)
 
     def fill(self, device: Device, rng: np.random.Generator) -> None:
         for at, state in enumerate(self.states):
             draw = rng.standard_normal if state.least is None else rng.random
             for page in self.pages:
-                values = (
-                    draw(page[at].shape, np.float32) if state.dtype in ("f32", "bf16") else np.zeros(page[at].shape)
-                )
+                floats = state.dtype in ("f32", "bf16")
+                values = draw(page[at].shape, np.float32) if floats else np.zeros(page[at].shape, np.float32)
                 values = (values + (state.least or 0)).astype(np.float32)
                 bits = values.view(np.uint32) >> 16 if state.dtype == "bf16" else values
                 device.write(page[at].storage.buffer, bits.astype(NUMPY[state.dtype]))

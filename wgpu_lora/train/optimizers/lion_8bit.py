@@ -1,0 +1,82 @@
+"""Lion whose state is held in 8-bit codes, as in bitsandbytes (Dettmers et al. 2022)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, kernel
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops.optimizer import MAX_PARAMETER
+from wgpu_lora.ops.rows import by_subgroup, row_grid
+from wgpu_lora.train.optimizers.base import EIGHT_BIT, Page, State
+from wgpu_lora.train.optimizers.eight_bit import diverging_8bit, some_records, updated_8bit
+from wgpu_lora.train.optimizers.eight_bit_state import EightBit
+from wgpu_lora.train.optimizers.lion import Hyper, Lion, lion_moved
+
+
+@dataclass(frozen=True)
+class Lion8bit(Lion):
+    state: ClassVar[tuple[State, ...]] = (State("momentum", EIGHT_BIT),)
+    kept: ClassVar[Any] = EightBit
+
+    def record_check(self, program: Program, page: Page, diverged: Tensor) -> None:
+        values = page.params, page.grads, *page.state, page.hyper, page.report
+        program.dispatch(lion_8bit_check, *values, diverged, blocks=page.blocks)
+
+    def record_update(self, program: Program, page: Page) -> None:
+        values = page.params, page.grads, *page.state, page.hyper, page.report
+        program.dispatch(lion_8bit, *values, blocks=page.blocks)
+
+
+@kernel(
+    "optimizers/check_8bit.wgsl.j2",
+    grid=row_grid(lambda c: c.blocks),
+    lib=("dynamic_map",),
+    structs=(Hyper,),
+    variants=by_subgroup,
+    part=some_records,
+)
+def lion_8bit_check(
+    params: In,
+    grads: In,
+    codes: In,
+    values: In,
+    places: Fixed,
+    hyper: Fixed,
+    report: In,
+    diverged: Out,
+    *,
+    blocks: U32,
+    limit: F32 = MAX_PARAMETER,
+    rule: Word = "lion",
+    states: Word = "momentum",
+) -> Any:
+    """diverged[b] = 1 if `lion_8bit` would make a parameter of block b larger than limit, or any value non-finite."""
+    return diverging_8bit(lion_moved, Hyper, 1, params, grads, codes, values, places, hyper, report)
+
+
+@kernel(
+    "optimizers/update_8bit.wgsl.j2",
+    grid=row_grid(lambda c: 4 * c.blocks),
+    lib=("dynamic_map",),
+    structs=(Hyper,),
+    variants=by_subgroup,
+    part=some_records,
+)
+def lion_8bit(
+    params: InOut,
+    grads: InOut,
+    codes: InOut,
+    values: InOut,
+    places: Fixed,
+    hyper: Fixed,
+    report: In,
+    *,
+    blocks: U32,
+    rule: Word = "lion",
+    states: Word = "momentum",
+) -> Any:
+    """`lion` with its state in records (eight_bit.py): decoded, updated, and encoded with new scales."""
+    return updated_8bit(lion_moved, Hyper, 1, params, grads, codes, values, places, hyper, report)
