@@ -97,9 +97,12 @@ def main() -> None:
     state = record.state
     losses = state.unrounded_eval_loss, state.first_eval_loss, state.last_eval_loss, state.best_eval_loss
     names = ("before rounding", "after rounding", "after training", "best")
-    checks = {name: passed(place) for name, place in (
-        ("before rounding", places[given.before]), ("after rounding", places[given.after]), ("after training", run / "last-f16")
-    )}  # fmt: skip
+    models = {
+        "before rounding": places[given.before],
+        "after rounding": places[given.after],
+        "after training": run / "last-f16",
+    }
+    checks = {name: passed(place) for name, place in models.items()}
     result = {"kd loss": dict(zip(names, losses, strict=True)), "passed of 60": checks, "seconds": state.seconds}
     assert state.first_eval_loss
     assert state.last_eval_loss
