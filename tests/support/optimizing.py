@@ -22,13 +22,13 @@ Named = Mapping[str, np.ndarray]  # by module.A or module.B
 class Optimizing:
     """Adapters of several ranks on modules without a model, and their optimizer.
 
-    modules: (out_features, in_features) by name.
+    modules: (out_features, in_features) by name. Matrices are read and written without DoRA's magnitudes.
     """
 
     def __init__(self, device: Device, modules: Mapping[str, tuple[int, int]], ranks: Sequence[int], **options: Any):
         config: Any = SimpleNamespace(lora_modules=modules, num_hidden_layers=0)
         self.device, self.args = device, TrainingArguments(**options)
-        specs = [SlotSpec(rank, dict.fromkeys(modules, 1.0)) for rank in ranks]
+        specs = [SlotSpec(rank, dict.fromkeys(modules, 1.0), self.args.use_dora) for rank in ranks]
         self.adapters = AdapterSet.declare(config, specs, device.max_binding)
         self.loss = persistent((len(ranks),), "f32", "optimizer", "loss")
         self.optimizer = Optimizer(device, self.adapters, self.loss, optimizer_of(self.args))

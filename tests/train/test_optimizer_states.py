@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.optimizing import Optimizing
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train.optimizers import OPTIMIZERS
@@ -149,3 +150,24 @@ def test_small_matrices_are_not_rounded(device: Device, rng: np.random.Generator
         f"{matrix}.{moment}" for matrix in ("a.A", "b.B") for moment in ("first_moment", "second_moment")
     }
     assert set(types[1].values()) == {"float32"}
+
+
+def test_magnitudes(device: Device, rng: np.random.Generator) -> None:
+    """Of DoRA, which are vectors, have a state as matrices do; Muon refuses them."""
+    modules = {"a": (4500, 20), "b": (60, 20)}
+    for kind in ("adamw_8bit", "adamw_bf16", "lion"):
+        run = Optimizing(device, modules, (8, 3), optim=kind, use_dora=True)
+        run.optimizer.state.fill(run.device, rng)
+        stored = kept(run, 1)
+        shapes = {name: values.shape for name, values in stored.items() if name.startswith("a.M")}
+        assert (4500,) in shapes.values()
+        assert run.optimizer.state.fault(1, stored) is None
+        run.optimizer.state.write(run.device, 0, {})
+        run.optimizer.state.write(run.device, 1, {})
+        assert not any(values.any() for slot in (0, 1) for values in kept(run, slot).values())
+        run.optimizer.state.write(run.device, 1, stored)
+        assert same(kept(run, 1), stored)
+        assert not any(values.any() for values in kept(run, 0).values())
+        run.close()
+    with pytest.raises(UserError, match=r"trains the A and B of LoRA only, not a\.M: choose another optimizer"):
+        Optimizing(device, modules, (8,), optim="muon", use_dora=True)
