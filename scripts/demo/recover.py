@@ -25,7 +25,6 @@ from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train.recipes import find_recipe, read_recipe
 
 LENGTH = 128  # tokens; the demo's longest row has fewer
-BEFORE, AFTER = "q4a4", "q2a4"  # bits of the MLP and of attention
 
 
 def passed(model: Path) -> int:
@@ -40,12 +39,12 @@ def passed(model: Path) -> int:
     return count
 
 
-def prepared(adapter: Path, output: Path) -> dict[str, Path]:
+def prepared(adapter: Path, output: Path, bases: tuple[str, str]) -> dict[str, Path]:
     """The merged model, its two bases, and the caches of what it says about training and held-out rows."""
-    places = {name: output / name for name in ("merged", BEFORE, AFTER, "cache", "heldout-cache")}
+    places = {name: output / name for name in ("merged", *bases, "cache", "heldout-cache")}
     if not places["merged"].exists():
         merge_adapter(DEMO_MODEL, adapter, places["merged"], "f32")
-    for base in (BEFORE, AFTER):
+    for base in bases:
         if not places[base].exists():
             write_packed(open_model(str(places["merged"]), None, base), places[base])
     for name, rows in (("cache", DEMO_TRAIN), ("heldout-cache", DEMO_HELDOUT)):
@@ -63,18 +62,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--target-modules", default="mlp")
+    parser.add_argument(
+        "--before", default="q4a4", help="base format before rounding: bits of the MLP and of attention"
+    )
+    parser.add_argument("--after", default="q2a4")
     parser.add_argument("--run", default="run")
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
-    places = prepared(given.adapter, given.output)
+    places = prepared(given.adapter, given.output, (given.before, given.after))
     recipe: dict[str, Any] = read_recipe(find_recipe("recover-q2"))
     run = given.output / given.run
     record = finetune(
         **recipe
         | {
-            "model": str(places[AFTER]),
-            "base_dtype": AFTER,
-            "rounded_from": str(places[BEFORE]),
+            "model": str(places[given.after]),
+            "base_dtype": given.after,
+            "rounded_from": str(places[given.before]),
             "data": str(DEMO_TRAIN),
             "eval_data": str(DEMO_HELDOUT),
             "teacher_cache": str(places["cache"]),
@@ -94,9 +97,12 @@ def main() -> None:
     state = record.state
     losses = state.unrounded_eval_loss, state.first_eval_loss, state.last_eval_loss, state.best_eval_loss
     names = ("before rounding", "after rounding", "after training", "best")
-    checks = {name: passed(place) for name, place in (
-        ("before rounding", places[BEFORE]), ("after rounding", places[AFTER]), ("after training", run / "last-f16")
-    )}  # fmt: skip
+    models = {
+        "before rounding": places[given.before],
+        "after rounding": places[given.after],
+        "after training": run / "last-f16",
+    }
+    checks = {name: passed(place) for name, place in models.items()}
     result = {"kd loss": dict(zip(names, losses, strict=True)), "passed of 60": checks, "seconds": state.seconds}
     assert state.first_eval_loss
     assert state.last_eval_loss

@@ -45,6 +45,7 @@ def _arguments(wanted: Wanted) -> TrainingArguments:
         lora_r=wanted.rank,
         compute_dtype=wanted.compute_dtype,
         activation_dtype=wanted.activation_dtype,
+        offload_activations=True,  # the kernel that copies, too
     )
 
 

@@ -216,7 +216,7 @@ def test_help_starts_with_what_people_change(
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("finetune --base-dtype ", "nf4 bf16 f16 f32"),
+        ("finetune --base-dtype ", "nf4 bf16 f16 f32 lut2 lut3 lut4 int8"),
         ("finetune --base_dtype b", "bf16"),
         ("finetune --lora-r ", "16"),
         ("finetune --recipe wall", "wallclock-0.5b wallclock-7b"),

@@ -13,7 +13,7 @@ from support.models import full_logits, save_golden_adapter, words_model
 
 from wgpu_lora import evaluate, teacher_cache
 from wgpu_lora.data import prepare
-from wgpu_lora.distill import plan
+from wgpu_lora.distill import cache, plan
 from wgpu_lora.distill.cache import TeacherCache
 from wgpu_lora.distill.header import CACHE, TABLE, position_bytes
 from wgpu_lora.errors import UserError
@@ -177,7 +177,7 @@ def test_another_teacher_or_other_data_are_refused_on_continuing(teacher, data, 
         teacher_cache(teacher, data, cached.path, **OPTIONS)
 
 
-def test_damaged_shards_are_named(teacher, data, cached, tmp_path):
+def test_damaged_shards_are_named(teacher, data, cached, tmp_path, monkeypatch):
     shard = cached.header.shards[1].file
     row = prepared(teacher, data).rows[cached.header.shards[0].rows].index
 
@@ -192,11 +192,15 @@ def test_damaged_shards_are_named(teacher, data, cached, tmp_path):
         content[-1] ^= 1
         path.write_bytes(content)
 
-    with pytest.raises(UserError, match=rf"{shard} is \d+ bytes long, not"):
+    with pytest.raises(UserError, match=rf"{shard} is truncated to [\d,]+ of [\d,]+ bytes"):
         TeacherCache.open(changed("truncated", lambda path: path.write_bytes(path.read_bytes()[:-3])))
     with pytest.raises(UserError, match=rf"{shard} is missing"):
         TeacherCache.open(changed("missing", lambda path: path.unlink()))
     tampered = TeacherCache.open(changed("tampered", flip))
+    with pytest.raises(UserError, match=rf"{shard} is damaged"):
+        tampered.check(prepared(teacher, data), teacher.tokenizer)
+    monkeypatch.setattr(cache, "AT_ONCE", 0)  # as if it were large
+    tampered.check(prepared(teacher, data), teacher.tokenizer)
     assert len(tampered.support(0).ids)  # of the first shard
     for _ in range(2):
         with pytest.raises(UserError, match=rf"{shard} is damaged"):

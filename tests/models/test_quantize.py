@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ def test_a_mix_and_then_another_scheme_of_it(run: Run, device: Device, tmp_path:
     assert found["before"] != found["after"]
     code, out, err = run("--from-base", first, "--scheme", "nf4", "--output", second, "--eval-data", rows)
     assert code == 0, err
-    before, after = (float(word) for word in out.split("perplexity ")[1].split() if word[0].isdigit())
+    before, after = map(float, re.findall(r"([\d.]+) before, ([\d.]+) after", out)[0])
     assert before == pytest.approx(found["after"], abs=1e-4)
     assert after != before
     assert "relative error" in out

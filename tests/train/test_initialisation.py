@@ -116,7 +116,7 @@ def options(tmp_path: Path, run: str = "run", **changes: Any) -> TrainingArgumen
         "gradient_accumulation_steps": 2,
         "max_length": 16,
         "packing": False,
-        "max_steps": 4,
+        "max_steps": 3,
         "lr_scheduler_type": "constant",
         "save_steps": 2,
         "logging_steps": 1,
@@ -129,10 +129,8 @@ def options(tmp_path: Path, run: str = "run", **changes: Any) -> TrainingArgumen
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dora": {"use_dora": True, "dropout": 0.1, "rank": 3},
-    "pissa": {"init_lora_weights": "pissa_niter_2", "dropout": 0.1},
+    "pissa": {"init_lora_weights": "pissa_niter_2", "dropout": 0.1, "target_modules": "q_proj,down_proj"},
     "loftq": {"init_lora_weights": "loftq"},
-    "olora": {"init_lora_weights": "olora", "target_modules": "q_proj,down_proj"},
-    "gaussian": {"init_lora_weights": "gaussian"},
 }
 
 
@@ -154,10 +152,10 @@ def test_adapters_of_all_kinds_beside_each_other(device: Device, tmp_path: Path)
     once.train()
     first = {run.adapter_name: run.state.first_eval_loss for run in once.runs}
     last = {run.adapter_name: run.state.last_eval_loss for run in once.runs}
-    for name in ("dora", "pissa", "olora", "gaussian"):
+    for name in ("dora", "pissa"):
         assert first[name] == pytest.approx(first["plain"], rel=1e-5), name
     assert abs(first["loftq"] / first["plain"] - 1) > 1e-4
-    pipeline(model, tmp_path, "cut", max_steps=2).train()
+    pipeline(model, tmp_path, "cut", max_steps=1).train()
     pipeline(model, tmp_path, "cut", resume=True).train()
     for name in KINDS:
         for file in (WEIGHTS, "last/optimizer.safetensors"):
@@ -171,7 +169,7 @@ def test_adapters_of_all_kinds_beside_each_other(device: Device, tmp_path: Path)
         for module, parts in alone.items():
             for ours, theirs in zip(parts, beside[module], strict=True):
                 # The first updates of Adam are all of one size, and rounding may turn the smallest gradients round.
-                change = 4 * once.args.learning_rate * np.sqrt(ours.size)
+                change = 3 * once.args.learning_rate * np.sqrt(ours.size)
                 assert np.linalg.norm(ours - theirs) < 0.01 * change, module
     again = pipeline(model, tmp_path, "again", start="once", max_steps=1, lora_r=16, lora_alpha=32.0, use_rslora=False)
     again.train()
@@ -202,7 +200,7 @@ def test_loftq_restores_what_quantising_took(device: Device, tmp_path: Path) -> 
             "must be one of true, gaussian, orthogonal, pissa, olora, loftq",
         ),
         ({"init_lora_weights": "pissa_niter_"}, "must be one of"),
-        ({"init_lora_weights": "pissa", "use_dora": True}, "pissa and use_dora cannot be combined"),
+        ({"init_lora_weights": "pissa", "use_dora": True}, "use_dora cannot be combined"),
         ({"init_lora_weights": "orthogonal", "lora_r": 3}, "needs an even rank: use lora_r 4"),
         ({"init_lora_weights": "pissa", "init_adapter": "x"}, "init_adapter cannot be combined"),
     ],

@@ -103,6 +103,7 @@ def test_gradients_through_the_model(device: Device, tmp_path: Path, base: str) 
 
 def test_it_trains_resumes_and_writes_models(tmp_path: Path) -> None:
     whole = job(tmp_path, rounded_from=str(model_dir("qwen3"))).train()
+    assert whole.memory.peak_allocated == whole.memory.peak
     state = whole.state
     assert state.unrounded_eval_loss is not None
     assert state.first_eval_loss is not None

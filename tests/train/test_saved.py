@@ -110,6 +110,7 @@ def test_resumed_runs_and_pipelines(device: Device, tmp_path: Path) -> None:
         "gradient_accumulation_steps": 1,
         "lr_scheduler_type": "constant",
         "lora_dropout": 0.1,
+        "use_dora": True,
     }
     data = [str(random_rows(tmp_path / f"{i}.jsonl", 8, 200, i)) for i in range(2)]
 

@@ -74,6 +74,13 @@ def test_weights_of_inputs_decide_what_a_table_is_near_to(rng: np.random.Generat
     assert error(importance) < 0.5 * error(None)
 
 
+def test_groups_of_zeros_stay_zeros(rng: np.random.Generator) -> None:
+    w = rng.standard_normal((8, 64))
+    w[3], w[5, :16] = 0, 0
+    found = decode(*fit(w, 2, 16), 2)
+    assert max(np.abs(found[3]).max(), np.abs(found[5, :16]).max()) < 1e-6
+
+
 def test_eight_bits_clip_nothing(rng: np.random.Generator) -> None:
     w = rng.standard_normal((7, 64)) * np.exp(rng.standard_normal((7, 1)) * 4)
     w[2] = 0

@@ -196,10 +196,13 @@ def report(record: RunRecord, advice: bool = True) -> int:
     count = counted(state.step, "step") if timed else f"{state.step:,} of {counted(state.total_steps, 'step')}"
     why = f"{count} in {state.seconds:,.1f} s ({STOP_TEXT[reason]})"
     known = losses(state.last_loss, state.first_eval_loss, state.last_eval_loss)
-    line(outcome, "; ".join([why, *known, f"the adapter is in {output}"]))
+    scales = record.options.train == "quant-scales"
+    where = f"the models are in {output}/last-f16 and others" if scales else f"the adapter is in {output}"
+    line(outcome, "; ".join([why, *known, where]))
     if state.best_step and state.best_step < state.step:
         best = f"held-out loss {state.best_eval_loss:.4f} after step {state.best_step:,}"
-        line("best", f"{output / 'best'} has the best adapter: {best}")
+        place, what = ("best-f16", "model") if scales else ("best", "adapter")
+        line("best", f"{output / place} has the best {what}: {best}")
     if outcome == "interrupted" and advice:
         line("continue", f"{program()} finetune --output {shlex.quote(str(output))} --resume", whole=True)
     if outcome == "failed":

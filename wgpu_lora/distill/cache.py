@@ -21,14 +21,15 @@ from wgpu_lora.names.naming import setting
 from wgpu_lora.words import counted
 
 _OPEN = 64  # shards that stay mapped
+AT_ONCE = 1 << 30  # bytes of a cache that is hashed before it is used: a second or two
 AGAIN = "make the cache again with teacher-cache"
 
 
 class TeacherCache:
     """The supports of the rows of some data.
 
-    Opening reads the header and the table of rows. A shard is mapped, and its SHA-256 compared, when one of its rows
-    is first asked for.
+    Opening reads the header and the table of rows. A shard's SHA-256 is compared by `check` or, in a cache of more than
+    a gigabyte, when one of its rows is first asked for.
     """
 
     def __init__(self, path: Path, header: Header, table: Table):
@@ -58,7 +59,9 @@ class TeacherCache:
             file = path / shard.file
             size = file.stat().st_size if file.is_file() else None
             if size != shard.bytes:
-                state = "missing" if size is None else f"{size:,} bytes long, not {shard.bytes:,}"
+                state = f"{size:,} bytes long, not {shard.bytes:,}" if size else "missing or empty"
+                if size and size < shard.bytes:
+                    state = f"truncated to {size:,} of {shard.bytes:,} bytes"
                 raise UserError(f"{file} is {state}: restore it, or {AGAIN}.")
         return cls(path, header, table)
 
@@ -101,7 +104,7 @@ class TeacherCache:
         """Raise UserError unless the cache has all of these rows, made with this tokenizer and chat template.
 
         Held-out rows of the same data may be checked apart, since rows are compared one by one: by their index, and the
-        digest of their ids and labels.
+        digest of their ids and labels. Unless the cache is large, all shards are compared with their digests.
         """
         header = self.header
         ours = tokenizer.digest if tokenizer else None
@@ -117,6 +120,9 @@ class TeacherCache:
                 f"not {template[:12]}): use the teacher's template and {setting('enable_thinking', '...')}, or {AGAIN}."
             )
         self._check_rows(prepared)
+        if sum(shard.bytes for shard in header.shards) <= AT_ONCE:
+            for number in range(len(header.shards)):
+                self._shard(number)
 
     def _check_rows(self, prepared: Prepared) -> None:
         header, table = self.header, self._table

@@ -112,7 +112,7 @@ def ways_to_fit(available: int, args: TrainingArguments, replan: Replan) -> list
 def _savings(args: TrainingArguments) -> dict[str, Any]:
     """Options that would save memory with little effect on the result, if not chosen yet."""
     found: dict[str, Any] = {} if args.gradient_checkpointing else {"gradient_checkpointing": True}
-    smaller = base_format(DEFAULT_FORMAT).bits < base_format(args.base_dtype).bits
+    smaller = base_format(DEFAULT_FORMAT).bits < base_format(args.base_dtype).bits and args.train != "quant-scales"
     return found | ({"base_dtype": DEFAULT_FORMAT} if smaller else {})
 
 

@@ -96,9 +96,10 @@ class Session:
         self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
         self._objectives = chosen
         self._record_scorers(references or {}, mismatched)
+        frozen = isinstance(trained, AdapterSet)
         self.norms = Norms(model, trained) if isinstance(trained, AdapterSet) and trained.gains else None
         sizes = [*self.steps, *([eval_tokens] if eval_tokens else [])]
-        self.teachers = Teachers(model, teachers or {}, sizes, positions, self.tables, compute_dtype)
+        self.teachers = Teachers(model, teachers or {}, sizes, positions, self.tables, compute_dtype, frozen)
         self.built: set[int] = set()
         self.choices = NO_CHOICES
         self._claim = ExitStack()
@@ -109,7 +110,7 @@ class Session:
         self.references: AdapterSet | None = None
         self.frozen: Scorer | None = None
         self.current: Scorer | None = None  # of the adapters in training
-        self._frozen_slots = {slot: number for number, slot in enumerate(references)}
+        self._frozen_slots: dict[int | None, int] = {slot: number for number, slot in enumerate(references)}
         if references:
             specs, limit = list(references.values()), self.device.max_binding
             self.references = AdapterSet.declare(self.model.config, specs, limit, "reference")
@@ -247,11 +248,7 @@ class Session:
             return []
         assert self.frozen is not None
         slots = self._frozen_slots
-
-        def frozen(segment: Segment) -> Segment:
-            return replace(segment, slot=None if segment.slot is None else slots.get(segment.slot))
-
-        return self.frozen.logprobs([[frozen(segment) for segment in segments] for segments in samples])
+        return self.frozen.logprobs([[replace(one, slot=slots.get(one.slot)) for one in sample] for sample in samples])
 
     def release_references(self) -> None:
         """Free what only the reference passes need, if no step has any: all references have been precomputed."""

@@ -21,6 +21,8 @@ from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.models.norms import fix_gains
 from wgpu_lora.train.objectives.base import Group
 
+Key = tuple[Path, str]  # of a model's weights: its path and base dtype
+
 
 @dataclass(frozen=True, eq=False)
 class LiveTeacher:
@@ -32,7 +34,7 @@ class LiveTeacher:
     adapter: tuple[SlotSpec, Matrices, str] | None = None
 
     @property
-    def key(self) -> tuple[Path, str]:
+    def key(self) -> Key:
         """Equal for models that are loaded once."""
         return _key(self.model)
 
@@ -43,7 +45,7 @@ class LiveTeacher:
         return hashlib.sha256("\n".join(whole).encode()).hexdigest()
 
 
-def _key(model: LoadedModel) -> tuple[Path, str]:
+def _key(model: LoadedModel) -> Key:
     return model.path.resolve(), model.decoder.base_dtype
 
 
@@ -54,6 +56,7 @@ class Teachers:
         taught: by slot.
         buckets: batch sizes in tokens. positions: length of the longest row.
         tables: the student's.
+        shared: whether the student's base is frozen, so that it may be a teacher's, too.
     """
 
     def __init__(
@@ -64,11 +67,14 @@ class Teachers:
         positions: int,
         tables: Tables,
         compute_dtype: str,
+        shared: bool = True,
     ):
         self.models: list[LoadedModel] = []  # other than the student
         self._taught, self._device = taught, student.device
         self.groups: list[_Group] = []
-        models, all_tables = {_key(student): student}, {_key(student): tables}
+        models, all_tables = dict[Key, LoadedModel](), dict[Key, Tables]()
+        if shared:
+            models[_key(student)], all_tables[_key(student)] = student, tables
         for live in taught.values():
             if live.key not in models:
                 models[live.key] = live.model
@@ -76,7 +82,7 @@ class Teachers:
                 self.models.append(live.model)
                 for storage in live.model.decoder.storages():
                     storage.group = "teacher"
-        self._tables = [made for key, made in all_tables.items() if key != _key(student)]
+        self._tables = [made for made in all_tables.values() if made is not tables]
         for key, kept in dict.fromkeys((live.key, live.kept) for live in taught.values()):
             mine = {slot: live for slot, live in taught.items() if (live.key, live.kept) == (key, kept)}
             self.groups.append(_Group(models[key], mine, buckets, all_tables[key], kept, compute_dtype))

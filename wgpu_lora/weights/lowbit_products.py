@@ -81,11 +81,12 @@ def _limited(variants: Variants) -> Variants:
     """The tilings with rounds of at most one group, whose tables fit the registers."""
 
     def limited(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
-        most = 4 if c.form == "nn" and c.m > FEW_ROWS and c.bits in (3, 4) else 32  # faster on CPUs, too
+        most = 4 if c.form == "nn" and c.m > FEW_ROWS and c.bits == 3 else 32  # faster on CPUs, too
         most = min(most, c.group or most)
         found = [replace(one, span=min(one.span, most)) for one in variants(capabilities, c)]
-        if capabilities.software:
-            return found
+        if capabilities.software:  # taller tiles: to decode costs more than to load, but for 3 bits
+            taller = c.bits != 3 and c.m > 16
+            return [replace(one, rows=32, cols=4) if taller and one.cols == 8 else one for one in found]
         if c.form != "nt":
             sums = capabilities.registers - BESIDE_WIDE
             return [one for one in found if not one.wide or one.rows * one.cols <= sums]

@@ -57,9 +57,9 @@ def fit(
 
 
 def largest(values: np.ndarray, group: int) -> np.ndarray:
-    """The largest magnitude of each group [out, in / group], or 1 for groups of zeros."""
+    """The largest magnitude of each group [out, in / group], at least 2^-24, the smallest positive f16."""
     found = np.abs(values.reshape(values.shape[0], -1, group)).max(axis=2)
-    result: np.ndarray = np.where(found > 0, found, 1.0)
+    result: np.ndarray = np.maximum(found, 2.0**-24)
     return result
 
 

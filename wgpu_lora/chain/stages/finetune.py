@@ -93,6 +93,8 @@ class Finetune(Stage):
             raise EndedEarlyError(code)
 
     def outputs(self, output: Path) -> Iterator[Path]:
+        from wgpu_lora.train.checkpoint import trained_files
+
         # Not all files: cards may be edited, and runs extended.
         places = [output, *(place for place in (output / BEST,) if place.exists())]
-        yield from (place / file for place in places for file in (WEIGHTS, CONFIG))
+        yield from (place / file for place in places for file in trained_files(place))

@@ -208,7 +208,7 @@ class Objective:
     needs the log-probabilities of its answers under a frozen reference: the base model alone, or another adapter.
     whole: whether it also needs the log-probabilities of the first example's prompt. mismatched: whether it needs those
     of prompts with other samples' answers (`Objective.estimate`). valued: whether it reads the value of each token's
-    row (`Sample.value`). metrics: values logged beside the loss.
+    row (`Sample.value`). taught: whether it needs a teacher. metrics: values logged beside the loss.
     """
 
     formats: ClassVar[RowFormats[Sample]] = EXAMPLES
@@ -217,6 +217,7 @@ class Objective:
     reference: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     valued: ClassVar[bool] = False
+    taught: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
 
     @property

@@ -16,6 +16,7 @@ from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import SeededMatrices
+from wgpu_lora.train.initialisation import DEFAULT
 from wgpu_lora.train.offset import stored, trained
 from wgpu_lora.train.resume import found_from
 from wgpu_lora.train.session import Session
@@ -33,7 +34,10 @@ class Adapter:
     files: ClassVar[tuple[str, ...]] = ADAPTER_FILES
 
     def described(self) -> tuple[str, str]:
-        return "adapter", f"rank {self.spec.rank} on {self.args.target_modules}"
+        kind = ["DoRA"] if self.spec.dora else []
+        if self.args.init_lora_weights != DEFAULT:
+            kind.append(f"from {self.args.init_lora_weights}")
+        return "adapter", ", ".join([f"rank {self.spec.rank} on {self.args.target_modules}", *kind])
 
     def place_initial(self, session: Session, slot: int) -> None:
         initial = self.initial

@@ -114,7 +114,7 @@ class QuantScales:
             return weight.packed_with(model.device, own, dtype)
 
         instead = {f"{module}.weight": partial(stored, module, weight) for module, weight in self.weights.items()}
-        new = directory.with_name(f".{directory.name}.new")
+        new = directory.with_name(f".{directory.name}.tmp")
         shutil.rmtree(new, ignore_errors=True)
         write_packed(model, new, instead=instead)
         replace_directory(new, directory)
