@@ -34,7 +34,7 @@ def test_every_option_has_help_and_a_heading():
         ({"target_seconds": 0}, "target_seconds must be greater than 0"),
         ({"lora_dropout": 1.0}, "lora_dropout must be at least 0 and less than 1"),
         ({"max_length": 1}, "max_length must be at least 2"),
-        ({"base_dtype": "int8"}, "base_dtype must be one of nf4, bf16, f16, f32"),
+        ({"base_dtype": "int7"}, "base_dtype must be one of nf4, bf16, f16, f32"),
         ({"target_modules": ""}, "target_modules is empty"),
         ({"memory_budget": "lots"}, "memory_budget must be a size such as 4GiB or 800MB, not lots"),
     ],
