@@ -171,10 +171,14 @@ def test_another_teacher_or_other_data_are_refused_on_continuing(teacher, data, 
     with pytest.raises(UserError, match="was begun with other data"):
         teacher_cache(teacher, write_rows(tmp_path / "more.jsonl", ROWS[:-1]), cached.path, **OPTIONS)
     header = json.loads((cached.path / CACHE).read_text())
-    header["teacher"]["weights"], header["shards"] = "0" * 64, header["shards"][:1]
-    (cached.path / CACHE).write_text(json.dumps(header))
-    with pytest.raises(UserError, match="was begun with another teacher, whose weights have the SHA-256 000000000000"):
+    (cached.path / CACHE).write_text(json.dumps(header | {"teacher": {**header["teacher"], "config": "0" * 64}}))
+    with pytest.raises(UserError, match=r"was begun with another configuration of the teacher \(SHA-256 000000000000"):
         teacher_cache(teacher, data, cached.path, **OPTIONS)
+    header["teacher"]["weights"] = "0" * 64
+    for shards in (header["shards"], header["shards"][:1]):  # also if nothing is left to do
+        (cached.path / CACHE).write_text(json.dumps(header | {"shards": shards}))
+        with pytest.raises(UserError, match="was begun with another teacher, whose weights have the SHA-256 0000"):
+            teacher_cache(teacher, data, cached.path, **OPTIONS)
 
 
 def test_damaged_shards_are_named(teacher, data, cached, tmp_path, monkeypatch):
