@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from filelock import FileLock
+from safetensors.numpy import load_file, save
 from support.cli import write_rows
 from support.models import full_logits, save_golden_adapter, words_model
 
 from wgpu_lora import evaluate, teacher_cache
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.data import prepare
 from wgpu_lora.distill import cache, plan
 from wgpu_lora.distill.cache import TeacherCache
@@ -214,6 +216,37 @@ def test_damaged_shards_are_named(teacher, data, cached, tmp_path, monkeypatch):
     flip(tampered.path / TABLE)
     with pytest.raises(UserError, match=rf"{TABLE} is damaged"):
         TeacherCache.open(tampered.path)
+
+
+def nan(arrays):
+    arrays["logprobs"][0, 1] = np.nan
+
+
+def endless(arrays):
+    arrays["lse"][0] = np.inf
+
+
+def positive(arrays):
+    arrays["logprobs"][0, 0] = 1
+
+
+def shuffled(arrays):
+    arrays["logprobs"] = arrays["logprobs"][:, ::-1].copy()
+
+
+@pytest.mark.parametrize("change", [nan, endless, positive, shuffled])
+def test_logits_that_no_teacher_gives_are_refused(cached, change):
+    """Where cache.json was changed with the shard."""
+    facts = json.loads((cached.path / CACHE).read_text())
+    first = facts["shards"][0]
+    path = cached.path / first["file"]
+    arrays = load_file(path)
+    change(arrays)
+    path.write_bytes(save(arrays))
+    first["sha256"] = file_digest(path)
+    (cached.path / CACHE).write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=rf"{first['file']} is damaged"):
+        TeacherCache.open(cached.path).support(0)
 
 
 @pytest.mark.parametrize(
