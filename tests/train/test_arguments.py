@@ -35,6 +35,7 @@ def test_every_option_has_help_and_a_heading():
         ({"lora_dropout": 1.0}, "lora_dropout must be at least 0 and less than 1"),
         ({"max_length": 1}, "max_length must be at least 2"),
         ({"base_dtype": "int5"}, "base_dtype must be one of nf4, bf16, f16, f32, lut2, lut3, lut4, int8"),
+        ({"optim": "sgd", "optim_args": "nesterov=true"}, "optim_args: nesterov=true needs a momentum"),
         ({"target_modules": ""}, "target_modules is empty"),
         ({"memory_budget": "lots"}, "memory_budget must be a size such as 4GiB or 800MB, not lots"),
     ],

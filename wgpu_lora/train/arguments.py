@@ -69,6 +69,7 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
                 kind = registered[getattr(self, selected_by)]
                 object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
+                created(kind, self, selected_by)  # checks options that depend on each other
         check_initialisation(self.init_lora_weights, self.lora_r, self.use_dora, self.init_adapter)
         check_heldout(self)
         if self.lr_scheduler_min > self.learning_rate:
