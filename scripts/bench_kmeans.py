@@ -159,9 +159,8 @@ def main() -> None:
             errors[name] += count * float(((sample - values) ** 2).sum())
         ours.free()
     weights = sum(count * prod(shape) for shape, count in shapes.items())
-    print(
-        f"{device.info.name}: {matrices} matrices of {args.shape}, {weights:,} weights, {args.bits} bits, group {args.group}"
-    )
+    what = f"{matrices} matrices of {args.shape}, {weights:,} weights, {args.bits} bits, group {args.group}"
+    print(f"{device.info.name}: {what}")
     for name in names:
         print(
             f"{name:13} {seconds[name]:9.1f} s  {processor[name]:9.1f} s of processors  relative error "

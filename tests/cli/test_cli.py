@@ -268,7 +268,7 @@ def test_advice_leaves_out_what_the_device_cannot_bind():
     def replan(changes: Mapping[str, Any]) -> int:
         if "gradient_checkpointing" in changes:
             raise UserError("one tensor is too large")
-        return 100 * changes["per_device_train_batch_size"]
+        return 100 * changes.get("per_device_train_batch_size", 8)
 
     args = TrainingArguments(per_device_train_batch_size=8)
     with pytest.raises(UserError, match=r"is 350 bytes .* fit with per_device_train_batch_size=3 \(300 bytes\)\."):

@@ -125,7 +125,7 @@ def test_choices_are_those_that_are_there() -> None:
         ("finetune --use_wandb", "--use-wandb does not exist here: --report-to wandb, tensorboard or"),
         ("finetune --eval_strategy steps", "every --eval-steps steps."),
         ("finetune --packing_strategy bfd", "--packing-strategy does not exist here"),
-        ("finetune --train --mask-prompt", "--train is not needed: training is always LoRA"),
+        ("finetune --use-peft --mask-prompt", "--use-peft is not needed: --train lora is the default"),
         ("finetune --batch 3", "did you mean --per-device-train-batch-size or --gradient-accumulation-steps?"),
         ("finetune --warmup 3", "did you mean --warmup-ratio or --warmup-steps?"),
         ("finetune --learning-rte 3", "No such option: --learning-rte; did you mean --learning-rate?"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Any
 
 import numpy as np
 import pytest
+import support.kernels
+from support.kernels import CASES, Case
 
 from wgpu_lora.gpu import part
+from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.values import widened
 from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward
 from wgpu_lora.ops.embedding import embedding_rows
@@ -119,3 +124,22 @@ def test_picks_are_spread_over_the_whole(count: int, wanted: int) -> None:
     assert (found[0], found[-1], found.size) == (0, count - 1, min(count, wanted))
     assert (np.diff(found) > 0).all()
     assert count <= wanted or np.diff(found).max() <= -(-count // (wanted - 1))
+
+
+# -- all others, on their test cases -----------------------------------------------------------------------------------
+
+for family in pkgutil.iter_modules(support.kernels.__path__, "support.kernels."):
+    importlib.import_module(family.name)
+CUT = [case for cases in CASES.values() for case in cases if case.kernel.part and not case.rare]
+
+
+def test_every_kernel_has_a_case_that_is_cut(rng: np.random.Generator) -> None:
+    found = {one.kernel.name for one in CUT if one.kernel.part(one.make(rng), {**one.kernel.defaults, **one.constants})}
+    assert found == {kernel.name for kernel in REGISTRY.values() if kernel.part}
+
+
+@pytest.mark.parametrize("case", CUT, ids=lambda case: case.label)
+def test_cases(case: Case, rng: np.random.Generator) -> None:
+    arrays, constants = case.make(rng), {**case.kernel.defaults, **case.constants}
+    if case.kernel.part(arrays, constants):
+        compare(case.kernel, arrays, constants)

@@ -34,7 +34,7 @@ def test_every_option_has_help_and_a_heading():
         ({"target_seconds": 0}, "target_seconds must be greater than 0"),
         ({"lora_dropout": 1.0}, "lora_dropout must be at least 0 and less than 1"),
         ({"max_length": 1}, "max_length must be at least 2"),
-        ({"base_dtype": "int8"}, "base_dtype must be one of nf4, bf16, f16, f32"),
+        ({"base_dtype": "int5"}, "base_dtype must be one of nf4, bf16, f16, f32, lut2, lut3, lut4, int8"),
         ({"target_modules": ""}, "target_modules is empty"),
         ({"memory_budget": "lots"}, "memory_budget must be a size such as 4GiB or 800MB, not lots"),
     ],
@@ -95,6 +95,7 @@ def test_bad_recipes(tmp_path: Path, text: str | None, message: str):
 def _peak(args: TrainingArguments, changes: dict) -> int:
     get = {**args.as_dict(), **changes}.get
     row = (50 if get("gradient_checkpointing") else 100) * (get("max_length") or 1024) // 1024
+    row -= 20 if get("offload_activations") and get("lora_r") == 4 else 0  # a device with memory of its own
     return (25 if get("base_dtype") == "nf4" else 100) + row * get("per_device_train_batch_size")
 
 
@@ -104,6 +105,12 @@ def _peak(args: TrainingArguments, changes: dict) -> int:
         ({}, 825, None),
         ({}, 824, "with --gradient-checkpointing (425 bytes), or with --per-device-train-batch-size 7 (725 bytes)."),
         ({}, 300, "with --per-device-train-batch-size 2 (225 bytes)."),
+        (
+            {"lora_r": 4},
+            665,
+            "with --gradient-checkpointing (425 bytes), or with --offload-activations (665 bytes), or with "
+            "--per-device-train-batch-size 6 (625 bytes).",
+        ),
         ({}, 120, "with --gradient-checkpointing --per-device-train-batch-size 1 (75 bytes)."),
         (
             {"base_dtype": "bf16"},

@@ -14,7 +14,6 @@ import typer
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.bench_batches import max_batch
 from wgpu_lora.cli.bench_options import ComputeDtype, File, Layers, Model, Rank, Shape
-from wgpu_lora.cli.bench_results import comparing_cells
 from wgpu_lora.cli.bench_training import training
 from wgpu_lora.cli.commands import USED, Command, Group, dashes
 from wgpu_lora.cli.console import Bar, console, is_terminal, line, table
@@ -220,6 +219,7 @@ def compare(
     """
     from wgpu_lora.bench.comparing import KINDS, differences, read_measured
     from wgpu_lora.bench.results import NAME
+    from wgpu_lora.cli.bench_results import comparing_cells
 
     if len(files) < 2:
         raise UserError("There is nothing to compare: give at least two result files.")

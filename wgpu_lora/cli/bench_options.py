@@ -33,7 +33,11 @@ TokensOr = Annotated[
 RankOr = Annotated[int | None, typer.Option(help="LoRA rank. [x>=1]", show_default="the recipe's, or 16")]
 BaseDtypeOr = Annotated[
     str | None,
-    choice("Storage type of the frozen base weights.", BASE_FORMATS, show_default=f"the recipe's, or {DEFAULT_FORMAT}"),
+    choice(
+        "Storage type of the frozen base weights; low-bit ones also by group and mixed, such as lut2-g16 and q2a4.",
+        BASE_FORMATS,
+        show_default=f"the recipe's, or {DEFAULT_FORMAT}",
+    ),
 ]
 ComputeDtypeOr = Annotated[
     str | None,

@@ -22,8 +22,8 @@ def import_model(
 ) -> int:
     """Quantise a model to NF4 and save it.
 
-    The linear layers are quantised on the GPU and saved in bitsandbytes' format, which transformers loads too. For other
-    formats, see quantize.
+    The linear layers are quantised on the GPU and saved in bitsandbytes' format, which transformers loads too.
+    For other formats, see quantize.
     """
     from wgpu_lora.export.packed import write_packed
     from wgpu_lora.formats.shards import refuse_existing

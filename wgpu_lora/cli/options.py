@@ -59,7 +59,13 @@ Adapter = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="Device index or part of its name; 'wgpu-lora info' lists them.")]
-BaseDtype = Annotated[str, choice("Storage type of the frozen base weights.", BASE_FORMATS)]
+BaseDtype = Annotated[
+    str,
+    choice(
+        "Storage type of the frozen base weights; low-bit ones also by group and mixed, such as lut2-g16 and q2a4.",
+        BASE_FORMATS,
+    ),
+]
 AllowUnconfined = Annotated[
     bool,
     typer.Option("--allow-unconfined", help="Run the model's code even if this system cannot confine it."),

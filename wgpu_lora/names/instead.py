@@ -121,10 +121,9 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "assistant_only_loss train_on_responses response_only_loss mask_inputs completion_only mask_history",
     ),
     (
-        "is not needed: training is always LoRA, on an NF4 base (QLoRA) unless {base_dtype} selects another type",
+        "is not needed: {train=lora} is the default, on an NF4 base (QLoRA) unless {base_dtype} selects another type",
         "finetuning_type fine_tune_type train_type use_peft use_lora peft lora peft_type task_type "
-        "trainer_type do_train train peft_config lora_config model_init_kwargs full_finetuning sft_type "
-        "training_type",
+        "trainer_type do_train peft_config lora_config model_init_kwargs full_finetuning sft_type training_type",
     ),
     (
         "is not supported: every layer gets an adapter",
@@ -170,9 +169,13 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "ref_model reference_model ref_model_name_or_path reference_model_path ref_model_init_kwargs",
     ),
     (
+        "is {lr_scheduler_min}, a learning rate, not a share of the highest one",
+        "cosine_min_lr_ratio min_lr_ratio lr_min_ratio",
+    ),
+    (
         "is not supported",
         "neftune_noise_alpha noisy_embedding_alpha label_smoothing_factor lr_scheduler_kwargs num_cycles "
-        "cosine_min_lr_ratio min_lr min_lr_ratio lr_end rope_scaling rope_theta ema reward_model num_generations "
+        "lr_end rope_scaling rope_theta ema reward_model num_generations "
         "f_divergence_type use_weighting discopop_tau sync_ref_model use_liger liger use_liger_kernel "
         "enable_liger_kernel compute_metrics callbacks preprocess_logits_for_metrics model_parallel curriculum",
     ),
@@ -251,7 +254,7 @@ ANYWHERE: tuple[tuple[str, str], ...] = (
         "flash_attention flash_attn use_flash_attention_2 flash_attention_2 attn_implementation sdp_attention "
         "xformers_attention use_unsloth unsloth torch_compile torch_compile_mode torch_compile_backend compile "
         "use_cache low_cpu_mem_usage fast_inference unsloth_tiled_mlp torch_empty_cache_steps lora_mlp_kernel "
-        "lora_qkv_kernel lora_o_kernel activation_offloading optimize_memory",
+        "lora_qkv_kernel lora_o_kernel optimize_memory",
     ),
     (
         "does not exist here: a run uses one device, chosen by {device}",

@@ -38,6 +38,7 @@ ALIASES: dict[tuple[str, ...], str] = {
     ("packing",): "sample_packing pack",
     ("gradient_checkpointing",): "grad_checkpoint grad_checkpointing use_gradient_checkpointing "
     "activation_checkpointing",
+    ("offload_activations",): "activation_offloading offload_checkpoints",
     ("lora_r", "rank"): "rank r lora_rank",
     ("lora_alpha",): "alpha",
     ("lora_dropout",): "dropout",

@@ -185,9 +185,9 @@ def with_options(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:
 
 
 def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
-    """The same model with another base dtype, for planning."""
+    """The same model with another base dtype, for planning. A model that is stored in a base format keeps it."""
     decoder = model.decoder
-    if decoder.base_dtype == base_dtype:
+    if decoder.base_dtype == base_dtype or model.config.packed:
         return model
     table = table_dtype(model.checkpoint, model.config)
     other = Decoder.declare(model.config, base_dtype, table, model.device.max_binding)

@@ -47,7 +47,12 @@ class GeneralOptions:
         False, FILES, "Skip rows that cannot be read; they are listed in skipped_rows.jsonl in --output."
     )
     device: str | None = option(None, FILES, "Device index or part of its name; 'wgpu-lora info' lists the devices.")
-    base_dtype: str = option(DEFAULT_FORMAT, MEMORY, "Storage type of the frozen base weights.", choices=BASE_FORMATS)
+    base_dtype: str = option(
+        DEFAULT_FORMAT,
+        MEMORY,
+        "Storage type of the frozen base weights; low-bit ones also by group and mixed, such as lut2-g16 and q2a4.",
+        choices=BASE_FORMATS,
+    )
     compute_dtype: str = option(
         "f32",
         MEMORY,

@@ -99,7 +99,8 @@ def ways_to_fit(available: int, args: TrainingArguments, replan: Replan) -> list
     savings = _savings(args)
     single = {name: _way({name: value}, fitting) for name, value in savings.items()}
     batch = _largest_batch(args, fitting, {})
-    found = [single.get("gradient_checkpointing"), batch, single.get("base_dtype")]
+    offloaded = None if args.offload_activations else _way({"offload_activations": True}, fitting)
+    found = [single.get("gradient_checkpointing"), offloaded, batch, single.get("base_dtype")]
     ways = [way for way in found if way]
     if ways:
         return ways

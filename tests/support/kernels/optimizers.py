@@ -58,7 +58,7 @@ def as_bf16(values: np.ndarray) -> np.ndarray:
 
 def updating(kernel: Any, kind: Any, states: str, held: str = "f32", note: str = "") -> None:
     """Blocks of owners that are updated, of none, and of slots that are not."""
-    blocks, size = u32(0, NONE, 7, 4, 1, 8), 6 * optimizer.BLOCK - 36
+    blocks, size = u32(0, NONE, 7, 4, 1, 8), 6 * optimizer.BLOCK
 
     def make(rng: np.random.Generator) -> Arrays:
         arrays = updates(rng, kind, states, held, blocks, size)

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.part import PAGE_BLOCKS, Part, picks, some_rows
+from wgpu_lora.gpu import part
+from wgpu_lora.gpu.part import Part, picks, some_rows
 from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.optimizer import BLOCK, NO_OWNER
 from wgpu_lora.train.optimizers.base import QUANT_BLOCK
@@ -97,9 +98,9 @@ def diverging_8bit(
 def some_records(arrays: Arrays, c: Constants) -> Part | None:
     """The part to check of a kernel over a page with records: some of its blocks."""
     count, states = c["blocks"], len(c["states"].split())
-    if count <= PAGE_BLOCKS:
+    if count <= part.PAGE_BLOCKS:
         return None
-    picked = picks(count, PAGE_BLOCKS)
+    picked = picks(count, part.PAGE_BLOCKS)
     places = arrays["places"].reshape(-1, 4)[picked].astype(np.int64)
     codes, values, moved = [np.zeros(4, np.uint8)], [np.zeros(1, np.float32)], places.copy()
     word, value = 1, 1
