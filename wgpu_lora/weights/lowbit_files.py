@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.weights.lowbit_codes import entries, groups, row_bytes
+from wgpu_lora.weights.lowbit_codes import decode, entries, groups, row_bytes, unpack
 from wgpu_lora.weights.packed import Packed, StoredTensors
 from wgpu_lora.weights.schemes import GROUPS, KINDS, ROW, Mix, Scheme, scheme_of
 
@@ -77,6 +77,14 @@ class LowBitFiles:
         scheme = _stored_scheme(tensors, name, shape)
         assert scheme is not None, "checked before"
         return Packed(scheme.name, (shape[0], shape[1]), ("codes", *kinds), partial(_arrays, tensors, parts))
+
+    def decode(self, packed: Packed) -> np.ndarray:
+        scheme = Scheme.of(packed.format)
+        assert scheme
+        codes, *constants = packed.read()
+        parts = dict(zip((part.removesuffix(F32) for part in packed.parts[1:]), constants, strict=True))
+        unpacked = unpack(codes.view(np.uint8), packed.shape[1], scheme.bits)
+        return decode(unpacked, parts.get("table"), parts.get("scales"), scheme.bits).astype(np.float32)
 
     def tensors(self, name: str, packed: Packed, dtype: str) -> dict[str, np.ndarray]:
         names = (name, *(f"{name}.{part.removesuffix(F32)}" for part in packed.parts[1:]))
