@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from support.training import model_dir, random_rows
 
 from wgpu_lora import evaluate
+from wgpu_lora.cli.describing import describe
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, StepResult
 from wgpu_lora.gpu.device import Device
@@ -99,6 +100,12 @@ def test_gradients_through_the_model(device: Device, tmp_path: Path, base: str) 
         assert abs(slope) > 1e-3 * loss
     finally:
         session.close()
+
+
+def test_the_summary_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    describe(job(tmp_path))
+    said = capsys.readouterr()
+    assert "bytes per trained parameter" in said.out + said.err
 
 
 def test_it_trains_resumes_and_writes_models(tmp_path: Path) -> None:

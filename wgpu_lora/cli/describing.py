@@ -110,7 +110,7 @@ def describe_memory(job: Job[Any]) -> None:
     from wgpu_lora.train.memory import both
 
     session, plan = job.session, job.session.memory()
-    trained = sum(session.adapters.trainable(run.slot, session.model.config) for run in job.runs)
+    trained = sum(session.trained.trainable(run.slot, session.model.config) for run in job.runs)
     kept = session.optimizer.state_bytes
     each = f"{kept / trained:.2f} bytes per trained parameter"
     line("optimizer", f"{job.runs[0].args.optim}: {f'{both(kept)} of state, {each}' if kept else 'no state'}")
