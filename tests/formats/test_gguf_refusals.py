@@ -91,15 +91,6 @@ def test_weights_that_are_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_packed_model_is_refused_but_not_for_an_adapter(tmp_path: Path) -> None:
-    model = small(tmp_path / "model", "qwen2")
-    packed = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    change(model / "config.json", lambda config: config.update(quantization_config=packed))
-    with pytest.raises(UserError, match="give the model in full precision"):
-        export_model(model, tmp_path / "out.gguf")
-    export_adapter(model, make_adapter(tmp_path / "adapter", model), tmp_path / "lora.gguf")
-
-
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
 def test_an_interruption_leaves_nothing(tmp_path: Path, failure: type[BaseException]) -> None:
     seen: list[str] = []

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.gguf_models import make_adapter
 from support.models import ARCHITECTURES, FIXTURES, full_logits, golden, golden_rows, load, relative_error
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.merge import merge_adapter
+from wgpu_lora.export.merge import MergedModel, merge_adapter, scaled_factors
 from wgpu_lora.export.packed import write_packed
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE
 from wgpu_lora.gpu.device import Device
@@ -81,9 +82,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "quantised on loading" in capsys.readouterr().err
     with pytest.raises(UserError, match="base_dtype='bf16' is not possible"):
         open_model(str(output), base_dtype="bf16")
-    with pytest.raises(UserError, match="are stored in NF4"):
-        merge_adapter(output, tmp_path / "adapter", tmp_path / "merged")
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]
+
+
+@pytest.mark.parametrize("base_dtype", ["nf4", "q2a8-g16"])
+def test_merging_and_exporting_decode(device: Device, tmp_path: Path, base_dtype: str) -> None:
+    """What is merged is what is on the device; the result is an ordinary model."""
+    source, packed, merged = FIXTURES / "models" / "qwen3", tmp_path / "packed", tmp_path / "merged"
+    model = load("qwen3", device, base_dtype)
+    write_packed(model, packed)
+    adapter = make_adapter(tmp_path / "adapter", source)
+    merge_adapter(packed, adapter, merged, "f32")
+    deltas = scaled_factors(adapter, model.config, source)
+    plain = open_model(str(merged), device, "f32")
+    assert plain.config.packed is None
+    for name, weight in model.decoder.matrices():
+        if name in deltas:
+            a, b = deltas[name]
+            np.testing.assert_allclose(plain.checkpoint.read_f32(name), weight.values(device) + b @ a, atol=1e-6)
+            alone = np.concatenate(list(MergedModel(packed).pieces(name)))
+            np.testing.assert_array_equal(alone, weight.values(device))
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"

@@ -101,6 +101,7 @@ REFUSED = [
     (["--model", QWEN3, "--scheme", "lut2-g16", "--group", "16"], "names a group itself"),
     (["--model", QWEN3, "--scheme", "nf4", "--group", "16"], "--group has no effect on nf4"),
     (["--model", QWEN3, "--scheme", "nf4", "--calibration", "x"], "--calibration has no effect on nf4"),
+    (["--model", QWEN3, "--mlp", "int8", "--attention", "int8", "--calibration", "x"], "has no effect on q8a8"),
     (["--model", QWEN3, "--scheme", "lut2", "--group", "64"], "which groups of 64 do not divide: use --group 16"),
     (["--model", QWEN3, "--scheme", "lut2", "--group", "16", "--calibration-samples", "0"], "must be at least 1"),
     (["--model", QWEN3, "--scheme", "lut2", "--group", "16", "--calibration", "nowhere.jsonl"], "nowhere.jsonl"),

@@ -102,14 +102,11 @@ def test_gradients_through_the_model(device: Device, tmp_path: Path, base: str) 
         session.close()
 
 
-def test_the_summary_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    describe(job(tmp_path))
-    said = capsys.readouterr()
-    assert "bytes per trained parameter" in said.out + said.err
-
-
-def test_it_trains_resumes_and_writes_models(tmp_path: Path) -> None:
-    whole = job(tmp_path, rounded_from=str(model_dir("qwen3"))).train()
+def test_it_trains_resumes_and_writes_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = job(tmp_path, rounded_from=str(model_dir("qwen3")))
+    describe(planned)
+    assert "tables and scales of 14 matrices" in capsys.readouterr().out
+    whole = planned.train()
     assert whole.memory.peak_allocated == whole.memory.peak
     state = whole.state
     assert state.unrounded_eval_loss is not None

@@ -18,13 +18,16 @@ from support.training import golden_arguments
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.export.packed import write_packed
 from wgpu_lora.formats.checkpoint import SINGLE
+from wgpu_lora.formats.packed import PackedCheckpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.weights.lowbit import LowBit, quantised
 from wgpu_lora.weights.lowbit_codes import decode, from_words, pack, row_bytes, to_words, unpack, word_rows
 from wgpu_lora.weights.lut_fit import fit, fit_int8
 from wgpu_lora.weights.registry import BASE_FORMATS, base_format
+from wgpu_lora.weights.schemes import Scheme
 
 MODEL = str(FIXTURES / "models" / "qwen3")
 UP, Q = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
@@ -114,6 +117,22 @@ def test_a_mix_is_by_layer_kind(device: Device) -> None:
     model = open_model(MODEL, device, "q2a8-row")
     formats = {name: weight.format for name, weight in model.decoder.matrices()}
     assert (formats[UP], formats[Q]) == ("lut2-row", "int8-row")
+
+
+def test_a_group_as_long_as_a_row(tmp_path: Path) -> None:
+    """int8 with one scale per row is stored alike whether that is a group or not; both are read."""
+    form, size_in = LowBit.packed_form, 64
+    for name in ("int8-row", "int8-g64", "lut2-row", "lut2-g64"):
+        codes, *parts = quantised(np.ones((4, size_in), np.float32), Scheme.of(name))
+        stored = {"w": pack(codes, Scheme.of(name).bits)}
+        stored |= {
+            f"w.{part}": values for part, values in zip(("table", "scales"), parts, strict=True) if values is not None
+        }
+        save_file(
+            {k: v.view(np.int8) if k == "w" and name.startswith("int8") else v for k, v in stored.items()},
+            tmp_path / SINGLE,
+        )
+        form.check(PackedCheckpoint(tmp_path, name), "w", (4, size_in), name)
 
 
 def test_names() -> None:

@@ -22,6 +22,7 @@ from wgpu_lora.infer.calibrate import input_moments
 from wgpu_lora.models.files import config_of
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.weights.lowbit_codes import entries
 from wgpu_lora.weights.registry import packed_form
 from wgpu_lora.weights.schemes import GROUPS, KINDS, Mix, Scheme
 
@@ -87,6 +88,12 @@ def _low_bit(name: str) -> Scheme | Mix | None:
     return Scheme.of(name) or Mix.of(name)
 
 
+def _has_tables(base_dtype: str) -> bool:
+    form = _low_bit(base_dtype)
+    schemes = (form.mlp, form.attention) if isinstance(form, Mix) else (form,) if form else ()
+    return any(entries(scheme.bits) for scheme in schemes)
+
+
 def quantize(
     model: str,
     base_dtype: str,
@@ -118,8 +125,10 @@ def quantize(
     packed_form(base_dtype)
     if calibration_samples < 1:
         raise UserError(f"{setting('calibration_samples', calibration_samples)} is too small: it must be at least 1.")
-    if calibration is not None and base_dtype == "nf4":
-        raise UserError(f"{flag('calibration')} has no effect on nf4, whose codes are fixed: leave it out.")
+    if calibration is not None and not _has_tables(base_dtype):
+        raise UserError(
+            f"{flag('calibration')} has no effect on {base_dtype}, which has no tables to fit: leave it out."
+        )
     _check_model(model, base_dtype, requantize)
     opened = open_model(model, device) if requantize else open_model(model, device, base_dtype)
     target = decoded(opened, base_dtype) if requantize else opened

@@ -1,4 +1,4 @@
-"""A quantised model as a source of plain values, so that it can be quantised in another scheme."""
+"""A quantised model as a source of plain values, so that it can be merged, exported or quantised in another scheme."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from dataclasses import replace
 import numpy as np
 
 from wgpu_lora.formats.packed import PackedCheckpoint
-from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.program import allocate, release
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.weights.base import Loading, Shared
-from wgpu_lora.weights.registry import base_format
+from wgpu_lora.weights.registry import packed_form
 
 
 class Decoded:
-    """A checkpoint whose packed matrices are read as float32. Each is decoded by its format, through the device."""
+    """A checkpoint whose packed matrices are read as float32, decoded on the host one at a time."""
 
-    def __init__(self, checkpoint: PackedCheckpoint, device: Device):
-        self._checkpoint, self._device = checkpoint, device
+    def __init__(self, checkpoint: PackedCheckpoint):
+        self._checkpoint = checkpoint
         self._last: tuple[str, np.ndarray] | None = None  # matrices are read in pieces
 
     def names(self) -> list[str]:
@@ -53,20 +50,13 @@ class Decoded:
         packed = self._checkpoint.packed(name)
         if packed is None:
             return None
-        weight = base_format(packed.format).declare(packed.shape, name, Shared(self._device.max_binding), packed)
-        allocate(self._device, set(weight.storages()))
-        try:
-            with Loading(self._device, [weight]) as loading:
-                weight.load(loading, self._checkpoint, name)
-            self._last = name, weight.values(self._device)
-        finally:
-            release(self._device, weight.storages())
+        self._last = name, packed_form(packed.format).decode(packed)
         return self._last[1]
 
 
 def decoded(model: LoadedModel, base_dtype: str) -> LoadedModel:
     """A model whose linear layers are stored in a base format, to be quantised in another one while it is loaded."""
     assert isinstance(model.checkpoint, PackedCheckpoint)
-    config, source = replace(model.config, packed=None), Decoded(model.checkpoint, model.device)
+    config, source = replace(model.config, packed=None), Decoded(model.checkpoint)
     decoder = Decoder.declare(config, base_dtype, table_dtype(source, config), model.device.max_binding)
     return replace(model, config=config, checkpoint=source, decoder=decoder, weights_loaded=False)

@@ -52,7 +52,7 @@ def export_model(
     """Writes a model for llama.cpp.
 
     Args:
-        model: a directory in full precision, or a GGUF file, which is decoded.
+        model: a directory, or a GGUF file. Quantised weights are decoded.
         adapter: a PEFT directory to merge.
         kind: one of `mix.FILE_TYPES`.
         name: general.name; by default, the name of the directory.

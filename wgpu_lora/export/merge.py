@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export.companions import write_companions
+from wgpu_lora.export.decoded import Decoded
 from wgpu_lora.formats.cards import CARD, card_of_merged
 from wgpu_lora.formats.hub import is_gguf
+from wgpu_lora.formats.packed import PackedCheckpoint
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.files import config_of, read_model
+from wgpu_lora.models.files import read_model
 from wgpu_lora.models.fitting import check_fits
 from wgpu_lora.names.naming import setting
 
@@ -33,22 +36,18 @@ class MergedModel:
     """A model's tensors with an adapter's products added, read as float32, a few rows at a time.
 
     Args:
-        model: a directory, or a GGUF file, which is decoded.
+        model: a directory, or a GGUF file. Quantised weights are decoded.
         adapter: a PEFT directory.
 
     Raises:
-        UserError: a file cannot be read, the adapter does not fit, the model is stored packed, or, while reading, a
-            value is not finite.
+        UserError: a file cannot be read, the adapter does not fit, or, while reading, a value is not finite.
     """
 
     def __init__(self, model: Path, adapter: Path | None = None):
-        self.config = config_of(model)
-        if self.config.packed:
-            kind = self.config.packed.upper()
-            raise UserError(f"The linear layers of {model} are stored in {kind}: give the model in full precision.")
         files = read_model(model)
-        self.tokenizer = files.tokenizer
-        self._checkpoint = files.checkpoint
+        self.config, self.tokenizer = replace(files.config, packed=None), files.tokenizer
+        stored = files.checkpoint
+        self._checkpoint = Decoded(stored) if isinstance(stored, PackedCheckpoint) else stored
         self._deltas = scaled_factors(adapter, self.config, model) if adapter else {}
         self.shapes = self.config.parameter_shapes()
 
@@ -113,7 +112,7 @@ def merge_adapter(
     """Writes base plus adapter, computed in float32, as a Hugging Face model directory.
 
     Args:
-        model: the base: a directory in full precision, or a GGUF file.
+        model: the base: a directory, or a GGUF file. Quantised weights are decoded.
         dtype: bf16, f16 or f32, of every tensor.
         name: of the base in the model card, such as a hub id.
         events: receives `written`.
@@ -143,6 +142,7 @@ def merge_adapter(
         specs = {name: TensorSpec(kind, shape) for name, shape in merged.shapes.items()}
         write_shards(directory, specs, pieces, max_shard_bytes)
         stated = read_json(directory / "config.json")
+        stated.pop("quantization_config", None)
         stated["dtype" if "dtype" in stated else "torch_dtype"] = TORCH[dtype]
         (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
         (directory / CARD).write_text(card_of_merged(name or str(model), adapter, dtype), encoding="utf-8")

@@ -10,13 +10,14 @@ The scheme of a matrix follows from these shapes; it must be that which config.j
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.weights.lowbit_codes import entries, groups, row_bytes
+from wgpu_lora.weights.lowbit_codes import decode, entries, groups, row_bytes, unpack
 from wgpu_lora.weights.packed import Packed, StoredTensors
 from wgpu_lora.weights.schemes import GROUPS, KINDS, ROW, Mix, Scheme, scheme_of
 
@@ -50,7 +51,7 @@ class LowBitFiles:
     def check(self, tensors: StoredTensors, name: str, shape: tuple[int, ...], base_format: str) -> None:
         where = f"{name} in {tensors.directory}"
         found, stated = _stored_scheme(tensors, name, shape), scheme_of(base_format, name)
-        if found is None or found != stated:
+        if found is None or found != _as_stored(stated, shape):
             kind = f"stored as {found.name}" if found else "not stored in any scheme"
             raise UserError(f"{where} is {kind}, but config.json states {stated.name}: copy the model again.")
         out, size_in = shape
@@ -77,6 +78,14 @@ class LowBitFiles:
         assert scheme is not None, "checked before"
         return Packed(scheme.name, (shape[0], shape[1]), ("codes", *kinds), partial(_arrays, tensors, parts))
 
+    def decode(self, packed: Packed) -> np.ndarray:
+        scheme = Scheme.of(packed.format)
+        assert scheme
+        codes, *constants = packed.read()
+        parts = dict(zip((part.removesuffix(F32) for part in packed.parts[1:]), constants, strict=True))
+        unpacked = unpack(codes.view(np.uint8), packed.shape[1], scheme.bits)
+        return decode(unpacked, parts.get("table"), parts.get("scales"), scheme.bits).astype(np.float32)
+
     def tensors(self, name: str, packed: Packed, dtype: str) -> dict[str, np.ndarray]:
         names = (name, *(f"{name}.{part.removesuffix(F32)}" for part in packed.parts[1:]))
         return dict(zip(names, packed.read(), strict=True))
@@ -101,6 +110,11 @@ def _stored_scheme(tensors: StoredTensors, name: str, shape: tuple[int, ...]) ->
         count = (*tensors.shape(name + SCALES), 0)[0]
         group = next((group for group in GROUPS if group * count == shape[-1]), ROW)
     return Scheme(bits, group) if bits else None
+
+
+def _as_stored(scheme: Scheme, shape: tuple[int, ...]) -> Scheme:
+    """The scheme as shapes tell: a row of int8 that is as long as a group is the same with either."""
+    return replace(scheme, group=shape[-1]) if scheme == Scheme(8, ROW) and shape[-1] in GROUPS else scheme
 
 
 def _arrays(tensors: StoredTensors, parts: list[str]) -> tuple[np.ndarray, ...]:

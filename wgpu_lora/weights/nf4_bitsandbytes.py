@@ -17,7 +17,7 @@ import numpy as np
 
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
-from wgpu_lora.weights.nf4_codes import BLOCK, DYNAMIC_CODE, NAME, NESTED_BLOCK, NF4_CODE, PARTS
+from wgpu_lora.weights.nf4_codes import BLOCK, DYNAMIC_CODE, NAME, NESTED_BLOCK, NF4_CODE, PARTS, decode_parts
 from wgpu_lora.weights.packed import Packed, StoredTensors
 
 F32_MAX = float(np.finfo(np.float32).max)
@@ -91,6 +91,9 @@ class BitsAndBytesNF4:
     def _state(self, tensors: StoredTensors, name: str) -> dict[str, Any]:
         stored = tensors.array(name + self.marker, "U8").tobytes()
         return parse_object(stored, f"{name}{self.marker} in {tensors.directory}")
+
+    def decode(self, packed: Packed) -> np.ndarray:
+        return decode_parts(packed.read(), packed.shape)
 
     def tensors(self, name: str, packed: Packed, dtype: str) -> dict[str, np.ndarray]:
         codes, absmax, nested = packed.read()

@@ -70,5 +70,8 @@ class PackedForm(Protocol):
     def read(self, tensors: StoredTensors, name: str, shape: tuple[int, ...]) -> Packed:
         """The packed matrix, checked before; its arrays are not read yet."""
 
+    def decode(self, packed: Packed) -> np.ndarray:
+        """W, float32 [out, in], of a packed matrix."""
+
     def tensors(self, name: str, packed: Packed, dtype: str) -> dict[str, np.ndarray]:
         """The tensors to write, by name. dtype: of the matrix before it was quantised, such as bfloat16."""
