@@ -67,8 +67,9 @@ def starting_at_reference(args: TrainingArguments, objective: Objective) -> tupl
     if not path or args.init_adapter or args.resume:
         return args, ""
     if args.init_lora_weights != DEFAULT:
+        said = setting("init_lora_weights", args.init_lora_weights)
         raise UserError(
-            f"{setting('init_lora_weights', args.init_lora_weights)} and {flag('reference_adapter')} cannot be combined: "
-            "training starts from the reference, so leave one out."
+            f"{said} and {flag('reference_adapter')} cannot be combined: training starts from the reference, so leave "
+            "one out."
         )
     return replace(args, init_adapter=path), f"starts from the reference adapter {path}"
