@@ -196,5 +196,7 @@ def test_search_as_a_command(shared: None, tmp_path: Path, capsys: pytest.Captur
     assert kinds == ["header", "batch", "summary", "batch", "summary", "best"]
     out = capsys.readouterr().out
     assert "1 row with gradient checkpointing, limited by the given maximum; a step of them ran" in out
+    assert main([*COMMAND, "--batch-sizes", "99999999999"]) == 0
+    assert "none fits with gradient checkpointing, limited by the device" in capsys.readouterr().out
     with pytest.raises(UserError, match="--max-batch must be at least 1, not 0"):
         Batches(most=0)

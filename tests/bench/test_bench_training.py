@@ -200,6 +200,9 @@ def test_pairs_of_the_same_product_are_timed(device: Device, monkeypatch: pytest
     found = search_pairs(work, 1, opened=device)
     assert [(p["status"], p["why"]) for p in found["pairs"]] == [("OK", None), ("OOM", "more than the budget")]
     assert found["fastest"]["batch"] == 1
+    for measured in (search_pairs, run_training):
+        with pytest.raises(UserError, match="--repeat must be at least 1, not 0"):
+            measured(work, 0, opened=device)
 
 
 def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from filelock import FileLock
+from safetensors.numpy import load_file, save
 from support.cli import write_rows
 from support.models import full_logits, save_golden_adapter, words_model
 
 from wgpu_lora import evaluate, teacher_cache
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.data import prepare
 from wgpu_lora.distill import cache, plan
 from wgpu_lora.distill.cache import TeacherCache
@@ -171,10 +173,14 @@ def test_another_teacher_or_other_data_are_refused_on_continuing(teacher, data, 
     with pytest.raises(UserError, match="was begun with other data"):
         teacher_cache(teacher, write_rows(tmp_path / "more.jsonl", ROWS[:-1]), cached.path, **OPTIONS)
     header = json.loads((cached.path / CACHE).read_text())
-    header["teacher"]["weights"], header["shards"] = "0" * 64, header["shards"][:1]
-    (cached.path / CACHE).write_text(json.dumps(header))
-    with pytest.raises(UserError, match="was begun with another teacher, whose weights have the SHA-256 000000000000"):
+    (cached.path / CACHE).write_text(json.dumps(header | {"teacher": {**header["teacher"], "config": "0" * 64}}))
+    with pytest.raises(UserError, match=r"was begun with another configuration of the teacher \(SHA-256 000000000000"):
         teacher_cache(teacher, data, cached.path, **OPTIONS)
+    header["teacher"]["weights"] = "0" * 64
+    for shards in (header["shards"], header["shards"][:1]):  # also if nothing is left to do
+        (cached.path / CACHE).write_text(json.dumps(header | {"shards": shards}))
+        with pytest.raises(UserError, match="was begun with another teacher, whose weights have the SHA-256 0000"):
+            teacher_cache(teacher, data, cached.path, **OPTIONS)
 
 
 def test_damaged_shards_are_named(teacher, data, cached, tmp_path, monkeypatch):
@@ -210,6 +216,37 @@ def test_damaged_shards_are_named(teacher, data, cached, tmp_path, monkeypatch):
     flip(tampered.path / TABLE)
     with pytest.raises(UserError, match=rf"{TABLE} is damaged"):
         TeacherCache.open(tampered.path)
+
+
+def nan(arrays):
+    arrays["logprobs"][0, 1] = np.nan
+
+
+def endless(arrays):
+    arrays["lse"][0] = np.inf
+
+
+def positive(arrays):
+    arrays["logprobs"][0, 0] = 1
+
+
+def shuffled(arrays):
+    arrays["logprobs"] = arrays["logprobs"][:, ::-1].copy()
+
+
+@pytest.mark.parametrize("change", [nan, endless, positive, shuffled])
+def test_logits_that_no_teacher_gives_are_refused(cached, change):
+    """Where cache.json was changed with the shard."""
+    facts = json.loads((cached.path / CACHE).read_text())
+    first = facts["shards"][0]
+    path = cached.path / first["file"]
+    arrays = load_file(path)
+    change(arrays)
+    path.write_bytes(save(arrays))
+    first["sha256"] = file_digest(path)
+    (cached.path / CACHE).write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=rf"{first['file']} is damaged"):
+        TeacherCache.open(cached.path).support(0)
 
 
 @pytest.mark.parametrize(

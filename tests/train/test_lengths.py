@@ -11,7 +11,7 @@ import pytest
 from support.cli import QWEN2, SMALL, commands, flags, write_rows
 
 import wgpu_lora
-from wgpu_lora.bench.training import Work, _prepared
+from wgpu_lora.bench.training import Work, prepared
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.train.arguments import TrainingArguments
@@ -60,7 +60,7 @@ def test_a_pipeline_and_a_benchmark_fit_their_model(device: Device, tmp_path: Pa
     assert {run.args.max_length for run in job.runs} == {job.args.max_length} == {POSITIONS}
     recipe = tmp_path / "r.toml"
     recipe.write_text(f'model = "{QWEN2}"\ndata = "{data}"\noutput = "{tmp_path / "out"}"\n')
-    assert prepare_job(*_prepared(Work(str(recipe)), tmp_path, device)).run.args.max_length == POSITIONS
+    assert prepare_job(*prepared(Work(str(recipe)), tmp_path, device)).run.args.max_length == POSITIONS
 
 
 @pytest.mark.parametrize("on_overflow", ["truncate", "drop"])

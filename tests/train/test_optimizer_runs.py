@@ -17,6 +17,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.idle import idle
+from wgpu_lora.train.manifest import MANIFEST, write_manifest
 from wgpu_lora.train.records import RunRecord
 
 FILES = ("adapter_model.safetensors", "optimizer.safetensors")
@@ -47,6 +48,21 @@ def test_resuming(model: LoadedModel, tmp_path: Path) -> None:
     assert types == {"uint8", "float32"}
     with pytest.raises(UserError, match="optim was 'adamw_8bit', not 'lion'"):
         train(model, tmp_path / "b", "lion", max_steps=6, resume=True)
+
+
+def test_a_state_in_the_same_form_of_another_optimizer(model: LoadedModel, tmp_path: Path) -> None:
+    """As those of lion and muon: refused by name, and nothing is written."""
+    steps = {}
+    for optim in ("lion", "muon"):
+        train(model, tmp_path / optim, optim, max_steps=1)
+        steps[optim] = tmp_path / optim / "run" / "checkpoints" / "step-1"
+    (steps["lion"] / FILES[1]).write_bytes((steps["muon"] / FILES[1]).read_bytes())
+    (steps["lion"] / MANIFEST).unlink()
+    write_manifest(steps["lion"])
+    before = {path: path.stat().st_mtime_ns for path in steps["lion"].parent.rglob("*")}
+    with pytest.raises(UserError, match=r"optimizer.safetensors .* holds the state of 'muon', not of 'lion'"):
+        train(model, tmp_path / "lion", "lion", max_steps=2, resume=True)
+    assert before == {path: path.stat().st_mtime_ns for path in steps["lion"].parent.rglob("*")}
 
 
 def test_several_adapters(model: LoadedModel, tmp_path: Path) -> None:

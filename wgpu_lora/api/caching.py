@@ -111,7 +111,7 @@ def teacher_cache(
         samples=samples,
         batch_tokens=batch_tokens,
         template_kwargs=template,
-        teacher={"adapter": digest},
+        teacher={"adapter": digest, "config": config.digest()},
         options={
             "compute_dtype": compute_dtype,
             "on_overflow": on_overflow,
@@ -124,14 +124,13 @@ def teacher_cache(
     done = standing(output, plan)
     if planned:
         planned(plan, sum(shard.rows for shard in done))
-    if len(done) < len(plan.shards):
-        with (
-            Bars(progress_bar) as bars,
-            on_device(opened, [] if adapter is None else [adapter]) as adapters,
-            advising("batch_tokens", "top_k", "random"),
-        ):
-            told = Passing(bars, *([events] if events else []))
-            write_cache(output, plan, done, opened, adapters, compute_dtype, told)
+    with (
+        Bars(progress_bar) as bars,
+        on_device(opened, [] if adapter is None else [adapter]) as adapters,
+        advising("batch_tokens", "top_k", "random"),
+    ):
+        told = Passing(bars, *([events] if events else []))
+        write_cache(output, plan, done, opened, adapters, compute_dtype, told)
     return TeacherCache.open(output)
 
 

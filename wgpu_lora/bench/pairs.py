@@ -15,6 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.names.naming import flag
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
@@ -39,6 +40,8 @@ def search_pairs(work: Work, repeat: int = 2, events: Events = SILENT, opened: D
     Raises:
         UserError: as `run_training`.
     """
+    if repeat < 1:
+        raise UserError(f"{flag('repeat')} must be at least 1, not {repeat}.")
     with own_words(TRAINING), tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
         args, model = prepared(work, Path(place), opened)
         first = prepare_job(replace(args, output=str(Path(place) / "first")), model)

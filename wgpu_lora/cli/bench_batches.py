@@ -96,8 +96,10 @@ def _largest(summary: Record) -> str:
     planned, confirmed = summary["planned"], summary["confirmed"]
     why = f" ({summary['why']})" if summary["why"] else ""
     bound = f"{_way(summary)}, limited by {summary['bounded_by']}{why}"
+    if not planned:
+        return f"none fits {bound}"
     if confirmed == planned:
-        return f"{counted(planned, 'row')} {bound}; {'a step of them ran' if planned else 'not even one fits'}"
+        return f"{counted(planned, 'row')} {bound}; a step of them ran"
     if summary["not_run"] is None:
         return f"{counted(confirmed, 'row')} {bound}; {planned:,} by the plan"
     return f"{counted(planned, 'row')} by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"

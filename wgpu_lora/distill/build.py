@@ -41,7 +41,8 @@ def write_cache(
     compute_dtype: str = "f32",
     events: Events = SILENT,
 ) -> Header:
-    """Write the shards that are not finished; returns the finished header.
+    """Write the shards that are not finished; returns the finished header. If none is missing, only the teacher's
+    weights are compared.
 
     Args:
         done: as `standing` found them. adapters: slot 0 applies.
@@ -52,6 +53,9 @@ def write_cache(
         NotFiniteError: a logit of the teacher is not finite.
         OSError: a file cannot be written.
     """
+    if len(done) == len(plan.shards):
+        model.load_weights(events)
+        return _compared(output, model, done)
     tables = Tables.declare(model.config.tables(), plan.batch_tokens)
     teacher = Teacher(model, adapters, [plan.batch_tokens], tables, plan.kept, compute_dtype)
     (program,) = teacher.programs()
@@ -111,19 +115,25 @@ def _begin(output: Path, plan: Plan, model: LoadedModel, done: Sequence[Shard]) 
     """The header with the teacher's weights, written with the table of rows."""
     header = replace(plan.header, teacher={**plan.header.teacher, "weights": model.weights_sha256}, shards=list(done))
     if (output / CACHE).exists():
-        found = read_header(output)
-        if found.shards != header.shards:
-            raise UserError(f"Another process has written to {output} meanwhile: give the command again.")
-        before = found.teacher.get("weights")
-        if before != model.weights_sha256:
-            raise UserError(
-                f"{output} was begun with another teacher, whose weights have the SHA-256 {before!s:.12}, not "
-                f"{model.weights_sha256!s:.12}: give the same to continue it, or another {flag('output')}."
-            )
+        _compared(output, model, done)
     sweep(output, OURS)
     write_bytes_atomic(output / TABLE, save(Table.of(plan.rows).arrays()))
     header.write(output)
     return header
+
+
+def _compared(output: Path, model: LoadedModel, done: Sequence[Shard]) -> Header:
+    """The header on disk. Raises UserError if it is that of another teacher, or has changed since it was read."""
+    found = read_header(output)
+    if found.shards != list(done):
+        raise UserError(f"Another process has written to {output} meanwhile: give the command again.")
+    before = found.teacher.get("weights")
+    if before != model.weights_sha256:
+        raise UserError(
+            f"{output} was begun with another teacher, whose weights have the SHA-256 {before!s:.12}, not "
+            f"{model.weights_sha256!s:.12}: give the same to continue it, or another {flag('output')}."
+        )
+    return found
 
 
 def _supports(

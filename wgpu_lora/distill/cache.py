@@ -22,6 +22,7 @@ from wgpu_lora.words import counted
 
 _OPEN = 64  # shards that stay mapped
 AT_ONCE = 1 << 30  # bytes of a cache that is hashed before it is used: a second or two
+_LARGEST = 0.01  # of log-probabilities, which rounding may make larger than 0
 AGAIN = "make the cache again with teacher-cache"
 
 
@@ -178,7 +179,9 @@ class TeacherCache:
         except (SafetensorError, OSError):
             raise _damaged(self.path / self.header.shards[number].file) from None
         ids = unpack_ids(packed, self.tokens, self.header.bits)
-        if ids.size and int(ids.max()) >= self.vocab_size:
+        descends = np.all(logprobs[:, 1 : self.kept] <= logprobs[:, : self.kept - 1])
+        finite = np.isfinite(logprobs).all() and np.isfinite(lse).all()
+        if not (finite and descends and np.all(logprobs <= _LARGEST) and np.all(ids < self.vocab_size)):
             raise _damaged(self.path / self.header.shards[number].file)
         logits = logprobs.astype(np.float32) + lse[:, None]
         correction = correction_of(self.vocab_size, self.kept, self.random)

@@ -164,6 +164,7 @@ def _compare(output: Path, found: Header, wanted: Header) -> None:
                 f"same options to continue it, or another {flag('output')}."
             )
     facts = {
+        "another configuration of the teacher": (found.teacher.get("config"), wanted.teacher["config"]),
         "another adapter of the teacher": (found.teacher.get("adapter"), wanted.teacher["adapter"]),
         "another tokenizer": (found.tokenizer, wanted.tokenizer),
         "another chat template": (found.template, wanted.template),

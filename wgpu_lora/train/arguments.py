@@ -14,7 +14,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.naming import Naming, flag, naming, setting
 from wgpu_lora.track.report_to import trackers_of
-from wgpu_lora.train.declared import TYPES, check, check_heldout, kinds, require
+from wgpu_lora.train.declared import F32_MAX, TYPES, check, check_heldout, kinds, require
 from wgpu_lora.train.distillation_options import DISTILLATION, DistillationOptions
 from wgpu_lora.train.general_options import ADAPTER, BATCHES, FILES, MEMORY, OPTIMISATION, SAVING, GeneralOptions
 from wgpu_lora.train.initialisation import check_initialisation
@@ -69,6 +69,11 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
                 kind = registered[getattr(self, selected_by)]
                 object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
+                created(kind, self, selected_by)  # checks options that depend on each other
+        if self.learning_rate * self.loraplus_lr_ratio > F32_MAX:
+            rate = setting("learning_rate", self.learning_rate)
+            ratio = setting("loraplus_lr_ratio", self.loraplus_lr_ratio)
+            raise UserError(f"{ratio} and {rate} give B a learning rate beyond float32's range: lower them.")
         check_initialisation(self.init_lora_weights, self.lora_r, self.use_dora, self.init_adapter)
         check_heldout(self)
         if self.lr_scheduler_min > self.learning_rate:

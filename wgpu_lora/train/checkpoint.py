@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
 from wgpu_lora.atomic import replace_directory, sweep
@@ -20,6 +20,7 @@ from wgpu_lora.formats.peft import CONFIG, WEIGHTS
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
+from wgpu_lora.train.optimizers import name_of
 from wgpu_lora.train.schema import SCHEMA, NewerSchemaError, schema_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import STATE, RunState, read_state
@@ -50,7 +51,8 @@ def write_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         files = subject.saved(session, slot)
-        files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot))
+        kept = {"optim": name_of(session.optimizer.rule)}
+        files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot), kept)
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
         files[STATE] = to_json(
             {"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1
@@ -180,11 +182,15 @@ def restore(directory: Path, session: Session, slot: int, subject: Subject) -> N
     """
     check(directory)
     try:
+        with safe_open(directory / OPTIMIZER, "numpy") as file:
+            optim = (file.metadata() or {}).get("optim")  # None in older checkpoints
         state = load_file(directory / OPTIMIZER)
     except (OSError, SafetensorError) as error:
         raise refuse(directory, str(error)) from error
     state = {modern(name, session.model.config.lora_modules): values for name, values in state.items()}
-    wrong = session.optimizer.state.fault(slot, state)
+    wrong, own = session.optimizer.state.fault(slot, state), name_of(session.optimizer.rule)
+    if optim not in (None, own):  # though it may be in the same form, as those of lion and muon
+        wrong = f"it holds the state of {optim!r:.40}, not of {own!r}"
     if wrong:
         raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
     try:

@@ -26,3 +26,8 @@ OPTIMIZERS: Registry[type[UpdateRule]] = Registry(
 def optimizer_of(args: Any) -> UpdateRule:
     """The optimizer that TrainingArguments select."""
     return created(OPTIMIZERS[args.optim], args, "optim")
+
+
+def name_of(rule: UpdateRule) -> str:
+    """The name of an optimizer, as `--optim` has it."""
+    return next(name for name in OPTIMIZERS if OPTIMIZERS[name] is type(rule))

@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, kernel, one_per
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.names.naming import flag
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 from wgpu_lora.train.declared import Range
@@ -37,6 +39,10 @@ class SGD:
     weight_decay: float = 0.0
     momentum: float = own_option(0.0, "Decay of the momentum.", within=Range(at_least=0, below=1))
     nesterov: bool = own_option(False, "Nesterov's momentum.")
+
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise UserError(f"{flag('optim_args')}: nesterov=true needs a momentum: add momentum=0.9, or leave it out.")
 
     @property
     def state(self) -> tuple[State, ...]:
