@@ -18,6 +18,7 @@ from wgpu_lora.models.inputs import Tables
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
+from wgpu_lora.ops.moments import input_squares
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives.kd import KD
 from wgpu_lora.train.optimizer import Optimizer
@@ -76,7 +77,15 @@ def _constants(model: LoadedModel, wanted: Wanted) -> list[Program]:
 
 def _loading(model: LoadedModel, wanted: Wanted) -> list[Program]:
     """The quantisation of low-bit matrices, with calibration."""
-    return [_fit(weight, model.device) for weight in model.decoder.weights() if isinstance(weight, LowBitWeight)]
+    weights = [weight for weight in model.decoder.weights() if isinstance(weight, LowBitWeight)]
+    if not weights:
+        return []
+    rows, cols = wanted.tokens, weights[0].in_features
+    calibration = Program(model.device, "calibration")
+    x, squares = (persistent(shape, "f32", "workspace", "inputs") for shape in ((rows, cols), (cols,)))
+    count = persistent((1,), "u32", "workspace", "count")
+    calibration.dispatch(input_squares, x, count, squares, rows=rows, first=0, cols=cols)
+    return [calibration, *(_fit(weight, model.device) for weight in weights)]
 
 
 def _fit(weight: LowBitWeight, device: Device) -> Program:

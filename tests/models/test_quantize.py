@@ -104,6 +104,7 @@ REFUSED = [
     (["--model", QWEN3, "--mlp", "int8", "--attention", "int8", "--calibration", "x"], "has no effect on q8a8"),
     (["--model", QWEN3, "--scheme", "lut2", "--group", "64"], "which groups of 64 do not divide: use --group 16"),
     (["--model", QWEN3, "--scheme", "lut2", "--group", "16", "--calibration-samples", "0"], "must be at least 1"),
+    (["--model", QWEN3, "--scheme", "lut2", "--group", "16", "--calibration-samples", "5"], "has no effect without"),
     (["--model", QWEN3, "--scheme", "lut2", "--group", "16", "--calibration", "nowhere.jsonl"], "nowhere.jsonl"),
     (["--model", QWEN3, "--scheme", "lut2", "--group", "16", "--eval-data", "nowhere.jsonl"], "nowhere.jsonl"),
     (["--from-base", QWEN2, "--scheme", "lut2"], "is in full precision: give it as --model instead of --from-base"),

@@ -12,6 +12,7 @@ from support.reports import copied, page_of, profile_of
 
 from wgpu_lora.cli import main
 from wgpu_lora.report.facts import compare, costs, losses, verdict
+from wgpu_lora.report.page import table
 from wgpu_lora.report.plots import PLOTS, plots
 from wgpu_lora.report.runs import read_runs
 
@@ -91,6 +92,20 @@ def test_what_was_not_measured_is_said(runs: Path, tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert any("wgpu-lora profile" in text for text in page.text)
     assert "not measured" in page.text  # the held-out loss
+
+
+def test_a_fact_of_one_run_alone_moves_no_other(runs: Path, tmp_path: Path) -> None:
+    rounded = copied(runs, tmp_path / "rounded")
+    stated = json.loads((rounded / "run.json").read_text())
+    stated["state"]["unrounded_eval_loss"] = 0.0
+    (rounded / "run.json").write_text(json.dumps(stated))
+    first, second = read_runs([runs / "first", rounded])
+    for order in ([first, second], [second, first]):
+        head, rows = table(order, losses)
+        found = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+        assert found[second.name] == {"run": second.name, **losses(second)}
+        missing = {"held-out loss, before rounding": "not measured"}
+        assert found[first.name] == {"run": first.name, **losses(first), **missing}
 
 
 def test_a_run_of_an_earlier_version(runs: Path, tmp_path: Path) -> None:

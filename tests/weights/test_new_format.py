@@ -19,6 +19,7 @@ from support.training import golden_arguments, model_dir
 from wgpu_lora.bench.run import bench
 from wgpu_lora.cli import main
 from wgpu_lora.errors import NotFiniteError, UserError
+from wgpu_lora.export.merge import MergedModel
 from wgpu_lora.export.packed import write_packed
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Storage, Tensor
@@ -110,6 +111,10 @@ class TwinFiles:
             "twin", shape, ("high", "low"), lambda: tuple(tensors.array(n, "BF16").reshape(shape) for n in names)
         )
 
+    def decode(self, packed: Packed) -> np.ndarray:
+        high, low = packed.read()
+        return high.astype(np.float32) + low.astype(np.float32)
+
     def tensors(self, name: str, packed: Packed, dtype: str) -> dict[str, np.ndarray]:
         return dict(zip((name, f"{name}.low"), packed.read(), strict=True))
 
@@ -168,6 +173,8 @@ def test_it_is_saved_and_loaded_as_it_was_saved(device: Device, tmp_path: Path) 
     assert again.config.packed == "twin"
     assert again.checkpoint.names() == sorted(model.config.parameter_shapes())
     np.testing.assert_array_equal(again.checkpoint.packed(K_PROJ).read(), split(model.checkpoint.read_f32(K_PROJ)))
+    decoded = np.concatenate(list(MergedModel(saved).pieces(K_PROJ)))
+    np.testing.assert_array_equal(decoded, TWIN.round_trip(model.checkpoint.read_f32(K_PROJ)))
     with pytest.raises(UserError, match="is missing"):
         again.checkpoint.array("zork", "BF16")
     again.load_weights()

@@ -125,6 +125,8 @@ def quantize(
     packed_form(base_dtype)
     if calibration_samples < 1:
         raise UserError(f"{setting('calibration_samples', calibration_samples)} is too small: it must be at least 1.")
+    if calibration is None and calibration_samples != SAMPLES:
+        raise UserError(f"{flag('calibration_samples')} has no effect without {flag('calibration')}: leave it out.")
     if calibration is not None and not _has_tables(base_dtype):
         raise UserError(
             f"{flag('calibration')} has no effect on {base_dtype}, which has no tables to fit: leave it out."

@@ -116,7 +116,7 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
     if config.packed not in (None, base_dtype):
         raise UserError(
             f"{setting('base_dtype', base_dtype)} is not possible: the linear layers of {model} are stored in "
-            f"{config.packed.upper()}."
+            f"{config.packed.upper()}: leave it out, or use {setting('base_dtype', config.packed)}."
         )
     opened = device if isinstance(device, Device) else Device(device)
     stored = checkpoint if config.packed else None

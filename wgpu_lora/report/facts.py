@@ -40,7 +40,7 @@ def losses(run: Run) -> Facts:
     best, at = state.best_eval_loss, f", step {state.best_step:,}"
     return {
         "training loss, last": number(state.last_loss),
-        **({"held-out loss, before rounding": number(unrounded)} if (unrounded := state.unrounded_eval_loss) else {}),
+        **({} if (before := state.unrounded_eval_loss) is None else {"held-out loss, before rounding": number(before)}),
         "held-out loss, before": number(state.first_eval_loss),
         "held-out loss, last": number(state.last_eval_loss),
         "held-out loss, best": number(best) + ("" if best is None else at),

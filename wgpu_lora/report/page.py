@@ -40,8 +40,8 @@ def render_report(runs: Sequence[Run]) -> str:
         runs=runs,
         differing=[(label, *values) for label, values in differing],
         alike=[(label, values[0]) for label, values in alike],
-        losses=_table(runs, facts.losses),
-        costs=_table(runs, facts.costs),
+        losses=table(runs, facts.losses),
+        costs=table(runs, facts.costs),
         record=facts.record,
         verdict=facts.verdict(runs),
         axes=axes_of(runs),
@@ -55,9 +55,14 @@ def render_report(runs: Sequence[Run]) -> str:
     )
 
 
-def _table(runs: Sequence[Run], of: Callable[[Run], facts.Facts]) -> tuple[list[str], list[list[str]]]:
-    """The head, and a row for each run."""
-    return ["run", *of(runs[0])], [[run.name, *of(run).values()] for run in runs]
+def table(runs: Sequence[Run], of: Callable[[Run], facts.Facts]) -> tuple[list[str], list[list[str]]]:
+    """The head, and a row for each run; some have more facts than others."""
+    found = [of(run) for run in runs]
+    names = dict.fromkeys(name for each in sorted(found, key=len, reverse=True) for name in each)
+    return ["run", *names], [
+        [run.name, *(each.get(name, facts.number(None)) for name in names)]
+        for run, each in zip(runs, found, strict=True)
+    ]
 
 
 @contextmanager

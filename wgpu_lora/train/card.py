@@ -123,7 +123,8 @@ def _data(record: RunRecord) -> dict[str, str]:
 
 def _result(record: RunRecord) -> dict[str, str]:
     state = record.state
-    texts = dict(MOMENTS) | ({"first": "after rounding", "last": "after training"} if state.unrounded_eval_loss else {})
+    rounded = {} if state.unrounded_eval_loss is None else {"first": "after rounding", "last": "after training"}
+    texts = dict(MOMENTS) | rounded
     moments = [(getattr(state, f"{key}_eval_loss"), text) for key, text in texts.items()]
     heldout = ", ".join(
         f"{_number(loss)} {text}" for loss, text in moments if loss is not None or text == texts["last"]

@@ -82,7 +82,7 @@ class GeneralOptions:
         None,
         FILES,
         "With --train quant-scales, the model before it was rounded to this base: its held-out loss is measured first, "
-        "to compare with.",
+        "to compare with (in NF4 unless it is stored quantised).",
     )
     lora_r: int = option(16, ADAPTER, "Rank of the adapter.", within=POSITIVE)
     lora_alpha: float = option(32, ADAPTER, "Scale: the adapter's output is multiplied by alpha / r.", within=POSITIVE)
