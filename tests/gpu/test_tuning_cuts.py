@@ -15,6 +15,7 @@ from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.ops.attention import attention_forward
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.matmul_tuning import CHECKED, block
+from wgpu_lora.weights.lowbit_products import codes_matmul, codes_matmul_backward
 from wgpu_lora.weights.nf4_products import nf4_matmul, nf4_matmul_backward
 
 WHOLE = {"m": 1000, "n": 4864, "k": 896}
@@ -33,6 +34,11 @@ CALLS = [
     (nf4_matmul_backward, {**WHOLE, "k1": 200, "k2": 1002, **LOW_RANK}),
     (nf4_matmul, {**WHOLE, "k": 900}),
     (nf4_matmul_backward, {**WHOLE, "n": 904, "k": 4863}),
+    (codes_matmul, {**WHOLE, "n1": 200, "n2": 1002, **LOW_RANK, "h_skip": 32, "adapted_parts": "101", "bits": 2}),
+    (codes_matmul, {**WHOLE, "bits": 3, "group": 64}),
+    (codes_matmul, {**WHOLE, "k": 900, "bits": 8, "group": 0}),
+    (codes_matmul_backward, {**WHOLE, "k1": 200, "k2": 1002, **LOW_RANK, "bits": 4, "group": 64}),
+    (codes_matmul_backward, {**WHOLE, "n": 904, "k": 4863, "bits": 3, "group": 0}),
     (lora_nt, {"m": 1000, "n": 16, "k": 896, **SLOTS}),
     (lora_nn, {"m": 1000, "n": 896, "k": 16, **SLOTS}),
     (lora_tn, {"m": 896, "n": 16, "k": 1000, **SLOTS}),
