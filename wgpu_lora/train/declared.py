@@ -100,7 +100,13 @@ def check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     within, choices, hint = (metadata.get(key) for key in ("within", "choices", "hint"))
     if within is not None:
         endless = value == math.inf and within.at_most is None and within.below is None
-        require(within.holds(value), name, within.rule() + " and finite" * endless, value, f" (use {flag(hint)})" if hint else "")
+        require(
+            within.holds(value),
+            name,
+            within.rule() + " and finite" * endless,
+            value,
+            f" (use {flag(hint)})" if hint else "",
+        )
     if choices is not None:
         require(value in choices, name, f"must be one of {', '.join(choices)}", value)
 
