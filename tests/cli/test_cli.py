@@ -246,6 +246,7 @@ def test_plan_allocates_nothing(run: Run, data: Path, monkeypatch: pytest.Monkey
     assert [bucket["tokens"] for bucket in found["buckets"]] == [16, 32]
     assert found["fits"]
     text = run("plan", *options).out
+    assert f"({found['optimizer_state']:,} bytes) of state" in text
     assert f"{found['peak']:,}" in text
     assert "steps     2; 4 per epoch, 17 tokens each; cosine from 2.00e-04 after 1 step of warm-up\n" in text
     assert "warning   2 steps may be too few to learn much: try a larger --max-steps\n" in text

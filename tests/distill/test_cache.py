@@ -315,6 +315,8 @@ def test_what_cannot_be_made_writes_nothing(teacher, data, tmp_path, monkeypatch
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(UserError, match=r"empty"):
         teacher_cache(teacher, tmp_path / "empty.jsonl", output, **OPTIONS)
+    with pytest.raises(UserError, match=r"rows\.jsonl is not a directory: choose another output"):
+        teacher_cache(teacher, data, data / "below" / "it", **OPTIONS)
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
         patch.setattr(plan.shutil, "disk_usage", lambda path: usage(10, 9, 1))

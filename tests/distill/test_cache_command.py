@@ -39,6 +39,7 @@ def test_the_size_is_said_before_it_is_made(run, tmp_path):
     ("options", "said"),
     [
         (("--top-k", 0), "--top-k must be a whole number of at least 1"),
+        (("--length", 2, "--on-overflow", "drop"), "raise --length"),
         (("--length", 1), "--length must be a whole number of at least 2"),
         (("--top-k", 500), "are more tokens than the teacher's vocabulary of"),
         (("--samples", 9), "--samples 9 is more than the 8 rows"),

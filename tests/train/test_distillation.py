@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support.models import full_logits, save_golden_adapter
 from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.api import evaluate, teacher_cache
+from wgpu_lora.api.quantizing import quantize
 from wgpu_lora.distill.support import Support
 from wgpu_lora.distill.targets import LEAST_TAIL, teacher_rows
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.tasks import AdapterTask
+from wgpu_lora.train.teacher import live_teacher
 
 VOCAB = 301
 
@@ -197,6 +203,26 @@ def test_resuming_gives_the_same_bytes(device: Device, tmp_path: Path, live: boo
     assert lines[-1]["eval_loss"] < lines[0]["eval_loss"]
 
 
+def test_resuming_needs_the_same_teacher(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it differs in values that its quick digest does not cover; and a damaged one is named."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(model_dir("qwen2"), teacher)
+    monkeypatch.setattr(Checkpoint, "digest", lambda self: "the same")
+    options = {"teacher": str(teacher), "teacher_top_k": 4}
+    job(tmp_path / "a", **options, max_steps=1).train()
+    path = teacher / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("norm.weight"))
+    for value, said in (
+        (2.0, "The teacher of the run in .* has changed"),
+        (np.nan, f"In the teacher .*, {name} holds"),
+    ):
+        tensors[name][0] = value
+        save_file(tensors, path)
+        with pytest.raises(UserError, match=said):
+            job(tmp_path / "a", **options, resume=True).train()
+
+
 @pytest.mark.slow
 def test_beside_other_adapters(device: Device, tmp_path: Path) -> None:
     """In one pipeline with shared batches, each adapter is as when trained alone: two teachers that keep different
@@ -302,6 +328,29 @@ def test_what_is_refused(device: Device, tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=words):
         job(tmp_path, **given)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_is_not_as_rounded_as_its_student(device: Device, tmp_path: Path) -> None:
+    """Unless it is asked for, or stored that way."""
+    base = str(model_dir("qwen2"))
+    stored = tmp_path / "stored"
+    quantize(base, "int8-row", stored, device=device)
+
+    def formats(student: str, teacher: str, **changes: Any) -> tuple[str, str]:
+        args = TrainingArguments(objective="kd", model=student, teacher=teacher, max_length=16, **changes)
+        opened = open_model(student, device, args.base_dtype)
+        live = live_teacher(args, opened)
+        assert live is not None
+        return opened.decoder.base_dtype, live.model.decoder.base_dtype
+
+    own = open_model(str(stored), device).decoder.base_dtype
+    assert formats(base, base, base_dtype="f32") == ("f32", "f32")
+    assert formats(base, str(stored), base_dtype="f32") == ("f32", own)
+    assert formats(str(stored), base) == (own, "nf4")
+    assert formats(str(stored), base, teacher_base_dtype="f32") == (own, "f32")
+    assert formats(base, base, base_dtype="lut2-row", train="quant-scales") == ("lut2-row", "nf4")
+    with pytest.raises(UserError, match="teacher_base_dtype='f32' is not possible"):
+        formats(base, str(stored), teacher_base_dtype="f32")
 
 
 def test_caches_that_do_not_fit(device: Device, tmp_path: Path) -> None:

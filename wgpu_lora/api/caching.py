@@ -18,7 +18,7 @@ from wgpu_lora.events import Events, Passing
 from wgpu_lora.infer.named import check_directory, on_device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
-from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.names.naming import flag, naming, renamed, setting
 from wgpu_lora.share.refusals import advising
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.frozen import frozen_adapter
@@ -92,17 +92,18 @@ def teacher_cache(
         if given is not None
         else rows_given(list(data))  # type: ignore[arg-type]
     )
-    prepared = prepare(
-        source,
-        opened.tokenizer,
-        max_length=length,
-        completion_only_loss=completion_only_loss,
-        on_overflow="drop" if on_overflow == "drop" else "truncate",
-        chat_template_kwargs=template,
-        vocab_size=config.vocab_size,
-        skip_bad_rows=skip_bad_rows,
-        formats=formats_of(objective_of(TrainingArguments())),
-    )
+    with naming(renamed({"max_length": "length"})):
+        prepared = prepare(
+            source,
+            opened.tokenizer,
+            max_length=length,
+            completion_only_loss=completion_only_loss,
+            on_overflow="drop" if on_overflow == "drop" else "truncate",
+            chat_template_kwargs=template,
+            vocab_size=config.vocab_size,
+            skip_bad_rows=skip_bad_rows,
+            formats=formats_of(objective_of(TrainingArguments())),
+        )
     plan = plan_cache(
         opened,
         prepared,

@@ -113,9 +113,9 @@ def _best(record: Record) -> list[tuple[str, str]]:
     said = [("fastest", f"{rows} {_way(fastest)}: {fastest['tokens_per_second']:,.0f} tokens/s")]
     for pair in record["checkpointing"][-1:]:
         time = "" if pair["time"] is None else f"{pair['time']:.2f} times the time and "
-        rows = counted(pair["batch"], "row")
+        rows, verb = counted(pair["batch"], "row"), "takes" if pair["batch"] == 1 else "take"
         said.append(
-            ("compared", f"with gradient checkpointing, {rows} take {time}{pair['memory']:.2f} times the memory")
+            ("compared", f"with gradient checkpointing, {rows} {verb} {time}{pair['memory']:.2f} times the memory")
         )
     return said
 

@@ -105,15 +105,23 @@ def note_unified(plan: MemoryPlan) -> None:
         line("note", "--offload-activations saves nothing here, since the device's memory is the host's")
 
 
-def describe_memory(job: Job[Any]) -> None:
-    """Describe the planned memory, and what remains to be tuned."""
+def describe_optimizer(job: Job[Any]) -> None:
+    """Describe the optimizer and its state."""
     from wgpu_lora.train.memory import both
 
-    session, plan = job.session, job.session.memory()
+    session = job.session
     trained = sum(session.trained.trainable(run.slot, session.model.config) for run in job.runs)
     kept = session.optimizer.state_bytes
     each = f"{kept / trained:.2f} bytes per trained parameter"
     line("optimizer", f"{job.runs[0].args.optim}: {f'{both(kept)} of state, {each}' if kept else 'no state'}")
+
+
+def describe_memory(job: Job[Any]) -> None:
+    """Describe the optimizer, the planned memory, and what remains to be tuned."""
+    from wgpu_lora.train.memory import both
+
+    plan = job.session.memory()
+    describe_optimizer(job)
     beside = f", and {both(plan.host)} in the host's memory" if plan.host else ""
     line("memory", f"{both(plan.peak)} at peak{beside}")
     note_unified(plan)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import console, line, print_json
-from wgpu_lora.cli.describing import describe_runs, note_unified
+from wgpu_lora.cli.describing import describe_optimizer, describe_runs, note_unified
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
 from wgpu_lora.cli.options import Json
 from wgpu_lora.cli.projecting import Measure, PricePerHour, as_facts, show_projection
@@ -60,6 +60,7 @@ def plan(
                 "loading": memory.loading,
                 "peak": memory.peak,
                 "host": memory.host,
+                "optimizer_state": session.optimizer.state_bytes,
                 "available": available,
                 "fits": fits,
                 "ways": [asdict(way) for way in ways],
@@ -76,6 +77,7 @@ def plan(
     if note:
         line("recipe", note)
     describe_runs(job)
+    describe_optimizer(job)
     table = Table(box=None, pad_edge=False)
     table.add_column("memory")
     table.add_column("bytes", justify="right")

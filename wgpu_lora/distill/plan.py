@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -186,6 +187,9 @@ def _said(name: str, value: Any) -> str:
 
 def _check_room(output: Path, plan: Plan, done: int) -> None:
     place = next(one for one in (output, *output.absolute().parents) if one.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        what = "not writable" if place.is_dir() else "not a directory"
+        raise UserError(f"{place} is {what}: choose another {flag('output')}.")
     free, need = shutil.disk_usage(place).free, plan.bytes - done
     if need > free:
         raise UserError(

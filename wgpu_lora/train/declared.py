@@ -100,13 +100,8 @@ def check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     within, choices, hint = (metadata.get(key) for key in ("within", "choices", "hint"))
     if within is not None:
         endless = value == math.inf and within.at_most is None and within.below is None
-        require(
-            within.holds(value),
-            name,
-            within.rule() + " and finite" * endless,
-            value,
-            f" (use {flag(hint)})" if hint else "",
-        )
+        rule = within.rule() + " and finite" * endless
+        require(within.holds(value), name, rule, value, f" (use {flag(hint)})" if hint else "")
     if choices is not None:
         require(value in choices, name, f"must be one of {', '.join(choices)}", value)
 

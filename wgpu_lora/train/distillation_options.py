@@ -30,7 +30,11 @@ class DistillationOptions:
     )
     teacher_adapter: str | None = option(None, DISTILLATION, "PEFT adapter directory of the teacher.")
     teacher_base_dtype: str | None = option(
-        None, DISTILLATION, "Storage type of the teacher's weights. Default: --base-dtype.", choices=BASE_FORMATS
+        None,
+        DISTILLATION,
+        "Storage type of the teacher's weights. Default: that in which it is stored, else --base-dtype; nf4 if the "
+        "student's base is stored quantised, or trained.",
+        choices=BASE_FORMATS,
     )
     teacher_top_k: int = option(
         64,

@@ -13,8 +13,10 @@ from wgpu_lora.formats.peft import Matrices, read_adapter
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.fitting import check_fits
 from wgpu_lora.models.lora import SlotSpec
+from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import check_whole
+from wgpu_lora.train.initialisation import DEFAULT
 from wgpu_lora.train.objectives.base import Objective
 from wgpu_lora.train.records import RUN
 
@@ -64,4 +66,10 @@ def starting_at_reference(args: TrainingArguments, objective: Objective) -> tupl
     path = objective.reference_path
     if not path or args.init_adapter or args.resume:
         return args, ""
+    if args.init_lora_weights != DEFAULT:
+        said = setting("init_lora_weights", args.init_lora_weights)
+        raise UserError(
+            f"{said} and {flag('reference_adapter')} cannot be combined: training starts from the reference, so leave "
+            "one out."
+        )
     return replace(args, init_adapter=path), f"starts from the reference adapter {path}"

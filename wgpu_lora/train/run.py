@@ -53,6 +53,7 @@ class Run:
     reference: FrozenAdapter | None = None  # that the objective compares the adapter with, instead of the base alone
     teacher: LiveTeacher | None = None
     teacher_digest: str | None = None  # of the live one, or of its cache
+    teacher_sha256: str | None = None  # of the live one's weights, once loaded
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
     weights_sha256: str | None = None  # of the base, once loaded
@@ -80,4 +81,5 @@ class Run:
         base = {"base": self.base_digest, "config": self.config_digest, "weights": self.weights_sha256}
         reference = {"reference": self.reference.digest} if self.reference else {}
         teacher = {"teacher": self.teacher_digest} if self.teacher_digest else {}
+        teacher |= {"teacher_weights": self.teacher_sha256} if self.teacher_sha256 else {}
         return {"options": options, "data": self.stream.rows_digest(), **base, **reference, **teacher}

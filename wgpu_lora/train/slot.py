@@ -36,6 +36,7 @@ class AdapterRun(Run):
     """A run in a session, and its directory."""
 
     _began_with: str | None = None  # weights_sha256 of the resumed run
+    _taught_by: str | None = None  # teacher_sha256 of the resumed run
 
     # -- beginning -------------------------------------------------------------------------------------------------
 
@@ -91,13 +92,15 @@ class AdapterRun(Run):
                 "start a new run."
             )
         if before.get("teacher") != now.get("teacher"):
-            raise UserError(
-                f"The teacher of the run in {self.directory} has changed since it started: restore it, or start a new "
-                "run."
-            )
+            raise self._other_teacher()
         set_length(self.state, before["options"], self.stream, self.resumed_from)
-        self._began_with = before["weights"]
+        self._began_with, self._taught_by = before["weights"], before.get("teacher_weights")
         checkpoint.remove_old(self.directory / checkpoint.STEPS, self.args.save_total_limit)
+
+    def _other_teacher(self) -> UserError:
+        return UserError(
+            f"The teacher of the run in {self.directory} has changed since it started: restore it, or start a new run."
+        )
 
     def place(self, session: Session) -> None:
         """Load the initial or resumed adapter onto the device.
@@ -106,6 +109,7 @@ class AdapterRun(Run):
             UserError: the checkpoint is damaged, or the base model's weights have changed.
         """
         self.weights_sha256 = session.model.weights_sha256
+        self.teacher_sha256 = session.teachers.weights_sha256(self.slot)
         if self.reference:
             session.place_reference(self.slot, self.reference.matrices)
         if self.resumed_from:
@@ -114,6 +118,8 @@ class AdapterRun(Run):
                     f"The weights of {session.model.name} have changed since the run in {self.directory} started: "
                     "restore them, or start a new run."
                 )
+            if self._taught_by != self.teacher_sha256:
+                raise self._other_teacher()
             checkpoint.restore(self.resumed_from, session, self.slot, self.subject)
         else:
             self.place_initial(session)

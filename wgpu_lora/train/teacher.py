@@ -9,10 +9,11 @@ from wgpu_lora.distill.cache import TeacherCache
 from wgpu_lora.distill.teacher import MOST, Kept
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.names.naming import flag, naming, renamed, setting
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.frozen import frozen_adapter
 from wgpu_lora.train.teachers import LiveTeacher
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 RANDOM = 128  # tokens that a live teacher's rest is estimated from, at other temperatures than 1
 
@@ -21,7 +22,7 @@ def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher |
     """The model in --teacher; None without. Raises UserError if it cannot be read or does not fit the student."""
     if args.objective != "kd" or args.teacher is None:
         return None
-    model = open_model(args.teacher, student.device, args.teacher_base_dtype or student.decoder.base_dtype)
+    model = _opened(args, student)
     ours, theirs = student.config.vocab_size, model.config.vocab_size
     if ours != theirs:
         raise UserError(
@@ -52,6 +53,18 @@ def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher |
         found = frozen_adapter(args.teacher_adapter, model.config)
         adapter = found.spec, found.matrices, found.digest
     return LiveTeacher(model, Kept(kept, random, args.seed), args.temperature, adapter)
+
+
+def _opened(args: TrainingArguments, student: LoadedModel) -> LoadedModel:
+    """The teacher, which keeps the base format that it is stored in. If the student is stored in one, or its
+    constants are trained, it has the default format: in the student's, it would be as rounded as the student is."""
+    rounded = student.config.packed or args.train == "quant-scales"
+    wanted = DEFAULT_FORMAT if rounded else student.decoder.base_dtype
+    with naming(renamed({"base_dtype": "teacher_base_dtype"})):
+        model = open_model(args.teacher or "", student.device, args.teacher_base_dtype or DEFAULT_FORMAT)
+        if args.teacher_base_dtype or model.config.packed or wanted == DEFAULT_FORMAT:
+            return model
+        return open_model(args.teacher or "", student.device, wanted)
 
 
 def with_cached_length(args: TrainingArguments) -> TrainingArguments:

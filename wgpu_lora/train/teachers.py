@@ -9,6 +9,7 @@ from pathlib import Path
 
 from wgpu_lora.distill.targets import targets_of, teacher_rows
 from wgpu_lora.distill.teacher import Kept, Teacher
+from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Events
 from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.gpu.choices import Choices
@@ -107,7 +108,15 @@ class Teachers:
     def load(self, events: Events) -> None:
         """Load the weights. Raises UserError."""
         for model in self.models:
-            model.load_weights(events)
+            try:
+                model.load_weights(events)
+            except NotFiniteError as error:
+                raise NotFiniteError(f"In the teacher {model.name}, {error}") from None
+
+    def weights_sha256(self, slot: int) -> str | None:
+        """That of a slot's teacher, once loaded; None without."""
+        found = [group.model.weights_sha256 for group in self.groups if slot in group.slots]
+        return found[0] if found else None
 
     def place(self, arena: Arena, choices: Choices) -> None:
         """Upload adapters and tables, once everything is allocated."""
