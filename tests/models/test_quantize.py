@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -142,6 +143,17 @@ class Interrupted(Events):
 def test_an_interruption_leaves_nothing(device: Device, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         quantized(QWEN3, "int8-row", tmp_path / "output", device=device, events=Interrupted())
+    assert not list(tmp_path.iterdir())
+
+
+class Full(Events):
+    def written(self, tensor: str, done: int, total: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(device: Device, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'output'}'"):
+        quantized(QWEN3, "int8-row", tmp_path / "output", device=device, events=Full())
     assert not list(tmp_path.iterdir())
 
 

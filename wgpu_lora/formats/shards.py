@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -102,6 +103,7 @@ def new_model_directory(output: Path, source: Path) -> Iterator[Path]:
 
     Raises:
         UserError: `output` exists and is not empty, or cannot be created.
+        OSError: there is no space; its filename is `output`.
     """
     refuse_existing(output)
     temporary = output.absolute().with_name(f".{output.absolute().name}.tmp")
@@ -123,6 +125,8 @@ def new_model_directory(output: Path, source: Path) -> Iterator[Path]:
                     shutil.copyfile(path, target)
         yield temporary
         replace_directory(temporary, output)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.filename = str(output)  # writing to an open file does not say which
         raise
