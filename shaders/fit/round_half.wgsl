@@ -8,5 +8,5 @@ struct Dims { size: u32 }
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) local: u32) {
     let i = linear_index(group, local);
     if (i >= dims.size) { return; }
-    x[i] = quantizeToF16(x[i]);
+    x[i] = nearest_f16(x[i]);
 }

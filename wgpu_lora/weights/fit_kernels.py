@@ -62,11 +62,11 @@ def group_largest(w: Fixed, scales: Out, *, size: Dim, group: U32, levels: F32 =
     return np.maximum(largest / levels, SMALLEST)
 
 
-@kernel("fit/round_half.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+@kernel("fit/round_half.wgsl", grid=lambda c: one_per(c.size), lib=("linear", "half"))
 def round_half(x: InOut, *, size: Dim) -> Any:
     """x rounded to f16."""
     with np.errstate(over="ignore"):
-        return x.astype(np.float16)
+        return x.astype(np.float16).astype(np.float64)
 
 
 def _alone(capabilities: Capabilities, c: Any) -> list[Tiling]:

@@ -81,7 +81,19 @@ encodes(rows=5, size_in=45, group=0, bits=3)
 encodes(rows=5, size_in=64, group=32, bits=4)
 encodes(rows=5, size_in=96, group=32, bits=8)
 encodes(rows=5, size_in=37, group=0, bits=8)
-add(fit_kernels.round_half, lambda rng: {"x": normal(rng, 67)}, size=67)
+
+
+def of_any_size(rng: np.random.Generator) -> Arrays:
+    """Also values between two of f16, in its range of subnormals and beyond its largest."""
+    ties = np.float32([1 + 2**-11, 1 + 3 * 2**-11, 2**-25, 3 * 2**-25, 65519, 65520, -65520, 7e37, -np.inf, np.nan])
+    return {
+        "x": np.concatenate([normal(rng, 57) * np.float32(4) ** np.arange(-14, 43).clip(max=6), ties]).astype(
+            np.float32
+        )
+    }
+
+
+add(fit_kernels.round_half, of_any_size, size=67)
 fits(rows=7, size_in=192, group=32, bits=3, important=True)
 fits(rows=5, size_in=131, group=0, bits=2, important=False)
 fits(rows=3, size_in=512, group=16, bits=4, important=False)
