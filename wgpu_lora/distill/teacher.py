@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wgpu_lora.data import UNTRAINED, pack
+from wgpu_lora.data import UNTRAINED
 from wgpu_lora.distill.draws import drawn
 from wgpu_lora.distill.support import Support, correction_of
 from wgpu_lora.errors import NotFiniteError, UserError
-from wgpu_lora.gpu.choices import NO_CHOICES, Choices
-from wgpu_lora.gpu.program import Arena, Program
+from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.inputs import Segment, StepInputs, Tables, write
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.passes import Passes
 from wgpu_lora.names.naming import either, setting
 from wgpu_lora.ops.embedding import gather_rows
 from wgpu_lora.ops.loss import CHUNK_BYTES, softmax_chunk
@@ -104,7 +104,7 @@ class Forward:
         return self.inputs.storages() | self.program.persistent_storages()
 
 
-class Teacher:
+class Teacher(Passes[Forward]):
     """Says what a model finds likely at the labelled tokens of segments.
 
     Args:
@@ -127,23 +127,8 @@ class Teacher:
         kept.check(model.config.vocab_size)
         self.device, self.kept, self.vocab_size = model.device, kept, model.config.vocab_size
         self.name = model.name
-        self.passes = {
-            tokens: Forward(model, adapters, tokens, tables, compute_dtype, kept, name) for tokens in sorted({*buckets})
-        }
-        self._built: set[int] = set()
-        self._arena: Arena | None = None
-        self._choices = NO_CHOICES
-
-    def programs(self) -> list[Program]:
-        return [each.program for each in self.passes.values()]
-
-    def storages(self) -> set[Storage]:
-        found: set[Storage] = set()
-        return found.union(*(each.storages() for each in self.passes.values()))
-
-    def use(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
-        """Where the programs run; each is built before its first use."""
-        self._arena, self._choices = arena, choices
+        sizes = sorted({*buckets})
+        super().__init__({n: Forward(model, adapters, n, tables, compute_dtype, kept, name) for n in sizes})
 
     def supports(self, segments: Sequence[Segment], rows: Sequence[int]) -> list[Support]:
         """The support of each segment's labelled tokens.
@@ -155,10 +140,7 @@ class Teacher:
             NotFiniteError: a logit of the teacher is not finite.
         """
         found: dict[int, Support] = {}
-        lengths = [segment.tokens for segment in segments]
-        for together in pack(lengths, range(len(segments)), max(self.passes)):
-            need = sum(lengths[i] for i in together)
-            one = self.passes[min(tokens for tokens in self.passes if tokens >= need)]
+        for together, one in self.batches([segment.tokens for segment in segments]):
             chosen = [segments[i] for i in together]
             whole, places = self._run(one, chosen, [rows[i] for i in together])
             for i, (start, stop) in zip(together, places, strict=True):
@@ -167,10 +149,6 @@ class Teacher:
 
     def _run(self, one: Forward, segments: list[Segment], rows: list[int]) -> tuple[Support, np.ndarray]:
         """The supports of a batch together, and [start, stop) of each segment's."""
-        if one.inputs.tokens not in self._built:
-            assert self._arena is not None, "use() first"
-            one.program.build(self._arena, self._choices)
-            self._built.add(one.inputs.tokens)
         places = one.inputs.upload(self.device, [replace(segment, draws=None) for segment in segments])
         n = int(places.max(initial=0))
         candidates = np.zeros((one.inputs.tokens, self.kept.candidates), np.uint32)

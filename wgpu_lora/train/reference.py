@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from wgpu_lora.data import pack
-from wgpu_lora.gpu.choices import NO_CHOICES, Choices
-from wgpu_lora.gpu.program import Arena, Program
+from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, persistent
 from wgpu_lora.models.inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.parameters import ParameterSet
+from wgpu_lora.models.passes import Passes
 from wgpu_lora.ops.loss import token_logprobs
 from wgpu_lora.ops.recorder import Recorder
 
@@ -44,7 +43,7 @@ class Forward:
         return self.inputs.storages() | self.program.persistent_storages()
 
 
-class Scorer:
+class Scorer(Passes[Forward]):
     """Scores segments with adapters that it does not train, or with the base model alone.
 
     Args:
@@ -62,36 +61,14 @@ class Scorer:
         name: str,
     ):
         self.device = model.device
-        self.passes = {
-            tokens: Forward(model, adapters, tokens, tables, compute_dtype, name) for tokens in sorted({*buckets})
-        }
-        self._built: set[int] = set()
-        self._arena: Arena | None = None
-        self._choices = NO_CHOICES
-
-    def programs(self) -> list[Program]:
-        return [each.program for each in self.passes.values()]
-
-    def storages(self) -> set[Storage]:
-        found: set[Storage] = set()
-        return found.union(*(each.storages() for each in self.passes.values()))
-
-    def use(self, arena: Arena, choices: Choices) -> None:
-        """Where the programs run; each is built before its first use."""
-        self._arena, self._choices = arena, choices
+        sizes = sorted({*buckets})
+        super().__init__({n: Forward(model, adapters, n, tables, compute_dtype, name) for n in sizes})
 
     def logprobs(self, samples: Sequence[Sequence[Segment]]) -> list[list[np.ndarray]]:
         """The log-probabilities of the targets of each segment, f32. A sample's segments stay in one batch."""
         found: dict[int, list[np.ndarray]] = {}
         lengths = [sum(segment.tokens for segment in segments) for segments in samples]
-        for together in pack(lengths, range(len(samples)), max(self.passes)):
-            need = sum(lengths[i] for i in together)
-            size = min(tokens for tokens in self.passes if tokens >= need)
-            one = self.passes[size]
-            if size not in self._built:
-                assert self._arena is not None, "use() first"
-                one.program.build(self._arena, self._choices)
-                self._built.add(size)
+        for together, one in self.batches(lengths):
             segments = [replace(segment, draws=None) for i in together for segment in samples[i]]
             places = iter(one.inputs.upload(self.device, segments))
             one.program.run()
