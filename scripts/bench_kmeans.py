@@ -17,27 +17,24 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, release
-from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.models.shapes import shape_config
-from wgpu_lora.weights.base import Loading, read
-from wgpu_lora.weights.lowbit_codes import decode_device, join_constants, word_rows
-from wgpu_lora.weights.lowbit_packing import pack_lowbit, packing_scratch
+from wgpu_lora.weights.base import Loading, Shared
+from wgpu_lora.weights.registry import base_format
+from wgpu_lora.weights.schemes import Scheme
 
 
 @dataclass(frozen=True)
 class Given:
-    """A matrix as the part of a checkpoint that is loaded, and as weights with scratch tensors."""
+    """A matrix as the part of a checkpoint that is loaded."""
 
     w: np.ndarray
-    bits: int
-    group: int
 
     def dtype(self, name: str) -> str:
         return "F32"
@@ -49,9 +46,6 @@ class Given:
 
     def packed(self, name: str) -> None:
         return None
-
-    def scratch(self) -> Any:
-        return packing_scratch(self.w.shape, self.bits, self.group)  # type: ignore[arg-type]
 
 
 def normalised(w: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -94,28 +88,25 @@ def with_numpy(w: np.ndarray, bits: int, group: int, iterations: int = 20) -> np
 
 
 class OnDevice:
-    def __init__(self, device: Device, given: Given):
-        self.device, self.given = device, given
-        out, size_in = given.w.shape
-        self.codes: Tensor = persistent((word_rows(size_in, given.bits), out), "u32", "base", "codes")
-        allocate(device, {self.codes.storage})
+    """A matrix that is quantised while it is loaded, as by --base-dtype."""
 
-    def pack(self) -> np.ndarray:
-        given = self.given
-        with Loading(self.device, [given]) as loading:  # type: ignore[list-item]
-            shape: Any = given.w.shape
-            constants = pack_lowbit(loading, given, "w", self.codes, shape, given.bits, given.group)
-        return join_constants(*constants)
+    def __init__(self, device: Device, w: np.ndarray, scheme: Scheme):
+        self.device, self.given = device, Given(w)
+        self.weight = base_format(scheme.name).declare(w.shape, "w", Shared(device.max_binding))
+        allocate(device, set(self.weight.storages()))
 
-    def values(self, constants: np.ndarray) -> np.ndarray:
-        shape: Any = self.given.w.shape
-        return decode_device(read(self.device, self.codes), constants, shape, self.given.bits, self.given.group)
+    def load(self) -> None:
+        with Loading(self.device, [self.weight]) as loading:
+            self.weight.load(loading, self.given, "w")
+
+    def values(self) -> np.ndarray:
+        return self.weight.values(self.device)
 
     def free(self) -> None:
-        release(self.device, {self.codes.storage})
+        release(self.device, set(self.weight.storages()))
 
 
-def timed(work: Callable[[], np.ndarray]) -> tuple[np.ndarray, float, float]:
+def timed(work: Callable[[], np.ndarray | None]) -> tuple[np.ndarray | None, float, float]:
     """(result, seconds, processor seconds)"""
     begin, processor = time.perf_counter(), time.process_time()
     result = work()
@@ -138,14 +129,14 @@ def main() -> None:
     squares, matrices = 0.0, sum(shapes.values())
     for (out, size_in), count in sorted(shapes.items()):
         w = (0.02 * rng.standard_normal((out, size_in))).astype(np.float32)
-        sample, ours = w[: args.rows], OnDevice(device, Given(w, args.bits, args.group))
-        ours.pack()  # compiles the kernels and checks them
-        work: dict[str, Callable[[], np.ndarray]] = {
-            "device": ours.pack,
-            "scikit-learn": lambda sample=sample: with_sklearn(sample, args.bits, args.group),  # type: ignore[misc]
-            "numpy": lambda sample=sample: with_numpy(sample, args.bits, args.group),  # type: ignore[misc]
+        sample, ours = w[: args.rows], OnDevice(device, w, Scheme(args.bits, args.group))
+        ours.load()  # compiles the kernels and checks them
+        work: dict[str, Callable[[], np.ndarray | None]] = {
+            "device": ours.load,
+            "scikit-learn": partial(with_sklearn, sample, args.bits, args.group),
+            "numpy": partial(with_numpy, sample, args.bits, args.group),
         }
-        found: dict[str, list[tuple[np.ndarray, float, float]]] = {name: [] for name in names}
+        found: dict[str, list[tuple[np.ndarray | None, float, float]]] = {name: [] for name in names}
         for _ in range(args.rounds):
             for name in names:
                 found[name].append(timed(work[name]))
@@ -155,7 +146,7 @@ def main() -> None:
             seconds[name] += count * rows * statistics.median(run[1] for run in found[name])
             processor[name] += count * rows * statistics.median(run[2] for run in found[name])
             result = found[name][-1][0]
-            values = ours.values(result)[: len(sample)] if name == "device" else result
+            values = ours.values()[: len(sample)] if result is None else result
             errors[name] += count * float(((sample - values) ** 2).sum())
         ours.free()
     weights = sum(count * prod(shape) for shape, count in shapes.items())
