@@ -30,6 +30,7 @@ from wgpu_lora.cli.merge import merge
 from wgpu_lora.cli.options import TrainingCommand, training_options
 from wgpu_lora.cli.plan import plan
 from wgpu_lora.cli.profile import profile
+from wgpu_lora.cli.protect import protect
 from wgpu_lora.cli.prove import prove
 from wgpu_lora.cli.push import push
 from wgpu_lora.cli.quantize import quantize
@@ -104,6 +105,7 @@ app.add_typer(bench)
 app.command(cls=Command)(worker)
 app.add_typer(data)
 app.add_typer(export)
+app.add_typer(protect)
 app.add_typer(recipes)
 app.add_typer(share)
 app.command("run", cls=Command)(run_chain)

@@ -1,0 +1,24 @@
+"""wgpu-lora protect: training on data that must not be readable on the machine's disk."""
+
+from __future__ import annotations
+
+import typer
+
+from wgpu_lora.cli.commands import Group
+
+protect = typer.Typer(
+    cls=Group,
+    name="protect",
+    help="Train on sealed data: keys, sealing, attestation, gated key release, and evidence.",
+    rich_markup_mode=None,
+    invoke_without_command=True,
+)
+
+
+@protect.callback()
+def _root(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+# A file per command; each is registered by a line here: protect.command(cls=Command)(keygen)
