@@ -1,27 +1,34 @@
-"""Libraries of the extra `protect`."""
+"""Whether the libraries of the extra `protect` are installed."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
+from importlib.util import find_spec
 
 from wgpu_lora.errors import UserError
 
-EXTRAS = {"tpm2_pytss": "tpm"}  # of libraries that are not in `protect`
+LIBRARIES = (
+    "cryptography",
+    "pyrage",
+    "securesystemslib",
+    "in_toto_attestation",
+    "model_signing",
+    "OpenSSL",
+    "jwt",
+    "starlette",
+    "uvicorn",
+    "httpx",
+)
 
 
-def library(name: str) -> ModuleType:
-    """Import a library of an extra.
+def check_libraries() -> None:
+    """Called before any other module of this room is imported, all of which import these libraries.
 
     Raises:
-        UserError: it is not installed.
+        UserError: one is not installed.
     """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        extra = EXTRAS.get(name.partition(".")[0], "protect")
-        missing = error.name or name
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing:
         raise UserError(
-            f"Protected training needs the library {missing}, which is not installed: run pip install "
-            f"'wgpu-lora[{extra}]'."
-        ) from None
+            f"Protected training needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            "run pip install 'wgpu-lora[protect]'."
+        )
