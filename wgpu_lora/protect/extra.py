@@ -28,7 +28,8 @@ def check_libraries() -> None:
     """
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise UserError(
-            f"Protected training needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-            "run pip install 'wgpu-lora[protect]'."
+            f"Protected training needs {', '.join(missing)}, which {verb} not installed: run pip install "
+            "'wgpu-lora[protect]'."
         )
