@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> Path:
 def accepted_by_command(model: Path, key: SigningKey = KEY) -> bool:
     public = model.parent / "key.pub"
     public.write_text(key.public.pem)
-    command = [sys.executable, "-m", "model_signing", "verify", "key", "--public-key", str(public)]
+    command = [sys.executable, "-m", "model_signing", "verify", "key", "--public_key", str(public)]
     done = subprocess.run([*command, "--signature", str(model / NAME), str(model)], capture_output=True, timeout=120)
     return done.returncode == 0
 

@@ -1,7 +1,7 @@
-"""The statement at the end of a run: in-toto Statement v1 with a SLSA provenance v1 predicate, signed by the session's key.
+"""The statement at the end of a run: in-toto Statement v1 with SLSA provenance v1, signed by the session's key.
 
 SLSA provenance: https://slsa.dev/spec/v1.0/provenance. Subjects are the adapter, file by file and sealed; the resolved
-dependencies are what it was made of; the by-products are the evidence log's end, the cleanup record and the run's facts.
+dependencies are what it was made of; the by-products are the evidence log's end, the cleanup record and facts of the run.
 """
 
 from __future__ import annotations
