@@ -9,7 +9,7 @@ from typing import Any
 from wgpu_lora.formats.cards import header, table
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import WEIGHTS
-from wgpu_lora.train.arguments import PATHS
+from wgpu_lora.train.options.arguments import PATHS
 from wgpu_lora.train.records import RunRecord
 
 # Options that the card leaves out: they do not affect the adapter, and remarks are for the run log.
