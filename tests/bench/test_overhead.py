@@ -28,11 +28,28 @@ SECOND = replace(SEGMENT, elapsed_sec=180.05, steps=995, adapter_sha256=PROTECTE
 FACTS = {"label": "demo 180s", "model": "demo", "order": ORDERS[0], "initial_adapter_sha256": INITIAL}
 GOOD = {"attestation": "verified", "runtime_state": "zeroized"}
 # Of https://imladri.pages.dev/research/glasshouse-qwen-lora-wallclock-20260517.json
-FIELDS = (
-    "label model gpuModel order targetSec rawElapsedSec protectedElapsedSec rawSteps protectedSteps rawFinalLoss "
-    "protectedFinalLoss rawAdapterSha256 protectedAdapterSha256 overheadPct attestation runtimeState "
-    "cleanModelArtifact totalParams trainableAdapterParams stabilitySettings"
-).split()
+FIELDS = [
+    "label",
+    "model",
+    "gpuModel",
+    "order",
+    "targetSec",
+    "rawElapsedSec",
+    "protectedElapsedSec",
+    "rawSteps",
+    "protectedSteps",
+    "rawFinalLoss",
+    "protectedFinalLoss",
+    "rawAdapterSha256",
+    "protectedAdapterSha256",
+    "overheadPct",
+    "attestation",
+    "runtimeState",
+    "cleanModelArtifact",
+    "totalParams",
+    "trainableAdapterParams",
+    "stabilitySettings",
+]
 
 
 def row(overhead: float = 0.5, **changes: Any) -> Row:
@@ -59,7 +76,7 @@ def test_the_overhead_is_of_rates():
     for figures in ((0, 1.0, 1, 1.0), (1, 1.0, 0, 1.0), (1, 0.0, 1, 1.0), (1, 1.0, 1, float("nan"))):
         with pytest.raises(ValueError, match="no step or no time"):
             overhead_pct(*figures)
-    with pytest.raises(UserError, match="A segment had 0 steps, .* longer --target-seconds"):
+    with pytest.raises(UserError, match=r"A segment had 0 steps, .* longer --target-seconds"):
         row_of(SEGMENT, replace(SECOND, steps=0), **FACTS, **GOOD)
 
 
@@ -91,7 +108,6 @@ def test_a_row_has_the_published_fields():
     ],
 )
 def test_a_row_is_not_clean(raw: dict[str, Any], protected: dict[str, Any], facts: dict[str, Any], reason: str):
-    import re
 
     given = {"initial": INITIAL, **GOOD, **facts}
     found = unclean(replace(SEGMENT, **raw), replace(SECOND, **protected), **given)
