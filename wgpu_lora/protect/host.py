@@ -28,7 +28,7 @@ class HostProtection:
     """What `harden` did.
 
     Attributes:
-        facts: `core_dumps`, `memory` and `swap`, what was turned off or locked, and why not; `not_protected`, sentences.
+        facts: `core_dumps`, `memory` and `swap`, what was turned off or locked and why not; `not_protected`, sentences.
     """
 
     facts: dict[str, Any]
