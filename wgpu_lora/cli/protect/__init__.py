@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from wgpu_lora.cli.commands import Group
+from wgpu_lora.cli.commands import Command, Group
+from wgpu_lora.cli.protect.keygen import keygen
+from wgpu_lora.cli.protect.open import open_sealed
+from wgpu_lora.cli.protect.seal import seal
 
 protect = typer.Typer(
     cls=Group,
@@ -22,3 +25,6 @@ def _root(ctx: typer.Context) -> None:
 
 
 # A file per command; each is registered by a line here: protect.command(cls=Command)(keygen)
+protect.command(cls=Command)(keygen)
+protect.command(cls=Command)(seal)
+protect.command("open", cls=Command)(open_sealed)
