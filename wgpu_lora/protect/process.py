@@ -7,7 +7,6 @@ import marshal
 import os
 import site
 import sys
-import sysconfig
 from collections.abc import Collection
 from pathlib import Path
 from types import CodeType
@@ -15,13 +14,11 @@ from typing import Any
 
 import psutil
 
-from wgpu_lora import assets
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.protect.dependencies import loaded_files
+from wgpu_lora.protect.dependencies import loaded_files, measured
 
 MAX_PYC = 32 << 20
 STANDARD = {"BuiltinImporter", "FrozenImporter", "PathFinder"}
-PACKAGE = os.path.realpath(assets.DEMO_MODEL.parent.parent)
 
 
 def measure(listed: Collection[str]) -> dict[str, Any]:
@@ -36,13 +33,10 @@ def measure(listed: Collection[str]) -> dict[str, Any]:
         libraries: SHA-256, by path, of native libraries that belong to no package; absent where they cannot be listed.
         import_hooks: types of finders other than Python's own. traced: whether a debugger or tracer is attached.
     """
-    standard = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
-    packages = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
 
     def accounted(path: str) -> bool:
         real = os.path.realpath(path)
-        inside = real.startswith(standard) and not any(name in real for name in packages)
-        return inside or real in listed or real.startswith(PACKAGE + os.sep)
+        return real in listed or measured(real)
 
     modules = loaded_files()
     others = [path for path in [*modules, *_pth_files()] if not accounted(path)]
