@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from support.events import hearing
 from support.training import model_dir, random_rows
 
@@ -23,8 +24,8 @@ from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.records import RUN, RunRecord
 from wgpu_lora.train.trainer import StepKeeper, Trainer
@@ -33,7 +34,7 @@ from wgpu_lora.train.trainer import StepKeeper, Trainer
 CHILD = """
 import json, os, signal, sys
 from wgpu_lora.events import Events
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 options, deadly = json.loads(sys.argv[1]), int(sys.argv[2])
 class Deadly(Events):
@@ -124,7 +125,7 @@ def test_kill_at_random_instants_of_saving_leaves_a_good_checkpoint(tmp_path: Pa
             state, _ = checkpoint.read_state(directory)
             assert directory.name == f"step-{state.step}"
             read_adapter(directory)
-            checkpoint.load_file(directory / checkpoint.OPTIMIZER)
+            load_file(directory / checkpoint.OPTIMIZER)
 
 
 def test_interrupt_saves_and_says_so(device: Device, tmp_path: Path) -> None:
