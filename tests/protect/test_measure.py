@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import PathDistribution
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -163,6 +164,25 @@ def test_a_module_of_no_package_is_stated(module: Path) -> None:
     change(module)
     assert process.measure([])["unlisted"][str(module)] != before
     assert str(module) not in process.measure([os.path.realpath(module)])["unlisted"]
+
+
+def test_a_module_made_at_run_time_is_stated(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "made_up" not in process.measure([])["fileless"]
+    monkeypatch.setitem(sys.modules, "made_up", ModuleType("made_up"))
+    assert "made_up" in process.measure([])["fileless"]
+    assert "sys" not in process.measure([])["fileless"]
+
+
+def test_many_modules_of_no_package_count_all(module: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number:02}.py" for number in range(9)]
+    for path in paths:
+        path.write_text("x = 1\n")
+    monkeypatch.setattr(process, "loaded_files", lambda: list(map(str, paths)))
+    monkeypatch.setattr(process, "MOST_NAMED", 4)
+    before = process.measure([])["unlisted"]
+    assert len(before) == 5
+    change(paths[-1])
+    assert process.measure([])["unlisted"] != before
 
 
 def test_a_compiled_file_that_does_not_fit_its_source_is_stated(module: Path) -> None:
