@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+from wgpu_lora.protect.checks import Facts, Failed, Unfit, claim
 from wgpu_lora.protect.fields import shown
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.result import Appraisal, Failure
-from wgpu_lora.protect.rules import RULES, Facts, Failed, Unfit, claim
+from wgpu_lora.protect.rules import RULES
 
 # What is checked whatever the policy says; seconds are its own.
 KEYS, NONCE, AGE, AHEAD, HEAD = "evidence.keys", "evidence.nonce", "nonce.seconds", "nonce.skew", "evidence.resume"
@@ -34,7 +35,7 @@ class Evidence(Protocol):
     @property
     def sha256(self) -> str: ...
     @property
-    def quote(self) -> Any: ...
+    def quote(self) -> Mapping[str, Any] | None: ...
 
 
 def appraise(
@@ -54,7 +55,7 @@ def appraise(
     """
     facts = {
         **evidence.claims,
-        "quote": _quote(evidence.quote),
+        "quote": evidence.quote,
         "pins": policy.values.get(("dependencies", "pinned"), ()),
     }
     checks: list[tuple[str, str, Check | None]] = [
@@ -72,7 +73,7 @@ def appraise(
         Failure(name, *failed)
         for name, expected, check in checks
         if check is not None
-        for failed in _failures(check, facts, expected)
+        for failed in failures_of(check, facts, expected)
     ]
     return Appraisal(
         policy=policy.as_dict(),
@@ -86,17 +87,12 @@ def appraise(
     )
 
 
-def _failures(check: Check, facts: Facts, expected: str) -> Iterator[Failed]:
+def failures_of(check: Check, facts: Facts, expected: str) -> Iterator[Failed]:
     """A check's failures; a claim that it cannot use is one."""
     try:
         yield from check(facts)
     except Unfit as unfit:
         yield expected, str(unfit)
-
-
-def _quote(quote: Any) -> Mapping[str, Any]:
-    """What a verified quote states; without one, nothing."""
-    return {name: getattr(quote, name, None) for name in ("key_pem", "pcrs")}
 
 
 def _keys(evidence: Evidence, facts: Facts) -> Iterator[Failed]:
