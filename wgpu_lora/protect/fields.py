@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from pyrage import RecipientError, x25519
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
+from pyrage import RecipientError, x25519
 
 from wgpu_lora.bounded import printable
 
@@ -152,18 +152,17 @@ def _pcrs(value: Any) -> dict[int, str]:
 def _bounds(value: Any) -> dict[str, dict[str, Any]]:
     """Bounds by option: a value, or a table with `min`, `max` or `allow`."""
     made = {}
-    for name, bound in _table(value).items():
-        if not isinstance(bound, dict):
-            bound = {"allow": [bound]}
+    for name, given in _table(value).items():
+        bound = given if isinstance(given, dict) else {"allow": [given]}
         if not bound or not set(bound) <= set(BOUNDS):
-            raise WrongValue(f"has {name} = {shown(bound)}, but a bound is a value or a table with min, max or allow")
-        for key in ("min", "max"):
-            if key in bound:
-                _number(bound[key])
-        if "allow" in bound and not (isinstance(bound["allow"], list) and bound["allow"]):
-            raise WrongValue(f"has {name}, whose 'allow' must be a list with at least one value")
-        if "allow" in bound and not all(isinstance(one, str | bool | int | float) for one in bound["allow"]):
-            raise WrongValue(f"has {name}, whose 'allow' must hold texts, numbers, true or false")
+            raise WrongValue(f"has {shown(name)}, whose bound must be a value, or a table with min, max or allow")
+        for key in {"min", "max"} & set(bound):
+            _number(bound[key])
+        allowed = bound.get("allow", [True])
+        if not (isinstance(allowed, list) and allowed):
+            raise WrongValue(f"has {shown(name)}, whose 'allow' must be a list with at least one value")
+        if not all(isinstance(one, str | bool | int | float) for one in allowed):
+            raise WrongValue(f"has {shown(name)}, whose 'allow' must hold texts, numbers, true or false")
         made[name] = dict(bound)
     return made
 
@@ -196,7 +195,9 @@ TEXTS = Field(_list(_text, "texts"), any_of)
 GLOBS = Field(_list(_text, "names, in which * and ? stand for any characters"), any_of)
 DIGESTS = Field(_list(_digest, "SHA-256 digests"), any_of)
 RECIPIENTS = Field(_list(_recipient, "age recipients"), any_of)
-PEMS = Field(_list(_matching(PEM, "a public key in PEM"), "public keys in PEM"), lambda keys: f"one of {len(keys)} keys")
+PEMS = Field(
+    _list(_matching(PEM, "a public key in PEM"), "public keys in PEM"), lambda keys: f"one of {len(keys)} keys"
+)
 SPECIFIER = Field(_specifier, lambda value: f"a version {value}")
 COUNT = Field(lambda value: whole(value, 1), lambda value: f"at least {value:,}")
 LIMIT = Field(lambda value: whole(value, 1), lambda value: f"at most {value:,}")
@@ -205,4 +206,4 @@ TRUE = Field(_true, lambda value: "true")
 PINS = Field(_digests_by(canonicalize_name), lambda value: f"the pinned digests of {len(value)} packages")
 VALUES = Field(_digests_by(str), lambda value: f"only {any_of(value)}" if value else "none")
 PCRS = Field(_pcrs, lambda value: f"the values of {len(value)} PCRs")
-OPTIONS = Field(_bounds, lambda value: f"options within the bounds of {', '.join(value)}")
+OPTIONS = Field(_bounds, lambda value: f"options within the bounds of {any_of(value)}")

@@ -19,8 +19,10 @@ from wgpu_lora.protect import fields
 from wgpu_lora.protect.fields import Field, WrongValue
 from wgpu_lora.protect.rules import RULES
 from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.words import listed
 
 DAY = 86_400
+MOST_NAMED = 20  # names in a message
 # Settings that are no rules: section, key -> kind, and the default (None if there is none).
 SETTINGS: dict[tuple[str, str], tuple[Field, Any]] = {
     ("policy", "name"): (fields.TEXT, None),
@@ -63,13 +65,13 @@ class Policy:
         found: dict[tuple[str, str], Any] = {}
         for section, table in parse_toml(data, where).items():
             if section not in (sections := dict.fromkeys(name for name, _ in KINDS)):
-                raise UserError(f"{where} has an unknown section [{_name(section)}]: {_meant(section, sections)}.")
+                raise UserError(f"{where} has an unknown section [{_name(section)}]: {_meant(section, sections)}")
             if not isinstance(table, dict):
                 raise UserError(f"{where}: '{section}' must be a section: write [{section}], then its keys.")
             for key, value in table.items():
                 if (section, key) not in KINDS:
                     keys = [name for where_, name in KINDS if where_ == section]
-                    raise UserError(f"{where}: [{section}] has an unknown key '{_name(key)}': {_meant(key, keys)}.")
+                    raise UserError(f"{where}: [{section}] has an unknown key '{_name(key)}': {_meant(key, keys)}")
                 try:
                     found[section, key] = KINDS[section, key].read(value)
                 except WrongValue as error:
@@ -139,7 +141,7 @@ def _complete(found: Mapping[tuple[str, str], Any], where: str) -> None:
         raise UserError(f"{where} has 'only_pinned' in [dependencies], but no [dependencies.pinned]: add it.")
     for name in found.get(("recipe", "options"), ()):
         if name not in (options := TrainingArguments.__dataclass_fields__):
-            raise UserError(f"{where}: [recipe.options] has no option '{_name(name)}': {_meant(name, options)}.")
+            raise UserError(f"{where}: [recipe.options] has no option '{_name(name)}': {_meant(name, options)}")
 
 
 def _name(text: str) -> str:
@@ -147,5 +149,6 @@ def _name(text: str) -> str:
 
 
 def _meant(name: str, known: Collection[str]) -> str:
+    """The end of a sentence about an unknown name."""
     close = get_close_matches(name, known, n=1)
-    return f"did you mean '{close[0]}'?"[:-1] + "?" if close else f"there are {', '.join(known)}"
+    return f"did you mean '{close[0]}'?" if close else f"use {listed([*known][:MOST_NAMED])}."

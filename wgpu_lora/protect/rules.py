@@ -17,7 +17,7 @@ from wgpu_lora.protect import fields
 from wgpu_lora.protect.fields import Field, any_of, matches, shown, within
 
 Failed = tuple[str, str]  # what was expected, and what was found
-Facts = Mapping[str, Any]  # the claims, and beside them `quote`, the verified quote or None
+Facts = Mapping[str, Any]  # the claims, and beside them `quote`, what the verified quote states, and `pins`
 NOTHING = "nothing"
 
 
@@ -81,7 +81,7 @@ def _version(path: str) -> Callable[[Any, Facts], Iterator[Failed]]:
 
 def _level(level: str, facts: Facts) -> Iterator[Failed]:
     found = claim(facts, "level")
-    if level == "quoted" and not (found == level and facts.get("quote")):
+    if level == "quoted" and not (found == level and facts["quote"].get("key_pem")):
         yield "quoted by a TPM", found if found != level else "no quote beside the claims"
     if found not in ("self-reported", "quoted"):
         yield "'self-reported' or 'quoted'", shown(found)
@@ -135,7 +135,7 @@ def _dependencies(facts: Facts) -> dict[str, Any]:
     stated = claim(facts, "dependencies", Mapping)
     if not stated:
         raise Unfit("no package at all")
-    found = {canonicalize_name(name): package for name, package in stated.items()}
+    found: dict[str, Any] = {canonicalize_name(name): package for name, package in stated.items()}
     if len(found) != len(stated):
         raise Unfit("one package under two spellings of its name")
     return found
@@ -210,7 +210,7 @@ def _within(value: Any, bound: Mapping[str, Any]) -> bool:
         return False
     if not {"min", "max"} & set(bound):
         return True
-    number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and bound.get("min", -math.inf) <= value <= bound.get("max", math.inf)
 
 
