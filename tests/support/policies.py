@@ -36,6 +36,7 @@ OWNER, EPHEMERAL = recipient(), recipient()
 @dataclass(frozen=True)
 class Signing:
     pem: str
+    keyid: str = digest("key")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from wgpu_lora.protect.checks import Facts, Failed, Unfit, claim
+from wgpu_lora.protect.claim_checks import Facts, Failed, Unfit, claim
 from wgpu_lora.protect.fields import shown
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.result import Appraisal, Failure
@@ -21,6 +21,8 @@ Check = Callable[[Facts], Iterator[Failed]]
 class Key(Protocol):
     @property
     def pem(self) -> str: ...
+    @property
+    def keyid(self) -> str: ...
 
 
 class Evidence(Protocol):
@@ -39,14 +41,14 @@ class Evidence(Protocol):
 
 
 def appraise(
-    evidence: Evidence, policy: Policy, *, nonce: str | None, now: float, head: tuple[int, str] | None = None
+    evidence: Evidence, policy: Policy, *, nonce: str | None, now: float | None, head: tuple[int, str] | None = None
 ) -> Appraisal:
     """Check evidence against all rules of a policy.
 
     Args:
         evidence: as `read_evidence` returns it, which verified its signature and its quote.
         nonce: the one that was issued for it. None: not known, which the result says; never release a key then.
-        now: the verifier's clock, in Unix seconds.
+        now: the verifier's clock, in Unix seconds. None: of evidence that was fresh when its key was released.
         head: (sequence, SHA-256) of the newest entry of the job's evidence log that the verifier knows. The evidence
             must state the same entry, or a later one, so that a run is not resumed from an older state.
 
@@ -58,11 +60,12 @@ def appraise(
         "quote": evidence.quote,
         "pins": policy.values.get(("dependencies", "pinned"), ()),
     }
+    oldest, skew = policy.nonce_seconds, policy.skew_seconds
     checks: list[tuple[str, str, Check | None]] = [
         (KEYS, "the keys that signed it", partial(_keys, evidence)),
         (NONCE, f"the nonce {shown(nonce)}", None if nonce is None else partial(_nonce, nonce)),
-        (AGE, f"evidence of the last {policy.nonce_seconds:g} s", partial(_age, policy.nonce_seconds, now)),
-        (AHEAD, f"evidence from at most {policy.skew_seconds:g} s ahead", partial(_ahead, policy.skew_seconds, now)),
+        (AGE, f"evidence of the last {oldest:g} s", None if now is None else partial(_age, oldest, now)),
+        (AHEAD, f"evidence from at most {skew:g} s ahead", None if now is None else partial(_ahead, skew, now)),
         (HEAD, "the newest known entry of the evidence log, or a later one", head and partial(_head, head)),
     ]
     for rule in RULES:
@@ -79,7 +82,7 @@ def appraise(
         policy=policy.as_dict(),
         evidence_sha256=evidence.sha256,
         nonce=nonce,
-        time=now,
+        time=0.0 if now is None else now,
         level=str(evidence.claims.get("level"))[:40],
         failures=failures,
         applied=[name for name, _, check in checks if check is not None],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wgpu_lora.protect import checks, fields
-from wgpu_lora.protect.checks import Check
+from wgpu_lora.protect import claim_checks as checks
+from wgpu_lora.protect import fields
+from wgpu_lora.protect.claim_checks import Check
 from wgpu_lora.protect.fields import Field
 
 
