@@ -11,10 +11,10 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect import anchors
 from wgpu_lora.protect.chain import DamagedError, Entry
-from wgpu_lora.protect.checks.ending import check_end
-from wgpu_lora.protect.checks.files import check_cleanup, check_files
-from wgpu_lora.protect.checks.findings import Findings
-from wgpu_lora.protect.checks.sessions import Session, check_sessions, sessions_of
+from wgpu_lora.protect.checking.ending import check_end
+from wgpu_lora.protect.checking.files import check_cleanup, check_files
+from wgpu_lora.protect.checking.findings import Findings
+from wgpu_lora.protect.checking.sessions import Session, check_sessions, sessions_of
 from wgpu_lora.protect.keys import PublicKey
 from wgpu_lora.protect.log import NAME, read_log
 from wgpu_lora.protect.policy import Policy
@@ -66,7 +66,7 @@ def check(
     """Verify all of a run's evidence, offline.
 
     Args:
-        run: its directory. broker: the key that must have signed its releases; without it nobody endorses the log's keys.
+        run: its directory. broker: the key that must have signed its releases; without it nobody endorses the keys.
         policy: that the releases must have been made under, and that the evidence is appraised by again.
         adapter: the directory of the opened adapter.
 

@@ -125,6 +125,7 @@ def materials(claims: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _materials(claims: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
     base, job = claims.get("base", {}), claims.get("job", {})
     yield f"base:{base.get('name', '')}", base.get("sha256")
+    yield f"weights:{base.get('name', '')}", base.get("weights_sha256")
     for data in job.get("data", []):
         yield f"{data['role']}:{data['name']}", data.get("sha256")
     yield "recipe", job.get("recipe_sha256")

@@ -14,7 +14,7 @@ from typing import Any
 
 from wgpu_lora.protect.appraisal import appraise
 from wgpu_lora.protect.chain import Entry
-from wgpu_lora.protect.checks.findings import Findings, digest_of, small_file
+from wgpu_lora.protect.checking.findings import Findings, digest_of, small_file
 from wgpu_lora.protect.claims import Evidence, read_evidence
 from wgpu_lora.protect.keys import PublicKey
 from wgpu_lora.protect.policy import Policy

@@ -11,8 +11,8 @@ from typing import Any
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.protect import envelope, statement
 from wgpu_lora.protect.chain import Entry
-from wgpu_lora.protect.checks.findings import Findings, digest_of, small_file
-from wgpu_lora.protect.checks.sessions import ENDS, Session
+from wgpu_lora.protect.checking.findings import Findings, digest_of, small_file
+from wgpu_lora.protect.checking.sessions import ENDS, Session
 from wgpu_lora.protect.log import CLEANUP
 from wgpu_lora.protect.signing import verify_model
 from wgpu_lora.protect.statement import ADAPTER, RunFacts

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wgpu_lora.protect import envelope
-from wgpu_lora.protect.checks.findings import Findings, digest_in, digest_of, small_file
-from wgpu_lora.protect.checks.sessions import ENDS, Session
+from wgpu_lora.protect.checking.findings import Findings, digest_in, digest_of, small_file
+from wgpu_lora.protect.checking.sessions import ENDS, Session
 from wgpu_lora.protect.log import CLEANUP, CLEANUP_KIND
 
 MADE = ("checkpoint", "evaluated", "finished", "failed", "interrupted")  # stages whose subjects the run itself sealed
