@@ -1,4 +1,4 @@
-"""The evidence log and its anchors: what is written, what killed processes leave, and every way to tamper with lines."""
+"""The evidence log and its anchors: what is written, what killed processes leave, and all ways to tamper with lines."""
 
 from __future__ import annotations
 

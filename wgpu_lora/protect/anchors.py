@@ -1,7 +1,7 @@
 """How far each run's evidence log had come, kept in the user's data directory, away from the run's own.
 
-A run's directory may be put back as a whole, log included, to an earlier state: what is in it cannot tell. The anchor on
-the machine that trained can, and so can the broker's.
+A run's directory may be put back as a whole, log included, to an earlier state: what is in it cannot tell. The anchor
+on the machine that trained can, and so can the broker's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A protected run's evidence log, evidence.jsonl: each stage of its life, signed by the key of its session.
 
-A session is a start of the run: a first one, and one for each time that it is resumed. It begins with a line `attested`,
-which names the session's key and the evidence that binds this key. That the key is to be believed is said by the release
-that the broker signed for that evidence, not by the log; `check` puts the two together.
+A session is a start of the run: a first one, and one for each time that it is resumed. It begins with a line
+`attested`, which names the session's key and the evidence that binds this key. That the key is to be believed is said
+by the release that the broker signed for that evidence, not by the log; `check` puts the two together.
 
 Facts of the stages that `check` compares with other files:
 
@@ -16,25 +16,29 @@ Facts of the stages that `check` compares with other files:
     finished     the facts of `statement.RunFacts`; subjects: the sealed adapter
     failed       error
     interrupted  signal
-    wiped        the cleanup record; subjects: cleanup.json and, of a finished run, statement.json
+    wiped        the cleanup record; subjects: cleanup.json
     leftovers    names of files that a killed session left
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import anchors
+from wgpu_lora.protect import anchors, envelope
 from wgpu_lora.protect.chain import Chain, Entry, read_bytes, read_lines
 from wgpu_lora.protect.keys import PublicKey, SessionKeys
+from wgpu_lora.strict_json import to_json
 
 NAME = "evidence.jsonl"
+CLEANUP = "cleanup.json"
 KIND = "https://example.org/wgpu-lora/evidence/v1"
+CLEANUP_KIND = "https://example.org/wgpu-lora/cleanup/v1"
 STAGES = (
     "attested", "released", "opened", "started", "resumed", "checkpoint", "evaluated", "finished", "failed",
     "interrupted", "wiped", "leftovers",
@@ -106,7 +110,7 @@ class EvidenceLog:
             UserError: a file cannot be written.
         """
         name = f"evidence-{self.session + 1}.json"
-        self._keep(name, evidence)
+        self.keep(name, evidence)
         digest = hashlib.sha256(evidence).hexdigest()
         facts = {"key": self._keys.signing.public.pem, "evidence": name, "evidence_sha256": digest}
         entry = self.append("attested", facts, [(name, digest)])
@@ -120,9 +124,27 @@ class EvidenceLog:
             UserError: a file cannot be written.
         """
         name, data = f"release-{self.session}.jwt", token.encode()
-        self._keep(name, data)
+        self.keep(name, data)
         digest = hashlib.sha256(data).hexdigest()
         return self.append("released", {**(facts or {}), "release": name, "release_sha256": digest}, [(name, digest)])
+
+    def wiped(self, record: Mapping[str, Any]) -> Entry:
+        """Record the cleanup at the end of a session, and keep the record, signed, in cleanup.json.
+
+        Args:
+            record: as `Cleanup.run` gives it.
+
+        Raises:
+            UserError: a file cannot be written.
+        """
+        link = (f"{NAME}:{self.sequence}", self.head)
+        data = self.sign(envelope.statement(CLEANUP_KIND, [link], {"session": self.session, **record}))
+        self.keep(CLEANUP, data)
+        return self.append("wiped", record, [(CLEANUP, hashlib.sha256(data).hexdigest())])
+
+    def sign(self, statement: Mapping[str, Any]) -> bytes:
+        """A DSSE envelope by the session's key."""
+        return envelope.sign(json.loads(to_json(statement)), self._keys.signing)
 
     def append(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]] = ()) -> Entry:
         """Append a line.
@@ -140,7 +162,12 @@ class EvidenceLog:
         anchors.remember(self.run, entry.sequence, entry.digest)
         return entry
 
-    def _keep(self, name: str, data: bytes) -> None:
+    def keep(self, name: str, data: bytes) -> None:
+        """Write a file beside the log.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         try:
             write_bytes_atomic(self.directory / name, data)
         except OSError as error:
