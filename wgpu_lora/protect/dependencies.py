@@ -127,17 +127,12 @@ def _measure(one: Distribution) -> Installed:
             changed.append(name)
         if not name.startswith("..") and Path(name).name not in BY_INSTALLERS:
             total.update(f"{found}  {name}\n".encode("utf-8", "surrogateescape"))
+    claims: dict[str, Any] = {"version": one.version, "intact": bool(record) and not changed}
     text = one.read_text("RECORD")
-    claims: dict[str, Any] = {
-        "version": one.version,
-        "sha256": total.hexdigest(),
-        "intact": bool(record) and not changed,
-    }
     if text is None:
-        claims["changed"] = ["RECORD"]
-        del claims["sha256"]
+        changed = ["RECORD"]
     else:
-        claims["record_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        claims |= {"sha256": total.hexdigest(), "record_sha256": hashlib.sha256(text.encode()).hexdigest()}
     if changed:
         claims["changed"] = changed[:MOST_NAMED]
     return Installed(claims, {path for path, _ in record.values()})
