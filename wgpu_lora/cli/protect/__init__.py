@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from wgpu_lora.cli.commands import Command, Group
+from wgpu_lora.cli.protect.attest import attest
 from wgpu_lora.cli.protect.broker import broker
 from wgpu_lora.cli.protect.nonce import nonce
 from wgpu_lora.cli.protect.policy import policy
@@ -26,6 +27,7 @@ def _root(ctx: typer.Context) -> None:
 
 
 # A file per command; each is registered by a line here: protect.command(cls=Command)(keygen)
+protect.command(cls=Command)(attest)
 protect.command(cls=Command)(broker)
 protect.command(cls=Command)(nonce)
 protect.command(cls=Command)(policy)
