@@ -99,6 +99,8 @@ ATTACKS: dict[str, list[tuple[str, Any]]] = {
     "python.implementations": [("python.implementation", "PyPy"), ("python.implementation", ...)],
     "python.sha256": [("python.sha256", digest("changed")), ("python.sha256", ...)],
     "python.library_sha256": [("python.library_sha256", digest("changed")), ("python.library_sha256", ...)],
+    "host.no_core_dumps": [("host.core_dumps.off", False), ("host.core_dumps", ...)],
+    "host.no_swap": [("host.swap", ["/swapfile"]), ("host.swap", ...), ("host.swap", None), ("host.memory", ...)],
     "process.untraced": [("process.traced", True), ("process.traced", 0), ("process.traced", ...)],
     "process.compiled": [("process.compiled_otherwise", ["/a.py"]), ("process.compiled_otherwise", ...)],
     "process.import_hooks": [("process.import_hooks", ["_EditableFinder", "Evil"]), ("process.import_hooks", ...)],
@@ -139,6 +141,7 @@ SHARED = {
     "job.options": {"recipe.options", "training.max_steps"},
     "dependencies": {"dependencies.intact", "dependencies.only_pinned", "dependencies.pinned"},
     "environment": {"environment.forbidden", "environment.only"},
+    "host": {"host.no_core_dumps", "host.no_swap"},
     "process": {f"process.{key}" for key in ("untraced", "compiled", "import_hooks", "unlisted", "libraries")},
 }
 
@@ -229,6 +232,10 @@ def test_what_is_not_restricted_is_said() -> None:
     assert set(found.applied) == required | {"evidence.keys", "nonce.seconds", "nonce.skew"}
     assert set(found.not_applied) == set(ATTACKS) - set(found.applied)
     assert found.to_json()["submods"]["wgpu-lora"]["ear.wgpu-lora.not-applied"] == found.not_applied
+
+
+def test_locked_memory_needs_no_machine_without_swap() -> None:
+    assert failed(GIVEN.changed("host.swap", ["/swapfile"]).changed("host.memory.locked", "all")) == set()
 
 
 def test_several_failures_are_all_named() -> None:
