@@ -255,6 +255,13 @@ def test_a_quote_beside_claims_that_deny_it() -> None:
     assert failed(GIVEN.changed("level", "certified"), LEAST_STRICT) == {"attestation.level"}
 
 
+def test_a_quote_among_the_claims_is_none() -> None:
+    claims = {**GIVEN.claims, "quote": GIVEN.quote, "pins": ["numpy", "ml-dtypes", "extra"]}
+    assert failed(replace(GIVEN, claims=claims, quote=None)) == SHARED["quote"]
+    claims["dependencies"] = {**claims["dependencies"], "extra": EXTRA}
+    assert failed(replace(GIVEN, claims=claims)) == {"dependencies.only_pinned"}
+
+
 def test_the_result_affirms_only_what_a_quote_shows() -> None:
     def made(evidence: Given, policy: Policy = STRICT) -> dict[str, Any]:
         return of(evidence, policy).to_json()["submods"]["wgpu-lora"]
