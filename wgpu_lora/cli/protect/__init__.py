@@ -5,16 +5,13 @@ from __future__ import annotations
 import typer
 
 from wgpu_lora.cli.commands import Command, Group
-<<<<<<< HEAD
 from wgpu_lora.cli.protect.broker import broker
-from wgpu_lora.cli.protect.nonce import nonce
-from wgpu_lora.cli.protect.policy import policy
-from wgpu_lora.cli.protect.verify import verify
-=======
 from wgpu_lora.cli.protect.keygen import keygen
+from wgpu_lora.cli.protect.nonce import nonce
 from wgpu_lora.cli.protect.open import open_sealed
+from wgpu_lora.cli.protect.policy import policy
 from wgpu_lora.cli.protect.seal import seal
->>>>>>> seal
+from wgpu_lora.cli.protect.verify import verify
 
 protect = typer.Typer(
     cls=Group,
@@ -32,13 +29,10 @@ def _root(ctx: typer.Context) -> None:
 
 
 # A file per command; each is registered by a line here: protect.command(cls=Command)(keygen)
-<<<<<<< HEAD
 protect.command(cls=Command)(broker)
 protect.command(cls=Command)(nonce)
 protect.command(cls=Command)(policy)
 protect.command(cls=Command)(verify)
-=======
 protect.command(cls=Command)(keygen)
 protect.command(cls=Command)(seal)
 protect.command("open", cls=Command)(open_sealed)
->>>>>>> seal
