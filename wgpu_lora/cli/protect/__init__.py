@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from wgpu_lora.cli.commands import Group
+from wgpu_lora.cli.commands import Command, Group
+from wgpu_lora.cli.protect.check import check
 
 protect = typer.Typer(
     cls=Group,
@@ -22,3 +23,4 @@ def _root(ctx: typer.Context) -> None:
 
 
 # A file per command; each is registered by a line here: protect.command(cls=Command)(keygen)
+protect.command(cls=Command)(check)
