@@ -20,7 +20,8 @@ Point = tuple[float, float]
 class Line:
     """A line to draw.
 
-    style: `line`, `faint` or `dashed`; marked: draw up to MANY points as dots, instead of up to FEW.
+    style: `line`, `faint`, `dashed`, or `points` for dots alone; marked: draw up to MANY points as dots, instead of up
+    to FEW.
     """
 
     name: str
