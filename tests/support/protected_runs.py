@@ -6,7 +6,7 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def _session(
     )  # fmt: skip
     adapter = sealed("adapter.tar.age", b"sealed adapter") if end == "finished" else None
     line(end, facts.to_json() if adapter else {"reason": "test"}, [adapter] if adapter else [])
-    record = {"wiped": [{"name": "device buffers", "bytes": 64}], "not_wiped": ["Python's immutable bytes"]}
+    record = {"complete": True, "wiped": [{"what": "device buffers", "bytes": 64}], "not_wiped": ["immutable bytes"]}
     if (record := changed("cleanup", record)) is not None:
         log.wiped(record)
     if adapter:
@@ -158,6 +158,7 @@ def _claims(owner: DataOwner, keys: SessionKeys, number: int, job: str, log: Evi
 def _token(owner: DataOwner, data: bytes, number: int, changed: Callable[[str, Any], Any]) -> str:
     evidence, policy = read_evidence(data), owner.policy
     appraisal = appraise(evidence, policy, nonce=None, now=evidence.claims["iat"])
+    appraisal = replace(appraisal, failures=[])  # a broker may have been deceived
     token = make_release(evidence, appraisal, policy, owner.data, owner.signing, time.time())
     claims = changed("release", jwt.decode(token, options={"verify_signature": False}))
     return jwt.encode(claims, owner.signing.key, "ES256", headers={"kid": owner.public.keyid})
