@@ -1,5 +1,5 @@
-"""Evidence about a session: claims by the names of the Entity Attestation Token (EAT, RFC 9711), signed with the session's
-ephemeral key, in the sense of RATS (RFC 9334).
+"""Evidence about a session, in the sense of RATS (RFC 9334): claims by the names of the Entity Attestation Token (EAT,
+RFC 9711), signed with the session's ephemeral key.
 
 EAT's own claims are `eat_profile`, `eat_nonce`, `iat`, `swname` and `swversion`; the rest is the profile's:
 
@@ -8,8 +8,8 @@ EAT's own claims are `eat_profile`, `eat_nonce`, `iat`, `swname` and `swversion`
     package, wgpu, python, dependencies, process, kernel, environment   `measure`
     device        the device that is used
     base          the base model: sha256 of what `hashed` says, config_sha256, and weights_sha256 once it is loaded
-    job           name, sha256 (of its file), recipe_sha256, options, recipients, data: the sealed files, each with role,
-                  name, sha256, bytes and rows as its seal record states them
+    job           name, sha256 (of its file), recipe_sha256, options, recipients, and data: the sealed files, each with
+                  role, name, sha256, bytes and rows as its seal record states them
     resume        sequence and head of the evidence log that the session goes on with; absent at a first start
     host          what keeps secrets off the disk
 
@@ -39,7 +39,8 @@ PROFILE = "https://example.org/wgpu-lora/attestation/v1"  # EAT profile and in-t
 MAX_BYTES = 2 << 20  # of evidence; it takes 0.15 MB
 NONCE = range(8, 89)  # characters, RFC 9711, 4.1
 LEVELS = {
-    "self-reported": "Measured and stated by the program that these claims describe: a changed program could state the same.",
+    "self-reported": "Measured and stated by the program that these claims describe: "
+    "a changed program could state the same.",
     "quoted": "A TPM signed these claims' digest together with its PCRs, which say what the machine booted; the claims "
     "themselves were measured and stated by the program that they describe.",
 }
@@ -137,7 +138,8 @@ def gather(
         claims["resume"] = {"sequence": resume[0], "head": resume[1]}
     if host:
         claims["host"] = dict(host)
-    return claims
+    plain: dict[str, Any] = json.loads(json.dumps(claims, allow_nan=False))  # as a verifier reads them
+    return plain
 
 
 def base_facts(
@@ -245,7 +247,7 @@ def _claims(statement: Mapping[str, Any]) -> dict[str, Any]:
 
 def _quote(predicate: Mapping[str, Any], claims: Mapping[str, Any]) -> dict[str, Any] | None:
     """The verified quote, if the claims' level is "quoted"; otherwise there must be none."""
-    level = claims.get("level")
+    level = _text(claims, "level")
     if level not in LEVELS or (level == "quoted") != ("quote" in predicate):
         raise EnvelopeError("its level does not say whether there is a quote")
     if claims.get("level_note") != LEVELS[level]:

@@ -25,13 +25,15 @@ from wgpu_lora.gpu.devices import native_library, native_version
 from wgpu_lora.installed import NAME
 from wgpu_lora.protect import dependencies, process
 
+PACKAGE = assets.DEMO_MODEL.parent.parent
 ASSETS = ("shaders", "recipes", "bricks")
 CACHES = "__pycache__"
+FLAGS = ("optimize", "isolated", "no_site", "ignore_environment")
 # Variables of this package, Python, the loader, the Vulkan loader, drivers, wgpu, NumPy's libraries and the network.
 BEHAVIOUR = re.compile(
     "(WGPU|PYTHON|LD|DYLD|VK|MESA|LIBGL|GALLIUM|LP|LVP|RADV|ANV|INTEL|NVK|NIR|ACO|AMD|DRI|D3D12|MTL|CUDA|NVIDIA"
     "|__GL|__NV|__EGL|RUST|MALLOC|OMP|OPENBLAS|MKL|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|SSL|OPENSSL|REQUESTS|CURL"
-    "|TPM2TOOLS|TSS2|XDG)_?.*|GLIBC_TUNABLES|VIRTUAL_ENV|PATH|HOME|TMPDIR|TEMP|TMP|(https?|no|all)_proxy",
+    "|TPM2TOOLS|TSS2|XDG)_?.*|GLIBC_TUNABLES|PATH|HOME|TMPDIR|TEMP|TMP|(https?|no|all)_proxy",
     re.IGNORECASE | re.DOTALL,
 )
 
@@ -61,7 +63,7 @@ def package() -> dict[str, Any]:
 
     The names, and so the digest, are the same for a checkout and for the wheel that is built from it.
     """
-    files = {f"wgpu_lora/{name}": path for name, path in _walk(assets.DEMO_MODEL.parent.parent, ("_assets",))}
+    files = {f"wgpu_lora/{name}": path for name, path in _walk(PACKAGE, ("_assets",))}
     for folder in ASSETS:
         files |= {f"{folder}/{name}": path for name, path in _walk(assets.asset_dir(folder))}
     digests = {name: digest(path) for name, path in sorted(files.items())}
@@ -87,9 +89,7 @@ def python() -> dict[str, Any]:
         "implementation": platform.python_implementation(),
         "sha256": digest(Path(sys.executable).resolve()),
         "library_sha256": combined({name: digest(path) for name, path in sorted(files.items())}),
-        "flags": {
-            name: int(getattr(sys.flags, name)) for name in ("optimize", "isolated", "no_site", "ignore_environment")
-        },
+        "flags": {name: int(getattr(sys.flags, name)) for name in FLAGS},
     }
 
 
@@ -131,9 +131,7 @@ def digest(path: Path) -> str:
     try:
         return file_digest(path)
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be measured ({error.strerror}): make it readable, or install it again."
-        ) from None
+        raise _unreadable(error) from None
 
 
 def combined(digests: Mapping[str, str]) -> str:
@@ -147,7 +145,7 @@ def _walk(root: Path, without: tuple[str, ...] = ()) -> Iterator[tuple[str, Path
 
     without: names of folders to leave out.
     """
-    for folder, folders, names in os.walk(root, onerror=_unreadable):
+    for folder, folders, names in os.walk(root, onerror=_stop):
         folders[:] = sorted(set(folders) - {CACHES, *without})
         for name in names:
             path = Path(folder, name)
@@ -155,8 +153,13 @@ def _walk(root: Path, without: tuple[str, ...] = ()) -> Iterator[tuple[str, Path
                 yield path.relative_to(root).as_posix(), path
 
 
-def _unreadable(error: OSError) -> None:
-    raise UserError(f"{error.filename} cannot be measured ({error.strerror}): make it readable, or install it again.")
+def _stop(error: OSError) -> None:
+    raise _unreadable(error)
+
+
+def _unreadable(error: OSError) -> UserError:
+    why = f"{error.filename} cannot be measured ({error.strerror})"
+    return UserError(f"{why}: make it readable, or install it again.")
 
 
 def _at_start() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Verification of a TPM's quotes, without a TPM (TPM 2.0 Library, Part 2: Structures).
 
 A quote is a signature, by a key that never leaves the TPM, over 32 bytes of ours and the PCRs, which record what the
-machine booted. That a key is one of a TPM is known to whoever has enrolled it (`tpm_keys` of a policy), not from the quote.
+machine booted. That a key is one of a TPM is known to whoever has enrolled it (`tpm_keys` of a policy), not from the
+quote.
 """
 
 from __future__ import annotations

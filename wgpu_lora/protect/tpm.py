@@ -28,8 +28,8 @@ class NoQuoteError(UserError):
 def quote(digest: bytes) -> dict[str, Any]:
     """Quote 32 bytes, and the PCRs of the boot and of IMA, with this machine's TPM.
 
-    The key is the primary one of the owner hierarchy for a fixed template (restricted, signing, P-256), which is the same
-    each time, or the persistent key that the environment variable `WGPU_LORA_TPM_KEY` names.
+    The key is the primary one of the owner hierarchy for a fixed template (restricted, signing, P-256), which is the
+    same each time, or the persistent key that the environment variable `WGPU_LORA_TPM_KEY` names.
 
     Returns:
         attest: TPMS_ATTEST, and signature: TPMT_SIGNATURE, in base64; key_pem; pcrs: number -> hexadecimal.
