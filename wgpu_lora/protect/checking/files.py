@@ -40,11 +40,11 @@ def check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None
         else:
             found.claimed.append(f"{name}: a killed session had not recorded it")
     with found.part(JOB):
-        digest = digest_in(run, JOB)
-        if digest is None:
+        copy = digest_in(run, JOB)
+        if copy is None:
             found.claimed.append(f"{JOB} is missing: the evidence states its options")
         else:
-            found.expect(f"SHA-256 of {JOB}", digest, sessions[-1].claims.get("job", {}).get("sha256"))
+            found.expect(f"SHA-256 of {JOB}", copy, sessions[-1].claims.get("job", {}).get("sha256"))
     if verified:
         found.proven.append(f"{verified} sealed {'file is' if verified == 1 else 'files are'} those of the log")
 
