@@ -1,4 +1,4 @@
-"""Directories of protected runs as training leaves them, without the training, and with any part changed before it is signed."""
+"""Protected runs' directories as training leaves them, without the training, any part changed before it is signed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jwt
 
 from support.policies import GIVEN, LEAST, OWNER, digest
-from wgpu_lora.protect import statement
 from wgpu_lora.protect.appraisal import appraise
 from wgpu_lora.protect.claims import LEVELS, PROFILE, attest, read_evidence
 from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey
@@ -43,7 +42,10 @@ class DataOwner:
 
     @property
     def policy(self) -> Policy:
-        return Policy.parse((LEAST.replace(OWNER, self.data.recipient) + self.limits).encode())
+        return Policy.parse(self.policy_text())
+
+    def policy_text(self) -> bytes:
+        return (LEAST.replace(OWNER, self.data.recipient) + self.limits).encode()
 
 
 @dataclass
@@ -120,7 +122,7 @@ def _session(
     )  # fmt: skip
     adapter = sealed("adapter.tar.age", b"sealed adapter") if end == "finished" else None
     line(end, facts.to_json() if adapter else {"reason": "test"}, [adapter] if adapter else [])
-    record = {"wiped": [{"name": "device buffers", "bytes": 64}], "not_wiped": ["Python's immutable bytes"]}
+    record = {"complete": True, "wiped": [{"what": "device buffers", "bytes": 64}], "not_wiped": ["immutable bytes"]}
     if (record := changed("cleanup", record)) is not None:
         log.wiped(record)
     if adapter:
@@ -154,12 +156,9 @@ def _claims(owner: DataOwner, keys: SessionKeys, number: int, job: str, log: Evi
 
 
 def _token(owner: DataOwner, data: bytes, number: int, changed: Callable[[str, Any], Any]) -> str:
-    evidence, policy, now = read_evidence(data), owner.policy, time.time()
-    appraisal = appraise(evidence, policy, nonce=None, now=now)
-    assert appraisal.passed or number == 0, appraisal.failures
-    token = make_release(evidence, appraisal, policy, owner.data, owner.signing, now)
+    evidence, policy = read_evidence(data), owner.policy
+    appraisal = appraise(evidence, policy, nonce=None, now=evidence.claims["iat"])
+    appraisal = replace(appraisal, failures=[])  # a broker may have been deceived
+    token = make_release(evidence, appraisal, policy, owner.data, owner.signing, time.time())
     claims = changed("release", jwt.decode(token, options={"verify_signature": False}))
     return jwt.encode(claims, owner.signing.key, "ES256", headers={"kid": owner.public.keyid})
-
-
-__all__ = ["ADAPTER", "DataOwner", "Made", "log_subject", "make_run", "statement"]
