@@ -22,7 +22,7 @@ from wgpu_lora.demo.compare import BATCH, NEW_TOKENS, request_of
 from wgpu_lora.export.merge import merge_adapter
 from wgpu_lora.export.packed import write_packed
 from wgpu_lora.models.loaded import open_model
-from wgpu_lora.train.recipes import find_recipe, read_recipe
+from wgpu_lora.train.options.recipes import find_recipe, read_recipe
 
 LENGTH = 128  # tokens; the demo's longest row has fewer
 

@@ -19,10 +19,10 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.ops.moments import input_squares
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives.kd import KD
 from wgpu_lora.train.optimizer import Optimizer
 from wgpu_lora.train.optimizers import OPTIMIZERS, optimizer_of
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.lowbit import LowBitWeight
 from wgpu_lora.weights.lowbit_codes import entries, groups

@@ -19,7 +19,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import shapes
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 ARGS = TrainingArguments(max_length=16, lora_r=4)
 COMMAND = ["bench", "max-batch", "--shape", "mini", "--layers", "1", "--tokens", "16", "--rank", "4"]

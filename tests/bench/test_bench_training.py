@@ -22,7 +22,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import shapes
 from wgpu_lora.share import Budget
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 SIZES = {"max_length": 16, "per_device_train_batch_size": 2, "lora_r": 4}
 

@@ -19,7 +19,7 @@ from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.models import shapes
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.records import RunRecord
 
 MINI = ("qwen3", 128, 64, 128, 3, 2, 1, 32, 1e-6, 1e6, True, 64)

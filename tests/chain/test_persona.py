@@ -21,7 +21,7 @@ from wgpu_lora.data.preparing import Preparation
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train.finetune import read_run
-from wgpu_lora.train.recipes import find_recipe
+from wgpu_lora.train.options.recipes import find_recipe
 
 
 def of_demo(place: Path) -> Chain:

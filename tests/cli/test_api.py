@@ -21,8 +21,8 @@ from wgpu_lora.api import bars
 from wgpu_lora.demo.compare import fresh_directory
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.settings import AnswerOptions, Settings
-from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.options import TrainingOptions
+from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.typed import TrainingOptions
 
 
 @pytest.fixture(autouse=True)

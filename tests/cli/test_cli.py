@@ -25,8 +25,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.share import Budget
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.memory import check_memory
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.devices import choose
 from wgpu_lora.share import Ledger, device_key
 from wgpu_lora.share.lease import take
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.memory import readable
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.tasks import task_of_pair
 

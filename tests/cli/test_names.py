@@ -24,7 +24,7 @@ from wgpu_lora.names import allowed
 from wgpu_lora.names.aliases import aliases_of
 from wgpu_lora.names.instead import ANYWHERE, SENTENCES
 from wgpu_lora.names.others import ALIASES, WORDS
-from wgpu_lora.train.arguments import TrainingArguments, from_values
+from wgpu_lora.train.options.arguments import TrainingArguments, from_values
 
 POSITIONS = 128  # of the models among the fixtures
 OPTIONS = set(TrainingArguments.__dataclass_fields__)

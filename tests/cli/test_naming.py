@@ -10,10 +10,10 @@ from support.cli import QWEN2, write_rows
 
 import wgpu_lora
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.declared import Range
-from wgpu_lora.train.idle import idle
-from wgpu_lora.train.recipes import gather
+from wgpu_lora.train.gather import gather
+from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.idle import idle
 from wgpu_lora.train.tasks import task_of
 
 POSITIONS = 128  # of the models among the fixtures

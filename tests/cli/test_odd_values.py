@@ -25,8 +25,8 @@ from wgpu_lora.formats.upload import prepare
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import parse_config
 from wgpu_lora.models.fields import MOST
-from wgpu_lora.train.arguments import TrainingArguments, from_values
-from wgpu_lora.train.recipes import read_recipe
+from wgpu_lora.train.options.arguments import TrainingArguments, from_values
+from wgpu_lora.train.options.recipes import read_recipe
 from wgpu_lora.train.tasks import read_tasks, task_of
 
 HUGE = (10**400, -(10**400), 2**70, 2**63, -1, 1.5, True, None, "8", [8], {}, math.nan, math.inf)

@@ -21,8 +21,8 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.upload import prepare
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.card import card
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.records import Data, Environment, HeldOut, Memory, RunRecord, UsedDevice
 from wgpu_lora.train.state import RunState
 

@@ -42,8 +42,8 @@ from wgpu_lora.models.rows import NOWHERE, RowInput, Rows
 from wgpu_lora.ops.elementwise import fill, residual, swiglu
 from wgpu_lora.ops.embedding import gather_rows
 from wgpu_lora.proof.jobs.trained import gradients
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.output import LOG, read_log
 
 STATED = {"model_type": "toy", "vocab_size": 61, "hidden_size": 32, "inner_size": 48, "num_hidden_layers": 4}

@@ -21,7 +21,7 @@ from wgpu_lora.proof.report import loss_chart
 from wgpu_lora.proof.run import carry_out
 from wgpu_lora.proof.training import Evaluated, Training, evaluations
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.output import Log, read_log
 from wgpu_lora.train.records import UsedDevice
 from wgpu_lora.worker.parent import Worker

@@ -13,7 +13,7 @@ from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.finding import LEFT_OUT, Check, Result
 from wgpu_lora.proof.jobs.devices import by_default
 from wgpu_lora.proof.run import carry_out, on_devices
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 
 def test_devices() -> None:

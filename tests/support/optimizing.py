@@ -12,9 +12,9 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, allocate, release
 from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.optimizer import Optimizer, SlotUpdate, StepReport
 from wgpu_lora.train.optimizers import optimizer_of
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 Named = Mapping[str, np.ndarray]  # by module.A or module.B
 

@@ -25,8 +25,8 @@ from wgpu_lora.track import remote, report_to
 from wgpu_lora.track.remote import Remote
 from wgpu_lora.track.trackers import TRACKERS
 from wgpu_lora.track.trackers.base import Tracked
-from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.following import metrics_of
+from wgpu_lora.train.options.arguments import TrainingArguments, from_values
 from wgpu_lora.train.output import read_log
 
 METRICS = {"train/loss": 1.5, "train/global_step": 1.0}

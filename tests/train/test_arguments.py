@@ -9,9 +9,10 @@ from wgpu_lora.assets import asset_dir
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import COMMAND_LINE, naming
 from wgpu_lora.share import Budget
-from wgpu_lora.train.arguments import PANELS, TrainingArguments, from_values
+from wgpu_lora.train.gather import gather
 from wgpu_lora.train.memory import check_memory, readable
-from wgpu_lora.train.recipes import find_recipe, gather, read_recipe
+from wgpu_lora.train.options.arguments import PANELS, TrainingArguments, from_values
+from wgpu_lora.train.options.recipes import find_recipe, read_recipe
 
 
 def test_every_option_has_help_and_a_heading():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batching import FEW, fitted
-from wgpu_lora.train.idle import idle
+from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.idle import idle
 from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 
 

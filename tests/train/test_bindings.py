@@ -13,8 +13,8 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.infer.generate import Generator
 from wgpu_lora.names.naming import COMMAND_LINE, IN_FILE, PYTHON, Naming, naming
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 
 @pytest.mark.parametrize(

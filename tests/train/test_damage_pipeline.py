@@ -19,9 +19,9 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.checkpoint import FILES
 from wgpu_lora.train.manifest import MANIFEST
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.pipeline_state import PipelineState, read_pipeline_state, write_pipeline_state
 from wgpu_lora.train.resume import resumed_options
 from wgpu_lora.train.state import STATE

@@ -23,9 +23,9 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.job import Job
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.tasks import AdapterTask

@@ -17,9 +17,9 @@ from wgpu_lora.formats.peft import PARTS, read_adapter, tensor_name, write_adapt
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.objectives.base import Group
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.output import LOG, read_log
 
 ARCHITECTURE = "llama"

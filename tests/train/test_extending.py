@@ -19,9 +19,9 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train import finetune
 from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
+from wgpu_lora.train.gather import gather
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline_state import difference
-from wgpu_lora.train.recipes import gather
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import continued, refuse_used
 

@@ -17,10 +17,10 @@ from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train import initialisation
-from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.initial import SeededMatrices, initial_matrices, weight_of
 from wgpu_lora.train.initialisation import FROM_WEIGHT, INITIALISATIONS, from_weight, largest, offsets, subspace
+from wgpu_lora.train.options.arguments import TrainingArguments, from_values
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline import PipelineJob, prepare_pipeline
 from wgpu_lora.train.tasks import task_of

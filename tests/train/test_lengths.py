@@ -14,9 +14,9 @@ import wgpu_lora
 from wgpu_lora.bench.training import Work, prepared
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.length import fit_rows
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 POSITIONS = 128  # of the models among the fixtures
 

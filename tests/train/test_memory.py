@@ -21,7 +21,7 @@ import json, sys
 import psutil
 from wgpu_lora.events import Events
 from wgpu_lora.models.loaded import open_model
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 model, data, output = sys.argv[1:]
 def resident():

@@ -16,8 +16,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.idle import idle
 from wgpu_lora.train.manifest import MANIFEST, write_manifest
+from wgpu_lora.train.options.idle import idle
 from wgpu_lora.train.records import RunRecord
 
 FILES = ("adapter_model.safetensors", "optimizer.safetensors")

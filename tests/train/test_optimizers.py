@@ -21,12 +21,12 @@ from wgpu_lora.names.naming import COMMAND_LINE, naming
 from wgpu_lora.ops.optimizer import BLOCK
 from wgpu_lora.train.declared import Range
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.idle import idle
 from wgpu_lora.train.manifest import MANIFEST, write_manifest
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.optimizers.base import Page, State
 from wgpu_lora.train.optimizers.state import Plain
+from wgpu_lora.train.options.idle import idle
 from wgpu_lora.train.own_options import own_option
 
 BINDINGS = """const SIZE: u32 = 1024u;

@@ -7,12 +7,12 @@ import pytest
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import COMMAND_LINE, naming
-from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.declared import Range
+from wgpu_lora.train.gather import gather
 from wgpu_lora.train.objectives import OBJECTIVES, objective_of
 from wgpu_lora.train.objectives.base import Objective
+from wgpu_lora.train.options.arguments import TrainingArguments, from_values
 from wgpu_lora.train.own_options import own_option
-from wgpu_lora.train.recipes import gather
 from wgpu_lora.train.tasks import task_of
 
 

@@ -22,8 +22,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline_state import read_pipeline_state
 from wgpu_lora.train.policy import POLICIES

@@ -18,11 +18,11 @@ from wgpu_lora.data.cutting import Cut
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.idle import idle
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.options.arguments import TrainingArguments, from_values
+from wgpu_lora.train.options.idle import idle
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.records import RUN
 

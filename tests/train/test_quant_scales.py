@@ -17,8 +17,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.constants import ConstantSet
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.tasks import AdapterTask

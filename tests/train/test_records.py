@@ -15,10 +15,10 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.report.runs import read_runs
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.manifest import MANIFEST, write_manifest
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.pipeline_state import read_pipeline_state
 from wgpu_lora.train.records import RUN, PipelineRecord, RunRecord
 from wgpu_lora.train.resume import continued

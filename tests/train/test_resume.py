@@ -23,8 +23,8 @@ from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.records import RUN, RunRecord
 from wgpu_lora.train.trainer import StepKeeper, Trainer
@@ -33,7 +33,7 @@ from wgpu_lora.train.trainer import StepKeeper, Trainer
 CHILD = """
 import json, os, signal, sys
 from wgpu_lora.events import Events
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 options, deadly = json.loads(sys.argv[1]), int(sys.argv[2])
 class Deadly(Events):

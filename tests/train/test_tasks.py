@@ -9,8 +9,8 @@ import pytest
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.checkpoint import RunState
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.policy import PATIENCE, POLICIES, Standing, make_policy, policy_state
 from wgpu_lora.train.tasks import (
     check_apart,

@@ -19,7 +19,7 @@ from support.cli import QWEN2, SMALL, write_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.files import config_of
 from wgpu_lora.names.naming import IN_JSON, naming
-from wgpu_lora.train.arguments import from_values
+from wgpu_lora.train.options.arguments import from_values
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.worker.child import Port
 from wgpu_lora.worker.job import Job, arguments, read_job

@@ -21,11 +21,11 @@ from wgpu_lora.events import Events, Passing, StepResult
 from wgpu_lora.infer.answer import Answer
 from wgpu_lora.infer.settings import AnswerOptions, Settings
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train.arguments import TrainingArguments, from_values, named
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.idle import idle
-from wgpu_lora.train.options import TrainingOptions
-from wgpu_lora.train.recipes import gather
+from wgpu_lora.train.gather import gather
+from wgpu_lora.train.options.arguments import TrainingArguments, from_values, named
+from wgpu_lora.train.options.idle import idle
+from wgpu_lora.train.options.typed import TrainingOptions
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 

@@ -20,9 +20,9 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.names.naming import flag, naming, renamed, setting
 from wgpu_lora.share.refusals import advising
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.frozen import frozen_adapter
 from wgpu_lora.train.objectives import formats_of, objective_of
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 Told = Callable[[Plan, int], None]
 

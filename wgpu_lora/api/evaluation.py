@@ -19,9 +19,9 @@ from wgpu_lora.infer import evaluate as evaluate_rows
 from wgpu_lora.infer.named import BASE, check_directory, on_device, slots_of
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.track.recording import remarks
-from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.length import check_rows, fit_rows
 from wgpu_lora.train.objectives import formats_of, objective_of
+from wgpu_lora.train.options.arguments import TrainingArguments, from_values
 from wgpu_lora.train.preferred import TEACHER, evaluate_objective, objective_options, reads
 from wgpu_lora.train.rows import prepared_for
 

@@ -15,9 +15,9 @@ from wgpu_lora.data.values import kind_of
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, Passing
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.train.gather import gather
 from wgpu_lora.train.memory_plan import MemoryPlan
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.recipes import gather
 from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.tasks import AdapterTask, task_of
 

@@ -22,7 +22,7 @@ from wgpu_lora.names.naming import flag
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.track.entry import run_name
 from wgpu_lora.track.recording import device_facts, given_options, recorded
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.words import counted
 
 SCHEMA = "wgpu-lora-bench-max-batch/2"

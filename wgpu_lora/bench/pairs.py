@@ -17,8 +17,8 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag
 from wgpu_lora.share import budget_bytes
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 OK, OOM, FAILED = "OK", "OOM", "failed"
 Record = dict[str, Any]

@@ -21,7 +21,7 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.share import budget_bytes
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 
 MEASURED, TOO_LARGE, UNKNOWN = "measured", "does not fit", "not known"

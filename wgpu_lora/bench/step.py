@@ -25,13 +25,13 @@ from wgpu_lora.models.targets import ALL, targeted
 from wgpu_lora.names.naming import flag, naming, renamed, setting
 from wgpu_lora.ops.saved import Saving
 from wgpu_lora.share import budget_bytes
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.initialisation import offsets
 from wgpu_lora.train.memory import both, check_adapters
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import Optimizer, SlotUpdate
 from wgpu_lora.train.optimizers import optimizer_of
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted

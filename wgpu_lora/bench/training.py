@@ -31,9 +31,9 @@ from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes, device_memory
 from wgpu_lora.track.entry import run_name
 from wgpu_lora.track.recording import device_facts, given_options, recorded
-from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job, with_demo_data
-from wgpu_lora.train.recipes import gather
+from wgpu_lora.train.gather import gather
+from wgpu_lora.train.options.arguments import TrainingArguments, from_values
 from wgpu_lora.words import counted
 
 SCHEMA = "wgpu-lora-bench-training/2"

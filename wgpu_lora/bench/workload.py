@@ -23,7 +23,7 @@ from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.targets import ALL
 from wgpu_lora.names.naming import flag
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 

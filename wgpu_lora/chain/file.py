@@ -13,7 +13,7 @@ from wgpu_lora.chain.stage import Stage
 from wgpu_lora.chain.stages import STAGES
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import IN_FILE, naming
-from wgpu_lora.train.recipes import find_recipe
+from wgpu_lora.train.options.recipes import find_recipe
 from wgpu_lora.words import listed
 
 OWN = ("output", "model", "stage")  # keys beside the stages'

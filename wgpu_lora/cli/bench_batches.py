@@ -58,7 +58,7 @@ def max_batch(
     from wgpu_lora.bench.step import ROW, chosen_model, own_words
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.track.recording import remarks
-    from wgpu_lora.train.arguments import TrainingArguments
+    from wgpu_lora.train.options.arguments import TrainingArguments
 
     with own_words(ROW):
         args = TrainingArguments(max_length=tokens, lora_r=rank, base_dtype=base_dtype, compute_dtype=compute_dtype)

@@ -12,7 +12,7 @@ from wgpu_lora.cli.console import Bar, console, line, print_json, table
 from wgpu_lora.cli.options import Json
 from wgpu_lora.cli.projecting import PricePerHour, as_facts, show_projection
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.words import counted, share
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from wgpu_lora.cli.starting import Starting
 from wgpu_lora.cli.trend import Trend, hardware
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.installed import program
-from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.general_options import ADAPTER, FILES
+from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.general import ADAPTER, FILES
 from wgpu_lora.train.policy import POLICIES
 from wgpu_lora.words import counted
 

@@ -13,10 +13,10 @@ import typer
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.commands import OPTIONS, Command
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.arguments import PANELS, TrainingArguments
 from wgpu_lora.train.declared import kinds
-from wgpu_lora.train.idle import idle
-from wgpu_lora.train.recipes import gather
+from wgpu_lora.train.gather import gather
+from wgpu_lora.train.options.arguments import PANELS, TrainingArguments
+from wgpu_lora.train.options.idle import idle
 from wgpu_lora.weights.registry import BASE_FORMATS
 
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}

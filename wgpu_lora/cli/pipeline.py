@@ -19,7 +19,7 @@ from wgpu_lora.cli.starting import Starting
 from wgpu_lora.cli.trend import Trend, hardware
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.installed import pip_line, program
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:

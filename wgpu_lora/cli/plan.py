@@ -12,7 +12,7 @@ from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedu
 from wgpu_lora.cli.options import Json
 from wgpu_lora.cli.projecting import Measure, PricePerHour, as_facts, show_projection
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 if TYPE_CHECKING:
     from wgpu_lora.train.job import Job

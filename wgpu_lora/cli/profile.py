@@ -16,7 +16,7 @@ from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.profile import Profile
-    from wgpu_lora.train.arguments import TrainingArguments
+    from wgpu_lora.train.options.arguments import TrainingArguments
     from wgpu_lora.train.records import RunRecord
 
 Run = Annotated[
@@ -113,7 +113,7 @@ def _arguments(ctx: typer.Context, record: RunRecord | None, sizes: dict[str, An
     """The options of the step: of the command line, or of a run, except for those given on the command line."""
     from wgpu_lora.bench.profile import trained_sizes
     from wgpu_lora.bench.step import training_options
-    from wgpu_lora.train.arguments import TrainingArguments
+    from wgpu_lora.train.options.arguments import TrainingArguments
 
     if record is None:
         return TrainingArguments(**training_options(sizes))

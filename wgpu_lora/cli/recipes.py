@@ -43,7 +43,7 @@ def show(
     """Print a recipe, with what it reproduces and what it needs."""
     from wgpu_lora.bounded import read_toml
     from wgpu_lora.chain.file import read_chain
-    from wgpu_lora.train.recipes import find_recipe, recipe_arguments
+    from wgpu_lora.train.options.recipes import find_recipe, recipe_arguments
 
     path = find_recipe(name)
     if path.exists() and "stage" in read_toml(path, "The recipe"):

@@ -17,7 +17,8 @@ from wgpu_lora.data import read_jsonl
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
-from wgpu_lora.train.recipes import find_recipe, gather
+from wgpu_lora.train.gather import gather
+from wgpu_lora.train.options.recipes import find_recipe
 from wgpu_lora.train.records import RunRecord
 
 BATCH = 20  # requests answered together

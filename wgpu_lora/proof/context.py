@@ -16,9 +16,9 @@ from wgpu_lora.proof.children import Children
 from wgpu_lora.proof.finding import NotRun
 from wgpu_lora.proof.heldout import seen_rows
 from wgpu_lora.proof.training import Training, train
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import with_demo_data
-from wgpu_lora.train.recipes import gather
+from wgpu_lora.train.gather import gather
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 from wgpu_lora.worker.parent import WorkerFailed

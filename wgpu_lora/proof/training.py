@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.proof.children import Children
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.records import RUN, RunRecord
 from wgpu_lora.worker.parent import Worker, WorkerFailed

@@ -8,9 +8,9 @@ from typing import Any
 
 from wgpu_lora.names.naming import flag
 from wgpu_lora.report.runs import SPEEDS, Run
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
 from wgpu_lora.train.memory import readable
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.words import listed
 
 OWN = ("output", "resume", "run_log", "report_to")  # options that do not affect what is trained

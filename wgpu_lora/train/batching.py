@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wgpu_lora.train.arguments import ROWS_PER_BATCH, TrainingArguments
+from wgpu_lora.train.options.arguments import ROWS_PER_BATCH, TrainingArguments
 from wgpu_lora.words import counted
 
 FEW = 32  # steps per epoch: with fewer, batch options that were not given are adapted to the data

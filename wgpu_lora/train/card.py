@@ -10,7 +10,7 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.formats.cards import CARD, header, table
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import WEIGHTS
-from wgpu_lora.train.arguments import PATHS
+from wgpu_lora.train.options.arguments import PATHS
 from wgpu_lora.train.records import RunRecord
 
 # Options that the card leaves out: they do not affect the adapter, and remarks are for the run log.

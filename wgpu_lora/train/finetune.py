@@ -21,7 +21,6 @@ from wgpu_lora.ops.saved import Saving
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
 from wgpu_lora.train.frozen import check_base, frozen_adapter, starting_at_reference
 from wgpu_lora.train.initial import adapter_of, check_residual
@@ -32,6 +31,7 @@ from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Objective
 from wgpu_lora.train.optimizers import optimizer_of
+from wgpu_lora.train.options.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
 from wgpu_lora.train.rows import read_rows, sources_of

@@ -14,10 +14,10 @@ from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.fitting import check_fits
 from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.names.naming import flag, setting
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import check_whole
 from wgpu_lora.train.initialisation import DEFAULT
 from wgpu_lora.train.objectives.base import Objective
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.records import RUN
 
 

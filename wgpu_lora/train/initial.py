@@ -21,10 +21,10 @@ from wgpu_lora.models.targets import ALL, shortest, target_names, targeted
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initialisation import DEFAULT, FROM_SHAPE, from_weight, offsets
 from wgpu_lora.train.manifest import MANIFEST, damage
 from wgpu_lora.train.offset import halved
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.weights.registry import base_format
 
 

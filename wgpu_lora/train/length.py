@@ -11,9 +11,9 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Prepared, Row
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag, setting
-from wgpu_lora.train.arguments import LENGTH, TrainingArguments
 from wgpu_lora.train.checkpoint import METADATA
 from wgpu_lora.train.declared import check
+from wgpu_lora.train.options.arguments import LENGTH, TrainingArguments
 from wgpu_lora.train.records import RUN
 
 # How rows are encoded if neither the user nor an adapter specifies it.

@@ -20,7 +20,7 @@ from wgpu_lora.words import counted
 if TYPE_CHECKING:
     from wgpu_lora.models.config import ModelConfig
     from wgpu_lora.share import Budget
-    from wgpu_lora.train.arguments import TrainingArguments
+    from wgpu_lora.train.options.arguments import TrainingArguments
 
 SHORTEST = 64  # tokens per row: with fewer, most data have no trained tokens
 Replan = Callable[[Mapping[str, Any]], int]  # changed options -> the peak they would give, in bytes

@@ -15,10 +15,10 @@ from wgpu_lora.gpu.struct import struct_array, struct_words
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.optimizer import Clip, gradient_norm, square_sums, update_gate
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.train.optimizers.base import Page, UpdateRule
 from wgpu_lora.train.optimizers.state import Kept
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.own_options import created
 
 USUAL = TrainingArguments()

@@ -15,13 +15,13 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.track.report_to import check_libraries
-from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.checkpoint import sweep_run
 from wgpu_lora.train.ending import FINISHED, OUTCOMES
 from wgpu_lora.train.finetune import as_stored, declared_as, read_run, session_of, with_options
 from wgpu_lora.train.job import Job, locked
 from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.memory import check_adapters
+from wgpu_lora.train.options.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.pipeline_keeper import PipelineKeeper, recover, write_pipeline
 from wgpu_lora.train.pipeline_state import PipelineState, difference, home_of, read_pipeline_state
 from wgpu_lora.train.policy import POLICIES, make_policy

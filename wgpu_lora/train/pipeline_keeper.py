@@ -15,10 +15,10 @@ from pathlib import Path
 from wgpu_lora.atomic import replace_directory
 from wgpu_lora.errors import UserError
 from wgpu_lora.train import checkpoint, output
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.checkpoint import LAST, NEXT
 from wgpu_lora.train.ending import RESUMABLE
 from wgpu_lora.train.facts import memory_of
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.pipeline_state import PipelineState, link_members, write_pipeline_state
 from wgpu_lora.train.policy import policy_state
 from wgpu_lora.train.records import AdapterLosses, AdapterRecord, PipelineRecord, RunRecord

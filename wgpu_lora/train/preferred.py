@@ -15,12 +15,12 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import claim
-from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.checkpoint import METADATA
 from wgpu_lora.train.frozen import frozen_adapter
 from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.initial import adapter_of
 from wgpu_lora.train.objectives import OBJECTIVES, objective_of
+from wgpu_lora.train.options.arguments import TrainingArguments, from_values
 from wgpu_lora.train.records import RUN
 from wgpu_lora.train.resume import found_from
 from wgpu_lora.train.session import Session

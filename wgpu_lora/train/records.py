@@ -13,10 +13,10 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import built, to_json
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.schema import SCHEMA, schema_of
 from wgpu_lora.train.state import RunState
 from wgpu_lora.weights.registry import BASE_FORMATS

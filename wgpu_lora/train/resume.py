@@ -11,7 +11,7 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import either, flag, setting
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import FREE_ON_RESUME, PATHS, PLAN, TrainingArguments, from_values
+from wgpu_lora.train.options.arguments import FREE_ON_RESUME, PATHS, PLAN, TrainingArguments, from_values
 from wgpu_lora.train.pipeline_state import MEMBER, home_of, read_pipeline_state
 from wgpu_lora.train.records import PIPELINE, RUN, refuse_unregistered
 from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps

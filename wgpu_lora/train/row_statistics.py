@@ -12,10 +12,10 @@ from wgpu_lora.data import Prepared, Sample
 from wgpu_lora.data.columns import Fields, RowFormat, RowFormats
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batching import fitted
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.objectives import formats_of, objective_of
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.rows import read_rows, sources_of
 from wgpu_lora.train.stream import DataStream, group_lengths
 

@@ -10,8 +10,8 @@ from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives import formats_of, objective_of
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 
 def sources_of(args: TrainingArguments, rows: Mapping[str, Source] | None = None) -> tuple[Source, Source | None]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import Prepared
-from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
 from wgpu_lora.train.frozen import FrozenAdapter
+from wgpu_lora.train.options.arguments import FREE_ON_RESUME, TrainingArguments
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.state import RunState

@@ -26,13 +26,13 @@ from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.saved import IN_F32, Saving
 from wgpu_lora.share import claim, is_unified
 from wgpu_lora.share.refusals import advising
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batch import Batch, Totals
 from wgpu_lora.train.memory_plan import MemoryPlan
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
 from wgpu_lora.train.optimizers.base import UpdateRule
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.reference import Scorer
 from wgpu_lora.train.teachers import LiveTeacher, Teachers
 

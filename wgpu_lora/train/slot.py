@@ -14,11 +14,11 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
-from wgpu_lora.train.arguments import PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
 from wgpu_lora.train.checkpoint import BEST, EPOCH
 from wgpu_lora.train.facts import metadata, record_of
 from wgpu_lora.train.heldout import heldout_loss
+from wgpu_lora.train.options.arguments import PLAN, TrainingArguments
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.precompute import precompute
 from wgpu_lora.train.records import RunRecord

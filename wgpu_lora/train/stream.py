@@ -15,9 +15,9 @@ from wgpu_lora.data.cutting import prompt_tokens
 from wgpu_lora.distill.cache import TeacherCache
 from wgpu_lora.distill.targets import cached_rows
 from wgpu_lora.models.inputs import Segment
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 
 @dataclass(frozen=True)

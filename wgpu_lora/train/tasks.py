@@ -14,9 +14,9 @@ from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.naming import IN_FILE, flag, naming, renamed
-from wgpu_lora.train.arguments import PATHS, TrainingArguments, from_values
-from wgpu_lora.train.distillation_options import DISTILLATION
-from wgpu_lora.train.preference_options import PREFERENCES
+from wgpu_lora.train.options.arguments import PATHS, TrainingArguments, from_values
+from wgpu_lora.train.options.distillation import DISTILLATION
+from wgpu_lora.train.options.preference import PREFERENCES
 from wgpu_lora.train.resume import found_from
 
 # Keys of an [[adapter]] table, and the corresponding training options.

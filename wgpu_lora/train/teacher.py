@@ -10,8 +10,8 @@ from wgpu_lora.distill.teacher import MOST, Kept
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.naming import flag, naming, renamed, setting
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.frozen import frozen_adapter
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.teachers import LiveTeacher
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 

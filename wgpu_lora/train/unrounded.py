@@ -12,8 +12,8 @@ from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.naming import setting
 from wgpu_lora.share import claim
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.heldout import heldout_loss
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.run import Run
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.stream import DataStream

@@ -14,10 +14,10 @@ from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, Workload
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.config import MATRIX
 from wgpu_lora.ops.loss import SweepGradient, Targets, seed, sum_by_slot, sweep
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Scoring
 from wgpu_lora.train.optimizer import Optimizer
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.weights.base import Shared
 from wgpu_lora.weights.dense import DenseWeight
 from wgpu_lora.weights.nf4 import NF4

@@ -14,9 +14,9 @@ from wgpu_lora.data.files import FileSource
 from wgpu_lora.distill.header import CACHE
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS
-from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
 from wgpu_lora.train.checkpoint import BEST
-from wgpu_lora.train.recipes import gather
+from wgpu_lora.train.gather import gather
+from wgpu_lora.train.options.arguments import FREE_ON_RESUME, TrainingArguments
 
 # Options that do not change the result; of those that are free on resuming, the others name what does.
 WITHOUT_EFFECT = FREE_ON_RESUME - {

@@ -8,7 +8,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.finding import Finding, NotRun
 from wgpu_lora.proof.heldout import request_of, rows_of
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 
 MARGIN = 0.1  # of the requests: how many more must pass after training
 

@@ -18,8 +18,8 @@ from wgpu_lora.infer.answer import tokenizer_of
 from wgpu_lora.infer.named import on_device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.proof.heldout import request_of, rows_of, shown
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import read_run
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.worker.child import Port
 

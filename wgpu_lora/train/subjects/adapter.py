@@ -14,10 +14,10 @@ from wgpu_lora.formats.checkpoint import read_header
 from wgpu_lora.formats.peft import WEIGHTS, Matrices, adapter_files, read_adapter, tensor_name, write_adapter
 from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.initialisation import DEFAULT
 from wgpu_lora.train.offset import stored, trained
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.resume import found_from
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.subject import ADAPTER_FILES, Damaged

@@ -22,7 +22,7 @@ from wgpu_lora.models.targets import targeted
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.subject import CONSTANT_FILES, Damaged
 from wgpu_lora.weights.packed import Packed

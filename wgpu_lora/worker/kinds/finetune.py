@@ -9,9 +9,9 @@ from wgpu_lora.api.plain import plain
 from wgpu_lora.data import given_rows
 from wgpu_lora.train.ending import STOP_TEXT, exit_code
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.idle import idle
-from wgpu_lora.train.options import TrainingOptions
-from wgpu_lora.train.recipes import gather
+from wgpu_lora.train.gather import gather
+from wgpu_lora.train.options.idle import idle
+from wgpu_lora.train.options.typed import TrainingOptions
 from wgpu_lora.worker.child import Ended, Port
 
 

@@ -10,7 +10,7 @@ from wgpu_lora.bench.reference import ReferenceWork, forget_peak, peak_resident_
 from wgpu_lora.bench.step import ROW, WARMUP, TrainingStep, chosen_model, own_words, synthetic_rows
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.generate import Generator
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.output import environment
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.worker.child import Port

@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.assets import asset_dir
-from wgpu_lora.bounded import read_toml
-from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import IN_FILE
-from wgpu_lora.train.arguments import OUTPUT, TrainingArguments, from_values, named
+from wgpu_lora.train.options.arguments import OUTPUT, TrainingArguments, from_values, named
+from wgpu_lora.train.options.recipes import find_recipe, read_recipe, recipe_arguments
 
 
 def gather(
@@ -36,32 +33,7 @@ def gather(
     return from_values(given, where, recipe_arguments(path)), path
 
 
-def recipe_arguments(path: Path) -> TrainingArguments:
-    """The options of a recipe file, over the defaults."""
-    return from_values(read_recipe(path), f"The recipe {path}", names=IN_FILE)
-
-
 def _last_output() -> str:
     """The directory to resume if none is given: the demo's if it exists, else the default output."""
     demo = read_recipe(find_recipe("demo"))["output"]
     return demo if Path(demo).exists() else OUTPUT
-
-
-def find_recipe(name: str) -> Path:
-    """A recipe file by path, or a bundled one by name."""
-    bundled = asset_dir("recipes") / f"{name}.toml"
-    return bundled if not Path(name).exists() and bundled.is_file() else Path(name)
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """A flat TOML file of option names and values."""
-    if not path.exists():
-        names = ", ".join(sorted(p.stem for p in asset_dir("recipes").glob("*.toml")))
-        raise UserError(f"The recipe {path} does not exist: give a TOML file, or the name of a bundled one ({names}).")
-    values = read_toml(path, "The recipe")
-    if isinstance(values.get("stage"), list):
-        raise UserError(f"{path} is a chain of stages, not a recipe: run it with 'wgpu-lora run {path}'.")
-    nested = [key for key, value in values.items() if isinstance(value, dict)]
-    if nested:
-        raise UserError(f"The recipe {path} has a table [{nested[0]}]: recipes are flat, one option per line.")
-    return values

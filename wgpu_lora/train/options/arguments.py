@@ -15,13 +15,13 @@ from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.naming import Naming, flag, naming, setting
 from wgpu_lora.track.report_to import trackers_of
 from wgpu_lora.train.declared import F32_MAX, TYPES, check, check_heldout, kinds, require
-from wgpu_lora.train.distillation_options import DISTILLATION, DistillationOptions
-from wgpu_lora.train.general_options import ADAPTER, BATCHES, FILES, MEMORY, OPTIMISATION, SAVING, GeneralOptions
 from wgpu_lora.train.initialisation import check_initialisation
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.options.distillation import DISTILLATION, DistillationOptions
+from wgpu_lora.train.options.general import ADAPTER, BATCHES, FILES, MEMORY, OPTIMISATION, SAVING, GeneralOptions
+from wgpu_lora.train.options.preference import PREFERENCES, PreferenceOptions
 from wgpu_lora.train.own_options import OWN_OPTIONS, as_text, checked, created
-from wgpu_lora.train.preference_options import PREFERENCES, PreferenceOptions
 
 # Options that may change when a run is resumed: they affect what is written, not what is trained.
 FREE_ON_RESUME = {

@@ -7,9 +7,9 @@ from dataclasses import fields
 from typing import Any
 
 from wgpu_lora.names.naming import flag, setting
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives import OBJECTIVES, objective_of
 from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.schedule import LR_SCHEDULES
 
 
