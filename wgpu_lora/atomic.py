@@ -66,17 +66,26 @@ def write_new_bytes(path: str | Path, data: bytes, option: str, replacing: bytes
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
         try:
             write_bytes_atomic(temporary / path.name, data)
-            try:
-                os.link(temporary / path.name, path)  # fails if the path exists
-            except FileExistsError:
-                raise taken from None
-            except OSError:  # a file system without links
-                (temporary / path.name).rename(path)
+            name_new(temporary / path.name, path)
+        except FileExistsError:
+            raise taken from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         _sync_directory(path.parent)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): choose another {option}.") from None
+
+
+def name_new(temporary: Path, path: Path) -> None:
+    """Give a finished file its name, without a race. Raises FileExistsError if the path exists; OSError."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if path.exists():
+            raise FileExistsError(path) from None
+        temporary.rename(path)
 
 
 def replace_directory(tmp: str | Path, final: str | Path) -> None:

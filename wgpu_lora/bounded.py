@@ -77,6 +77,11 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read, is too long, or is not valid TOML.
     """
+    return parse_toml(toml_bytes(path, what), f"{what} {path}")
+
+
+def toml_bytes(path: Path, what: str) -> bytes:
+    """The bytes of a TOML file, of which too many are refused. Arguments and errors as for `read_toml`."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_TOML_BYTES + 1)
@@ -84,18 +89,23 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise UserError(f"{what} {path} cannot be read ({error.strerror}): check the path.") from None
     if len(data) > MAX_TOML_BYTES:
         raise UserError(f"{what} {path} is longer than {MAX_TOML_BYTES:,} bytes: shorten it.")
+    return data
+
+
+def parse_toml(data: bytes, where: str) -> dict[str, Any]:
+    """Parse bytes as TOML; `where` starts the error messages. Raises UserError."""
     # tomllib takes quadratic time for keys with many dots.
     if data.count(b".") > MAX_TOML_DOTS or any(line.count(b".") > MAX_LINE_DOTS for line in data.splitlines()):
-        raise UserError(f"{what} {path} has names with too many dots: write one option per line.")
+        raise UserError(f"{where} has names with too many dots: write one option per line.")
     try:
         values = tomllib.loads(data.decode("utf-8"))
         if not _within_64_bits(values):
             raise ValueError("an integer does not fit into 64 bits")
         return values
     except RecursionError:
-        raise UserError(f"{what} {path} is nested too deeply: write one option per line.") from None
+        raise UserError(f"{where} is nested too deeply: write one option per line.") from None
     except ValueError as error:
-        raise UserError(f"{what} {path} is not valid TOML: {error}.") from None
+        raise UserError(f"{where} is not valid TOML: {error}.") from None
 
 
 def _within_64_bits(value: Any) -> bool:

@@ -1,0 +1,148 @@
+"""Signed statements: what is accepted, and that nothing else is."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from securesystemslib.dsse import Envelope
+from securesystemslib.signer import CryptoSigner, SSlibKey
+
+from wgpu_lora.protect import envelope
+from wgpu_lora.protect.envelope import EnvelopeError
+
+
+@dataclass
+class Pair:
+    signer: CryptoSigner
+
+    @property
+    def keyid(self) -> str:
+        return self.signer.public_key.keyid
+
+    def ssl_key(self) -> SSlibKey:
+        return self.signer.public_key
+
+
+OURS, OTHER = Pair(CryptoSigner.generate_ecdsa()), Pair(CryptoSigner.generate_ecdsa())
+FACTS = {"sequence": 2**60 + 1, "loss": 0.1, "text": "é", "none": None, "list": [1, {"a": False}]}
+SAID = envelope.statement("https://example.org/test/v1", [("adapter", "ab" * 32)], FACTS)
+SIGNED = envelope.sign(SAID, OURS)
+
+
+def refused(data: bytes, words: str = ".", key: Pair = OURS) -> None:
+    with pytest.raises(EnvelopeError, match=words):
+        envelope.verify(data, key)
+
+
+def resigned(payload: Any, payload_type: str = envelope.STATEMENT) -> bytes:
+    """Signed by our key, whatever it is."""
+    text = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+    made = Envelope(text, payload_type, {})
+    made.sign(OURS.signer)
+    return json.dumps(made.to_dict(), separators=(",", ":")).encode()
+
+
+def test_round_trip_keeps_whole_numbers_and_is_one_line() -> None:
+    assert envelope.verify(SIGNED, OURS) == envelope.peek(SIGNED) == SAID
+    assert b"\n" not in SIGNED
+
+
+def test_another_key_is_refused_even_under_our_id() -> None:
+    refused(envelope.sign(SAID, OTHER), "signed by key")
+    claimed = json.loads(envelope.sign(SAID, OTHER))
+    claimed["signatures"][0]["keyid"] = OURS.keyid
+    refused(json.dumps(claimed, separators=(",", ":")).encode(), "does not fit")
+
+
+def test_a_swapped_payload_or_a_second_signature_is_refused() -> None:
+    other = json.loads(envelope.sign({**SAID, "predicate": {"a": 1}}, OURS))
+    mine = json.loads(SIGNED)
+    refused(json.dumps({**mine, "payload": other["payload"]}, separators=(",", ":")).encode(), "does not fit")
+    both = {**mine, "signatures": mine["signatures"] + json.loads(envelope.sign(SAID, OTHER))["signatures"]}
+    refused(json.dumps(both, separators=(",", ":")).encode(), "exactly one")
+    refused(json.dumps({**mine, "signatures": []}, separators=(",", ":")).encode(), "exactly one")
+
+
+def test_every_changed_byte_is_refused() -> None:
+    for place in range(len(SIGNED)):
+        for flip in (1, 0x20, 0x80):
+            refused(SIGNED[:place] + bytes([SIGNED[place] ^ flip]) + SIGNED[place + 1 :])
+    for end in range(0, len(SIGNED), 7):
+        refused(SIGNED[:end])
+    for extra in (b"\n", b" ", b"}", b"\0"):
+        refused(SIGNED + extra)
+        refused(extra + SIGNED)
+
+
+def test_types_of_payloads_are_checked() -> None:
+    refused(resigned(SAID, "application/json"), "type")
+    for wrong in (
+        b"[]", b"\xff", b"{}", b'{"a":1,"a":2}', b"[" * 100_000,
+        {**SAID, "_type": "https://in-toto.io/Statement/v0.1"}, {**SAID, "predicate": {}}, {**SAID, "predicate": [1]},
+        {**SAID, "predicateType": ""}, {**SAID, "subject": []}, {**SAID, "subject": "x"}, {**SAID, "more": 1},
+        {**SAID, "subject": [{"name": "a", "digest": {}}]}, {**SAID, "subject": [{"name": "a"}]},
+        {**SAID, "subject": [{"name": "a", "digest": {"sha256": "AB" * 32}}]},
+        {**SAID, "subject": [{"name": "a", "digest": {"sha256": "ab"}}]},
+        {**SAID, "subject": [{"name": "a", "digest": {"sha256": 1}}]},
+        {**SAID, "subject": None}, {**SAID, "subject": {"name": "a"}},
+        {"predicate_type" if name == "predicateType" else name: value for name, value in SAID.items()},
+        {**SAID, "subject": [{"name": None, "digest": {"sha256": "ab" * 32}}]},
+    ):  # fmt: skip
+        refused(resigned(wrong))
+
+
+def test_repeated_keys_and_long_envelopes_are_refused() -> None:
+    refused(SIGNED[:-1] + b',"payload":"e30="}', "repeated")
+    refused(b'{"payload":"' + b"A" * envelope.MAX_BYTES + b'"}', "longer")
+    with pytest.raises(EnvelopeError, match="longer"):
+        envelope.sign({**SAID, "predicate": {"a": "b" * envelope.MAX_BYTES}}, OURS)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), b"x", "\ud800"])
+def test_only_plain_values_are_signed(value: Any) -> None:
+    with pytest.raises(EnvelopeError):
+        envelope.sign({**SAID, "predicate": {"a": value}}, OURS)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("e30="),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["payload", "payloadType", "signatures", "keyid", "sig"])
+
+
+@given(st.binary(max_size=200) | st.dictionaries(NAMES, JSON, max_size=4).map(lambda it: json.dumps(it).encode()))
+def test_bytes_are_refused_in_words(data: bytes) -> None:
+    refused(data)
+
+
+@given(JSON, st.sampled_from(["keyid", "sig", "more"]))
+def test_signatures_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
+    fields = json.loads(SIGNED)
+    fields["signatures"][0][name] = value
+    refused(json.dumps(fields, separators=(",", ":")).encode())
+
+
+@given(JSON, st.sampled_from(["_type", "subject", "predicateType", "predicate"]))
+def test_statements_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
+    try:
+        found = envelope.verify(resigned({**SAID, name: value}), OURS)
+    except EnvelopeError:
+        return
+    assert isinstance(found["predicate"], dict)
+    assert found["subject"]
+
+
+def test_payload_that_is_not_canonical_base64_is_refused() -> None:
+    fields = json.loads(SIGNED)
+    payload = json.dumps(SAID, sort_keys=True, separators=(",", ":")).encode()
+    text = b64encode(payload).decode()
+    fields["payload"] = text.rstrip("=") if text.endswith("=") else text + "="
+    refused(json.dumps(fields, separators=(",", ":")).encode())

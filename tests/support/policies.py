@@ -1,0 +1,182 @@
+"""Claims of a training machine, and a policy with every rule that accepts exactly them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from pyrage import x25519
+
+NOW = 1_800_000_000
+NONCE = "4c0ffee0" * 8
+
+
+def digest(name: int | str) -> str:
+    """A SHA-256 for tests, another for each name."""
+    return hashlib.sha256(str(name).encode()).hexdigest()
+
+
+def recipient() -> str:
+    return str(x25519.Identity.generate().to_public())
+
+
+def public_pem() -> str:
+    key = ec.generate_private_key(ec.SECP256R1()).public_key()
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
+
+
+TPM, SESSION = public_pem(), public_pem()
+OWNER, EPHEMERAL = recipient(), recipient()
+
+
+@dataclass(frozen=True)
+class Signing:
+    pem: str
+
+
+@dataclass(frozen=True)
+class Quote:
+    key_pem: Any
+    pcrs: Any
+
+
+@dataclass(frozen=True)
+class Given:
+    """Verified evidence, as `appraise` takes it."""
+
+    claims: dict[str, Any]
+    quote: Any
+    recipient: str = EPHEMERAL
+    signing: Signing = Signing(SESSION)
+    sha256: str = digest("evidence")
+
+    def changed(self, path: str, value: Any) -> Given:
+        """With one value replaced, or removed by `...`; `quote.` leads into the quote."""
+        root = copy.deepcopy({**self.claims, "quote": self.quote and vars(self.quote)})
+        *parents, last = path.split(".")
+        place = root
+        for part in parents:
+            place = place[int(part) if isinstance(place, list) else part]
+        key = int(last) if isinstance(place, list) else last
+        if value is ...:
+            del place[key]
+        else:
+            place[key] = value
+        quote = root.pop("quote", None)
+        if isinstance(quote, dict):
+            quote = Quote(quote.get("key_pem"), quote.get("pcrs"))
+        return replace(self, claims=root, quote=quote)
+
+
+GIVEN = Given(
+    claims={
+        "eat_nonce": NONCE,
+        "iat": NOW - 2,
+        "level": "quoted",
+        "keys": {"recipient": EPHEMERAL, "signing": SESSION},
+        "package": {"version": "0.5.0", "sha256": digest("package")},
+        "wgpu": {"version": "0.32.1", "native_version": "27.0.2.0", "native_sha256": digest("native")},
+        "python": {"version": "3.12.4", "implementation": "CPython", "sha256": digest("python")},
+        "dependencies": {
+            "numpy": {"version": "2.1.0", "sha256": digest("numpy"), "intact": True},
+            "ml-dtypes": {"version": "0.5.0", "sha256": digest("ml-dtypes"), "intact": True},
+        },
+        "device": {"name": "NVIDIA GeForce RTX 4090", "backend": "Vulkan", "kind": "discrete", "driver": "580.95.05"},
+        "kernel": {"system": "Linux", "release": "6.8.0-79-generic", "version": "#79", "machine": "x86_64"},
+        "environment": {"VK_ICD_FILENAMES": digest("icd")},
+        "base": {"name": "Qwen2.5-0.5B", "sha256": digest("base")},
+        "job": {
+            "name": "ward-7",
+            "sha256": digest("job"),
+            "recipients": [OWNER],
+            "data": [
+                {"role": "data", "name": "train.jsonl.age", "sha256": digest("train"), "bytes": 9000, "rows": 800},
+                {"role": "eval_data", "name": "held.jsonl.age", "sha256": digest("held"), "bytes": 900, "rows": 80},
+            ],
+            "recipe_sha256": digest("recipe"),
+            "options": {"learning_rate": 2e-4, "objective": "sft", "max_steps": 100, "packing": True},
+        },
+        "resume": {"sequence": 9, "head": digest("head")},
+        "host": {},
+    },
+    quote=Quote(TPM, {0: digest("pcr0"), 7: digest("pcr7")}),
+)
+
+ALL_RULES = f"""
+[policy]
+name = "ward"
+version = 3
+[nonce]
+seconds = 300
+skew = 5
+[release]
+seconds = 3600
+recipients = ["{OWNER}"]
+[attestation]
+level = "quoted"
+tpm_keys = ['''{TPM}''']
+pcrs = {{ 0 = "{digest("pcr0")}", 7 = "{digest("pcr7")}" }}
+[data]
+sha256 = ["{digest("train")}", "{digest("held")}"]
+[job]
+names = ["ward-7"]
+sha256 = ["{digest("job")}"]
+[base]
+sha256 = ["{digest("base")}"]
+[recipe]
+sha256 = ["{digest("recipe")}"]
+[recipe.options]
+learning_rate = {{ min = 1e-5, max = 1e-3 }}
+objective = {{ allow = ["sft"] }}
+packing = true
+[training]
+min_rows = 800
+max_steps = 100
+[package]
+versions = ">=0.5,<0.6"
+sha256 = ["{digest("package")}"]
+[wgpu]
+versions = ">=0.32,<0.33"
+native_versions = "==27.*"
+native_sha256 = ["{digest("native")}"]
+[python]
+versions = "==3.12.*"
+implementations = ["CPython"]
+sha256 = ["{digest("python")}"]
+[dependencies]
+intact = true
+only_pinned = true
+[dependencies.pinned]
+numpy = "{digest("numpy")}"
+ML_dtypes = ["{digest("other")}", "{digest("ml-dtypes")}"]
+[device]
+names = ["NVIDIA GeForce RTX 40?0"]
+backends = ["Vulkan", "Metal"]
+kinds = ["discrete"]
+drivers = ["580.*"]
+[kernel]
+systems = ["Linux"]
+releases = ["6.8.*"]
+machines = ["x86_64"]
+[environment]
+forbidden = ["LD_*"]
+[environment.only]
+VK_ICD_FILENAMES = "{digest("icd")}"
+LD_PRELOAD = "{digest("preload")}"
+"""
+
+LEAST = f"""
+[policy]
+name = "ward"
+version = 1
+[release]
+recipients = ["{OWNER}"]
+[attestation]
+level = "self-reported"
+[data]
+sha256 = ["{digest("train")}", "{digest("held")}"]
+"""

@@ -1,0 +1,45 @@
+"""wgpu-lora protect broker: the process that releases a data key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wgpu_lora.errors import UserError
+
+PolicyOption = Annotated[Path, typer.Option(metavar="FILE", help="policy.toml: what evidence must state.")]
+SigningOption = Annotated[Path, typer.Option(metavar="FILE", help="The broker's private key, which signs releases.")]
+StateOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Directory of the broker's signed log; POLICY.broker beside the policy if not given."),
+]
+
+
+def broker(
+    policy: PolicyOption,
+    key: Annotated[Path, typer.Option(metavar="FILE", help="The data key, an age identity.")],
+    signing_key: SigningOption,
+    host: Annotated[str, typer.Option(help="Name or address of this machine; needs TLS if not loopback.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one. [0<=x<=65535]")] = 8713,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate chain in PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's private key in PEM.")] = None,
+    state: StateOption = None,
+) -> int:
+    """Release a data key to trainers whose evidence passes a policy, until Ctrl-C.
+
+    Every nonce, decision and report of progress is in a signed log before it is answered. The policy is read once.
+    """
+    from wgpu_lora.protect.extra import check_libraries
+
+    check_libraries()
+    from wgpu_lora.protect.broker.run import run
+
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port must be between 0 and 65535, not {port}.")
+    if (tls_cert is None) != (tls_key is None):
+        raise UserError("--tls-cert and --tls-key belong together: give both, or none.")
+    tls = (tls_cert, tls_key) if tls_cert and tls_key else None
+    run(policy, key, signing_key, host, port, tls, state, lambda text: typer.echo(text))
+    return 0

@@ -1,0 +1,102 @@
+"""How far each run's evidence log had come, kept in the user's data directory, away from the run's own.
+
+A run's directory may be put back as a whole, log included, to an earlier state: what is in it cannot tell. The anchor
+on the machine that trained can, and so can the broker's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.bounded import read_json
+from wgpu_lora.errors import UserError
+from wgpu_lora.strict_json import built, to_json
+from wgpu_lora.track.runlog import LOCK_SECONDS, data_directory
+
+NAME = "anchors"
+MAX_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """The last line of a run's log that this machine wrote: its number, and its SHA-256."""
+
+    run: str
+    sequence: int
+    head: str
+
+
+def find(run: str) -> Anchor | None:
+    """The anchor of a run; None if this machine has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = _path(run)
+    if not path.exists():
+        return None
+    try:
+        found = built(Anchor, read_json(path, MAX_BYTES))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): restore it, or remove it to go on without an anchor.") from None
+    if found.run != run:
+        raise UserError(f"{path} belongs to the run {found.run!a:.80}: restore it, or remove it.")
+    return found
+
+
+def remember(run: str, sequence: int, head: str) -> None:
+    """Record that a run's log has come to a line.
+
+    Raises:
+        UserError: it had come further before, or the anchor cannot be written.
+    """
+    path = _path(run)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(path.parent / ".lock", timeout=LOCK_SECONDS):
+            known = find(run)
+            if known and (known.sequence > sequence or (known.sequence == sequence and known.head != head)):
+                raise _rolled_back(known, sequence)
+            write_bytes_atomic(path, to_json(asdict(Anchor(run, sequence, head))).encode())
+    except (OSError, Timeout) as error:
+        said = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"The anchor {path} cannot be written ({said}): make room or give write permission, or set "
+            "WGPU_LORA_DATA_DIR to another directory."
+        ) from None
+
+
+def check(run: str, heads: Sequence[str]) -> bool:
+    """Whether this machine has an anchor of a run, which is then found in its log.
+
+    Args:
+        heads: SHA-256 of all lines of the log.
+
+    Raises:
+        UserError: the log is an older state of the run's, or another one.
+    """
+    known = find(run)
+    if known and (known.sequence >= len(heads) or heads[known.sequence] != known.head):
+        raise _rolled_back(known, len(heads) - 1)
+    return known is not None
+
+
+def _rolled_back(known: Anchor, sequence: int) -> UserError:
+    if sequence < known.sequence:
+        what = f"ends at line {sequence + 1}, but had come to line {known.sequence + 1} on this machine"
+    else:
+        what = f"has another line {known.sequence + 1} than this machine wrote"
+    return UserError(
+        f"The evidence log of the run {known.run!a:.80} {what}, so that its directory is an older state or a copy "
+        "of it: restore the newest one."
+    )
+
+
+def _path(run: str) -> Path:
+    return data_directory() / NAME / f"{hashlib.sha256(run.encode()).hexdigest()[:32]}.json"

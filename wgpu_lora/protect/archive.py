@@ -1,0 +1,186 @@
+"""Directories as archives: POSIX.1-1988 ustar of regular files and empty directories, the same for the same files.
+
+An archive is untrusted even if it was sealed, because anybody can seal to a recipient.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from wgpu_lora.bounded import is_path, printable
+from wgpu_lora.errors import UserError
+
+BLOCK = tarfile.BLOCKSIZE  # 512 bytes: members are padded to it, and two of zeros end an archive
+END = bytes(2 * BLOCK)
+MAX_MEMBERS = 10_000
+MAX_MEMBER_BYTES = 8**11 - 1  # what 11 octal digits of a header can say
+PIECE = 1 << 20
+
+
+def pack(files: Mapping[str, bytes | bytearray | memoryview]) -> bytes:
+    """An archive of files in memory, in the order of their names.
+
+    Args:
+        files: content by relative path, with "/" between directories.
+
+    Raises:
+        UserError: a name cannot be in an archive (see `check_member`), or does not fit into its header.
+    """
+    parts: list[bytes | bytearray | memoryview] = []
+    _check_all(list(files))
+    for name in sorted(files):
+        content = files[name]
+        parts += [_header(name, len(content)), content, bytes(-len(content) % BLOCK)]
+    return b"".join([*parts, END])
+
+
+def unpack(data: bytes | bytearray | memoryview) -> dict[str, bytes]:
+    """The files of an archive, as copies. Raises UserError as `views`."""
+    return {name: bytes(view) for name, view in views(data).items()}
+
+
+def views(data: bytes | bytearray | memoryview) -> dict[str, memoryview]:
+    """The files of an archive where they are in its bytes, so that overwriting those overwrites them.
+
+    Raises:
+        UserError: it is not an archive of `pack` or `stream`: damaged, or with links, unsafe names, or too many files.
+    """
+    return {name: view for name, view in _members(memoryview(data).cast("B")) if view is not None}
+
+
+def stream(directory: Path) -> Iterator[bytes]:
+    """The archive of a directory in pieces, without it ever being whole in memory.
+
+    Raises:
+        UserError: it holds a link or special file, has no file, cannot be read, or changes meanwhile.
+    """
+    try:
+        found = sorted(_walk(directory, directory))
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}): check its permissions.") from None
+    if not any(size is not None for _, size in found):
+        raise UserError(f"{directory} holds no file: give a directory with files.")
+    _check_all([name for name, _ in found])
+    for name, size in found:
+        yield _header(name, size)
+        if size is None:
+            continue
+        changed = UserError(
+            f"{directory / name} has changed while it was read: seal it again when nobody writes to it."
+        )
+        left = size
+        try:
+            with (directory / name).open("rb") as file:
+                while piece := file.read(PIECE):
+                    left -= len(piece)
+                    if left < 0:
+                        raise changed
+                    yield piece
+        except OSError as error:
+            raise UserError(f"{directory / name} cannot be read ({error.strerror}): check its permissions.") from None
+        if left:
+            raise changed
+        yield bytes(-size % BLOCK)
+    yield END
+
+
+def extract(data: memoryview, directory: Path) -> None:
+    """Writes the files of an archive into an empty directory that nobody else can write to.
+
+    Raises:
+        UserError: as `views`. OSError: a file cannot be written.
+    """
+    for name, view in _members(data):
+        path = directory / name
+        if view is None:
+            path.mkdir(parents=True, exist_ok=True)
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as file:
+            file.write(view)
+
+
+def check_member(name: str) -> None:
+    """Raises UserError unless a name of an archive stays below the directory where it is unpacked, on any system."""
+    parts = name.split("/")
+    if not is_path(name) or any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in name:
+        raise UserError(
+            f"The archive holds the name '{printable(name):.80}', which is not a plain relative path: do not open it."
+        )
+
+
+def _check_all(names: list[str]) -> None:
+    """Raises UserError unless these names can be in one archive."""
+    if len(names) > MAX_MEMBERS:
+        raise UserError(f"The archive would hold more than {MAX_MEMBERS:,} files: seal fewer at a time.")
+    for name in names:
+        check_member(name)
+    taken = set(names)
+    for name in names:
+        if any(str(parent) in taken for parent in PurePosixPath(name).parents):
+            raise UserError(f"The archive holds {printable(name):.80} below a file: do not open it.")
+
+
+def _walk(directory: Path, top: Path) -> Iterator[tuple[str, int | None]]:
+    """(name, bytes) of all files below, and (name, None) of empty directories."""
+    with os.scandir(directory) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        name = Path(entry.path).relative_to(top).as_posix()
+        info = entry.stat(follow_symlinks=False)
+        if stat.S_ISREG(info.st_mode):
+            yield name, info.st_size
+        elif stat.S_ISDIR(info.st_mode):
+            below = list(_walk(Path(entry.path), top))
+            yield from below or [(name, None)]
+        else:
+            raise UserError(
+                f"{entry.path} is a link or a special file: replace it by what it stands for, or remove it."
+            )
+
+
+def _header(name: str, size: int | None) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = size or 0, 0o600
+    if size is None:
+        info.type, info.mode = tarfile.DIRTYPE, 0o700
+    if info.size > MAX_MEMBER_BYTES:
+        raise UserError(
+            f"{printable(name):.80} is longer than {MAX_MEMBER_BYTES:,} bytes, more than an archive can hold: split it."
+        )
+    try:
+        return info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "strict")
+    except ValueError:
+        raise UserError(f"{printable(name):.80} is too long a name for an archive (ustar): shorten it.") from None
+
+
+def _members(data: memoryview) -> Iterator[tuple[str, memoryview | None]]:
+    """(name, content) of an archive's files, and (name, None) of its directories."""
+    found: list[tuple[str, memoryview | None]] = []
+    at = 0
+    while data[at : at + len(END)] != END:
+        try:
+            info = tarfile.TarInfo.frombuf(bytes(data[at : at + BLOCK]), "utf-8", "strict")
+        except (tarfile.HeaderError, ValueError):
+            raise UserError("The archive is damaged: seal its directory again.") from None
+        at += BLOCK
+        if info.type not in (tarfile.REGTYPE, tarfile.DIRTYPE):
+            raise UserError(
+                "The archive was not made by wgpu-lora protect seal: decrypt it with -o NAME.tar, and list it with tar."
+            )
+        if not 0 <= info.size <= len(data) - at:
+            raise UserError("The archive ends too early: seal its directory again.")
+        if len(found) == MAX_MEMBERS:
+            raise UserError(f"The archive holds more than {MAX_MEMBERS:,} files: do not open it.")
+        directory = info.type == tarfile.DIRTYPE
+        found.append((info.name, None if directory else data[at : at + info.size]))
+        at += 0 if directory else -(-info.size // BLOCK) * BLOCK
+    names = [name for name, _ in found]
+    if len(set(names)) != len(names):
+        raise UserError("The archive holds a name twice: do not open it.")
+    _check_all(names)
+    return iter(found)

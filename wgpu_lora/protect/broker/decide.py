@@ -1,0 +1,257 @@
+"""The broker's decisions, the same for requests over HTTP and by files."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from filelock import FileLock, Timeout
+
+from wgpu_lora.bounded import printable
+from wgpu_lora.errors import UserError
+from wgpu_lora.protect.appraisal import HEAD, KEYS, NONCE, appraise
+from wgpu_lora.protect.broker.clock import Clock
+from wgpu_lora.protect.broker.log import DecisionLog
+from wgpu_lora.protect.broker.refusal import Refused
+from wgpu_lora.protect.broker.state import State
+from wgpu_lora.protect.claims import Evidence, read_evidence
+from wgpu_lora.protect.keys import DataKey, PublicKey, SigningKey
+from wgpu_lora.protect.policy import Policy
+from wgpu_lora.protect.progress import read_progress, session_of
+from wgpu_lora.protect.release import make_release, token_digest
+from wgpu_lora.protect.result import Appraisal, Failure
+
+MAX_NONCES = 1000  # open at the same time
+NONCE_BYTES = 32
+_NONCE = re.compile(r"[\w-]{43}", re.ASCII)
+
+
+class Broker:
+    """Holds a data key, and releases it to the sessions whose evidence passes the policy.
+
+    Each decision is a line of the log, on disk before the caller learns of it: whatever a crash interrupts was either not
+    decided, or stays decided. One process at a time works on a directory; its threads decide one after the other.
+
+    Args:
+        directory: of the log; made if it is not there.
+        data_key: None for a broker that only hands out nonces.
+        tell: called with a line about each decision.
+
+    Raises:
+        UserError: another process uses the directory, or its log is not what this broker wrote.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        policy: Policy,
+        signing: SigningKey,
+        data_key: DataKey | None = None,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.policy, self._signing, self._data_key, self._tell = policy, signing, data_key, tell
+        self._turn = threading.Lock()
+        self._held = _lock(directory)
+        try:
+            self._state, self._log = State(), DecisionLog(directory, signing)
+            for entry in self._log.entries:
+                self._state.apply(entry)
+            self._clock = Clock(self._log.entries[-1].seconds if self._log.entries else 0.0)
+            self._clock.now()
+            if self._log.cut:
+                self._record("repaired", {"bytes": self._log.cut})
+        except BaseException:
+            self._held.release()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._held.release()
+
+    @property
+    def public(self) -> PublicKey:
+        return self._signing.public
+
+    @property
+    def recipient(self) -> str | None:
+        return self._data_key.recipient if self._data_key else None
+
+    @property
+    def head(self) -> str:
+        """The number of lines in the log and the SHA-256 of the last one."""
+        return self._log.head
+
+    def note(self, stage: str, facts: Mapping[str, Any]) -> None:
+        """Record the broker's start or end."""
+        with self._turn:
+            self._record(stage, facts)
+
+    def nonce(self) -> str:
+        """A new nonce: 32 random bytes in base64url, to be used once, within `policy.nonce_seconds`.
+
+        Raises:
+            Refused: too many are open. UserError: nothing can be recorded or dated.
+        """
+        with self._turn:
+            now = self._clock.now()
+            self._state.forget(now)
+            if len(self._state.nonces) >= MAX_NONCES:
+                raise Refused(f"The broker has {MAX_NONCES:,} open nonces: ask again later.", status=429)
+            nonce = secrets.token_urlsafe(NONCE_BYTES)
+            expires = now + self.policy.nonce_seconds
+            self._record("nonce", {"nonce_sha256": _sha256(nonce.encode()), "expires": expires})
+            return nonce
+
+    def decide(self, signed: bytes) -> str:
+        """The release for a session's evidence, a token.
+
+        Whatever is decided, the nonce in the evidence is used up.
+
+        Raises:
+            Refused: a rule failed; nothing is released. UserError: nothing can be recorded or dated.
+        """
+        try:
+            evidence: Evidence | None = read_evidence(signed)
+        except UserError as error:
+            unread = Failure("evidence", "a signed attestation", error.problem)
+            evidence = None
+        with self._turn:
+            if evidence is None:
+                self._refuse({"request": "release", "evidence_sha256": _sha256(signed)}, [unread], 400)
+            return self._release(evidence)
+
+    def progress(self, signed: bytes) -> None:
+        """Record how far a job's evidence log has come, from a report signed by its newest session.
+
+        Raises:
+            Refused: it is not its newest session's, or goes back. UserError: nothing can be recorded or dated.
+        """
+        with self._turn:
+            self._clock.now()
+            facts = self._reported(signed)
+            job = self._state.jobs[facts["job"]]
+            if (facts["sequence"], facts["head"]) == (job.sequence, job.head):
+                return  # asked twice
+            failures = []
+            if job.session != facts["session"]:
+                failures.append(Failure("session", "the job's newest session", "an older one"))
+            if facts["sequence"] <= job.sequence:
+                failures.append(Failure("sequence", f"more than {job.sequence}", str(facts["sequence"])))
+            if failures:
+                self._refuse({"request": "progress", **facts}, failures, 409)
+            self._record("progress", facts)
+
+    def _release(self, evidence: Evidence) -> str:
+        now = self._clock.now()
+        self._state.forget(now)
+        name = str(_job(evidence).get("name"))
+        nonce = evidence.claims.get("eat_nonce")
+        known = self._state.jobs.get(name)
+        resume = evidence.claims.get("resume")
+        facts = {
+            "request": "release",
+            "job": printable(name)[:200],
+            "evidence_sha256": evidence.sha256,
+            "session": evidence.signing.keyid,
+        }
+        failures = []
+        if isinstance(nonce, str) and _NONCE.fullmatch(nonce):
+            facts["nonce_sha256"] = _sha256(nonce.encode())
+        if facts.get("nonce_sha256") not in self._state.nonces:
+            failures.append(Failure(NONCE, "a nonce of this broker, not used and not expired", "another"))
+            nonce = None
+        try:
+            at = (known.sequence, known.head) if known and known.head is not None else None
+            result = appraise(evidence, self.policy, nonce=nonce, now=now, head=at)
+            failures += [*result.failures, *self._of_session(evidence, resume is not None and known is None)]
+        except Exception as error:  # the nonce is used all the same
+            self._refuse(facts, [Failure("appraisal", "a result", f"an error ({type(error).__name__})")], 500)
+        if failures or not result.passed:
+            self._refuse(facts, failures, 403)
+        return self._answer(evidence, result, facts, now)
+
+    def _of_session(self, evidence: Evidence, unknown: bool) -> Iterable[Failure]:
+        """The rules that need the broker's memory or its keys."""
+        if unknown:
+            yield Failure(HEAD, "the first session of a job that this broker does not know", "one that resumes")
+        if evidence.signing.keyid in self._state.sessions:
+            yield Failure(KEYS, "new ephemeral keys", "those of an earlier session")
+        if self.recipient not in _job(evidence).get("recipients", ()):
+            yield Failure("release.recipients", f"{self.recipient}, the data key's, among the job's", "it is not")
+
+    def _answer(self, evidence: Evidence, result: Appraisal, facts: dict[str, Any], now: float) -> str:
+        if self._data_key is None:
+            raise UserError("This broker has no data key: start it with --key.")
+        token = make_release(evidence, result, self.policy, self._data_key, self._signing, now)
+        released = {
+            **facts,
+            "session_key": evidence.signing.pem,
+            "resume": evidence.claims.get("resume"),
+            "release_sha256": token_digest(token),
+            "expires": now + self.policy.release_seconds,
+            "recipient": self.recipient,
+            "level": evidence.claims["level"],
+        }
+        self._record("released", released, [("evidence", evidence.sha256)])
+        self._tell(f"Released the key to the job '{facts['job']}', session {evidence.signing.keyid[:16]}.")
+        return token
+
+    def _reported(self, signed: bytes) -> dict[str, Any]:
+        """The content of a report, if a session of its job signed it."""
+        try:
+            session = self._state.sessions.get(session_of(signed))
+            if session is None:
+                raise UserError("the key was not released to its session: attest first")
+            facts = read_progress(signed, PublicKey.parse(session.key))
+            if facts["job"] != session.job:
+                raise UserError("it names another job than its session's: report the session's own")
+        except UserError as error:
+            self._refuse({"request": "progress"}, [Failure("report", "a session's report", error.problem)], 400)
+        return facts
+
+    def _refuse(self, facts: Mapping[str, Any], failures: list[Failure], status: int) -> NoReturn:
+        """Record a refusal, then raise it."""
+        what = "the key" if facts["request"] == "release" else "the report"
+        refused = Refused(f"The broker refused {what}, since {_rules(failures)} failed: mend that and ask again.", failures, status)
+        self._record("refused", {**facts, "failures": refused.failures})
+        self._tell(f"Refused {what}: {'; '.join(refused.lines[1:])}")
+        raise refused
+
+    def _record(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]] = ()) -> None:
+        policy = self.policy.as_dict()
+        subjects = [("policy.toml", self.policy.sha256), *subjects]
+        self._state.apply(self._log.append(stage, {**facts, "policy": policy}, subjects))
+
+
+def _lock(directory: Path) -> FileLock:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = FileLock(directory / "lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"Another broker uses {directory}: stop it, or give --state another directory.") from None
+    except OSError as error:
+        raise UserError(f"{directory} cannot be used ({error.strerror}): give --state another directory.") from None
+    return lock
+
+
+def _job(evidence: Evidence) -> Mapping[str, Any]:
+    job = evidence.claims.get("job")
+    return job if isinstance(job, Mapping) else {}
+
+
+def _rules(failures: list[Failure]) -> str:
+    names = list(dict.fromkeys(failure.rule for failure in failures))
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,54 @@
+"""A broker's process from its start to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from wgpu_lora.protect import host as machine
+from wgpu_lora.protect.broker.decide import Broker
+from wgpu_lora.protect.broker.serve import serve
+from wgpu_lora.protect.keys import DataKey, SigningKey
+from wgpu_lora.protect.offline import default_state
+from wgpu_lora.protect.policy import Policy
+
+
+def run(
+    policy: Path,
+    key: Path,
+    signing: Path,
+    host: str,
+    port: int,
+    tls: tuple[Path, Path] | None,
+    state: Path | None,
+    tell: Callable[[str], None],
+) -> None:
+    """Serve until a signal ends the process; then the keys are wiped.
+
+    Args:
+        policy, key, signing: files. host, port, tls: as `serve` takes them. state: None takes `default_state`.
+        tell: called with lines for the broker's owner.
+
+    Raises:
+        UserError: a file cannot be read, the state or the address cannot be used, or TLS is needed.
+    """
+    facts = machine.harden().facts
+    rules, directory = Policy.read(policy), state or default_state(policy)
+    data_key = DataKey.read(key)
+    try:
+        signing_key = SigningKey.read(signing)
+        try:
+            with Broker(directory, rules, signing_key, data_key, tell) as broker:
+                tell(f"Policy {rules.name}, version {rules.version}, SHA-256 {rules.sha256}.")
+                tell(f"Data key {data_key.recipient}, broker's key {broker.public.keyid}.")
+                tell(f"Log {directory} at {broker.head}.")
+                broker.note("started", {"host": facts, "recipient": data_key.recipient})
+                try:
+                    serve(broker, host, port, tls, tell)
+                finally:
+                    broker.note("stopped", {})
+                    tell(f"Stopped; the log is at {broker.head}.")
+        finally:
+            signing_key.wipe()
+    finally:
+        data_key.wipe()

@@ -1,0 +1,42 @@
+"""Release by files, for machines that cannot reach each other: the broker's decision, rules, nonces and log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wgpu_lora.protect.broker.decide import Broker
+from wgpu_lora.protect.chain import read_bytes
+from wgpu_lora.protect.envelope import MAX_BYTES
+from wgpu_lora.protect.keys import DataKey, SigningKey
+from wgpu_lora.protect.policy import Policy
+
+
+def default_state(policy: Path) -> Path:
+    """Where a broker of this policy has its log, if --state is not given."""
+    return policy.with_name(f"{policy.name.removesuffix('.toml')}.broker")
+
+
+def nonce_for_files(policy: Path, signing: SigningKey, state: Path | None = None) -> str:
+    """A nonce for evidence that comes as a file.
+
+    Raises:
+        UserError: the policy cannot be read, or the broker's directory cannot be used.
+    """
+    with Broker(state or default_state(policy), Policy.read(policy), signing) as broker:
+        return broker.nonce()
+
+
+def release_by_files(
+    evidence: Path, policy: Path, data_key: DataKey, signing: SigningKey, state: Path | None = None
+) -> str:
+    """The release for evidence in a file: a token, to be written to the file that the trainer waits for.
+
+    Args:
+        state: directory of the broker's log, with the nonce that the evidence must state.
+
+    Raises:
+        UserError: a file cannot be read, the broker's directory cannot be used, or a rule failed.
+    """
+    signed = read_bytes(evidence, MAX_BYTES)
+    with Broker(state or default_state(policy), Policy.read(policy), signing, data_key) as broker:
+        return broker.decide(signed)
