@@ -24,16 +24,24 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_
     Raises:
         UserError: the file is missing, unreadable, too large, or not a JSON object.
     """
+    return parse_object(read_bytes(path, max_bytes), str(path), max_bytes, max_parts)
+
+
+def read_bytes(path: Path, max_bytes: int | None = None) -> bytes:
+    """The content of a file; of one that is larger than `max_bytes`, one byte more.
+
+    Raises:
+        UserError: the file is missing or unreadable.
+    """
     try:
         if path.exists() and not path.is_file():  # opening a pipe would block
             raise UserError(f"{path} is not a regular file: restore it.")
         with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
+            return file.read() if max_bytes is None else file.read(max_bytes + 1)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: give a directory that holds {path.name}.") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): restore the file.") from None
-    return parse_object(data, str(path), max_bytes, max_parts)
 
 
 def parse_object(

@@ -9,8 +9,7 @@ import pytest
 from support.data import chat, small_tokenizer, write_jsonl
 from support.sources import prepared, refused, written
 
-from wgpu_lora.data import prepare, write_skipped
-from wgpu_lora.data.account import SKIPPED
+from wgpu_lora.data import prepare, skipped_rows
 from wgpu_lora.data.files import file_source
 from wgpu_lora.words import counted, listed
 
@@ -89,15 +88,12 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
     found = prepared(path, skip_bad_rows=True)
     assert [row.index for row in found.rows] == [0, 6]
     assert "7 examples, 2 rows, 5 bad rows skipped (lines 2, 3, 4, ...); " in found.summary()
-    aside = write_skipped(tmp_path, [found.account])
-    assert aside == tmp_path / SKIPPED
-    kept = [json.loads(line) for line in aside.read_text().splitlines()]
+    kept = [json.loads(line) for line in (skipped_rows([found.account]) or b"").splitlines()]
     assert [row["line"] for row in kept] == [2, 3, 4, 5, 6]
     reason = "'text' is a number, but must be a string."
     assert kept[0] == {"data": str(path), "line": 2, "reason": reason, "content": {"text": 1}}
     assert kept[1]["content"] == "{"
-    assert write_skipped(tmp_path, [prepared(file_source(written(path)), skip_bad_rows=True).account]) is None
-    assert not aside.exists()
+    assert skipped_rows([prepared(file_source(written(path)), skip_bad_rows=True).account]) is None
     path.write_text("no\n1")
     assert "of 2 rows, 2 that cannot be used (line 1: not JSON" in refused(path, skip_bad_rows=True)
 

@@ -34,7 +34,7 @@ ATTACKS: dict[str, list[tuple[str, Any]]] = {
         ("resume", ...),
     ],
     "attestation.level": [("level", "self-reported"), ("level", "QUOTED"), ("level", ...), ("level", True)],
-    "attestation.tpm_keys": [("quote.key_pem", public_pem()), ("quote.key_pem", "key")],
+    "attestation.tpm_keys": [("quote.key_pem", public_pem()), ("quote.key_pem", "key"), ("quote.key_pem", ...)],
     "attestation.pcrs": [("quote.pcrs", {0: digest("pcr0")}), ("quote.pcrs", {0: digest("pcr0"), 7: digest("x")})],
     "data.sha256": [
         ("job.data.0.sha256", digest("swapped")),
@@ -84,6 +84,12 @@ ATTACKS: dict[str, list[tuple[str, Any]]] = {
     "python.versions": [("python.version", "3.13.0"), ("python.version", ...)],
     "python.implementations": [("python.implementation", "PyPy"), ("python.implementation", ...)],
     "python.sha256": [("python.sha256", digest("changed")), ("python.sha256", ...)],
+    "python.library_sha256": [("python.library_sha256", digest("changed")), ("python.library_sha256", ...)],
+    "process.untraced": [("process.traced", True), ("process.traced", 0), ("process.traced", ...)],
+    "process.compiled": [("process.compiled_otherwise", ["/a.py"]), ("process.compiled_otherwise", ...)],
+    "process.import_hooks": [("process.import_hooks", ["_EditableFinder", "Evil"]), ("process.import_hooks", ...)],
+    "process.unlisted": [("process.unlisted", {"/opt/here.pth": digest("x")}), ("process.unlisted", ...)],
+    "process.libraries": [("process.libraries", {"/a.so": digest("pth")}), ("process.libraries", {"/a.so": 1})],
     "dependencies.intact": [
         ("dependencies.numpy.intact", False),
         ("dependencies.numpy.intact", 1),
@@ -118,6 +124,7 @@ SHARED = {
     "job.options": {"recipe.options", "training.max_steps"},
     "dependencies": {"dependencies.intact", "dependencies.only_pinned", "dependencies.pinned"},
     "environment": {"environment.forbidden", "environment.only"},
+    "process": {f"process.{key}" for key in ("untraced", "compiled", "import_hooks", "unlisted", "libraries")},
 }
 
 
@@ -162,6 +169,8 @@ def test_an_attack_fails_with_exactly_its_rule(rule: str) -> None:
 def test_a_missing_or_mistyped_claim_fails_all_rules_on_it(path: str, value: Any) -> None:
     if (path, value) == ("iat", 7):
         value = -7
+    if path == "quote" and value is not ... and value is not None:
+        value = {}  # read_evidence gives an object or None
     assert failed(GIVEN.changed(path, value)) == SHARED[path]
 
 
@@ -221,7 +230,6 @@ def test_a_quote_beside_claims_that_deny_it() -> None:
     """A policy that takes self-reported claims takes quoted ones, but no level of another name."""
     assert failed(GIVEN, LEAST_STRICT) == set()
     assert failed(replace(GIVEN, quote=None), LEAST_STRICT) == set()
-    assert failed(GIVEN.changed("quote.key_pem", ...)) == {"attestation.level", "attestation.tpm_keys"}
     assert failed(GIVEN.changed("level", "certified"), LEAST_STRICT) == {"attestation.level"}
 
 

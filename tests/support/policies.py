@@ -36,12 +36,7 @@ OWNER, EPHEMERAL = recipient(), recipient()
 @dataclass(frozen=True)
 class Signing:
     pem: str
-
-
-@dataclass(frozen=True)
-class Quote:
-    key_pem: Any
-    pcrs: Any
+    keyid: str = digest("key")
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Given:
 
     def changed(self, path: str, value: Any) -> Given:
         """With one value replaced, or removed by `...`; `quote.` leads into the quote."""
-        root = copy.deepcopy({**self.claims, "quote": self.quote and vars(self.quote)})
+        root = copy.deepcopy({**self.claims, "quote": self.quote})
         *parents, last = path.split(".")
         place = root
         for part in parents:
@@ -67,8 +62,6 @@ class Given:
         else:
             place[key] = value
         quote = root.pop("quote", None)
-        if isinstance(quote, dict):
-            quote = Quote(quote.get("key_pem"), quote.get("pcrs"))
         return replace(self, claims=root, quote=quote)
 
 
@@ -80,7 +73,12 @@ GIVEN = Given(
         "keys": {"recipient": EPHEMERAL, "signing": SESSION},
         "package": {"version": "0.5.0", "sha256": digest("package")},
         "wgpu": {"version": "0.32.1", "native_version": "27.0.2.0", "native_sha256": digest("native")},
-        "python": {"version": "3.12.4", "implementation": "CPython", "sha256": digest("python")},
+        "python": {
+            "version": "3.12.4",
+            "implementation": "CPython",
+            "sha256": digest("python"),
+            "library_sha256": digest("library"),
+        },
         "dependencies": {
             "numpy": {"version": "2.1.0", "sha256": digest("numpy"), "intact": True},
             "ml-dtypes": {"version": "0.5.0", "sha256": digest("ml-dtypes"), "intact": True},
@@ -88,6 +86,13 @@ GIVEN = Given(
         "device": {"name": "NVIDIA GeForce RTX 4090", "backend": "Vulkan", "kind": "discrete", "driver": "580.95.05"},
         "kernel": {"system": "Linux", "release": "6.8.0-79-generic", "version": "#79", "machine": "x86_64"},
         "environment": {"VK_ICD_FILENAMES": digest("icd")},
+        "process": {
+            "traced": False,
+            "compiled_otherwise": [],
+            "import_hooks": ["_EditableFinder"],
+            "unlisted": {"/opt/here.pth": digest("pth")},
+            "libraries": {"/usr/lib/libvulkan.so.1": digest("loader")},
+        },
         "base": {"name": "Qwen2.5-0.5B", "sha256": digest("base")},
         "job": {
             "name": "ward-7",
@@ -103,7 +108,7 @@ GIVEN = Given(
         "resume": {"sequence": 9, "head": digest("head")},
         "host": {},
     },
-    quote=Quote(TPM, {0: digest("pcr0"), 7: digest("pcr7")}),
+    quote={"key_pem": TPM, "pcrs": {0: digest("pcr0"), 7: digest("pcr7")}},
 )
 
 ALL_RULES = f"""
@@ -147,12 +152,19 @@ native_sha256 = ["{digest("native")}"]
 versions = "==3.12.*"
 implementations = ["CPython"]
 sha256 = ["{digest("python")}"]
+library_sha256 = ["{digest("library")}"]
 [dependencies]
 intact = true
 only_pinned = true
 [dependencies.pinned]
 numpy = "{digest("numpy")}"
 ML_dtypes = ["{digest("other")}", "{digest("ml-dtypes")}"]
+[process]
+untraced = true
+compiled = true
+import_hooks = ["_EditableFinder"]
+unlisted = ["{digest("pth")}"]
+libraries = ["{digest("loader")}", "{digest("driver")}"]
 [device]
 names = ["NVIDIA GeForce RTX 40?0"]
 backends = ["Vulkan", "Metal"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from support.events import hearing
 from support.training import model_dir, random_rows
 
@@ -124,7 +125,7 @@ def test_kill_at_random_instants_of_saving_leaves_a_good_checkpoint(tmp_path: Pa
             state, _ = checkpoint.read_state(directory)
             assert directory.name == f"step-{state.step}"
             read_adapter(directory)
-            checkpoint.load_file(directory / checkpoint.OPTIMIZER)
+            load_file(directory / checkpoint.OPTIMIZER)
 
 
 def test_interrupt_saves_and_says_so(device: Device, tmp_path: Path) -> None:

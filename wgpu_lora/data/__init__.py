@@ -8,7 +8,7 @@ template -> tokenizer                                                  text to t
 packing                                                                rows to batches
 """
 
-from wgpu_lora.data.account import write_skipped
+from wgpu_lora.data.account import skipped_rows
 from wgpu_lora.data.examples import Sample
 from wgpu_lora.data.files import read_jsonl
 from wgpu_lora.data.find import heldout_data, training_data
@@ -40,7 +40,7 @@ __all__ = [
     "read_examples",
     "read_jsonl",
     "rows_given",
+    "skipped_rows",
     "tokenize_example",
     "training_data",
-    "write_skipped",
 ]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import printable
 from wgpu_lora.data.source import Place, Problem, Source
 from wgpu_lora.data.values import canonical, row_digest
@@ -165,23 +163,17 @@ class Account:
         return ", ".join(parts)
 
 
-def write_skipped(directory: Path, accounts: Sequence[Account]) -> Path | None:
-    """Write the bad rows to `skipped_rows.jsonl` in a directory, and return its path; None if there are none.
+def skipped_rows(accounts: Sequence[Account]) -> bytes | None:
+    """The content of `skipped_rows.jsonl`: the bad rows; None if there are none.
 
     A line has the source, the place, the reason, and the row as `content`, or its text if it cannot be parsed.
-    Raises OSError.
     """
-    path = directory / SKIPPED
     lines = [
         _aside({"data": account.source.path, place.unit: place.number, "reason": problem.reason}, problem.content)
         for account in accounts
         for place, problem in account.bad
     ]
-    if not lines:
-        path.unlink(missing_ok=True)
-        return None
-    write_bytes_atomic(path, ("\n".join(lines) + "\n").encode())
-    return path
+    return ("\n".join(lines) + "\n").encode() if lines else None
 
 
 def _aside(told: dict[str, Any], content: Any) -> str:

@@ -7,10 +7,11 @@ are in memory.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeGuard
@@ -38,12 +39,16 @@ _LAYER = re.compile(r".*?\.[0-9]{1,6}\.")  # a tensor's name up to the layer's n
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file, with the absolute byte offset of its first element."""
+    """A tensor in a file, with the absolute byte offset of its first element.
+
+    data: the file's content, if it is in memory; `path` is then for messages only.
+    """
 
     path: Path
     offset: int
     dtype: str
     shape: tuple[int, ...]
+    data: bytes | None = field(default=None, repr=False)
 
 
 class WeightSource(Protocol):
@@ -177,13 +182,16 @@ class Checkpoint:
         return self._entries[name]
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file, checked against the file's size. Raises UserError if it is damaged."""
-    if path.exists() and not path.is_file():  # opening a pipe would block
+def read_header(path: Path, content: bytes | None = None) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file, checked against the file's size. Raises UserError if it is damaged.
+
+    content: that of the file, if it is in memory.
+    """
+    if content is None and path.exists() and not path.is_file():  # opening a pipe would block
         raise UserError(f"{path} is not a regular file: restore it.")
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        size = path.stat().st_size if content is None else len(content)
+        with path.open("rb") if content is None else io.BytesIO(content) as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise UserError(
@@ -197,6 +205,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     entries, spans = {}, []
     for name, value in header.items():
         entry, begin, end = _parse_entry(path, name, value, 8 + length)
+        entry = entry if content is None else replace(entry, data=content)
         entries[name] = entry
         spans.append((begin, end, name))
     _check_spans(path, spans, size - 8 - length)
@@ -279,7 +288,11 @@ def _read_rows(name: str, entry: TensorEntry, row_start: int, row_stop: int | No
         raise ValueError(f"rows {row_start}:{row_stop} of {name}, which has {rows}")
     row_items = int(np.prod(entry.shape[1:], dtype=np.int64))
     count = (row_stop - row_start) * row_items
-    values = np.fromfile(entry.path, item, count, offset=entry.offset + row_start * row_items * item.itemsize)
+    offset = entry.offset + row_start * row_items * item.itemsize
+    if entry.data is None:
+        values = np.fromfile(entry.path, item, count, offset=offset)
+    else:
+        values = np.frombuffer(entry.data, item, count, offset)
     if values.size != count:
         raise UserError(f"{entry.path} ended while {name} was read: download or copy the shard again.")
     return values.reshape(row_stop - row_start, *entry.shape[1:])

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from wgpu_lora.atomic import replace_directory, write_bytes_atomic
-from wgpu_lora.bounded import check_path, read_json
+from wgpu_lora.bounded import check_path, parse_object, read_json
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.formats.adapter_config import AdapterConfig, config_dict, parse_config
 from wgpu_lora.formats.checkpoint import SUPPORTED_DTYPES, read_f32_entry, read_header
@@ -75,12 +75,17 @@ def adapter_files(tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> d
     return {WEIGHTS: weights, CONFIG: json.dumps(config_dict(config), indent=2, sort_keys=True).encode() + b"\n"}
 
 
-def read_adapter(directory: str | Path) -> tuple[AdapterConfig, dict[str, tuple[np.ndarray, ...]]]:
+def read_adapter(
+    directory: str | Path, contents: Mapping[str, bytes] | None = None
+) -> tuple[AdapterConfig, dict[str, tuple[np.ndarray, ...]]]:
     """Reads a PEFT LoRA adapter: its config, and (A [r, in], B [out, r]) in float32 by module.
 
     With DoRA, the magnitudes [out] follow.
 
     Modules are paths such as 'model.layers.0.self_attn.q_proj'; `models.lora.check_fits` compares them with a model.
+
+    Args:
+        contents: of the files by name, if they are in memory; the directory is then for messages only.
 
     Raises:
         UserError: a file is missing or damaged, the adapter's type or an option is not supported, or shapes contradict
@@ -89,15 +94,15 @@ def read_adapter(directory: str | Path) -> tuple[AdapterConfig, dict[str, tuple[
     """
     check_path(directory)
     directory = Path(directory)
-    if not directory.is_dir():
+    if contents is None and not directory.is_dir():
         raise UserError(f"{directory} is not a directory: give the directory that holds {CONFIG}.")
-    where = str(directory / CONFIG)
-    config = parse_config(read_json(directory / CONFIG), where)
-    path = directory / WEIGHTS
-    if not path.exists():
+    where, path = str(directory / CONFIG), directory / WEIGHTS
+    said = read_json(directory / CONFIG) if contents is None else parse_object(contents.get(CONFIG, b""), where)
+    config = parse_config(said, where)
+    if not path.exists() if contents is None else WEIGHTS not in contents:
         raise UserError(f"{path} does not exist: save the adapter in safetensors format.")
     halves: dict[str, dict[str, np.ndarray]] = {}
-    for name, entry in read_header(path).items():
+    for name, entry in read_header(path, contents[WEIGHTS] if contents is not None else None).items():
         match = _KEY.fullmatch(name)
         if not match:
             raise UserError(f"{path} holds {name}, which is not a LoRA factor of a module: use another adapter.")

@@ -112,7 +112,9 @@ class BrokerClient:
             for part in response.iter_raw(16 << 10):
                 data += part
                 if len(data) > MAX_ANSWER:
-                    raise UserError(f"The broker at {self._said} answers with over {MAX_ANSWER:,} bytes: check the URL.")
+                    raise UserError(
+                        f"The broker at {self._said} answers with over {MAX_ANSWER:,} bytes: check the URL."
+                    )
             return response.status_code, bytes(data)
 
     def _refused(self, status: int, data: bytes) -> NoReturn:

@@ -20,6 +20,7 @@ VECTOR = {
     "wgpu": ("executables", 33),
     "python": ("executables", 33),
     "dependencies": ("executables", 33),
+    "process": ("executables", 33),
     "kernel": ("configuration", -97),
     "environment": ("configuration", -97),
     "job": ("configuration", -97),

@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.formats.cards import CARD, header, table
+from wgpu_lora.formats.cards import header, table
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import WEIGHTS
 from wgpu_lora.train.options.arguments import PATHS
@@ -47,11 +46,6 @@ USE_BASE = """`last-f16/` and, if a held-out loss was measured, `best-f16/` are 
 ```sh
 wgpu-lora generate --model {place}/last-f16 --prompt "..."
 ```"""
-
-
-def write_card(directory: Path, record: RunRecord) -> None:
-    """Write README.md."""
-    write_bytes_atomic(directory / CARD, card(record).encode())
 
 
 def card(record: RunRecord) -> str:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
-from wgpu_lora.atomic import replace_directory, sweep
-from wgpu_lora.bounded import read_json
+from wgpu_lora.atomic import sweep
+from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.train.manifest import damage, write_manifest
+from wgpu_lora.train.manifest import MANIFEST, damage, manifest_of
 from wgpu_lora.train.optimizers import name_of
 from wgpu_lora.train.schema import SCHEMA, NewerSchemaError, schema_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import STATE, RunState, read_state
+from wgpu_lora.train.storage import PLAIN, Storage
 from wgpu_lora.train.subject import ADAPTER_FILES, CONSTANT_FILES, Damaged, Subject
 
 OPTIMIZER, METADATA = "optimizer.safetensors", "metadata.json"
@@ -40,65 +41,49 @@ WRITTEN = re.compile(
 
 
 def write_checkpoint(
-    final: Path, session: Session, slot: int, subject: Subject, state: RunState, facts: dict[str, Any]
+    final: Path,
+    session: Session,
+    slot: int,
+    subject: Subject,
+    state: RunState,
+    facts: dict[str, Any],
+    storage: Storage = PLAIN,
 ) -> None:
-    """Write what a slot trains, optimizer and run state, metadata and manifest beside `final`, sync and rename them.
+    """Write what a slot trains, optimizer and run state, metadata and manifest.
 
     facts: `identity` (see AdapterRun) and `metadata`. Raises OSError if the disk refuses; `final` is then unchanged.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f".{final.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        files = subject.saved(session, slot)
-        kept = {"optim": name_of(session.optimizer.rule)}
-        files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot), kept)
-        files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
-        files[STATE] = to_json(
-            {"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1
-        ).encode()
-        temporary.mkdir()
-        for name, data in files.items():
-            (temporary / name).write_bytes(data)
-        write_manifest(temporary)
-        replace_directory(temporary, final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    files = subject.saved(session, slot)
+    kept = {"optim": name_of(session.optimizer.rule)}
+    files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot), kept)
+    files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
+    files[STATE] = to_json({"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1).encode()
+    files[MANIFEST] = manifest_of(files)
+    storage.write_directory(final, files)
 
 
-def remove_old(root: Path, keep: int) -> None:
+def remove_old(root: Path, keep: int, storage: Storage = PLAIN) -> None:
     """Remove all checkpoints in `found` but the newest `keep`."""
-    for _, old in found(root)[:-keep]:
-        remove(old)
+    for _, old in found(root, storage=storage)[:-keep]:
+        storage.remove(old)
 
 
-def remove_old_epochs(run: Path, keep: int) -> None:
+def remove_old_epochs(run: Path, keep: int, storage: Storage = PLAIN) -> None:
     """Remove all of a run's epoch-N but the newest `keep`."""
-    for _, old in found(run, EPOCH_NAME)[:-keep]:
-        remove(old)
+    for _, old in found(run, EPOCH_NAME, storage)[:-keep]:
+        storage.remove(old)
 
 
-def remove(directory: Path) -> None:
-    """Remove a directory; it is renamed first, so that a crash does not leave half a checkpoint."""
-    hidden = directory.with_name(f".{directory.name}.old")
-    shutil.rmtree(hidden, ignore_errors=True)
-    directory.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def found(root: Path, name: re.Pattern[str] = NAME) -> list[tuple[int, Path]]:
+def found(root: Path, name: re.Pattern[str] = NAME, storage: Storage = PLAIN) -> list[tuple[int, Path]]:
     """Checkpoints by the number in their names, ascending; incomplete ones have other names."""
-    if not root.is_dir():
-        return []
-    return sorted((int(m[1]), p) for p in root.iterdir() if (m := name.fullmatch(p.name)) and p.is_dir())
+    return sorted((int(m[1]), p) for p in storage.directories(root) if (m := name.fullmatch(p.name)))
 
 
-def newest(run: Path) -> Path | None:
+def newest(run: Path, storage: Storage = PLAIN) -> Path | None:
     """The checkpoint that a run in this directory would be resumed from."""
-    if (run / LAST).is_dir():
+    if storage.has(run / LAST):
         return run / LAST
-    kept = found(run / STEPS)
+    kept = found(run / STEPS, storage=storage)
     return kept[-1][1] if kept else None
 
 
@@ -108,22 +93,22 @@ def sweep_run(run: Path) -> None:
     sweep(run / STEPS, NAME)
 
 
-def trained_files(directory: Path) -> tuple[str, ...]:
+def trained_files(directory: Path, storage: Storage = PLAIN) -> tuple[str, ...]:
     """The files of what was trained that a directory should have, by what it has."""
-    return CONSTANT_FILES if (directory / CONSTANT_FILES[0]).exists() else ADAPTER_FILES
+    return CONSTANT_FILES if storage.is_file(directory / CONSTANT_FILES[0]) else ADAPTER_FILES
 
 
-def fault(directory: Path) -> str | None:
+def fault(directory: Path, storage: Storage = PLAIN) -> str | None:
     """What is wrong with a checkpoint; None if it is intact.
 
     Raises:
         NewerSchemaError: it is from a newer version.
     """
-    wrong = damage(directory, (*trained_files(directory), *FILES))
+    wrong = damage(directory, (*trained_files(directory, storage), *FILES), storage)
     if wrong:
         return wrong
     try:
-        step = read_state(directory)[0].step
+        step = read_state(directory, storage)[0].step
     except NewerSchemaError:
         raise
     except (UserError, ValueError) as error:
@@ -132,38 +117,49 @@ def fault(directory: Path) -> str | None:
     return f"{STATE} says step {step}" if named and int(named[1]) != step else None
 
 
-def refuse(directory: Path, wrong: str) -> UserError:
+def refuse(directory: Path, wrong: str, storage: Storage = PLAIN) -> UserError:
     """The error for a damaged checkpoint, which names the newest intact one of the run."""
     run = directory.parent.parent if directory.parent.name == STEPS else directory.parent
     said = f"The checkpoint {directory} is damaged: {wrong}"
-    for _, path in reversed(found(run / STEPS)):
-        if path != directory and not fault(path):
+    for _, path in reversed(found(run / STEPS, storage=storage)):
+        if path != directory and not fault(path, storage):
             return UserError(f"{said}; remove that directory to resume from {path.name}, which is intact.")
-    others = [path for path in (*run.glob(EPOCH.format("*")), run / BEST) if path.is_dir() and not fault(path)]
+    others = [path for path in results_of(run, storage) if not fault(path, storage)]
     if others:
-        latest = max(others, key=lambda path: read_state(path)[0].step)
+        latest = max(others, key=lambda path: read_state(path, storage)[0].step)
         return UserError(
             f"{said}; start a new run from the adapter in {latest}, which is intact, with {flag('init_adapter')}."
         )
     return UserError(f"{said}; no other is intact, so start again in another directory.")
 
 
-def check(directory: Path) -> tuple[RunState, dict[str, Any]]:
+def results_of(run: Path, storage: Storage = PLAIN) -> list[Path]:
+    """The adapters that a run keeps beside its checkpoints: epoch-N and best."""
+    return [path for path in storage.directories(run) if EPOCH_NAME.fullmatch(path.name) or path.name == BEST]
+
+
+def check(directory: Path, storage: Storage = PLAIN) -> tuple[RunState, dict[str, Any]]:
     """The state and the identity of a checkpoint. Raises UserError if it is damaged."""
-    wrong = fault(directory)
+    wrong = fault(directory, storage)
     if wrong:
-        raise refuse(directory, wrong)
-    return read_state(directory)
+        raise refuse(directory, wrong, storage)
+    return read_state(directory, storage)
 
 
-def read_metadata(directory: Path) -> dict[str, Any]:
+def read_metadata(directory: Path, storage: Storage = PLAIN) -> dict[str, Any]:
     """The contents of an intact checkpoint's metadata.json, such as the run's options."""
-    facts = read_json(directory / METADATA)
+    facts = parse_object(storage.read(directory / METADATA), str(directory / METADATA))
     try:
         schema_of(facts, directory / METADATA)
     except ValueError as error:
-        raise refuse(directory, str(error)) from None
+        raise refuse(directory, str(error), storage) from None
     return facts
+
+
+def metadata_of(data: bytes) -> dict[str, str]:
+    """The metadata in the header of a safetensors file, which has been read."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]).get("__metadata__") or {}
 
 
 def modern(name: str, modules: Collection[str]) -> str:
@@ -174,27 +170,30 @@ def modern(name: str, modules: Collection[str]) -> str:
     return f"{found[0]}.{which}" if len(found) == 1 else name
 
 
-def restore(directory: Path, session: Session, slot: int, subject: Subject) -> None:
+def restore(directory: Path, session: Session, slot: int, subject: Subject, storage: Storage = PLAIN) -> None:
     """Load what a checkpoint has trained and its optimizer's state onto the device.
 
     Raises:
         UserError: it is damaged, or from another run.
     """
-    check(directory)
+    check(directory, storage)
     try:
-        with safe_open(directory / OPTIMIZER, "numpy") as file:
-            optim = (file.metadata() or {}).get("optim")  # None in older checkpoints
-        state = load_file(directory / OPTIMIZER)
+        data = storage.read(directory / OPTIMIZER, None)
+        state, optim = load(data), metadata_of(data).get("optim")  # None in older checkpoints
     except (OSError, SafetensorError) as error:
-        raise refuse(directory, str(error)) from error
+        raise refuse(directory, str(error), storage) from error
+    except KeyError as error:  # a type that NumPy does not have
+        raise refuse(
+            directory, f"{OPTIMIZER} does not match this run: it has values of type {error}", storage
+        ) from None
     state = {modern(name, session.model.config.lora_modules): values for name, values in state.items()}
     wrong, own = session.optimizer.state.fault(slot, state), name_of(session.optimizer.rule)
     if optim not in (None, own):  # though it may be in the same form, as those of lion and muon
         wrong = f"it holds the state of {optim!r:.40}, not of {own!r}"
     if wrong:
-        raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
+        raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}", storage)
     try:
-        subject.place(directory, session, slot)
+        subject.place(directory, session, slot, storage.contents(directory))
     except Damaged as error:
-        raise refuse(directory, str(error)) from error
+        raise refuse(directory, str(error), storage) from error
     session.optimizer.state.write(session.device, slot, state)

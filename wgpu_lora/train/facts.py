@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from wgpu_lora.atomic import file_digest
 from wgpu_lora.train import output
 from wgpu_lora.train.records import Data, HeldOut, Memory, RunRecord
 from wgpu_lora.train.run import Run
@@ -51,8 +50,10 @@ def record_of(run: Run, session: Session, stop_reason: str, stop_signal: str | N
         eval_data=HeldOut(run.heldout.path, run.heldout.digest) if run.heldout else None,
         base_digest=run.base_digest,
         base_sha256=run.weights_sha256,
-        init_adapter_sha256=output.adapter_digest(run.args.init_adapter) if run.args.init_adapter else None,
-        adapter_sha256=file_digest(run.directory / run.subject.files[0]),
+        init_adapter_sha256=output.adapter_digest(run.args.init_adapter, run.storage)
+        if run.args.init_adapter
+        else None,
+        adapter_sha256=run.storage.digest(run.directory / run.subject.files[0]),
         trainable_parameters=session.trained.trainable(run.slot, session.model.config),
         memory=memory_of(session),
         environment=output.environment(session.device),

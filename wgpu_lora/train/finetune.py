@@ -37,6 +37,7 @@ from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
 from wgpu_lora.train.rows import read_rows, sources_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.storage import PLAIN, Storage
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
 from wgpu_lora.train.subject import Subject
 from wgpu_lora.train.subjects.adapter import Adapter
@@ -79,6 +80,7 @@ def prepare_job(
     *,
     planning: bool = False,
     rows: Mapping[str, Source] | None = None,
+    storage: Storage = PLAIN,
 ) -> FinetuneJob:
     """Read the data and the model's files, and record the programs. Allocates nothing on the device.
 
@@ -86,6 +88,7 @@ def prepare_job(
         model: an opened model to train on, instead of the one in the options.
         planning: the job will not be run, so --output may be in use.
         rows: rows from Python, by option (data or eval_data).
+        storage: of the run's files.
 
     Raises:
         UserError: the data, the model, the options or the device are unsuitable.
@@ -94,11 +97,11 @@ def prepare_job(
     if not planning:
         check_libraries(args.report_to)
     if not (planning or args.resume):
-        refuse_used(args.directory)  # before reading data, and again under the lock
+        refuse_used(args.directory, storage)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     args = as_stored(args, model)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
-    run = read_run(args, model, rows=rows)
+    run = read_run(args, model, rows=rows, storage=storage)
 
     def replan(changes: Mapping[str, Any]) -> int:
         other = with_options(run, changes)
@@ -120,6 +123,7 @@ def read_run(
     weight: float = 1.0,
     rows: Mapping[str, Source] | None = None,
     own: Collection[str] = (),
+    storage: Storage = PLAIN,
 ) -> AdapterRun:
     """Prepare one slot's run: rows, batches, adapter and starting point.
 
@@ -138,7 +142,7 @@ def read_run(
         reference = frozen_adapter(path, model.config)
         check_base(path, model.name, model.checkpoint.digest())
     args, begins = starting_at_reference(args, objective)
-    args, subject = subject_of(args, model)
+    args, subject = subject_of(args, model, storage)
     if args.rounded_from and args.train == "quant-scales":
         unrounded(args, model.device, model.config)
     prepared, heldout = read_rows(args, model, sources)
@@ -147,14 +151,16 @@ def read_run(
     args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _unreferenced(args, objective)}
-    notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
+    notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own, storage)
     use = f"use {flag('eval_data')} or {flag('validation_split')}"
     for option in ("eval_steps", "rounded_from"):
         if (value := getattr(args, option)) and not heldout:
             notes.append(f"note: {setting(option, value)} does nothing, since no rows are held out ({use})")
     digests = model.checkpoint.digest(), model.config.digest()
     taught = teacher, teacher.digest() if teacher else cached
-    return AdapterRun(slot, args, subject, stream, heldout, *digests, name, tuple(notes), reference, *taught)
+    return AdapterRun(
+        slot, args, subject, stream, heldout, *digests, name, tuple(notes), reference, *taught, storage=storage
+    )
 
 
 def _unreferenced(args: TrainingArguments, objective: Objective) -> str:
@@ -165,13 +171,13 @@ def _unreferenced(args: TrainingArguments, objective: Objective) -> str:
     return f"the reference is the base model alone, not the initial adapter (that would be {advice})"
 
 
-def _standing(stream: DataStream, own: Collection[str]) -> list[str]:
+def _standing(stream: DataStream, own: Collection[str], storage: Storage) -> list[str]:
     """A note on where a resumed run continues; empty for a new run."""
-    newest = checkpoint.newest(stream.args.directory) if stream.args.resume else None
+    newest = checkpoint.newest(stream.args.directory, storage) if stream.args.resume else None
     if not newest:
         return []
-    state, identity = checkpoint.check(newest)
-    planned = plan_of(identity["options"], stream.args, newest)
+    state, identity = checkpoint.check(newest, storage)
+    planned = plan_of(identity["options"], stream.args, newest, storage)
     return [f"resumed: {resume_note(state, planned, stream, [name for name in PLAN if name in own])}"]
 
 
@@ -194,11 +200,13 @@ def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
     return replace(model, decoder=other, weights_loaded=False)
 
 
-def subject_of(args: TrainingArguments, model: LoadedModel) -> tuple[TrainingArguments, Subject]:
+def subject_of(
+    args: TrainingArguments, model: LoadedModel, storage: Storage = PLAIN
+) -> tuple[TrainingArguments, Subject]:
     """What a run trains, and the options updated to match. Raises UserError if it does not fit the model."""
     if args.train == "quant-scales":
         return args, QuantScales.of(args, model)
-    args, adapter, initial = adapter_of(args, model.config)
+    args, adapter, initial = adapter_of(args, model.config, storage)
     check_residual(args, model)
     spec = SlotSpec.of(adapter, initial)
     if offsets(args.init_lora_weights):

@@ -25,10 +25,13 @@ from wgpu_lora.train.initialisation import DEFAULT, FROM_SHAPE, from_weight, off
 from wgpu_lora.train.manifest import MANIFEST, damage
 from wgpu_lora.train.offset import halved
 from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.storage import PLAIN, Storage
 from wgpu_lora.weights.registry import base_format
 
 
-def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingArguments, AdapterConfig, Matrices]:
+def adapter_of(
+    args: TrainingArguments, config: ModelConfig, storage: Storage = PLAIN
+) -> tuple[TrainingArguments, AdapterConfig, Matrices]:
     """The adapter's configuration and initial matrices, and the options updated to match.
 
     They come from the checkpoint of a resumed run, else from --init-adapter; else A is random and B zero, as in PEFT.
@@ -36,14 +39,14 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
     Raises:
         UserError: the adapter does not fit the model, or an option contradicts it.
     """
-    resumed = checkpoint.newest(args.directory) if args.resume else None
+    resumed = checkpoint.newest(args.directory, storage) if args.resume else None
     if resumed:
-        checkpoint.check(resumed)
+        checkpoint.check(resumed, storage)
     elif args.init_adapter:
-        check_whole(Path(args.init_adapter))
+        check_whole(Path(args.init_adapter), storage)
     source = resumed or args.init_adapter
     if source:
-        loaded, matrices = read_adapter(source)
+        loaded, matrices = read_adapter(source, storage.contents(Path(source)))
         check_fits(config, matrices, str(source))
         for module, parts in matrices.items():
             if max(np.abs(part).max(initial=0) for part in parts) > MAX_PARAMETER:
@@ -68,9 +71,9 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
     return args, adapter, SeededMatrices(args, config)
 
 
-def check_whole(directory: Path) -> None:
+def check_whole(directory: Path, storage: Storage = PLAIN) -> None:
     """Raise UserError if an adapter has a manifest (as in best/ and epoch-N/) that does not match its files."""
-    wrong = damage(directory, ()) if (directory / MANIFEST).exists() else None
+    wrong = damage(directory, (), storage) if storage.is_file(directory / MANIFEST) else None
     if wrong:
         raise UserError(
             f"The adapter {directory} is damaged: {wrong}; use another, or remove {MANIFEST} if you changed it "

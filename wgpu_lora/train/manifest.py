@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.bounded import read_json
+from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.strict_json import to_json
+from wgpu_lora.train.storage import PLAIN, Storage
 
 MANIFEST = "manifest.json"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def manifest_of(files: Mapping[str, bytes]) -> bytes:
+    """The manifest of files by name."""
+    return _text({name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)}).encode()
 
 
 def write_manifest(directory: Path) -> None:
@@ -24,7 +32,7 @@ def _text(files: dict[str, str]) -> str:
     return to_json({"sha256": files}, indent=1) + "\n"
 
 
-def damage(directory: Path, needed: tuple[str, ...]) -> str | None:
+def damage(directory: Path, needed: tuple[str, ...], storage: Storage = PLAIN) -> str | None:
     """What is wrong with a directory that has a manifest; None if it is intact.
 
     Files that the manifest does not name are ignored, since operating systems add some.
@@ -32,11 +40,13 @@ def damage(directory: Path, needed: tuple[str, ...]) -> str | None:
     Args:
         needed: files that the manifest must name.
     """
-    if not (directory / MANIFEST).exists():
+    manifest = directory / MANIFEST
+    if not storage.is_file(manifest):
         return f"{MANIFEST} is missing"
     try:
-        files = read_json(directory / MANIFEST).get("sha256")
-        as_written = isinstance(files, dict) and (directory / MANIFEST).read_text() == _text(files)
+        data = storage.read(manifest)
+        files = parse_object(data, str(manifest)).get("sha256")
+        as_written = isinstance(files, dict) and data == _text(files).encode()
     except UserError as error:
         return f"{MANIFEST} cannot be read ({error.problem})"
     if not isinstance(files, dict) or not as_written or not set(needed) <= set(files):
@@ -45,9 +55,9 @@ def damage(directory: Path, needed: tuple[str, ...]) -> str | None:
         if Path(name).name != name or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             return f"{MANIFEST} is not valid"
         try:
-            if not (directory / name).is_file():
+            if not storage.is_file(directory / name):
                 return f"{name} is missing"
-            if file_digest(directory / name) != digest:
+            if storage.digest(directory / name) != digest:
                 return f"{name} has changed (its SHA-256 differs)"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import file_digest, write_bytes_atomic
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -18,6 +18,7 @@ from wgpu_lora.strict_json import to_json
 from wgpu_lora.track.secrets import masked
 from wgpu_lora.train.records import Environment, UsedDevice
 from wgpu_lora.train.state import is_number
+from wgpu_lora.train.storage import PLAIN, Storage
 
 LOG = "log.jsonl"
 NEEDED = {"step", "epoch"}  # keys of a line, besides a loss or a held-out loss
@@ -86,7 +87,7 @@ def environment(device: Device) -> Environment:
     )
 
 
-def adapter_digest(directory: str) -> str | None:
+def adapter_digest(directory: str, storage: Storage = PLAIN) -> str | None:
     """The digest of an adapter's weights; None if they no longer exist."""
     path = Path(directory) / "adapter_model.safetensors"
-    return file_digest(path) if path.is_file() else None
+    return storage.digest(path) if storage.is_file(path) else None

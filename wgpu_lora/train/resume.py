@@ -16,6 +16,7 @@ from wgpu_lora.train.pipeline_state import MEMBER, home_of, read_pipeline_state
 from wgpu_lora.train.records import PIPELINE, RUN, refuse_unregistered
 from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.state import STATE, RunState
+from wgpu_lora.train.storage import PLAIN, Storage
 from wgpu_lora.train.stream import DataStream
 from wgpu_lora.words import counted
 
@@ -88,7 +89,9 @@ def differs(name: str, before: Any, now: Any) -> UserError:
     )
 
 
-def plan_of(options: Mapping[str, Any], args: TrainingArguments, place: Path) -> TrainingArguments:
+def plan_of(
+    options: Mapping[str, Any], args: TrainingArguments, place: Path, storage: Storage = PLAIN
+) -> TrainingArguments:
     """`args` with the planned length of the run from the record of the checkpoint in `place`.
 
     Raises:
@@ -97,7 +100,7 @@ def plan_of(options: Mapping[str, Any], args: TrainingArguments, place: Path) ->
     try:
         return from_values({name: options[name] for name in PLAN}, STATE, args)
     except (KeyError, UserError):
-        raise checkpoint.refuse(place, f"the options in {STATE} are invalid") from None
+        raise checkpoint.refuse(place, f"the options in {STATE} are invalid", storage) from None
 
 
 def extended(state: RunState, planned: TrainingArguments, stream: DataStream) -> int:
@@ -169,14 +172,16 @@ def resume_note(state: RunState, planned: TrainingArguments, stream: DataStream,
     )
 
 
-def set_length(state: RunState, options: dict[str, Any], stream: DataStream, place: Path) -> None:
+def set_length(
+    state: RunState, options: dict[str, Any], stream: DataStream, place: Path, storage: Storage = PLAIN
+) -> None:
     """Set the total steps of a run that is resumed from a checkpoint whose record has these options.
 
     Raises:
         UserError: the state does not match the data, or as `extended`.
     """
     args = stream.args
-    planned = plan_of(options, args, place)
+    planned = plan_of(options, args, place, storage)
     total = state.total_steps if planned.target_seconds else DataStream(stream.prepared, planned).total_steps()
     if state.total_steps != total:
         wrong = f"{STATE} says {state.total_steps} steps in total, but there are {total}"
@@ -188,17 +193,17 @@ def set_length(state: RunState, options: dict[str, Any], stream: DataStream, pla
         state.total_steps = extended(state, planned, stream)
         state.calibrated = state.calibrated and args.target_seconds == planned.target_seconds
         return
-    raise checkpoint.refuse(place, wrong)
+    raise checkpoint.refuse(place, wrong, storage)
 
 
-def refuse_used(directory: Path) -> None:
+def refuse_used(directory: Path, storage: Storage = PLAIN) -> None:
     """Raise UserError if a run or a pipeline has left anything worth keeping in a directory; a log alone is not."""
     if any((directory / name).exists() for name in (PIPELINE, STATE, MEMBER)):
         raise UserError(
             f"The directory {directory} already belongs to a pipeline: choose another, or continue it with "
             f"{setting('resume', True)}."
         )
-    if checkpoint.newest(directory):
+    if checkpoint.newest(directory, storage):
         raise UserError(
             f"The output directory {directory} already holds a run: choose another directory, or continue it with "
             f"{setting('resume', True)}."

@@ -12,6 +12,7 @@ from wgpu_lora.train.options.arguments import FREE_ON_RESUME, TrainingArguments
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.state import RunState
+from wgpu_lora.train.storage import PLAIN, Storage
 from wgpu_lora.train.stream import DataStream
 from wgpu_lora.train.subject import Subject
 from wgpu_lora.train.teachers import LiveTeacher
@@ -54,6 +55,7 @@ class Run:
     teacher: LiveTeacher | None = None
     teacher_digest: str | None = None  # of the live one, or of its cache
     teacher_sha256: str | None = None  # of the live one's weights, once loaded
+    storage: Storage = PLAIN
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
     weights_sha256: str | None = None  # of the base, once loaded

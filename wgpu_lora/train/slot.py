@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from wgpu_lora.data import write_skipped
-from wgpu_lora.data.tokenizer_files import write_tokenizer
+from wgpu_lora.data.account import SKIPPED, skipped_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
+from wgpu_lora.formats.cards import CARD
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
-from wgpu_lora.train.card import write_card
+from wgpu_lora.train.card import card
 from wgpu_lora.train.checkpoint import BEST, EPOCH
 from wgpu_lora.train.facts import metadata, record_of
 from wgpu_lora.train.heldout import heldout_loss
@@ -60,14 +60,15 @@ class AdapterRun(Run):
         if self.args.resume:
             self._find_checkpoint()
         else:
-            refuse_used(directory)
-        write_skipped(directory, [data.account for data in (self.stream.prepared, self.heldout) if data])
+            refuse_used(directory, self.storage)
+        accounts = [data.account for data in (self.stream.prepared, self.heldout) if data]
+        self.storage.write(directory / SKIPPED, skipped_rows(accounts))
 
     def _find_checkpoint(self) -> None:
-        self.resumed_from = checkpoint.newest(self.directory)
+        self.resumed_from = checkpoint.newest(self.directory, self.storage)
         if self.resumed_from is None:
             raise nothing_in(self.directory)
-        self.state, before = checkpoint.check(self.resumed_from)
+        self.state, before = checkpoint.check(self.resumed_from, self.storage)
         now = self.identity()
         began = TrainingArguments().as_dict() | before["options"]  # an older version may lack some
         for name, value in now["options"].items():
@@ -93,9 +94,9 @@ class AdapterRun(Run):
             )
         if before.get("teacher") != now.get("teacher"):
             raise self._other_teacher()
-        set_length(self.state, before["options"], self.stream, self.resumed_from)
+        set_length(self.state, before["options"], self.stream, self.resumed_from, self.storage)
         self._began_with, self._taught_by = before["weights"], before.get("teacher_weights")
-        checkpoint.remove_old(self.directory / checkpoint.STEPS, self.args.save_total_limit)
+        checkpoint.remove_old(self.directory / checkpoint.STEPS, self.args.save_total_limit, self.storage)
 
     def _other_teacher(self) -> UserError:
         return UserError(
@@ -120,7 +121,7 @@ class AdapterRun(Run):
                 )
             if self._taught_by != self.teacher_sha256:
                 raise self._other_teacher()
-            checkpoint.restore(self.resumed_from, session, self.slot, self.subject)
+            checkpoint.restore(self.resumed_from, session, self.slot, self.subject, self.storage)
         else:
             self.place_initial(session)
             self.state.total_steps = self.stream.total_steps()
@@ -142,7 +143,7 @@ class AdapterRun(Run):
 
     def _place_first(self, session: Session) -> None:
         """Load what the run started from, even if resumed; the optimizer's state becomes zero."""
-        self.subject.place_first(session, self.slot, self.resumed_from)
+        self.subject.place_first(session, self.slot, self.resumed_from, self.storage)
         session.optimizer.state.write(session.device, self.slot, {})
 
     @cached_property
@@ -172,19 +173,19 @@ class AdapterRun(Run):
         """Save a checkpoint of this step; keeps the newest --save-total-limit of the earlier ones."""
         steps = self.directory / checkpoint.STEPS
         final = steps / f"step-{self.state.step}"
-        if not final.is_dir():  # else this step was saved, or resumed from
+        if not self.storage.has(final):  # else this step was saved, or resumed from
             self.write_checkpoint(session, final)
-            events.saved(final, self.state.step, None)
-        checkpoint.remove_old(steps, self.args.save_total_limit)
+            events.saved(self.storage.place(final), self.state.step, None)
+        checkpoint.remove_old(steps, self.args.save_total_limit, self.storage)
 
     def save_epoch(self, session: Session, number: int) -> None:
         """Save a pipeline's adapter after an epoch; keeps the newest --save-total-limit of these."""
         self.write_checkpoint(session, self.directory / EPOCH.format(number))
-        checkpoint.remove_old_epochs(self.directory, self.args.save_total_limit)
+        checkpoint.remove_old_epochs(self.directory, self.args.save_total_limit, self.storage)
 
     def write_checkpoint(self, session: Session, final: Path) -> None:
         facts = {"identity": self.identity(), "metadata": metadata(self)}
-        checkpoint.write_checkpoint(final, session, self.slot, self.subject, self.state, facts)
+        checkpoint.write_checkpoint(final, session, self.slot, self.subject, self.state, facts, self.storage)
 
     def fall_back(self, session: Session) -> None:
         """Load the newest checkpoint from before the update that ruined the adapter, else the initial adapter.
@@ -192,14 +193,15 @@ class AdapterRun(Run):
         A checkpoint of an earlier step is known to be good, since the loss of the step after it was finite. Later ones
         contain the ruined adapter and are removed, so that a resumed run does not find them.
         """
-        root, steps = self.directory, self.directory / checkpoint.STEPS
-        places = [root / checkpoint.LAST, root / BEST, *root.glob(EPOCH.format("*")), *steps.glob("step-*")]
-        whole = [place for place in places if place.is_dir() and not checkpoint.fault(place)]
-        kept = [(read_state(place)[0], place) for place in whole]
+        root, storage = self.directory, self.storage
+        last = [root / checkpoint.LAST] if storage.has(root / checkpoint.LAST) else []
+        steps = [place for _, place in checkpoint.found(root / checkpoint.STEPS, storage=storage)]
+        places = [*last, *checkpoint.results_of(root, storage), *steps]
+        kept = [(read_state(place, storage)[0], place) for place in places if not checkpoint.fault(place, storage)]
         sound = [(state, place) for state, place in kept if state.step < self.state.step]
         if sound:
             self.state, place = max(sound, key=lambda found: found[0].step)
-            checkpoint.restore(place, session, self.slot, self.subject)
+            checkpoint.restore(place, session, self.slot, self.subject, storage)
         else:
             first = self.state.first_eval_loss
             self.state = RunState(
@@ -212,7 +214,7 @@ class AdapterRun(Run):
             self._place_first(session)
         for state, place in kept:
             if state.step > self.state.step and place.name != checkpoint.LAST:  # the pipeline replaces that one
-                checkpoint.remove(place)
+                storage.remove(place)
 
     def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
         """Measure the held-out `eval_loss` and metrics, {} if not finite; a new best adapter is saved in best/.
@@ -235,7 +237,7 @@ class AdapterRun(Run):
         elif state.best_eval_loss is None or loss < state.best_eval_loss:
             state.best_eval_loss, state.best_step = loss, state.step
             self.write_checkpoint(session, self.directory / BEST)
-            events.saved(self.directory / BEST, state.step, at.adapter)
+            events.saved(self.storage.place(self.directory / BEST), state.step, at.adapter)
         events.evaluating(replace(at, rows=at.total, loss=loss))
         return {f"eval_{name}": value for name, value in found.items()}
 
@@ -246,11 +248,14 @@ class AdapterRun(Run):
 
         stop_signal: name of the signal that interrupted the run, if any.
         """
+        for name, data in self.subject.saved(session, self.slot).items():
+            self.storage.write(self.directory / name, data)
         self.subject.write(session, self.slot, self.directory)
         for place in (self.directory, self.directory / BEST):
-            write_tokenizer(place, session.model.path, session.model.tokenizer)
+            self.storage.write_tokenizer(place, session.model.path, session.model.tokenizer)
         record = record_of(self, session, stop_reason, stop_signal)
+        self.storage.write(self.directory / CARD, card(record).encode())
+        self.storage.complete(self.directory)
         record.write(self.directory)
-        write_card(self.directory, record)
         self.follower.end(record)
         return record

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import read_json
+from wgpu_lora.bounded import parse_object
 from wgpu_lora.gpu.choices import choices_from_json
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.train.schema import schema_of
+from wgpu_lora.train.storage import PLAIN, Storage
 
 STATE = "state.json"
 MAX_STATE_BYTES, MAX_STATE_PARTS = 256 << 20, 16 << 20  # it has a loss for every step since the last log line
@@ -44,14 +45,15 @@ class RunState:
     pending_seconds: float = 0.0
 
 
-def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:
+def read_state(directory: Path, storage: Storage = PLAIN) -> tuple[RunState, dict[str, Any]]:
     """Read a checkpoint's state, and the identity of the run that wrote it.
 
     Raises:
         UserError: state.json is missing, not a JSON object, or from a newer version.
         ValueError: a field is missing, unknown or invalid.
     """
-    facts = read_json(directory / STATE, MAX_STATE_BYTES, MAX_STATE_PARTS)
+    data = storage.read(directory / STATE, MAX_STATE_BYTES)
+    facts = parse_object(data, str(directory / STATE), MAX_STATE_BYTES, MAX_STATE_PARTS)
     schema = schema_of(facts, directory / STATE)
     state, identity = facts.get("state"), facts.get("identity")
     known = {f.name for f in fields(RunState)}

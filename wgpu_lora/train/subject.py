@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS
 from wgpu_lora.train.session import Session
+from wgpu_lora.train.storage import PLAIN, Storage
 
 # The files that a checkpoint has of what is trained, by the first of them.
 ADAPTER_FILES = (WEIGHTS, CONFIG)
@@ -28,11 +30,14 @@ class Subject(Protocol):
     def place_initial(self, session: Session, slot: int) -> None:
         """Uploads the parameters that the run starts from. The base's weights are loaded."""
 
-    def place_first(self, session: Session, slot: int, resumed_from: Path | None) -> None:
+    def place_first(self, session: Session, slot: int, resumed_from: Path | None, storage: Storage = PLAIN) -> None:
         """`place_initial` of a run that may have been resumed."""
 
-    def place(self, directory: Path, session: Session, slot: int) -> None:
-        """Uploads those of an intact checkpoint. Raises Damaged if they are not those of this run."""
+    def place(self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None) -> None:
+        """Uploads those of an intact checkpoint. Raises Damaged if they are not those of this run.
+
+        contents: of its files by name, if they are not plain ones.
+        """
 
     def saved(self, session: Session, slot: int) -> dict[str, bytes]:
         """The contents of `files`."""
@@ -41,4 +46,4 @@ class Subject(Protocol):
         """Called before passes whose next optimizer step is the 0-based `step`."""
 
     def write(self, session: Session, slot: int, directory: Path) -> None:
-        """Writes the result of a run that has ended to its directory."""
+        """Writes to a run's directory what its result has besides `files`, which are there already."""

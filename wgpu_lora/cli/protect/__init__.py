@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from wgpu_lora.cli.commands import Group
+from wgpu_lora.cli.commands import Command, Group
+from wgpu_lora.cli.protect.broker import broker
+from wgpu_lora.cli.protect.nonce import nonce
 
 protect = typer.Typer(
     cls=Group,
@@ -22,3 +24,5 @@ def _root(ctx: typer.Context) -> None:
 
 
 # A file per command; each is registered by a line here: protect.command(cls=Command)(keygen)
+protect.command(cls=Command)(broker)
+protect.command(cls=Command)(nonce)

@@ -118,14 +118,11 @@ class Broker:
         Raises:
             Refused: a rule failed; nothing is released. UserError: nothing can be recorded or dated.
         """
-        try:
-            evidence: Evidence | None = read_evidence(signed)
-        except UserError as error:
-            unread = Failure("evidence", "a signed attestation", error.problem)
-            evidence = None
+        evidence = _read(signed)
         with self._turn:
-            if evidence is None:
-                self._refuse({"request": "release", "evidence_sha256": _sha256(signed)}, [unread], 400)
+            if isinstance(evidence, Failure):
+                self._clock.now()
+                self._refuse({"request": "release", "evidence_sha256": _sha256(signed)}, [evidence], 400)
             return self._release(evidence)
 
     def progress(self, signed: bytes) -> None:
@@ -241,6 +238,15 @@ def _lock(directory: Path) -> FileLock:
     except OSError as error:
         raise UserError(f"{directory} cannot be used ({error.strerror}): give --state another directory.") from None
     return lock
+
+
+def _read(signed: bytes) -> Evidence | Failure:
+    """Evidence, whose signature fits the key that it binds. Nobody has to be believed to say what it is."""
+    try:
+        return read_evidence(signed)
+    except Exception as error:  # of any kind: these bytes come from anywhere
+        said = error.problem if isinstance(error, UserError) else type(error).__name__
+        return Failure("evidence", "a signed attestation", said)
 
 
 def _job(evidence: Evidence) -> Mapping[str, Any]:

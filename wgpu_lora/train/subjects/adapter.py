@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -11,7 +12,7 @@ from safetensors import SafetensorError
 
 from wgpu_lora.formats.adapter_config import AdapterConfig
 from wgpu_lora.formats.checkpoint import read_header
-from wgpu_lora.formats.peft import WEIGHTS, Matrices, adapter_files, read_adapter, tensor_name, write_adapter
+from wgpu_lora.formats.peft import WEIGHTS, Matrices, adapter_files, read_adapter, tensor_name
 from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.initial import SeededMatrices
@@ -20,6 +21,7 @@ from wgpu_lora.train.offset import stored, trained
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.resume import found_from
 from wgpu_lora.train.session import Session
+from wgpu_lora.train.storage import PLAIN, Storage
 from wgpu_lora.train.subject import ADAPTER_FILES, Damaged
 
 
@@ -43,23 +45,28 @@ class Adapter:
         initial = self.initial
         session.place_initial(slot, initial.on(session.model) if isinstance(initial, SeededMatrices) else initial)
 
-    def place_first(self, session: Session, slot: int, resumed_from: Path | None) -> None:
+    def place_first(self, session: Session, slot: int, resumed_from: Path | None, storage: Storage = PLAIN) -> None:
         if not resumed_from:
             self.place_initial(session, slot)
             return
-        facts = checkpoint.read_metadata(resumed_from)
+        facts = checkpoint.read_metadata(resumed_from, storage)
         options = facts.get("options")
         began = found_from(facts.get("directory"), options.get("init_adapter") if isinstance(options, dict) else None)
         seeded = SeededMatrices(self.args, session.model.config)
-        session.place_initial(slot, read_adapter(str(began))[1] if began else seeded.on(session.model))
+        if began:
+            path = Path(str(began))
+            session.place_initial(slot, read_adapter(path, storage.contents(path))[1])
+        else:
+            session.place_initial(slot, seeded.on(session.model))
 
-    def place(self, directory: Path, session: Session, slot: int) -> None:
+    def place(self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None) -> None:
         adapters = session.adapters
         try:
-            _, matrices = read_adapter(directory)
+            _, matrices = read_adapter(directory, contents)
         except (OSError, SafetensorError) as error:
             raise Damaged(str(error)) from error
-        plain = all(entry.dtype == "F32" for entry in read_header(directory / WEIGHTS).values())
+        header = read_header(directory / WEIGHTS, contents[WEIGHTS] if contents is not None else None)
+        plain = all(entry.dtype == "F32" for entry in header.values())
         if set(matrices) != set(adapters.modules(slot)) or not plain:
             raise Damaged(f"{WEIGHTS} does not have the modules or the dtype of this run")
         own, offset = trained(matrices, adapters, slot)
@@ -74,7 +81,7 @@ class Adapter:
         """Nothing."""
 
     def write(self, session: Session, slot: int, directory: Path) -> None:
-        write_adapter(directory, *self._stored(session, slot))
+        """Nothing."""
 
     def _stored(self, session: Session, slot: int) -> tuple[dict[str, np.ndarray], AdapterConfig]:
         """The tensors by PEFT's names, and the config."""

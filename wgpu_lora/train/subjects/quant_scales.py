@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load, load_file, save
 
-from wgpu_lora.atomic import replace_directory, write_bytes_atomic
+from wgpu_lora.atomic import replace_directory
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.packed import write_packed
 from wgpu_lora.models.constants import ConstantSet, ConstantWeight, constants_of
@@ -24,6 +24,7 @@ from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.session import Session
+from wgpu_lora.train.storage import PLAIN, Storage
 from wgpu_lora.train.subject import CONSTANT_FILES, Damaged
 from wgpu_lora.weights.packed import Packed
 from wgpu_lora.words import counted
@@ -66,13 +67,13 @@ class QuantScales:
         constants = self._set(session)
         constants.write(session.device, constants.initial(session.device))
 
-    def place_first(self, session: Session, slot: int, resumed_from: Path | None) -> None:
+    def place_first(self, session: Session, slot: int, resumed_from: Path | None, storage: Storage = PLAIN) -> None:
         self.place_initial(session, slot)
 
-    def place(self, directory: Path, session: Session, slot: int) -> None:
+    def place(self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None) -> None:
         constants, file = self._set(session), self.files[0]
         try:
-            stored = load_file(directory / file)
+            stored = load_file(directory / file) if contents is None else load(contents[file])
         except (OSError, SafetensorError) as error:
             raise Damaged(str(error)) from error
         places = constants.places(slot)
@@ -93,9 +94,7 @@ class QuantScales:
         self._set(session).snap(session.device, last > 0 and step >= total_steps - last)
 
     def write(self, session: Session, slot: int, directory: Path) -> None:
-        """The constants, and the models with them: those of the last step and of best/, in f32 and rounded to f16."""
-        for name, content in self.saved(session, slot).items():
-            write_bytes_atomic(directory / name, content)
+        """The models with the constants: those of the last step and of best/, in f32 and rounded to f16."""
         found = {"last": self._set(session).read(session.device)}
         best = directory / checkpoint.BEST / self.files[0]
         if best.exists():
