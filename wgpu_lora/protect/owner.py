@@ -1,4 +1,4 @@
-"""A data owner's side on this machine, for benchmarks: keys, sealed data, a policy, and a broker in a process of its own."""
+"""A data owner's side on this machine, for benchmarks: keys, sealed data, and a broker in a process of its own."""
 
 from __future__ import annotations
 
