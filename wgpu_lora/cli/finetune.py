@@ -194,7 +194,8 @@ def report(record: RunRecord, advice: bool = True) -> int:
     state, reason, outcome, output = record.state, record.stop_reason, record.outcome, record.directory
     timed = reason == "target seconds"  # its number of steps is only known at the end
     count = counted(state.step, "step") if timed else f"{state.step:,} of {counted(state.total_steps, 'step')}"
-    why = f"{count} in {state.seconds:,.1f} s ({STOP_TEXT[reason]})"
+    seconds = state.elapsed_seconds if record.options.target_seconds else state.seconds
+    why = f"{count} in {seconds:,.1f} s ({STOP_TEXT[reason]})"
     known = losses(state.last_loss, state.first_eval_loss, state.last_eval_loss)
     scales = record.options.train == "quant-scales"
     where = f"the models are in {output}/last-f16 and others" if scales else f"the adapter is in {output}"

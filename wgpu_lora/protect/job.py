@@ -125,7 +125,7 @@ def read(path: str | Path) -> Job:
     """Read JOB.toml.
 
     Raises:
-        UserError: it cannot be read, a key is unknown, missing or invalid, or an option cannot be used with sealed data.
+        UserError: it cannot be read, a key is unknown, missing or invalid, or an option does not go with sealed data.
     """
     path = Path(path)
     check_path(path)
@@ -161,7 +161,7 @@ def read(path: str | Path) -> Job:
     if not job.name.isprintable() or len(job.name) > MAX_NAME:
         raise UserError(f"{where} has a name that is not printable text of at most {MAX_NAME} characters: shorten it.")
     with naming(IN_FILE):
-        sealed = {name: str(path) for name, path in job.sealed().items()}
+        sealed: dict[str, Any] = {name: str(path) for name, path in job.sealed().items()}
         arguments = replace(arguments, output=str(job.output), **sealed)
         _check(arguments, where)
     return replace(job, arguments=arguments)
@@ -203,8 +203,8 @@ class _Table:
         found = self.path(name)
         if not found.name.endswith(suffix):
             raise UserError(
-                f"{self._where}: '{name}' in [protected] is {found.name}, but must be a sealed file named *{suffix}: seal it "
-                "with wgpu-lora protect seal."
+                f"{self._where}: '{name}' in [protected] is {found.name}, but must be a sealed file named *{suffix}: "
+                "seal it with wgpu-lora protect seal."
             )
         if not found.is_file():
             raise UserError(
@@ -234,6 +234,10 @@ def _options(values: dict[str, Any], own: _Table) -> tuple[TrainingArguments, di
             beside = own.beside(recipe)
             base = recipe_arguments(beside if beside.is_file() else find_recipe(recipe))
             usual = TrainingArguments().as_dict()
+            if base.init_adapter:
+                raise UserError(
+                    f"{where}: the recipe {recipe} has an init_adapter: seal it, and name it in [protected]."
+                )
             stated = {name: value for name, value in base.as_dict().items() if value != usual[name]}
             for name in ("data", "eval_data", "output"):  # of another run on other data
                 stated.pop(name, None)

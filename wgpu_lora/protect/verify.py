@@ -14,6 +14,7 @@ from wgpu_lora.protect.appraisal import appraise, failures_of
 from wgpu_lora.protect.claim_checks import Facts, Failed, claim
 from wgpu_lora.protect.claims import Evidence
 from wgpu_lora.protect.envelope import EnvelopeError
+from wgpu_lora.protect.fields import shown
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.result import Appraisal, Failure
 from wgpu_lora.protect.statement import KIND, RUN, materials, parameters
@@ -29,6 +30,13 @@ class Verified:
     appraisal: Appraisal
     evidence: Evidence
     finished: bool
+
+    def subject(self) -> str:
+        """What was appraised, and its job."""
+        job = self.evidence.claims.get("job")
+        name = job.get("name") if isinstance(job, Mapping) else None
+        what = "statement of a finished run" if self.finished else "session"
+        return what if name is None else f"{what} of the job {shown(name)}"
 
 
 def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> Verified:

@@ -7,6 +7,7 @@ import typer
 from wgpu_lora.cli.commands import Command, Group
 from wgpu_lora.cli.protect.broker import broker
 from wgpu_lora.cli.protect.nonce import nonce
+from wgpu_lora.cli.protect.verify import verify
 
 protect = typer.Typer(
     cls=Group,
@@ -26,3 +27,4 @@ def _root(ctx: typer.Context) -> None:
 # A file per command; each is registered by a line here: protect.command(cls=Command)(keygen)
 protect.command(cls=Command)(broker)
 protect.command(cls=Command)(nonce)
+protect.command(cls=Command)(verify)

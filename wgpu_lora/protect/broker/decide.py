@@ -217,7 +217,9 @@ class Broker:
     def _refuse(self, facts: Mapping[str, Any], failures: list[Failure], status: int) -> NoReturn:
         """Record a refusal, then raise it."""
         what = "the key" if facts["request"] == "release" else "the report"
-        refused = Refused(f"The broker refused {what}, since {_rules(failures)} failed: mend that and ask again.", failures, status)
+        refused = Refused(
+            f"The broker refused {what}, since {_rules(failures)} failed: mend that and ask again.", failures, status
+        )
         self._record("refused", {**facts, "failures": refused.failures})
         self._tell(f"Refused {what}: {'; '.join(refused.lines[1:])}")
         raise refused

@@ -65,7 +65,9 @@ class DecisionLog:
             UserError: it is not; what it records must not happen.
         """
         if self._broken:
-            raise UserError(f"{self._path} is ahead of {self._head}, which could not be written: start the broker again.")
+            raise UserError(
+                f"{self._path} is ahead of {self._head}, which could not be written: start the broker again."
+            )
         if self._chain.size > FULL and stage != "stopped":
             raise UserError(f"{self._path} is full: start the broker with a new --state directory, and keep this one.")
         entry = self._chain.append(stage, facts, subjects, self._key)
@@ -79,7 +81,9 @@ class DecisionLog:
             write_bytes_atomic(self._head, signed)
         except OSError as error:
             self._broken = True
-            raise UserError(f"{self._head} cannot be written ({error.strerror}): make room, then start again.") from None
+            raise UserError(
+                f"{self._head} cannot be written ({error.strerror}): make room, then start again."
+            ) from None
 
     def _check_head(self) -> None:
         """The head must be that of the last line, or of the one before: a crash may come between the two writes."""
