@@ -14,7 +14,7 @@ from typing import Any
 
 from wgpu_lora.bench.overhead import ORDERS, RAW_FIRST, VERIFIED, ZEROIZED, Row, Segment, row_of
 from wgpu_lora.bench.overhead_results import SCHEMA, result_file, write_results
-from wgpu_lora.bench.results import header
+from wgpu_lora.bench.results import Writer, header
 from wgpu_lora.bench.step import TRAINING, own_words
 from wgpu_lora.bench.training import Work, prepared
 from wgpu_lora.errors import UserError
@@ -76,6 +76,7 @@ def bench_protected(
         UserError: an option is not suitable, the training cannot be sealed, or a segment is too short.
         KeyboardInterrupt: a segment was interrupted; rows measured so far are in the file.
     """
+    Writer(file)  # refused now, if it cannot be written
     rows: list[Row] = []
     with (
         own_words(TRAINING),
@@ -251,10 +252,8 @@ def stability(args: TrainingArguments) -> dict[str, Any]:
 
 
 def runtime_state(cleanup: Mapping[str, Any]) -> str:
-    """ZEROIZED if the cleanup wiped all that it could and verified the device's buffers; else what failed."""
-    if failed := cleanup.get("failed"):
-        return f"not zeroized ({failed[0]})"
-    return ZEROIZED
+    """ZEROIZED if a cleanup overwrote all its parts whole, the device's buffers as read back; else what failed."""
+    return ZEROIZED if cleanup["complete"] else f"not zeroized ({cleanup['not_wiped'][0]})"
 
 
 def _parameters(model: LoadedModel) -> int:
