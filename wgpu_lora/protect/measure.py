@@ -25,6 +25,7 @@ from wgpu_lora.gpu.devices import native_library, native_version
 from wgpu_lora.installed import NAME
 from wgpu_lora.protect import dependencies, process
 
+PACKAGE = assets.DEMO_MODEL.parent.parent
 ASSETS = ("shaders", "recipes", "bricks")
 CACHES = "__pycache__"
 FLAGS = ("optimize", "isolated", "no_site", "ignore_environment")
@@ -62,7 +63,7 @@ def package() -> dict[str, Any]:
 
     The names, and so the digest, are the same for a checkout and for the wheel that is built from it.
     """
-    files = {f"wgpu_lora/{name}": path for name, path in _walk(assets.DEMO_MODEL.parent.parent, ("_assets",))}
+    files = {f"wgpu_lora/{name}": path for name, path in _walk(PACKAGE, ("_assets",))}
     for folder in ASSETS:
         files |= {f"{folder}/{name}": path for name, path in _walk(assets.asset_dir(folder))}
     digests = {name: digest(path) for name, path in sorted(files.items())}
