@@ -1,4 +1,4 @@
-"""Directories of protected runs as training leaves them, without the training, and with any part changed before it is signed."""
+"""Protected runs' directories as training leaves them, without the training, any part changed before it is signed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import jwt
 
 from support.policies import GIVEN, LEAST, OWNER, digest
-from wgpu_lora.protect import statement
 from wgpu_lora.protect.appraisal import appraise
 from wgpu_lora.protect.claims import LEVELS, PROFILE, attest, read_evidence
 from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey
@@ -43,7 +42,10 @@ class DataOwner:
 
     @property
     def policy(self) -> Policy:
-        return Policy.parse((LEAST.replace(OWNER, self.data.recipient) + self.limits).encode())
+        return Policy.parse(self.policy_text())
+
+    def policy_text(self) -> bytes:
+        return (LEAST.replace(OWNER, self.data.recipient) + self.limits).encode()
 
 
 @dataclass
@@ -154,12 +156,8 @@ def _claims(owner: DataOwner, keys: SessionKeys, number: int, job: str, log: Evi
 
 
 def _token(owner: DataOwner, data: bytes, number: int, changed: Callable[[str, Any], Any]) -> str:
-    evidence, policy, now = read_evidence(data), owner.policy, time.time()
-    appraisal = appraise(evidence, policy, nonce=None, now=now)
-    assert appraisal.passed or number == 0, appraisal.failures
-    token = make_release(evidence, appraisal, policy, owner.data, owner.signing, now)
+    evidence, policy = read_evidence(data), owner.policy
+    appraisal = appraise(evidence, policy, nonce=None, now=evidence.claims["iat"])
+    token = make_release(evidence, appraisal, policy, owner.data, owner.signing, time.time())
     claims = changed("release", jwt.decode(token, options={"verify_signature": False}))
     return jwt.encode(claims, owner.signing.key, "ES256", headers={"kid": owner.public.keyid})
-
-
-__all__ = ["ADAPTER", "DataOwner", "Made", "log_subject", "make_run", "statement"]

@@ -6,6 +6,7 @@ import typer
 
 from wgpu_lora.cli.commands import Command, Group
 from wgpu_lora.cli.protect.broker import broker
+from wgpu_lora.cli.protect.check import check
 from wgpu_lora.cli.protect.nonce import nonce
 from wgpu_lora.cli.protect.verify import verify
 
@@ -28,3 +29,4 @@ def _root(ctx: typer.Context) -> None:
 protect.command(cls=Command)(broker)
 protect.command(cls=Command)(nonce)
 protect.command(cls=Command)(verify)
+protect.command(cls=Command)(check)
