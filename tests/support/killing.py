@@ -84,8 +84,9 @@ class Site:
         return self.watched / name
 
     def begun(self, name: str) -> bool:
-        """Whether a run is to be resumed: its log has begun."""
-        return (self.run(name) / LOG).exists()
+        """Whether a run is to be resumed: its log has a line."""
+        log = self.run(name) / LOG
+        return log.exists() and b"\n" in log.read_bytes()
 
     def environment(self) -> dict[str, str]:
         own = {name: str(self.watched / below) for name, below in PLACES.items()}

@@ -35,6 +35,7 @@ from wgpu_lora.train.records import RunRecord
 STABILITY: dict[str, Any] = {"compute_dtype": "bf16", "learning_rate": 5e-5, "max_grad_norm": 1.0}  # as published
 ROWS, SAVE_STEPS = 64, 50  # of a shape: rows of its data, and steps between checkpoints
 WARM_STEPS = 4
+NAME = "bench-protected"  # of jobs, before a segment's own
 MOST_STEPS = 1_000_000  # a policy wants a bound
 SEALED = ("data", "eval_data", "init_adapter")
 NOT_STATED = (*SEALED, "output", "resume", "run_log", "report_to", "device")  # in [training] of a job
@@ -59,6 +60,10 @@ class Measuring:
             raise UserError(f"{flag('order')} must be one of {', '.join(ORDERS)}, not {wrong!r:.80}.")
         if self.repeat < 1:
             raise UserError(f"{flag('repeat')} must be at least 1, not {self.repeat}.")
+
+    def segments(self) -> list[tuple[str, str]]:
+        """(name, order) of each row, whose two segments have this name."""
+        return [(f"{number}-{order}", order) for number in range(self.repeat) for order in self.orders]
 
 
 def bench_protected(
@@ -86,13 +91,12 @@ def bench_protected(
         environment = header(SCHEMA, bench.model.device)
         events.measured(environment)
         bench.warm_up()
-        for number in range(measuring.repeat):
-            for order in measuring.orders:
-                rows.append(bench.row(f"{number}-{order}", order))
-                events.measured({"kind": "row", **rows[-1].to_json()})
-                content = result_file(rows, bench.scope(), environment)
-                if file:
-                    write_results(file, content)
+        for name, order in measuring.segments():
+            rows.append(bench.row(name, order))
+            events.measured({"kind": "row", **rows[-1].to_json()})
+            content = result_file(rows, bench.scope(), environment)
+            if file:
+                write_results(file, content)
     return content
 
 
@@ -197,7 +201,7 @@ class Bench:
         """A job file; each job has a name of its own, since a log of a run cannot begin twice."""
         path = self.place / f"{name}.toml"
         protected = {role: sealed.name for role, sealed in self._sealed.items()} | {
-            "name": f"bench-{uuid.uuid4()}",
+            "name": f"{NAME}-{name}",
             "output": f"protected-{name}",
             "recipients": [self.owner.recipient],
             "broker": self.broker or "http://127.0.0.1:1",
@@ -221,9 +225,11 @@ class Bench:
             base = claims.base_facts(self.model.name, self.model.checkpoint, self.model.config)
             stated = job.read(self._job("reference"))
             nonce = uuid.uuid4().hex
-            return policy_for(claims.gather(self.model.device.info, nonce=nonce, keys=keys, job=stated, base=base))
+            found = claims.gather(self.model.device.info, nonce=nonce, keys=keys, job=stated, base=base)
         finally:
             keys.wipe()
+        jobs = [f"{NAME}-{name}" for name, _ in self.measuring.segments()]  # each segment is a job of its own
+        return policy_for(found).replace(json.dumps([stated.name]), json.dumps(jobs))
 
 
 def _training(measuring: Measuring, place: Path, device: Device | None) -> tuple[TrainingArguments, LoadedModel]:
