@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from support.policies import GIVEN, NONCE, NOW, Given, digest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.policies import GIVEN, JSON, NONCE, NOW, Given, digest
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.protect.appraisal import appraise
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.template import policy_for, toml
+
+
+def _paths(path: str, value: Any) -> list[str]:
+    """Of all values below one."""
+    if isinstance(value, dict):
+        named = {f"{path}.{key}": one for key, one in value.items() if "." not in key}
+        return [found for name, one in named.items() for found in (name, *_paths(name, one))]
+    return [f"{path}.{i}" for i in range(len(value))] if isinstance(value, list) else []
+
+
+PATHS = [path for section in GIVEN.claims for path in (section, *_paths(section, GIVEN.claims[section]))]
 
 
 def failed(evidence: Given, text: str) -> set[str]:
@@ -60,3 +75,22 @@ def test_names_with_wildcards_and_odd_characters() -> None:
     assert failed(odd, text) == set()
     assert failed(odd.changed("device.name", name.replace("*", "7")), text) == {"device.names"}
     assert toml("\x7f\u2028") == '"\\u007f\u2028"'
+
+
+@settings(max_examples=60, deadline=None)
+@given(path=st.sampled_from(PATHS), value=JSON, strict=st.booleans())
+def test_hostile_claims_make_a_policy_that_is_valid_or_lacks_what_is_required(
+    path: str, value: Any, strict: bool
+) -> None:
+    evidence = GIVEN.changed(path, value)
+    text = policy_for(evidence.claims, evidence.quote, strict)
+    error, policy = "", None
+    try:
+        policy = Policy.parse(text.encode("utf-8", "surrogatepass"))
+    except UserError as found:
+        error = str(found)
+    if policy is None:
+        assert any(word in error for word in ("required", "tpm_keys", "only_pinned", "no option", "utf-8")), (error, text)
+    else:
+        failures = appraise(evidence, policy, nonce=None, now=None).failures
+        assert {failure.rule for failure in failures} <= {"evidence.keys"}, text

@@ -9,6 +9,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from hypothesis import strategies as st
 from pyrage import x25519
 
 NOW = 1_800_000_000
@@ -93,7 +94,7 @@ GIVEN = Given(
             "unlisted": {"/opt/here.pth": digest("pth")},
             "libraries": {"/usr/lib/libvulkan.so.1": digest("loader")},
         },
-        "base": {"name": "Qwen2.5-0.5B", "sha256": digest("base")},
+        "base": {"name": "Qwen2.5-0.5B", "sha256": digest("base"), "config_sha256": digest("config")},
         "job": {
             "name": "ward-7",
             "sha256": digest("job"),
@@ -132,6 +133,7 @@ names = ["ward-7"]
 sha256 = ["{digest("job")}"]
 [base]
 sha256 = ["{digest("base")}"]
+config_sha256 = ["{digest("config")}"]
 [recipe]
 sha256 = ["{digest("recipe")}"]
 [recipe.options]
@@ -192,3 +194,9 @@ level = "self-reported"
 [data]
 sha256 = ["{digest("train")}", "{digest("held")}"]
 """
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)

@@ -96,14 +96,18 @@ def pcrs(expected: Mapping[int, str], facts: Facts) -> Iterator[Failed]:
 def intact(_: bool, facts: Facts) -> Iterator[Failed]:
     for name, package in _dependencies(facts).items():
         if not (isinstance(package, Mapping) and package.get("intact") is True):
-            yield f"{name} as its RECORD lists it", "files that differ from it"
+            changed = package.get("changed") if isinstance(package, Mapping) else None
+            yield (
+                f"{shown(name)} as its RECORD lists it",
+                f"changed files {shown(changed)}" if changed else "other files",
+            )
 
 
 def only_pinned(_: bool, facts: Facts) -> Iterator[Failed]:
     pins = facts["pins"]
     for name in _dependencies(facts):
         if name not in pins:
-            yield "only the packages in [dependencies.pinned]", name
+            yield "only the packages in [dependencies.pinned]", shown(name)
 
 
 def pinned(pins: Mapping[str, Sequence[str]], facts: Facts) -> Iterator[Failed]:
@@ -112,7 +116,7 @@ def pinned(pins: Mapping[str, Sequence[str]], facts: Facts) -> Iterator[Failed]:
         package = found.get(name)
         digest = package.get("sha256") if isinstance(package, Mapping) else None
         if digest not in digests:
-            yield f"{name} with {any_of(digests)}", shown(digest) if digest else f"no {name}"
+            yield f"{name} with {any_of(digests)}", shown(digest) if digest else NOTHING
 
 
 def _dependencies(facts: Facts) -> dict[str, Any]:

@@ -35,6 +35,7 @@ RULES = (
     Rule("job", "names", fields.TEXTS, checks.listed_in("job.name")),
     Rule("job", "sha256", fields.DIGESTS, checks.listed_in("job.sha256")),
     Rule("base", "sha256", fields.DIGESTS, checks.listed_in("base.sha256")),
+    Rule("base", "config_sha256", fields.DIGESTS, checks.listed_in("base.config_sha256")),
     Rule("recipe", "sha256", fields.DIGESTS, checks.listed_in("job.recipe_sha256")),
     Rule("recipe", "options", fields.OPTIONS, checks.options),
     Rule("training", "min_rows", fields.COUNT, checks.rows),

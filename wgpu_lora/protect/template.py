@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from packaging.utils import canonicalize_name
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.protect.appraisal import failures_of
+from wgpu_lora.protect.fields import DIGEST, WrongValue
 from wgpu_lora.protect.policy import KINDS
 from wgpu_lora.protect.rules import RULES
 
 # Variables with which others' code runs inside the trainer.
 FORBIDDEN = ("LD_PRELOAD", "LD_AUDIT", "LD_LIBRARY_PATH", "DYLD_*", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONHOME")
+TABLES = ("options", "pinned", "only")  # written as sections of their own
 SECTIONS = {
     "policy": "Raise the version with every change.",
     "nonce": "Seconds from a nonce's issue to its use, and by which the trainer's clock may be ahead.",
@@ -48,7 +51,11 @@ def policy_for(claims: Mapping[str, Any], quote: Mapping[str, Any] | None = None
     Returns:
         TOML. A value that is not known here, or that these claims do not meet, is a comment that says so.
     """
-    facts = {**claims, "quote": quote, "pins": [canonicalize_name(name) for name in claims.get("dependencies", ())]}
+    facts = {
+        **claims,
+        "quote": quote,
+        "pins": [canonicalize_name(name) for name in _object(claims.get("dependencies"))],
+    }
     lines = [line for line in _lines(claims, quote) if strict or not line.strict]
     sections: dict[str, list[str]] = {}
     for line in lines:
@@ -65,19 +72,20 @@ def policy_for(claims: Mapping[str, Any], quote: Mapping[str, Any] | None = None
 def _written(line: Line, facts: Mapping[str, Any]) -> str:
     """A key and its value, or a comment that says why it is not there."""
     if line.value is None:
-        return f"# {line.key} is not known here"
+        return f"# {line.key} is not known here."
+    try:
+        value = KINDS[line.section, line.key].read(line.value)
+    except WrongValue as error:
+        return f"# {line.key} is left out: what is stated {printable(str(error))}."
     text = f"{line.key} = {toml(line.value)}"
-    if isinstance(line.value, Mapping) and line.key != "pcrs":
+    if line.key in TABLES:
         text = "\n".join([f"[{line.section}.{line.key}]", *(f"{_key(k)} = {toml(v)}" for k, v in line.value.items())])
     rule = next((rule for rule in RULES if (rule.section, rule.key) == (line.section, line.key)), None)
-    if rule is None:
-        return text
-    value = KINDS[line.section, line.key].read(line.value)
-    found = list(failures_of(lambda given: rule.failures(value, given), facts, ""))
+    found = [] if rule is None else [*failures_of(partial(rule.failures, value), facts, "")]
     if not found:
         return text
     commented = "\n".join(f"# {one}" for one in text.split("\n"))
-    return f"# Not so here: {printable(found[0][1])}\n{commented}"
+    return f"# Not so here: expected {found[0][0]}, found {found[0][1]}.\n{commented}"
 
 
 def _lines(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> Iterator[Line]:
@@ -87,17 +95,17 @@ def _lines(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> Iterat
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
-    def one(path: str, form: Callable[[Any], Any] = str) -> list[Any] | None:
+    def one(path: str, form: Callable[[str], str] = str) -> list[Any] | None:
         value = at(path)
-        return None if value is None else [form(value)]
+        return None if value is None else [form(value) if isinstance(value, str) else value]
 
     def exactly(path: str) -> str | None:
         value = at(path)
         return None if value is None else f"=={value}"
 
-    files: Sequence[Mapping[str, Any]] = at("job.data") or []
-    rows = sum(file.get("rows") or 0 for file in files if file.get("role") == "data")
-    options = at("job.options") or {}
+    files = _objects(at("job.data"))
+    rows = [file.get("rows") for file in files if file.get("role") == "data"]
+    options = _object(at("job.options"))
     yield Line("policy", "name", at("job.name"))
     yield Line("policy", "version", 1)
     yield Line("nonce", "seconds", 300)
@@ -106,12 +114,13 @@ def _lines(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> Iterat
     yield Line("release", "recipients", at("job.recipients"))
     yield Line("attestation", "level", at("level"))
     if quote is not None:
-        yield Line("attestation", "tpm_keys", [quote["key_pem"]])
-        yield Line("attestation", "pcrs", {str(number): value for number, value in quote["pcrs"].items()})
-    yield Line("data", "sha256", list(dict.fromkeys(file["sha256"] for file in files)) or None)
+        yield Line("attestation", "tpm_keys", [quote.get("key_pem")])
+        yield Line("attestation", "pcrs", {str(key): value for key, value in _object(quote.get("pcrs")).items()})
+    yield Line("data", "sha256", _digests(file.get("sha256") for file in files) or None)
     yield Line("job", "names", one("job.name"))
     yield Line("job", "sha256", one("job.sha256"), strict=True)
     yield Line("base", "sha256", one("base.sha256"))
+    yield Line("base", "config_sha256", one("base.config_sha256"))
     yield Line("recipe", "sha256", one("job.recipe_sha256"), strict=True)
     bounds: dict[str, Any] = {}
     if "objective" in options:
@@ -120,8 +129,8 @@ def _lines(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> Iterat
         bounds["learning_rate"] = {"max": options["learning_rate"]}
     if bounds:
         yield Line("recipe", "options", bounds)
-    yield Line("training", "min_rows", rows or None)
-    yield Line("training", "max_steps", steps if type(steps := options.get("max_steps")) is int else None)
+    yield Line("training", "min_rows", rows[0] if len(rows) == 1 else None)
+    yield Line("training", "max_steps", options.get("max_steps"))
     yield Line("package", "versions", exactly("package.version"))
     yield Line("package", "sha256", one("package.sha256"))
     yield Line("wgpu", "versions", exactly("wgpu.version"))
@@ -132,7 +141,7 @@ def _lines(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> Iterat
     yield Line("python", "sha256", one("python.sha256"), strict=True)
     yield Line("python", "library_sha256", one("python.library_sha256"), strict=True)
     yield Line("dependencies", "intact", True)
-    pins = {name: package["sha256"] for name, package in (at("dependencies") or {}).items() if "sha256" in package}
+    pins = {name: _object(package).get("sha256") for name, package in _object(at("dependencies")).items()}
     yield Line("dependencies", "only_pinned", True, strict=True)
     yield Line("dependencies", "pinned", pins or None, strict=True)
     yield Line("device", "names", one("device.name", glob.escape))
@@ -149,7 +158,20 @@ def _lines(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> Iterat
     yield Line("process", "import_hooks", at("process.import_hooks"))
     for key in ("unlisted", "libraries"):
         loaded = at(f"process.{key}")
-        yield Line("process", key, loaded if loaded is None else sorted({*loaded.values()}), strict=True)
+        yield Line("process", key, None if loaded is None else _digests(_object(loaded).values()), strict=True)
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """Claims are untrusted: anything else counts as empty."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _digests(values: Iterable[Any]) -> list[str]:
+    return sorted({value for value in values if isinstance(value, str) and DIGEST.fullmatch(value)})
+
+
+def _objects(value: Any) -> list[Mapping[str, Any]]:
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 
 def toml(value: Any) -> str:

@@ -8,6 +8,7 @@ from wgpu_lora.cli.commands import Command, Group
 from wgpu_lora.cli.protect.broker import broker
 from wgpu_lora.cli.protect.check import check
 from wgpu_lora.cli.protect.nonce import nonce
+from wgpu_lora.cli.protect.policy import policy
 from wgpu_lora.cli.protect.verify import verify
 
 protect = typer.Typer(
@@ -28,5 +29,6 @@ def _root(ctx: typer.Context) -> None:
 # A file per command; each is registered by a line here: protect.command(cls=Command)(keygen)
 protect.command(cls=Command)(broker)
 protect.command(cls=Command)(nonce)
+protect.command(cls=Command)(policy)
 protect.command(cls=Command)(verify)
 protect.command(cls=Command)(check)

@@ -10,7 +10,14 @@ from wgpu_lora.protect.checking.findings import Findings, digest_in, digest_of, 
 from wgpu_lora.protect.checking.sessions import ENDS, Session
 from wgpu_lora.protect.log import CLEANUP, CLEANUP_KIND
 
-MADE = ("checkpoint", "evaluated", "finished", "failed", "interrupted")  # stages whose subjects the run itself sealed
+MADE = (
+    "started",
+    "checkpoint",
+    "evaluated",
+    "finished",
+    "failed",
+    "interrupted",
+)  # stages whose subjects the run itself sealed
 SEALED = ".age"
 
 
