@@ -79,7 +79,9 @@ def _written(line: Line, facts: Mapping[str, Any]) -> str:
         return f"# {line.key} is left out: what is stated {printable(str(error))}."
     text = f"{line.key} = {toml(line.value)}"
     if line.key in TABLES:
-        text = "\n".join([f"[{line.section}.{line.key}]", *(f"{_key(k)} = {toml(v)}" for k, v in line.value.items())])
+        text = "\n".join(
+            [f"[{line.section}.{line.key}]", *(f"{_key(k)} = {toml(v)}" for k, v in sorted(line.value.items()))]
+        )
     rule = next((rule for rule in RULES if (rule.section, rule.key) == (line.section, line.key)), None)
     found = [] if rule is None else [*failures_of(partial(rule.failures, value), facts, "")]
     if not found:
