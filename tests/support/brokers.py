@@ -44,6 +44,11 @@ class Owner:
     def write_policy(self, more: str = "") -> None:
         self.policy.write_text(LEAST.replace(OWNER, self.data.recipient) + more)
 
+    def options(self) -> list[str]:
+        """Of the broker's command."""
+        files = {"--policy": self.policy, "--key": self.data_file, "--signing-key": self.signing_file}
+        return [str(part) for pair in files.items() for part in pair]
+
     @contextmanager
     def broker(self) -> Iterator[Broker]:
         with Broker(self.state, Policy.read(self.policy), self.signing, self.data) as broker:
@@ -73,9 +78,9 @@ class Served:
 @contextmanager
 def serving(owner: Owner, *more: str, **environment: str) -> Iterator[Served]:
     """`wgpu-lora protect broker` on a free port."""
-    command = [sys.executable, "-m", "wgpu_lora", "protect", "broker", "--policy", owner.policy, "--key", owner.data_file]
+    command = [sys.executable, "-m", "wgpu_lora", "protect", "broker", *owner.options(), "--port", "0"]
     process = subprocess.Popen(
-        [*command, "--signing-key", owner.signing_file, "--port", "0", *more],
+        [*command, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

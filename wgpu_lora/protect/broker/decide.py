@@ -35,8 +35,8 @@ _NONCE = re.compile(r"[\w-]{43}", re.ASCII)
 class Broker:
     """Holds a data key, and releases it to the sessions whose evidence passes the policy.
 
-    Each decision is a line of the log, on disk before the caller learns of it: whatever a crash interrupts was either not
-    decided, or stays decided. One process at a time works on a directory; its threads decide one after the other.
+    Each decision is a line of the log, on disk before the caller learns of it: whatever a crash interrupts was either
+    not decided, or stays decided. One process at a time works on a directory; its threads decide one after the other.
 
     Args:
         directory: of the log; made if it is not there.
@@ -217,9 +217,8 @@ class Broker:
     def _refuse(self, facts: Mapping[str, Any], failures: list[Failure], status: int) -> NoReturn:
         """Record a refusal, then raise it."""
         what = "the key" if facts["request"] == "release" else "the report"
-        refused = Refused(
-            f"The broker refused {what}, since {_rules(failures)} failed: mend that and ask again.", failures, status
-        )
+        said = f"The broker refused {what}, since {_rules(failures)} failed: mend that and ask again."
+        refused = Refused(said, failures, status)
         self._record("refused", {**facts, "failures": refused.failures})
         self._tell(f"Refused {what}: {'; '.join(refused.lines[1:])}")
         raise refused

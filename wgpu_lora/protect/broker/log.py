@@ -20,11 +20,11 @@ FULL = MAX_LOG_BYTES - (4 << 20)  # bytes; what is left is for the broker's end
 
 
 class DecisionLog:
-    """A hash-chained log signed by the broker's key, and beside it a signed head: how many lines there are, and the last.
+    """A hash-chained log signed by the broker's key, and a signed head beside it: its number of lines, and the last.
 
-    A line that was changed, removed or moved is found by the chain; lines cut off at the end are found by the head. Whoever
-    puts back an earlier copy of both files together is not found here: the broker prints its head when it starts and ends,
-    so that its owner can compare.
+    A line that was changed, removed or moved is found by the chain; lines cut off at the end are found by the head. An
+    earlier copy of both files together, put back, is not found here: the broker prints its head when it starts and
+    ends, so that its owner can compare.
 
     Attributes:
         entries: the lines that were there when it was opened; they may be cleared once they have been read.
@@ -65,9 +65,7 @@ class DecisionLog:
             UserError: it is not; what it records must not happen.
         """
         if self._broken:
-            raise UserError(
-                f"{self._path} is ahead of {self._head}, which could not be written: start the broker again."
-            )
+            raise UserError(f"{self._head} could not be written and is behind the log: start the broker again.")
         if self._chain.size > FULL and stage != "stopped":
             raise UserError(f"{self._path} is full: start the broker with a new --state directory, and keep this one.")
         entry = self._chain.append(stage, facts, subjects, self._key)
@@ -81,9 +79,8 @@ class DecisionLog:
             write_bytes_atomic(self._head, signed)
         except OSError as error:
             self._broken = True
-            raise UserError(
-                f"{self._head} cannot be written ({error.strerror}): make room, then start again."
-            ) from None
+            said = f"{self._head} cannot be written ({error.strerror}): make room, then start the broker again."
+            raise UserError(said) from None
 
     def _check_head(self) -> None:
         """The head must be that of the last line, or of the one before: a crash may come between the two writes."""
