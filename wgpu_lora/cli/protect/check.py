@@ -26,9 +26,9 @@ def check(
 ) -> int:
     """Verify the evidence of a protected run, offline.
 
-    Verifies the log's chain and signatures, each session's attestation and release, sealed files, the cleanup record, the
-    final statement and, if it is given, the opened adapter. The last line says what is proven, and what is only claimed.
-    Without the broker's key nothing is proven about who ran it. The exit code is 1 if a part fails.
+    Verifies the log's chain and signatures, each session's attestation and release, the sealed files, the cleanup
+    record, the final statement and, if it is given, the opened adapter. The last line says what is proven, and what is
+    only claimed. Without the broker's key nothing is proven about who ran it. The exit code is 1 if a part fails.
     """
     check_libraries()
     from wgpu_lora.protect.check import check as check_run

@@ -19,9 +19,13 @@ from wgpu_lora.protect.claims import Evidence, read_evidence
 from wgpu_lora.protect.keys import PublicKey
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.release import AFFIRMING, SLACK, read_release
+from wgpu_lora.train.options.arguments import FREE_ON_RESUME, PLAN
 
 BEFORE_RELEASE = ("attested", "released", "leftovers", "failed", "interrupted", "wiped")
 ENDS = ("finished", "failed", "interrupted")
+STEPS = "checkpoints/"
+REMOVED = "removed"  # the fact of a line that names an older checkpoint, since the run went back to it
+FREE = {*FREE_ON_RESUME, *PLAN}  # options that may differ from one session to the next
 BACK = 1.0  # seconds by which the clock may go back between two lines
 
 
@@ -41,6 +45,10 @@ class Session:
     @property
     def claims(self) -> Mapping[str, Any]:
         return self.evidence.claims if self.evidence else {}
+
+    def steps(self) -> list[Entry]:
+        """The lines about checkpoints of steps; after each, its checkpoint is the newest one."""
+        return [one for one in self.named("checkpoint") if one.subjects and one.subjects[0][0].startswith(STEPS)]
 
     def named(self, *stages: str) -> list[Entry]:
         return [entry for entry in self.entries if entry.stage in stages]
@@ -77,9 +85,9 @@ def check_sessions(
     for one, other in pairwise(lines):
         if other.seconds < one.seconds - BACK:
             found.fail(f"the clock went back by {one.seconds - other.seconds:,.0f} s at line {other.sequence + 1}")
-    first = sessions[0].claims.get("job", {})
     for session in sessions[1:]:
-        found.expect(f"the job of session {session.number}", session.claims.get("job", {}), first)
+        with found.part(f"the job of session {session.number}"):
+            found.expect(f"the job of session {session.number}", _lasting(session), _lasting(sessions[0]))
 
 
 def _check_evidence(run: Path, session: Session, before: Entry | None, found: Findings) -> None:
@@ -167,7 +175,7 @@ def _check_data(session: Session, found: Findings) -> None:
 
 def _check_steps(session: Session, sessions: Sequence[Session], found: Findings) -> None:
     what, most = f"session {session.number}", session.release.get("max_steps")
-    earlier = [entry for one in sessions[: session.number - 1] for entry in one.named("checkpoint")]
+    earlier = [entry for one in sessions[: session.number - 1] for entry in one.steps()]
     for entry in session.named("resumed"):
         if not earlier:
             found.fail(f"{what} resumed from a checkpoint that no earlier session made")
@@ -176,14 +184,14 @@ def _check_steps(session: Session, sessions: Sequence[Session], found: Findings)
             found.expect(f"the step that {what} resumed from", entry.facts.get("step"), earlier[-1].facts.get("step"))
     if earlier and session.named("started"):
         found.fail(f"{what} started anew though there was a checkpoint")
-    step = earlier[-1].facts["step"] if earlier else 0
-    for entry in session.named("checkpoint", "finished"):
+    step = highest = earlier[-1].facts["step"] if earlier else 0
+    for entry in [*session.steps(), *session.named("finished")]:
         at = entry.facts["steps" if entry.stage == "finished" else "step"]
-        if at < step and "removed" not in entry.facts:  # a run goes back from a checkpoint whose weights are not finite
+        if at < step and REMOVED not in entry.facts:
             found.fail(f"{what} has step {at} after step {step}")
-        step = at
-    if most is not None and step > most:
-        found.fail(f"{what} took {step} steps, more than {most}")
+        step, highest = at, max(highest, at)
+    if most is not None and highest > most:
+        found.fail(f"{what} took {highest} steps, more than {most}")
 
 
 def _check_policy(session: Session, before: Entry | None, policy: Policy, found: Findings) -> None:
@@ -194,6 +202,17 @@ def _check_policy(session: Session, before: Entry | None, policy: Policy, found:
     appraisal = appraise(session.evidence, policy, nonce=nonce, now=now, head=head)
     for failure in appraisal.failures:
         found.fail(f"the policy for session {session.number}, {failure.line()}")
+
+
+def _lasting(session: Session) -> dict[str, Any]:
+    """What all sessions of a run must have in common."""
+    job = session.claims.get("job", {})
+    return {
+        "name": job.get("name"),
+        "recipients": job.get("recipients"),
+        "data": {data["role"]: data["sha256"] for data in job.get("data", []) if data["role"] not in FREE - {"data"}},
+        "options": {name: value for name, value in job.get("options", {}).items() if name not in FREE},
+    }
 
 
 def _check_unlike(sessions: Sequence[Session], found: Findings) -> None:
