@@ -24,6 +24,7 @@ from wgpu_lora.protect.signing import sign_model
 from wgpu_lora.protect.statement import RunFacts, write_statement
 
 ADAPTER = {"adapter_model.safetensors": b"weights", "adapter_config.json": b"{}"}
+JOB = b"[protected]\n"
 LIMITS = "\n[training]\nmin_rows = 8\nmax_steps = 100\n"
 Change = Callable[[Any], Any]
 
@@ -74,6 +75,7 @@ def make_run(
         end: stage of the last session's end; "" is a killed one.
     """
     directory.mkdir()
+    (directory / "job.toml").write_bytes(JOB)
     made = Made(directory, directory.with_name(f"{directory.name}-adapter"), [])
     for number in range(1, sessions + 1):
         _session(made, owner, number, dict(changes or {}), run, job, end if number == sessions else "interrupted")
@@ -125,7 +127,7 @@ def _session(
     record = {"complete": True, "wiped": [{"what": "device buffers", "bytes": 64}], "not_wiped": ["immutable bytes"]}
     if (record := changed("cleanup", record)) is not None:
         log.wiped(record)
-    if adapter:
+    if adapter and record is not None:
         files = {**ADAPTER, MODEL_SIG: sign_model(ADAPTER, keys.signing)}
         made.adapter.mkdir()
         for name, content in files.items():
@@ -142,7 +144,7 @@ def log_subject(log: EvidenceLog, stage: str) -> tuple[str, str]:
 
 def _claims(owner: DataOwner, keys: SessionKeys, number: int, job: str, log: EvidenceLog) -> dict[str, Any]:
     claims = copy.deepcopy(GIVEN.claims)
-    claims["job"] |= {"name": job, "recipients": [owner.data.recipient]}
+    claims["job"] |= {"name": job, "recipients": [owner.data.recipient], "sha256": hashlib.sha256(JOB).hexdigest()}
     claims |= {
         "eat_profile": PROFILE,
         "eat_nonce": digest(f"{log.run} {number}"),

@@ -20,6 +20,7 @@ MADE = (
     "interrupted",
 )  # stages whose subjects the run itself sealed
 SEALED = ".age"
+JOB = "job.toml"  # a copy
 SKIPPED = "skipped.jsonl.age"  # rows that were left out
 
 
@@ -47,6 +48,12 @@ def check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None
             found.fail(f"{name} is not in the log")
         else:
             found.claimed.append(f"{name}: a killed session had not recorded it")
+    with found.part(JOB):
+        digest = digest_in(run, JOB)
+        if digest is None:
+            found.claimed.append(f"{JOB} is missing: the evidence states its options")
+        else:
+            found.expect(f"SHA-256 of {JOB}", digest, sessions[-1].claims.get("job", {}).get("sha256"))
     if verified:
         found.proven.append(f"{verified} sealed {'file is' if verified == 1 else 'files are'} those of the log")
 
