@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import wgpu
@@ -75,6 +76,8 @@ class Device:
         max_binding, max_buffer: bytes.
         allocated, peak_allocated: bytes of all live buffers in the device's memory, now and at most.
         host_allocated: bytes of all live buffers in the host's memory.
+        live: all buffers that have not been freed, in either memory.
+        before_free: called with each buffer before it is destroyed (see `gpu.wipe`).
 
     Raises:
         UserError: no device matches the selector.
@@ -103,7 +106,8 @@ class Device:
         self.allocated = self.host_allocated = 0
         self.peak_allocated = 0
         self._pipelines: dict[tuple[Any, ...], Any] = {}
-        self._readback: dict[int, Any] = {}
+        self.live: WeakSet[Any] = WeakSet()
+        self.before_free: Callable[[Any], None] | None = None
         self.verdicts: Any = None  # see gpu.verdicts; kept here so that they go with the device
         self.capabilities = Capabilities(
             subgroup_size=self._subgroup_size() if "subgroup" in features else 0,
@@ -149,16 +153,24 @@ class Device:
         usage = uses.STORAGE | uses.COPY_SRC | uses.COPY_DST | use
         try:
             with noticing(self.info.name):
-                return self.raw.create_buffer(label=label, size=size, usage=usage)
+                buffer = self.raw.create_buffer(label=label, size=size, usage=usage)
         except (MemoryError, wgpu.GPUValidationError, wgpu.GPUError) as error:
             raise OutOfDeviceMemory(label or "a buffer", size, self.allocated) from error
+        self.live.add(buffer)
+        return buffer
 
     def free(self, buffer: Any) -> None:
         self.allocated -= buffer.size
-        buffer.destroy()
+        self._destroy(buffer)
 
     def free_host(self, buffer: Any) -> None:
         self.host_allocated -= buffer.size
+        self._destroy(buffer)
+
+    def _destroy(self, buffer: Any) -> None:
+        if self.before_free:
+            self.before_free(buffer)
+        self.live.discard(buffer)
         buffer.destroy()
 
     def write(self, buffer: Any, data: np.ndarray, offset: int = 0) -> None:

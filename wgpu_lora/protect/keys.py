@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.host import SecretBuffer
+from wgpu_lora.protect.memory import SecretBuffer
 
 MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients
 SECRET = b"AGE-SECRET-KEY-1"

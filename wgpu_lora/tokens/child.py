@@ -51,7 +51,8 @@ def limit(memory: int) -> None:
     taken = 0  # address space that a preloaded library may have reserved
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
-    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, memory + taken)):
+    core = 1 if sys.platform == "linux" else 0  # byte; Linux ignores a limit of 0 where a program receives core dumps
+    for kind, most in ((resource.RLIMIT_CORE, core), (resource.RLIMIT_AS, memory + taken)):
         hard = resource.getrlimit(kind)[1]
         value = most if hard == resource.RLIM_INFINITY else min(most, hard)
         try:

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.tokenizers import document
+
+from wgpu_lora.protect import host, keys, memory
+from wgpu_lora.protect.host import HostProtection, harden
+from wgpu_lora.protect.memory import SecretBuffer
+from wgpu_lora.tokens.process import Child
+
+resource = pytest.importorskip("resource")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture
+def hardened() -> Iterator[HostProtection]:
+    done = harden()
+    yield done
+    done.restore()
+
+
+def limits(pid: int | str = "self") -> str:
+    return Path(f"/proc/{pid}/limits").read_text().split("Max core file size")[1].split()[0]
+
+
+def locked_kilobytes() -> int:
+    return int(Path("/proc/self/status").read_text().split("VmLck:")[1].split()[0])
+
+
+def test_core_dumps_are_off_and_can_be_turned_on_again() -> None:
+    before = resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource.RLIMIT_MEMLOCK), locked_kilobytes()
+    done = harden()
+    try:
+        facts = done.facts["core_dumps"]
+        assert facts["off"]
+        assert not facts["dumpable"]
+        assert facts["limit_bytes"] == resource.getrlimit(resource.RLIMIT_CORE)[0] <= 1
+        assert resource.getrlimit(resource.RLIMIT_CORE)[1] == before[0][1]
+    finally:
+        done.restore()
+        done.restore()
+    after = resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource.RLIMIT_MEMLOCK), locked_kilobytes()
+    assert after == before
+    assert host.system_library().prctl(host.PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
+
+
+CRASH = "import os; os.abort()"
+HARDENED = f"""
+import subprocess, sys
+from wgpu_lora.protect.host import harden
+harden()
+subprocess.run([sys.executable, "-c", {CRASH!r}])
+{CRASH}
+"""
+
+
+def test_a_crash_leaves_no_core_dump_of_the_process_or_its_children(tmp_path: Path) -> None:
+    def run(code: str) -> list[str]:
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        allowed = lambda: resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))  # noqa: E731
+        ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, preexec_fn=allowed, capture_output=True)
+        assert ended.returncode == -6, ended.stderr
+        return [path.name for path in tmp_path.iterdir()]
+
+    assert run(HARDENED) == []
+    if not run(CRASH):
+        pytest.skip("this system leaves no core dumps in the working directory")
+
+
+def test_the_tokenizers_process_leaves_no_core_dump(hardened: HostProtection) -> None:
+    child = Child(json.dumps(document("gpt2")))
+    assert child.encode(["ab"])
+    process = child._process
+    assert process is not None
+    try:
+        assert limits(process.popen.pid) == ("1" if hardened.facts["core_dumps"]["limit_bytes"] else "0")
+    finally:
+        process.end()
+
+
+def test_what_is_locked_is_said(hardened: HostProtection) -> None:
+    facts = hardened.facts["memory"]
+    if facts["locked"] == "all":
+        assert locked_kilobytes() > 0
+    else:
+        assert "RLIMIT_MEMLOCK" in facts["why"] or "mlockall" in facts["why"]
+    assert any("kernel" in text for text in hardened.facts["not_protected"])
+    unlocked = any("swapped out" in text and "rows" in text for text in hardened.facts["not_protected"])
+    assert unlocked == (facts["locked"] != "all" and hardened.facts["swap"] != [])
+
+
+@pytest.mark.parametrize("capable", [True, False])
+@pytest.mark.parametrize("unlimited", [True, False])
+@pytest.mark.parametrize("refused", [True, False])
+def test_all_memory_is_locked_only_where_later_allocations_cannot_fail(
+    monkeypatch: pytest.MonkeyPatch, capable: bool, unlimited: bool, refused: bool
+) -> None:
+    calls = []
+
+    class System:
+        def mlockall(self, flags: int) -> int:
+            calls.append(flags)
+            return -1 if refused else 0
+
+        def munlockall(self) -> None:
+            calls.append("undone")
+
+    limit = resource.RLIM_INFINITY if unlimited else 8 << 20
+    monkeypatch.setattr(host, "system_library", System)
+    monkeypatch.setattr(host, "_may_lock", lambda: capable)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    done = HostProtection({})
+    facts = host._lock_memory(done)
+    tried = capable or unlimited
+    assert calls == ([7] if tried else [])
+    assert facts["locked"] == ("all" if tried and not refused else "keys")
+    assert ("why" in facts) == (facts["locked"] == "keys")
+    done.restore()
+    assert ("undone" in calls) == (facts["locked"] == "all")
+
+
+def test_swap_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Filename\t\tType\t\tSize\tUsed\tPriority\n/dev/sda2  partition\t1\t0\t-2\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: text)
+    assert host.swap_devices() == ["/dev/sda2"]
+
+
+def test_secret_buffers_have_pages_of_their_own_and_are_not_inherited() -> None:
+    buffer = SecretBuffer(b"secret")
+    assert buffer.copy() == b"secret"
+    if buffer.locked:
+        assert locked_kilobytes() >= 4
+    smaps = Path("/proc/self/smaps").read_text()
+    assert any({"dd", "dc"} <= set(line.split()[1:]) for line in smaps.splitlines() if line.startswith("VmFlags:"))
+    view = buffer._map
+    buffer.wipe()
+    buffer.wipe()
+    assert view is not None
+    assert view.closed
+    with pytest.raises(ValueError, match="wiped"):
+        buffer.copy()
+
+
+def test_wiping_overwrites_before_memory_is_given_back() -> None:
+    key = keys.DataKey.generate()
+    pages = key._text._map
+    assert pages is not None
+    held = memoryview(pages)  # the memory stays while somebody looks at it
+    assert any(held)
+    key.wipe()
+    assert not any(held)
+    held.release()
+
+
+def test_where_nothing_can_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "lock_pages", lambda address, size: False)
+    assert not keys.DataKey.generate().locked
