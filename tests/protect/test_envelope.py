@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from securesystemslib.dsse import Envelope
-from securesystemslib.signer import CryptoSigner, SSlibKey
 
 from wgpu_lora.protect import envelope
 from wgpu_lora.protect.envelope import EnvelopeError
+from wgpu_lora.protect.keys import PublicKey, SigningKey
 
-
-@dataclass
-class Pair:
-    signer: CryptoSigner
-
-    @property
-    def keyid(self) -> str:
-        return self.signer.public_key.keyid
-
-    def ssl_key(self) -> SSlibKey:
-        return self.signer.public_key
-
-
-OURS, OTHER = Pair(CryptoSigner.generate_ecdsa()), Pair(CryptoSigner.generate_ecdsa())
+OURS, OTHER = SigningKey.generate(), SigningKey.generate()
 FACTS = {"sequence": 2**60 + 1, "loss": 0.1, "text": "é", "none": None, "list": [1, {"a": False}]}
 SAID = envelope.statement("https://example.org/test/v1", [("adapter", "ab" * 32)], FACTS)
 SIGNED = envelope.sign(SAID, OURS)
 
 
-def refused(data: bytes, words: str = ".", key: Pair = OURS) -> None:
+def refused(data: bytes, words: str = ".", key: PublicKey = OURS.public) -> None:
     with pytest.raises(EnvelopeError, match=words):
         envelope.verify(data, key)
 
@@ -49,14 +35,14 @@ def resigned(payload: Any, payload_type: str = envelope.STATEMENT) -> bytes:
 
 
 def test_round_trip_keeps_whole_numbers_and_is_one_line() -> None:
-    assert envelope.verify(SIGNED, OURS) == envelope.peek(SIGNED) == SAID
+    assert envelope.verify(SIGNED, OURS.public) == envelope.peek(SIGNED) == SAID
     assert b"\n" not in SIGNED
 
 
 def test_another_key_is_refused_even_under_our_id() -> None:
     refused(envelope.sign(SAID, OTHER), "signed by key")
     claimed = json.loads(envelope.sign(SAID, OTHER))
-    claimed["signatures"][0]["keyid"] = OURS.keyid
+    claimed["signatures"][0]["keyid"] = OURS.public.keyid
     refused(json.dumps(claimed, separators=(",", ":")).encode(), "does not fit")
 
 
@@ -133,7 +119,7 @@ def test_signatures_of_any_type_are_refused_in_words(value: Any, name: str) -> N
 @given(JSON, st.sampled_from(["_type", "subject", "predicateType", "predicate"]))
 def test_statements_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
     try:
-        found = envelope.verify(resigned({**SAID, name: value}), OURS)
+        found = envelope.verify(resigned({**SAID, name: value}), OURS.public)
     except EnvelopeError:
         return
     assert isinstance(found["predicate"], dict)

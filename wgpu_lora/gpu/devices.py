@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import wgpu
-from wgpu.backends.wgpu_native import lib_version_info
+from wgpu.backends.wgpu_native import lib_path, lib_version_info
 
 from wgpu_lora.errors import UserError
 
@@ -35,6 +36,11 @@ LIMITS_THAT_MATTER = (
 def native_version() -> str:
     """The version of the wgpu-native library that wgpu loaded."""
     return ".".join(map(str, lib_version_info))
+
+
+def native_library() -> Path:
+    """The file of the wgpu-native library that wgpu loaded."""
+    return Path(lib_path)
 
 
 @dataclass(frozen=True)

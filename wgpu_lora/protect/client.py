@@ -20,6 +20,7 @@ from wgpu_lora.protect.release import read_release
 MEDIA_TYPE = "application/vnd.dsse.envelope.v1+json"
 MAX_ANSWER = 256 << 10  # bytes
 TIMEOUT = httpx.Timeout(30, connect=10)  # seconds
+ANSWER_SECONDS = 60.0  # for a whole answer; httpx counts from one part to the next
 TRIES, PAUSE = 4, 0.5  # of requests that may be repeated; seconds before the second one, doubled each time
 BUSY = (429, 503)
 _NONCE = re.compile(r"[\w-]{22,88}", re.ASCII)  # RFC 9711 has 8 to 88 characters
@@ -107,10 +108,13 @@ class BrokerClient:
         return parse_object(data, f"The answer of the broker at {self._said}", MAX_ANSWER, cure="check the URL")
 
     def _answer(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+        until = time.monotonic() + ANSWER_SECONDS
         with self._client.stream("POST", path, content=body, headers=headers) as response:
             data = bytearray()
             for part in response.iter_raw(16 << 10):
                 data += part
+                if time.monotonic() > until:
+                    raise httpx.ReadTimeout(f"no whole answer within {ANSWER_SECONDS:g} s")
                 if len(data) > MAX_ANSWER:
                     raise UserError(f"The broker at {self._said} answers with over {MAX_ANSWER:,} bytes: check the URL.")
             return response.status_code, bytes(data)
@@ -143,7 +147,8 @@ def _parsed(url: str, said: str) -> tuple[httpx.URL, str]:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, TypeError, ValueError):
         parts = httpx.URL("")
-    if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query or parts.fragment:
+    more = parts.userinfo or parts.query or parts.fragment
+    if parts.scheme not in ("http", "https") or not parts.host or more or not 0 < (parts.port or 1) < 1 << 16:
         raise UserError(f"{said!a} is not the URL of a broker: give one such as https://broker.example:8443.")
     if parts.scheme == "https":
         return parts, parts.host

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf import json_format
 from in_toto_attestation.v1 import statement_pb2
 from in_toto_attestation.v1.statement import STATEMENT_TYPE_URI, Statement
 from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import UnverifiedSignatureError, VerificationError
-from securesystemslib.signer import Signer, SSlibKey
 
 from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object, printable
 from wgpu_lora.errors import UserError
+from wgpu_lora.protect.keys import PublicKey, SigningKey
 
 STATEMENT = "application/vnd.in-toto+json"
 MAX_BYTES = MAX_JSON_BYTES  # of an envelope; evidence takes 0.2 MB
@@ -27,17 +27,6 @@ MAX_BYTES = MAX_JSON_BYTES  # of an envelope; evidence takes 0.2 MB
 
 class EnvelopeError(UserError, ValueError):
     """Bytes are no DSSE envelope of an in-toto statement, or their signature is not by the key that was asked for."""
-
-
-class _Signing(Protocol):
-    @property
-    def signer(self) -> Signer: ...
-
-
-class _Public(Protocol):
-    @property
-    def keyid(self) -> str: ...
-    def ssl_key(self) -> SSlibKey: ...
 
 
 def statement(predicate_type: str, subjects: Sequence[tuple[str, str]], predicate: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +44,7 @@ def statement(predicate_type: str, subjects: Sequence[tuple[str, str]], predicat
     }
 
 
-def sign(statement: Mapping[str, Any], key: _Signing) -> bytes:
+def sign(statement: Mapping[str, Any], key: SigningKey) -> bytes:
     """A DSSE envelope of a statement: JSON on one line, without a newline.
 
     Raises:
@@ -73,7 +62,7 @@ def sign(statement: Mapping[str, Any], key: _Signing) -> bytes:
     return signed
 
 
-def verify(envelope: bytes, key: _Public) -> dict[str, Any]:
+def verify(envelope: bytes, key: PublicKey) -> dict[str, Any]:
     """The statement in an envelope, if `key` signed it.
 
     Raises:

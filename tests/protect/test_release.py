@@ -1,0 +1,168 @@
+"""Releases: who can open them, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jwt
+import pyrage
+import pytest
+from support.brokers import JOB, Owner, Trainer
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.protect.appraisal import appraise
+from wgpu_lora.protect.claims import read_evidence
+from wgpu_lora.protect.keys import DataKey, SessionKeys, SigningKey
+from wgpu_lora.protect.policy import Policy
+from wgpu_lora.protect.release import MAX_TOKEN, REQUIRED, SLACK, Release, make_release, open_release, read_release
+
+NONCE = "n" * 43
+
+
+@dataclass
+class Made:
+    owner: Owner
+    trainer: Trainer
+    token: str
+    evidence_sha256: str
+    now: float
+
+    def open(self, token: str | None = None, **changed: Any) -> Release:
+        values: dict[str, Any] = {
+            "broker": self.owner.signing.public,
+            "evidence_sha256": self.evidence_sha256,
+            "nonce": NONCE,
+            "keys": self.trainer.keys,
+            "now": self.now,
+            **changed,
+        }
+        return open_release(self.token if token is None else token, **values)
+
+    def claims(self) -> dict[str, Any]:
+        return dict(jwt.decode(self.token, options={"verify_signature": False}))
+
+    def signed(self, **changed: Any) -> str:
+        """The token with other claims, signed by the broker; `...` leaves one out."""
+        claims = {name: value for name, value in {**self.claims(), **changed}.items() if value is not ...}
+        return jwt.PyJWS().encode(json.dumps(claims).encode(), self.owner.signing.key, "ES256")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    owner = Owner(tmp_path_factory.mktemp("owner"))
+    owner.write_policy("[training]\nmin_rows = 10\nmax_steps = 200\n")
+    trainer, policy, now = Trainer(owner), Policy.read(owner.policy), time.time()
+    data = trainer.evidence(NONCE)
+    evidence = read_evidence(data)
+    result = appraise(evidence, policy, nonce=NONCE, now=now)
+    token = make_release(evidence, result, policy, owner.data, owner.signing, now)
+    return Made(owner, trainer, token, hashlib.sha256(data).hexdigest(), now)
+
+
+def test_a_release_opens_for_its_session(made: Made) -> None:
+    release = made.open(recipients=[made.owner.data.recipient])
+    assert release.key.text() == made.owner.data.text()
+    assert (release.job, release.min_rows, release.max_steps) == (JOB, 10, 200)
+    assert release.expires == int(made.now + 3600)
+    assert release.facts()["release_sha256"] == hashlib.sha256(made.token.encode()).hexdigest()
+    assert "wrapped_key" not in release.facts()
+    release.check_expired(made.now + 3590)
+    with pytest.raises(UserError, match="expired"):
+        release.check_expired(made.now + 3601)
+
+
+def test_it_is_bound_to_everything_that_it_answers(made: Made) -> None:
+    for changed, message in (
+        ({"nonce": "m" * 43}, "eat_nonce"),
+        ({"evidence_sha256": "0" * 64}, "evidence_sha256"),
+        ({"broker": SigningKey.generate().public}, "not signed by this broker"),
+        ({"keys": SessionKeys.generate()}, "aud"),
+        ({"keys": SessionKeys(DataKey.generate(), made.trainer.keys.signing)}, "not encrypted to this session"),
+        ({"now": made.now + 3601}, "expired"),
+        ({"now": made.now - SLACK - 2}, "in the future"),
+        ({"recipients": [made.trainer.keys.data.recipient]}, "not among the job's recipients"),
+    ):
+        with pytest.raises(UserError, match=message):
+            made.open(**changed)
+
+
+def test_only_the_brokers_algorithm_is_accepted(made: Made) -> None:
+    public = made.owner.signing.public.pem
+    head, body, _ = made.token.split(".")
+
+    def part(value: Any) -> str:
+        return base64.urlsafe_b64encode(json.dumps(value).encode()).rstrip(b"=").decode()
+
+    symmetric = f"{part({'alg': 'HS256', 'typ': 'JWT'})}.{body}"
+    mac = base64.urlsafe_b64encode(hmac.digest(public.encode(), symmetric.encode(), "sha256")).rstrip(b"=").decode()
+    for token in (f"{part({'alg': 'none'})}.{body}.", f"{symmetric}.{mac}", f"{head}.{body}.", f"{head}.{body}"):
+        with pytest.raises(UserError):
+            made.open(token)
+        with pytest.raises(UserError):
+            read_release(token, made.owner.signing.public)
+
+
+def test_any_byte_changed_is_noticed(made: Made) -> None:
+    public = made.owner.signing.public
+    for at in range(0, len(made.token), 97):
+        other = "A" if made.token[at] != "A" else "B"
+        with pytest.raises(UserError):
+            read_release(made.token[:at] + other + made.token[at + 1 :], public)
+
+
+@pytest.mark.parametrize("token", ["", ".", "..", "a.b.c", "é", "\ud800", "A" * (MAX_TOKEN + 1), "e30.e30.e30"])
+def test_what_is_no_token_is_refused(made: Made, token: str) -> None:
+    for broker in (None, made.owner.signing.public):
+        with pytest.raises(UserError):
+            read_release(token, broker)
+
+
+def test_claims_must_be_there_with_their_types(made: Made) -> None:
+    for name in REQUIRED:
+        for wrong in (..., None, [], 1.5, True):
+            with pytest.raises(UserError):
+                made.open(made.signed(**{name: wrong}))
+    for wrong in ("7", 7.5, True):
+        with pytest.raises(UserError):
+            made.open(made.signed(max_steps=wrong))
+    with pytest.raises(UserError, match=r"ear\.status"):
+        made.open(made.signed(**{"ear.status": "contraindicated"}))
+    with pytest.raises(UserError, match="iss"):
+        made.open(made.signed(iss="another"))
+
+
+def test_the_wrapped_key_must_be_the_one_that_is_named(made: Made) -> None:
+    def wrapped(text: bytes) -> str:
+        to = pyrage.x25519.Recipient.from_str(made.trainer.keys.data.recipient)
+        return str(pyrage.encrypt(text, [to], armored=True).decode())
+
+    nothing = "age identity"
+    for text, message in ((DataKey.generate().text(), "not the one"), (b"no key", nothing), (b"", nothing)):
+        with pytest.raises(UserError, match=message) as caught:
+            made.open(made.signed(wrapped_key=wrapped(text)))
+        assert "AGE-SECRET-KEY" not in str(caught.value).replace("starts with AGE-SECRET-KEY-1", "")
+
+
+def test_claims_without_the_key_are_read_for_checks(made: Made) -> None:
+    for broker in (None, made.owner.signing.public):
+        claims = read_release(made.token, broker)
+        assert claims["sub"] == JOB
+        assert claims["policy"] == Policy.read(made.owner.policy).as_dict()
+        assert "wrapped_key" not in claims
+    old = made.signed(exp=5, iat=3)
+    assert read_release(old, made.owner.signing.public)["exp"] == 5  # a check comes after the expiry
+
+
+def test_nothing_is_made_for_evidence_that_failed(made: Made, tmp_path: Path) -> None:
+    policy = Policy.read(made.owner.policy)
+    evidence = read_evidence(made.trainer.evidence(NONCE))
+    result = appraise(evidence, policy, nonce="another", now=made.now)
+    with pytest.raises(ValueError, match="not passed"):
+        make_release(evidence, result, policy, made.owner.data, made.owner.signing, made.now)
