@@ -79,7 +79,8 @@ class Wiper:
 
     def _dropped(self) -> int:
         """Bytes of buffers that Python has collected, and nobody freed."""
-        return self.device.allocated + self.device.host_allocated - sum(buffer.size for buffer in self.device.live)
+        live = sum(int(buffer.size) for buffer in self.device.live)
+        return self.device.allocated + self.device.host_allocated - live
 
     def _wipe(self, buffers: list[Any]) -> None:
         begin, left = time.perf_counter(), list(buffers)
