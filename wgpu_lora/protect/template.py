@@ -27,6 +27,7 @@ SECTIONS = {
     "attestation": "What the evidence must be: self-reported, or quoted by a TPM with one of tpm_keys.",
     "data": "Digests of the sealed files: training data, held-out data and initial adapter.",
     "environment": "Variables by name; in [environment.only], those that may be set, with their values' digests.",
+    "host": "What keeps the trainer's memory off its disk.",
     "process": "What may be loaded that belongs to no package.",
 }
 
@@ -79,7 +80,9 @@ def _written(line: Line, facts: Mapping[str, Any]) -> str:
         return f"# {line.key} is left out: what is stated {printable(str(error))}."
     text = f"{line.key} = {toml(line.value)}"
     if line.key in TABLES:
-        text = "\n".join([f"[{line.section}.{line.key}]", *(f"{_key(k)} = {toml(v)}" for k, v in line.value.items())])
+        text = "\n".join(
+            [f"[{line.section}.{line.key}]", *(f"{_key(k)} = {toml(v)}" for k, v in sorted(line.value.items()))]
+        )
     rule = next((rule for rule in RULES if (rule.section, rule.key) == (line.section, line.key)), None)
     found = [] if rule is None else [*failures_of(partial(rule.failures, value), facts, "")]
     if not found:
@@ -153,6 +156,8 @@ def _lines(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> Iterat
     yield Line("kernel", "releases", one("kernel.release", glob.escape), strict=True)
     yield Line("environment", "forbidden", list(FORBIDDEN))
     yield Line("environment", "only", at("environment"), strict=True)
+    yield Line("host", "no_core_dumps", True)
+    yield Line("host", "no_swap", True)
     yield Line("process", "untraced", True)
     yield Line("process", "compiled", True)
     yield Line("process", "import_hooks", at("process.import_hooks"))
