@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-
 from support.brokers import JOB, Owner, Trainer
 from support.policies import digest
+
 from wgpu_lora.protect.broker import limits
 from wgpu_lora.protect.broker.app import MAX_EVIDENCE, make_app
 from wgpu_lora.protect.broker.limits import MEDIA_TYPES, Rate

@@ -7,11 +7,14 @@ import os
 import select
 import signal
 import socket
-import ssl
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import psutil
@@ -20,9 +23,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-
 from support.brokers import JOB, Owner, Trainer, serving
 from support.policies import digest
+
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect import envelope
@@ -30,6 +33,8 @@ from wgpu_lora.protect.broker import serve
 from wgpu_lora.protect.client import BrokerClient
 from wgpu_lora.protect.offline import release_by_files
 from wgpu_lora.protect.progress import sign_progress
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -56,15 +61,14 @@ def test_a_process_from_its_start_over_attacks_to_sigterm(owner: Owner) -> None:
         shared = client.nonce()
         asked = [Trainer(owner, f"job {number}").evidence(shared) for number in range(4)]
 
-        def ask(signed: bytes) -> bool:
+        def ask(signed: bytes) -> str:
             try:
-                return bool(BrokerClient(served.url, owner.signing.public).release(signed))
+                return BrokerClient(served.url, owner.signing.public).release(signed)
             except UserError as error:
-                assert "evidence.nonce" in str(error)
-                return False
+                return str(error)
 
         with ThreadPoolExecutor(4) as pool:
-            assert sum(pool.map(ask, asked)) == 1
+            assert sum("evidence.nonce" in said for said in pool.map(ask, asked)) == 3
 
         process = psutil.Process(served.process.pid)
         before = process.memory_info().rss
@@ -93,8 +97,7 @@ def test_a_process_from_its_start_over_attacks_to_sigterm(owner: Owner) -> None:
 
 def address(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
-    assert parts.hostname and parts.port
-    return parts.hostname, parts.port
+    return str(parts.hostname), int(parts.port or 0)
 
 
 def send_much(url: str, headers: dict[str, str], size: int) -> tuple[int, int]:
@@ -140,14 +143,47 @@ def test_kill_9_between_the_log_and_the_answer(owner: Owner) -> None:
         with pytest.raises(UserError, match="cannot be reached"):
             client.release(evidence)
         assert served.process.wait(20) == -signal.SIGKILL
-    with serving(owner) as served:
-        client = BrokerClient(served.url, owner.signing.public)
+    with owner.broker() as broker:
         with pytest.raises(UserError, match=r"evidence\.nonce"):
-            client.release(evidence)
-        trainer, nonce = Trainer(owner), client.nonce()
+            broker.decide(evidence)
+        trainer, nonce = Trainer(owner), broker.nonce()
         evidence = trainer.evidence(nonce)
-        trainer.opened(client.release(evidence), evidence, nonce)  # the job may ask anew
-    assert stages(owner) == ["started", "nonce", "released", "started", "refused", "nonce", "released"]
+        trainer.opened(broker.decide(evidence), evidence, nonce)  # the job may ask anew
+    assert stages(owner) == ["started", "nonce", "released", "refused", "nonce", "released"]
+
+
+def asked_here(owner: Owner, ask: Callable[[str], T], tls: tuple[Path, Path] | None = None) -> T:
+    """Serve in this thread until `ask`, called with the URL in another one, returns."""
+    results: list[T] = []
+
+    def asking(url: str) -> None:
+        try:
+            results.append(ask(url))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def tell(line: str) -> None:
+        if "Listening" in line:
+            threading.Thread(target=asking, args=(line.split()[-1],)).start()
+
+    with owner.broker() as broker:
+        serve.serve(broker, "127.0.0.1", 0, tls, tell)
+    return results[0]
+
+
+def test_a_connection_lasts_no_longer_than_allowed(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers that come a byte at a time keep a connection busy, which uvicorn's own limits do not end."""
+    monkeypatch.setattr(serve, "CONNECTION_SECONDS", 0.3)
+
+    def patient(url: str) -> float:
+        start = time.monotonic()
+        with socket.create_connection(address(url), timeout=10) as line:
+            line.sendall(b"POST /v1/nonce HTTP/1.1\r\nX-")
+            with suppress(ConnectionError):
+                assert line.recv(1) == b""
+        return time.monotonic() - start
+
+    assert 0.2 < asked_here(owner, patient) < 5
 
 
 def certificate(directory: Path) -> tuple[Path, Path]:
@@ -169,30 +205,33 @@ def certificate(directory: Path) -> tuple[Path, Path]:
     cert, private = directory / "cert.pem", directory / "cert.key"
     cert.write_bytes(made.public_bytes(serialization.Encoding.PEM))
     private.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
     return cert, private
 
 
 def test_tls_is_verified_by_the_client(owner: Owner) -> None:
     cert, private = certificate(owner.directory)
-    with serving(owner, "--tls-cert", str(cert), "--tls-key", str(private)) as served:
-        assert served.url.startswith("https://")
-        assert BrokerClient(served.url, owner.signing.public, cert).nonce()
-        quick = {"sleep": lambda seconds: None}
-        with pytest.raises(UserError, match="certificate"):
-            BrokerClient(served.url, owner.signing.public, **quick).nonce()  # type: ignore[arg-type]
-        plain = served.url.replace("https", "http")
-        with pytest.raises(UserError, match="cannot be reached"):
-            BrokerClient(plain, owner.signing.public, **quick).nonce()  # type: ignore[arg-type]
+    public = owner.signing.public
+
+    def ask(url: str) -> list[str]:
+        said = [url, BrokerClient(url, public, cert).nonce()]
+        for other in (url, url.replace("https", "http")):  # a CA that the system does not know, and no TLS
+            with pytest.raises(UserError) as caught:
+                BrokerClient(other, public, sleep=lambda seconds: None).nonce()
+            said.append(str(caught.value))
+        return said
+
+    url, nonce, unknown, plain = asked_here(owner, ask, (cert, private))
+    assert url.startswith("https://")
+    assert len(nonce) == 43
+    assert "self-signed certificate" in unknown
+    assert "cannot be reached" in plain
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_an_address_that_is_not_loopback_needs_tls(owner: Owner, host: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--policy", owner.policy, "--key", owner.data_file, "--signing-key", owner.signing_file, "--host", host]
-    assert main(["protect", "broker", *map(str, arguments)]) == 2
+    assert main(["protect", "broker", *owner.options(), "--host", host]) == 2
     assert "needs TLS" in capsys.readouterr().err
 
 
@@ -208,10 +247,7 @@ def test_bad_certificates_and_ports_are_refused(owner: Owner, capsys: pytest.Cap
     key = serialization.load_pem_private_key(private.read_bytes(), None)
     secret = owner.directory / "secret.key"
     how = serialization.BestAvailableEncryption(b"password")
-    secret.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how)
-    )
-    first = ["--policy", owner.policy, "--key", owner.data_file, "--signing-key", owner.signing_file]
+    secret.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how))
     for more, message in (
         (["--tls-cert", cert], "belong together"),
         (["--tls-cert", cert, "--tls-key", owner.policy], "cannot be used"),
@@ -220,7 +256,7 @@ def test_bad_certificates_and_ports_are_refused(owner: Owner, capsys: pytest.Cap
         (["--port", 70_000], "--port must be"),
         (["--host", "no.such.host.invalid"], "cannot be resolved"),
     ):
-        assert main(["protect", "broker", *map(str, [*first, *more])]) == 2
+        assert main(["protect", "broker", *owner.options(), *map(str, more)]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert "Traceback" not in error

@@ -38,7 +38,8 @@ def asking(handle: Callable[[httpx.Request], httpx.Response]) -> tuple[BrokerCli
 
 @pytest.mark.parametrize(
     "url",
-    ["", "broker", "ftp://127.0.0.1", "http://", "https://", "http://user:pw@127.0.0.1", "https://a?b", "https://a#b", "http://[::", "http://127.0.0.1:99999", "https://\0"],
+    ["", "broker", "ftp://127.0.0.1", "http://", "https://", "http://user:pw@127.0.0.1", "https://a?b", "https://a#b", "http://[::",
+     "http://127.0.0.1:99999", "https://\0"],
 )  # fmt: skip
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(UserError, match="not the URL of a broker"):

@@ -36,6 +36,7 @@ class Owner:
     def __post_init__(self) -> None:
         self.policy = self.directory / "policy.toml"
         self.state = self.directory / "policy.broker"
+        self.log = self.state / "decisions-1.jsonl"
         self.data_file, self.signing_file = self.directory / "data.key", self.directory / "broker.pem"
         self.write_policy()
         write_private(self.data_file, self.data.file_text())
@@ -44,6 +45,11 @@ class Owner:
     def write_policy(self, more: str = "") -> None:
         self.policy.write_text(LEAST.replace(OWNER, self.data.recipient) + more)
 
+    def options(self) -> list[str]:
+        """Of the broker's command."""
+        files = {"--policy": self.policy, "--key": self.data_file, "--signing-key": self.signing_file}
+        return [str(part) for pair in files.items() for part in pair]
+
     @contextmanager
     def broker(self) -> Iterator[Broker]:
         with Broker(self.state, Policy.read(self.policy), self.signing, self.data) as broker:
@@ -51,7 +57,7 @@ class Owner:
 
     def lines(self) -> list[bytes]:
         """Of the broker's log."""
-        return (self.state / "decisions.jsonl").read_bytes().splitlines(keepends=True)
+        return self.log.read_bytes().splitlines(keepends=True)
 
 
 @dataclass
@@ -73,9 +79,9 @@ class Served:
 @contextmanager
 def serving(owner: Owner, *more: str, **environment: str) -> Iterator[Served]:
     """`wgpu-lora protect broker` on a free port."""
-    command = [sys.executable, "-m", "wgpu_lora", "protect", "broker", "--policy", owner.policy, "--key", owner.data_file]
+    command = [sys.executable, "-m", "wgpu_lora", "protect", "broker", *owner.options(), "--port", "0"]
     process = subprocess.Popen(
-        [*command, "--signing-key", owner.signing_file, "--port", "0", *more],
+        [*command, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

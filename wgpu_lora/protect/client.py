@@ -116,9 +116,7 @@ class BrokerClient:
                 if time.monotonic() > until:
                     raise httpx.ReadTimeout(f"no whole answer within {ANSWER_SECONDS:g} s")
                 if len(data) > MAX_ANSWER:
-                    raise UserError(
-                        f"The broker at {self._said} answers with over {MAX_ANSWER:,} bytes: check the URL."
-                    )
+                    raise UserError(f"The broker at {self._said} answers with over {MAX_ANSWER:,} bytes: check the URL.")
             return response.status_code, bytes(data)
 
     def _refused(self, status: int, data: bytes) -> NoReturn:
@@ -149,7 +147,8 @@ def _parsed(url: str, said: str) -> tuple[httpx.URL, str]:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, TypeError, ValueError):
         parts = httpx.URL("")
-    if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query or parts.fragment or not 0 < (parts.port or 1) < 1 << 16:
+    more = parts.userinfo or parts.query or parts.fragment
+    if parts.scheme not in ("http", "https") or not parts.host or more or not 0 < (parts.port or 1) < 1 << 16:
         raise UserError(f"{said!a} is not the URL of a broker: give one such as https://broker.example:8443.")
     if parts.scheme == "https":
         return parts, parts.host

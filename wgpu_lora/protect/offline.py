@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from wgpu_lora.protect.broker.decide import Broker
+from wgpu_lora.protect.broker.run import default_state
 from wgpu_lora.protect.chain import read_bytes
 from wgpu_lora.protect.envelope import MAX_BYTES
 from wgpu_lora.protect.keys import DataKey, SigningKey
 from wgpu_lora.protect.policy import Policy
-
-
-def default_state(policy: Path) -> Path:
-    """Where a broker of this policy has its log, if --state is not given."""
-    return policy.with_name(f"{policy.name.removesuffix('.toml')}.broker")
 
 
 def nonce_for_files(policy: Path, signing: SigningKey, state: Path | None = None) -> str:

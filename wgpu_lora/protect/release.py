@@ -1,8 +1,9 @@
 """Releases: the broker's answer to evidence that passes its policy.
 
-A release is an attestation result in the sense of RATS (RFC 9334), as a JSON Web Token (RFC 7519) that the broker signs with
-ES256 (RFC 7518). Beside the registered claims it has `eat_nonce` (RFC 9711), `ear.status` (draft-ietf-rats-ear) and the data
-key, encrypted with age (age-encryption.org/v1) to the ephemeral key that the evidence binds. Only that session can open it.
+A release is an attestation result in the sense of RATS (RFC 9334), as a JSON Web Token (RFC 7519) that the broker signs
+with ES256 (RFC 7518). Beside the registered claims it has `eat_nonce` (RFC 9711), `ear.status` (draft-ietf-rats-ear)
+and the data key, encrypted with age (age-encryption.org/v1) to the ephemeral key that the evidence binds. Only that
+session can open it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 
 import jwt
 import pyrage
+from jwt.types import Options
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.appraisal import Evidence
+from wgpu_lora.protect.claims import Evidence
 from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.result import Appraisal
@@ -166,7 +168,8 @@ def _claims(token: str, broker: PublicKey | None) -> dict[str, Any]:
     if len(token) > MAX_TOKEN or not token.isascii():
         raise UserError(f"The release is not a JSON Web Token of at most {MAX_TOKEN:,} characters: get the original.")
     # Times are checked against the caller's `now`, the audience and issuer by `open_release`.
-    options: Any = {f"verify_{name}": False for name in ("exp", "iat", "nbf", "aud", "iss", "sub", "jti")}
+    options: Options = {"verify_exp": False, "verify_iat": False, "verify_nbf": False, "verify_aud": False}
+    options |= {"verify_iss": False, "verify_sub": False, "verify_jti": False}
     try:
         if broker is None:
             claims = jwt.decode(token, options={**options, "verify_signature": False})
@@ -194,7 +197,8 @@ def _check_times(claims: Mapping[str, Any], now: float) -> None:
         )
     if now < claims["iat"] - SLACK:
         raise UserError(
-            f"The release was issued {claims['iat'] - now:,.0f} s in the future: set this machine's clock, or the broker's."
+            f"The release was issued {claims['iat'] - now:,.0f} s in the future: set this machine's clock, or the "
+            "broker's."
         )
 
 

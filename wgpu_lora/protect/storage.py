@@ -46,6 +46,7 @@ class SealedStorage(Storage):
 
     Attributes:
         adapter: after `complete`, SHA-256 of the files in the sealed adapter, by name; adapter_sha256: of itself.
+        skipped: name and SHA-256 of the sealed rows that were skipped, if there are any.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class SealedStorage(Storage):
         self._results: dict[str, bytes] = {}
         self.adapter: dict[str, str] = {}
         self.adapter_sha256: str | None = None
+        self.skipped = [one for entry in log.entries for one in entry.subjects if one[0] == SKIPPED_ROWS]
         # The newest digest of each sealed file, in the order of the log.
         self._named: dict[str, str] = {}
         for entry in log.entries:
-            if entry.stage == "checkpoint":
+            if entry.stage in ("checkpoint", "evaluated"):
                 for name, digest in entry.subjects:
                     self._named.pop(name, None)
                     self._named[name] = digest
@@ -118,7 +120,7 @@ class SealedStorage(Storage):
         place.parent.mkdir(parents=True, exist_ok=True)
         digest, temporary = self._seal(place, archive.pack(files))
         name = self._name(place)
-        self._log.append("checkpoint", _facts(files), [(name, digest)])
+        self._log.append("checkpoint" if final.parent.name == STEPS else "evaluated", _facts(files), [(name, digest)])
         self._named.pop(name, None)
         self._named[name] = digest
         temporary.replace(place)
@@ -157,11 +159,10 @@ class SealedStorage(Storage):
 
     def write(self, path: Path, data: bytes | None) -> None:
         if path.name == SKIPPED:
-            place = self._run / SKIPPED_ROWS
-            if data is None:
-                place.unlink(missing_ok=True)
-            else:
-                write_bytes_atomic(place, seal_bytes(data, self._recipients))
+            if data is not None and not self.skipped:  # else it is there, and named by the log
+                sealed = seal_bytes(data, self._recipients)
+                write_bytes_atomic(self._run / SKIPPED_ROWS, sealed)
+                self.skipped = [(SKIPPED_ROWS, hashlib.sha256(sealed).hexdigest())]
         elif data is None:
             self._results.pop(path.name, None)
         else:

@@ -14,7 +14,7 @@ SigningOption = Annotated[Path, typer.Option(metavar="FILE", help="The broker's 
 StateOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="Directory of the broker's signed log; POLICY.broker beside the policy if not given."
+        metavar="DIR", help="Directory of the broker's signed log; [default: POLICY.broker beside the policy]"
     ),
 ]
 
@@ -23,9 +23,7 @@ def broker(
     policy: PolicyOption,
     key: Annotated[Path, typer.Option(metavar="FILE", help="The data key, an age identity.")],
     signing_key: SigningOption,
-    host: Annotated[
-        str, typer.Option(help="Name or address of this machine; needs TLS if not loopback.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Name or address; needs TLS if not loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one. [0<=x<=65535]")] = 8713,
     tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate chain in PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's private key in PEM.")] = None,

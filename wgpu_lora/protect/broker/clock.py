@@ -35,8 +35,8 @@ class Clock:
         if now + SLACK < max(self._logged, passed):
             behind = max(self._logged, passed) - now
             raise UserError(
-                f"The clock of this machine was set back by {behind:,.0f} s, so that nothing can be dated: set it right, "
-                "then start the broker again."
+                f"The clock of this machine was set back by {behind:,.0f} s, so that nothing can be dated: set it "
+                "right, then start the broker again."
             )
         self._logged = max(self._logged, now)
         return max(now, passed)

@@ -9,8 +9,12 @@ from wgpu_lora.protect import host as machine
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.broker.serve import serve
 from wgpu_lora.protect.keys import DataKey, SigningKey
-from wgpu_lora.protect.offline import default_state
 from wgpu_lora.protect.policy import Policy
+
+
+def default_state(policy: Path) -> Path:
+    """Where a broker of this policy has its log, if --state is not given."""
+    return policy.with_name(f"{policy.name.removesuffix('.toml')}.broker")
 
 
 def run(

@@ -123,7 +123,7 @@ def _context(certificate: Path, key: Path) -> ssl.SSLContext:
         context.load_cert_chain(certificate, key, password=ask)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise UserError(
-            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({error}): give a certificate and its key, in "
-            "PEM, without a password."
+            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({error}): give a certificate and its key, "
+            "in PEM, without a password."
         ) from None
     return context

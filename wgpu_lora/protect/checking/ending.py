@@ -63,7 +63,7 @@ def _check_statement(run: Path, sessions: Sequence[Session], end: Entry, adapter
     sealed = {name: digest for name, digest in subjects.items() if not name.startswith(ADAPTER)}
     plain = {name.removeprefix(ADAPTER): digest for name, digest in subjects.items() if name.startswith(ADAPTER)}
     agrees &= found.expect("the sealed adapter of the statement", sealed, dict(end.subjects))
-    if not plain:
+    if not plain or not sealed:
         found.fail(f"{statement.NAME} names no file of the adapter")
     if adapter is not None:
         found.expect(f"SHA-256 of the adapter {adapter}", _digests(adapter), plain)

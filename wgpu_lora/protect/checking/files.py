@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.protect import envelope
 from wgpu_lora.protect.checking.findings import Findings, digest_in, digest_of, small_file
 from wgpu_lora.protect.checking.sessions import ENDS, Session
 from wgpu_lora.protect.log import CLEANUP, CLEANUP_KIND
 
-MADE = ("checkpoint", "evaluated", "finished", "failed", "interrupted")  # stages whose subjects the run itself sealed
+# Stages whose subjects the run itself sealed.
+MADE = ("started", "checkpoint", "evaluated", "finished", "failed", "interrupted")
 SEALED = ".age"
+JOB = "job.toml"  # a copy
 
 
 def check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None:
@@ -20,7 +23,7 @@ def check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None
     Older checkpoints may have been removed, as training does; the newest one, and what the end names, must be there.
     """
     logged = {name: digest for one in sessions for line in one.named(*MADE) for name, digest in line.subjects}
-    checkpoints = [line for one in sessions for line in one.named("checkpoint")]
+    checkpoints = [line for one in sessions for line in one.steps()]
     ends = sessions[-1].named(*ENDS)
     needed = {name for line in [*checkpoints[-1:], *ends] for name, _ in line.subjects}
     verified = 0
@@ -31,12 +34,17 @@ def check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None
                 verified += found.expect(f"SHA-256 of {name}", there, digest)
             elif name in needed:
                 found.fail(f"{name} is missing")
-    for path in sorted(run.rglob(f"*{SEALED}")):
-        name = path.relative_to(run).as_posix()
-        if name not in logged and sessions[-1].named("wiped"):
+    for name in sorted({path.relative_to(run).as_posix() for path in run.rglob(f"*{SEALED}")} - set(logged)):
+        if sessions[-1].named("wiped"):
             found.fail(f"{name} is not in the log")
-        elif name not in logged:
-            found.claimed.append(f"{name} is not in the log: a killed session had not recorded it")
+        else:
+            found.claimed.append(f"{name}: a killed session had not recorded it")
+    with found.part(JOB):
+        copy = digest_in(run, JOB)
+        if copy is None:
+            found.claimed.append(f"{JOB} is missing: the evidence states its options")
+        else:
+            found.expect(f"SHA-256 of {JOB}", copy, sessions[-1].claims.get("job", {}).get("sha256"))
     if verified:
         found.proven.append(f"{verified} sealed {'file is' if verified == 1 else 'files are'} those of the log")
 
@@ -68,5 +76,5 @@ def _check_record(record: dict[str, object], what: str, found: Findings) -> None
     for name in ("wiped", "not_wiped"):
         if not isinstance(record.get(name), list) or not record[name]:
             found.fail(f"the cleanup record of {what} does not say what was {name.replace('_', ' ')}")
-    for item in record.get("failed") or []:  # type: ignore[attr-defined]
-        found.fail(f"the cleanup of {what} failed: {item}")
+    if record.get("complete") is not True:
+        found.fail(f"the cleanup of {what} is not complete: {printable(str(record.get('not_wiped')))[:200]}")
