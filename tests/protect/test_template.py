@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import FIXTURES
 from support.policies import GIVEN, JSON, NONCE, NOW, Given, digest
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.protect import quotes
 from wgpu_lora.protect.appraisal import appraise
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.template import policy_for, toml
@@ -47,6 +50,20 @@ def test_a_policy_accepts_its_own_claims(strict: bool, quoted: bool) -> None:
     assert failed(evidence.changed("device.name", "NVIDIA GeForce RTX 4080"), text) == {"device.names"}
     assert failed(evidence.changed("job.options.learning_rate", 3e-4), text) == {"recipe.options"}
     assert failed(evidence.changed("job.options.max_steps", 101), text) == {"training.max_steps"}
+
+
+@pytest.mark.parametrize("kind", ["ecdsa", "rsassa", "rsapss"])
+def test_quotes_of_tpms(kind: str) -> None:
+    recorded = json.loads((FIXTURES / "protect" / "quotes.json").read_text())
+    quote = quotes.verify(recorded["quotes"][kind], bytes.fromhex(recorded["digest"]))
+    text = policy_for(GIVEN.claims, quote)
+    assert failed(replace(GIVEN, quote=quote), text) == set()
+    folded = quote["key_pem"].replace("\n", "\r\n")
+    assert failed(replace(GIVEN, quote={**quote, "key_pem": folded}), text) == set()
+    ima, boot = ({**quote, "pcrs": {**quote["pcrs"], number: "ab" * 32}} for number in (10, 7))
+    assert failed(replace(GIVEN, quote=ima), text) == set()
+    assert failed(replace(GIVEN, quote=boot), text) == {"attestation.pcrs"}
+    assert failed(GIVEN, text) == {"attestation.tpm_keys", "attestation.pcrs"}
 
 
 def test_a_strict_policy_pins_every_rule() -> None:
