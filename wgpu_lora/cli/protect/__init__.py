@@ -5,6 +5,9 @@ from __future__ import annotations
 import typer
 
 from wgpu_lora.cli.commands import Command, Group
+from wgpu_lora.cli.protect.keygen import keygen
+from wgpu_lora.cli.protect.open import open_sealed
+from wgpu_lora.cli.protect.seal import seal
 from wgpu_lora.cli.protect.broker import broker
 from wgpu_lora.cli.protect.nonce import nonce
 
@@ -24,5 +27,8 @@ def _root(ctx: typer.Context) -> None:
 
 
 # A file per command; each is registered by a line here: protect.command(cls=Command)(keygen)
+protect.command(cls=Command)(keygen)
+protect.command(cls=Command)(seal)
+protect.command("open", cls=Command)(open_sealed)
 protect.command(cls=Command)(broker)
 protect.command(cls=Command)(nonce)
