@@ -42,7 +42,7 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def write_new_bytes(path: str | Path, data: bytes, option: str, replacing: bytes | None = None) -> None:
@@ -71,7 +71,7 @@ def write_new_bytes(path: str | Path, data: bytes, option: str, replacing: bytes
             raise taken from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): choose another {option}.") from None
 
@@ -97,11 +97,11 @@ def replace_directory(tmp: str | Path, final: str | Path) -> None:
     tmp, final = Path(tmp), Path(final)
     for path in sorted(tmp.rglob("*")):
         if path.is_dir():
-            _sync_directory(path)
+            sync_directory(path)
         else:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    _sync_directory(tmp)
+    sync_directory(tmp)
     previous = final.with_name(f".{final.name}.previous")
     if final.exists():
         _remove(previous)
@@ -112,7 +112,7 @@ def replace_directory(tmp: str | Path, final: str | Path) -> None:
         if previous.exists():
             previous.rename(final)
         raise
-    _sync_directory(final.parent)
+    sync_directory(final.parent)
     _remove(previous)
 
 
@@ -149,7 +149,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Flush a directory's entries to disk; no-op on Windows, which cannot open directories."""
     if os.name == "nt":
         return

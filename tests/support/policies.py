@@ -9,6 +9,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from hypothesis import strategies as st
 from pyrage import x25519
 
 NOW = 1_800_000_000
@@ -36,12 +37,7 @@ OWNER, EPHEMERAL = recipient(), recipient()
 @dataclass(frozen=True)
 class Signing:
     pem: str
-
-
-@dataclass(frozen=True)
-class Quote:
-    key_pem: Any
-    pcrs: Any
+    keyid: str = digest("key")
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Given:
 
     def changed(self, path: str, value: Any) -> Given:
         """With one value replaced, or removed by `...`; `quote.` leads into the quote."""
-        root = copy.deepcopy({**self.claims, "quote": self.quote and vars(self.quote)})
+        root = copy.deepcopy({**self.claims, "quote": self.quote})
         *parents, last = path.split(".")
         place = root
         for part in parents:
@@ -67,8 +63,6 @@ class Given:
         else:
             place[key] = value
         quote = root.pop("quote", None)
-        if isinstance(quote, dict):
-            quote = Quote(quote.get("key_pem"), quote.get("pcrs"))
         return replace(self, claims=root, quote=quote)
 
 
@@ -80,7 +74,12 @@ GIVEN = Given(
         "keys": {"recipient": EPHEMERAL, "signing": SESSION},
         "package": {"version": "0.5.0", "sha256": digest("package")},
         "wgpu": {"version": "0.32.1", "native_version": "27.0.2.0", "native_sha256": digest("native")},
-        "python": {"version": "3.12.4", "implementation": "CPython", "sha256": digest("python")},
+        "python": {
+            "version": "3.12.4",
+            "implementation": "CPython",
+            "sha256": digest("python"),
+            "library_sha256": digest("library"),
+        },
         "dependencies": {
             "numpy": {"version": "2.1.0", "sha256": digest("numpy"), "intact": True},
             "ml-dtypes": {"version": "0.5.0", "sha256": digest("ml-dtypes"), "intact": True},
@@ -88,7 +87,14 @@ GIVEN = Given(
         "device": {"name": "NVIDIA GeForce RTX 4090", "backend": "Vulkan", "kind": "discrete", "driver": "580.95.05"},
         "kernel": {"system": "Linux", "release": "6.8.0-79-generic", "version": "#79", "machine": "x86_64"},
         "environment": {"VK_ICD_FILENAMES": digest("icd")},
-        "base": {"name": "Qwen2.5-0.5B", "sha256": digest("base")},
+        "process": {
+            "traced": False,
+            "compiled_otherwise": [],
+            "import_hooks": ["_EditableFinder"],
+            "unlisted": {"/opt/here.pth": digest("pth")},
+            "libraries": {"/usr/lib/libvulkan.so.1": digest("loader")},
+        },
+        "base": {"name": "Qwen2.5-0.5B", "sha256": digest("base"), "config_sha256": digest("config")},
         "job": {
             "name": "ward-7",
             "sha256": digest("job"),
@@ -101,9 +107,9 @@ GIVEN = Given(
             "options": {"learning_rate": 2e-4, "objective": "sft", "max_steps": 100, "packing": True},
         },
         "resume": {"sequence": 9, "head": digest("head")},
-        "host": {},
+        "host": {"core_dumps": {"off": True}, "memory": {"locked": "keys"}, "swap": []},
     },
-    quote=Quote(TPM, {0: digest("pcr0"), 7: digest("pcr7")}),
+    quote={"key_pem": TPM, "pcrs": {0: digest("pcr0"), 7: digest("pcr7")}},
 )
 
 ALL_RULES = f"""
@@ -127,6 +133,7 @@ names = ["ward-7"]
 sha256 = ["{digest("job")}"]
 [base]
 sha256 = ["{digest("base")}"]
+config_sha256 = ["{digest("config")}"]
 [recipe]
 sha256 = ["{digest("recipe")}"]
 [recipe.options]
@@ -147,12 +154,22 @@ native_sha256 = ["{digest("native")}"]
 versions = "==3.12.*"
 implementations = ["CPython"]
 sha256 = ["{digest("python")}"]
+library_sha256 = ["{digest("library")}"]
 [dependencies]
 intact = true
 only_pinned = true
 [dependencies.pinned]
 numpy = "{digest("numpy")}"
 ML_dtypes = ["{digest("other")}", "{digest("ml-dtypes")}"]
+[host]
+no_core_dumps = true
+no_swap = true
+[process]
+untraced = true
+compiled = true
+import_hooks = ["_EditableFinder"]
+unlisted = ["{digest("pth")}"]
+libraries = ["{digest("loader")}", "{digest("driver")}"]
 [device]
 names = ["NVIDIA GeForce RTX 40?0"]
 backends = ["Vulkan", "Metal"]
@@ -180,3 +197,9 @@ level = "self-reported"
 [data]
 sha256 = ["{digest("train")}", "{digest("held")}"]
 """
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)

@@ -44,3 +44,31 @@ def _wait_for(path: str) -> None:
             if time.monotonic() > end:
                 raise
             time.sleep(0.02)
+
+
+def extend(connection: str, number: int, digest: bytes) -> None:
+    """Extends a PCR of SHA-256."""
+    from tpm2_pytss import ESAPI, TPML_DIGEST_VALUES, TPMT_HA, TPMU_HA
+    from tpm2_pytss.constants import ESYS_TR, TPM2_ALG
+
+    with ESAPI(connection) as tpm:
+        value = TPMT_HA(hashAlg=TPM2_ALG.SHA256, digest=TPMU_HA(sha256=digest))
+        tpm.pcr_extend(ESYS_TR(number), TPML_DIGEST_VALUES([value]))
+
+
+def rsa_key(connection: str, scheme: str) -> str:
+    """Makes a persistent attestation key (RSA 2048, "rsassa" or "rsapss"); its handle, in hexadecimal."""
+    from tpm2_pytss import ESAPI, TPM2B_PUBLIC, TPMA_OBJECT
+    from tpm2_pytss.constants import ESYS_TR
+
+    handle = {"rsassa": "0x81010002", "rsapss": "0x81010003"}[scheme]
+    attributes = (
+        TPMA_OBJECT.RESTRICTED | TPMA_OBJECT.SIGN_ENCRYPT | TPMA_OBJECT.FIXEDTPM | TPMA_OBJECT.FIXEDPARENT
+        | TPMA_OBJECT.SENSITIVEDATAORIGIN | TPMA_OBJECT.USERWITHAUTH
+    )  # fmt: skip
+    with ESAPI(connection) as tpm:
+        template = TPM2B_PUBLIC.parse(f"rsa2048:{scheme}-sha256:null", objectAttributes=attributes)
+        made = tpm.create_primary(None, template, ESYS_TR.OWNER)[0]
+        tpm.evict_control(ESYS_TR.OWNER, made, int(handle, 16))
+        tpm.flush_context(made)
+    return handle

@@ -120,7 +120,8 @@ FIELDS: list[tuple[str, Any]] = [
     *[("total_steps", value) for value in (0, 6, 8, 7.0, None, 1 << 70)],
     *[("pending", value) for value in ({}, "x", None, [None], ["1"], [1e400], [True], [0.5] * 99)],
     *[("tiles", value) for value in ([], {"k": 1}, {"k": {"rows": -1}}, {"k": {"rows": "8"}})],
-    ("calibrated", 1), ("tokens", 1.5), ("seconds", -1), ("seconds", float("nan")), ("best_eval_loss", "0.1"),
+    ("calibrated", 1), ("ending", None), ("elapsed_seconds", -1), ("warmed_seconds", "0"),
+    ("tokens", 1.5), ("seconds", -1), ("seconds", float("nan")), ("best_eval_loss", "0.1"),
     ("last_loss", float("inf")), ("pending_tokens", None), ("unknown", 0),
 ]  # fmt: skip
 

@@ -28,6 +28,7 @@ from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline_state import read_pipeline_state
 from wgpu_lora.train.policy import POLICIES
 from wgpu_lora.train.records import PipelineRecord
+from wgpu_lora.train.schema import SCHEMA
 from wgpu_lora.train.tasks import task_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -138,7 +139,7 @@ def test_together_is_as_alone(model: LoadedModel, trained: Path, schedule: str) 
     assert PipelineRecord.from_json(said) == record
     both = {name: said["options"].pop(name, said.pop(name)) for name in ("schedule", "batch_tokens")}
     before = {**said, "options": said["options"] | both}
-    assert before.pop("schema") == 2
+    assert before.pop("schema") == SCHEMA
     assert PipelineRecord.from_json(before) == record  # as version 0.1.0 wrote it
 
 

@@ -41,6 +41,9 @@ def test_a_record_of_the_version_before_is_read_and_written_as_todays(tmp_path: 
     before = json.loads((SINGLE / RUN).read_text())
     before["environment"]["device"]["miscompiled"] = []  # not known then
     before["memory"]["host"], before["state"]["unrounded_eval_loss"] = 0, None
+    del before["state"]["heldout_seconds"]
+    before["state"] |= {"elapsed_seconds": 0.0, "step_seconds": 0.0, "warming_seconds": 0.0, "warmed_seconds": None}
+    before["state"] |= {"warmed_step": 0, "ending": False}
     assert written["options"] == TrainingArguments().as_dict() | before["options"]
     assert written | {"options": None} == before | {"options": None}
     assert RunRecord.read(tmp_path) == record
@@ -54,9 +57,13 @@ def test_what_an_earlier_version_did_not_know_has_its_default(tmp_path: Path) ->
     assert (record.options.compute_dtype, record.state.processed_tokens) == ("f32", 0)
     kept = shutil.copytree(checkpoint.newest(RUNS / "single"), tmp_path / "step-4")
     state = json.loads((kept / STATE).read_text())
-    del state["state"]["heldout_seconds"]
-    (kept / STATE).write_text(json.dumps(state))
-    assert checkpoint.read_state(kept)[0].heldout_seconds == 0.0
+    seconds = state["state"]["seconds"]
+    del state["state"]["processed_tokens"]
+    for schema in (1, 2):
+        (kept / STATE).write_text(json.dumps(state | {"schema": schema}))
+        found = checkpoint.read_state(kept)[0]
+        assert (found.processed_tokens, found.elapsed_seconds, found.warmed_seconds) == (0, seconds, None)
+    assert seconds > 0
     state["schema"] = SCHEMA  # today's has them all
     (kept / STATE).write_text(json.dumps(state))
     with pytest.raises(ValueError, match="are invalid"):

@@ -123,7 +123,7 @@ def result_file(rows: Sequence[Row], scope: str, environment: Mapping[str, Any])
         "summary": summarised(rows),
         "interpretation": interpretation(rows),
         "redactionPolicy": REDACTION,
-        "environment": dict(environment),
+        "environment": {name: value for name, value in environment.items() if name != "command"},  # which has paths
     }
 
 

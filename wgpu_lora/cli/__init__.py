@@ -31,6 +31,7 @@ from wgpu_lora.cli.options import TrainingCommand, training_options
 from wgpu_lora.cli.plan import plan
 from wgpu_lora.cli.profile import profile
 from wgpu_lora.cli.protect import protect
+from wgpu_lora.cli.protected import protected_instead
 from wgpu_lora.cli.prove import prove
 from wgpu_lora.cli.push import push
 from wgpu_lora.cli.quantize import quantize
@@ -86,7 +87,7 @@ def _root(
 
 
 app.command(cls=Command)(info)
-app.command(cls=TrainingCommand)(training_options(finetune))
+app.command(cls=TrainingCommand)(training_options(finetune, protected_instead))
 app.command(cls=TrainingCommand)(training_options(plan))
 app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)

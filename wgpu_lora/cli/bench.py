@@ -14,6 +14,7 @@ import typer
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.bench_batches import max_batch
 from wgpu_lora.cli.bench_options import ComputeDtype, File, Layers, Model, Rank, Shape
+from wgpu_lora.cli.bench_protected import protected
 from wgpu_lora.cli.bench_training import training
 from wgpu_lora.cli.commands import USED, Command, Group, dashes
 from wgpu_lora.cli.console import Bar, console, is_terminal, line, table
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 BRICKS = "bricks"
 FLAGS = {"--compare": "compare", "--training": "training", "--find-max-batch": "max-batch"}  # former flags
+PROTECTED = "--protected"  # another name of that command
 
 
 class Bench(Group):
@@ -34,7 +36,9 @@ class Bench(Group):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flag = next((arg for arg in args if dashes(arg) in FLAGS), None)
-        if flag:
+        if PROTECTED in args:
+            args = [PROTECTED[2:], *(arg for arg in args if arg != PROTECTED)]
+        elif flag:
             command = FLAGS[dashes(flag)]
             args = [command, *(arg for arg in args if arg != flag)]
             if not ctx.resilient_parsing:
@@ -75,6 +79,7 @@ bench = typer.Typer(
 )
 bench.command(cls=Command)(training)
 bench.command("max-batch", cls=Command)(max_batch)
+bench.command(cls=Command)(protected)
 
 
 @bench.command(BRICKS, cls=Bricks, hidden=True)

@@ -12,6 +12,7 @@ from wgpu_lora.words import counted
 if TYPE_CHECKING:
     from wgpu_lora.train.job import Job
     from wgpu_lora.train.memory_plan import MemoryPlan
+    from wgpu_lora.train.options.arguments import TrainingArguments
     from wgpu_lora.train.slot import AdapterRun
 
 FEW = 50  # total steps: with fewer, an adapter hardly changes
@@ -55,17 +56,30 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
     a_step = [stream.processed_tokens([sample for batch in step for sample in batch]) for step in an_epoch]
     each = f"{len(an_epoch):,} per epoch, {sum(a_step) / len(a_step):,.0f} tokens each"
     if args.target_seconds:
-        line("steps", f"{mark}as many as {args.target_seconds:g} s allow; {each}")
+        line("steps", f"{mark}as many as {args.target_seconds:g} s allow; {each}; {_timed_rate(args)}")
         return
     total = stream.total_steps()
     warmup = run.warmup(total)
-    rate = f"{args.lr_scheduler_type} from {args.learning_rate:.2e}"
-    falls = LR_SCHEDULES[args.lr_scheduler_type].decay is not None
-    rate += f" to {args.lr_scheduler_min:.2e}" if falls and args.lr_scheduler_min else ""
-    rate += f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
+    rate = _decay(args) + (f" after {counted(warmup, 'step')} of warm-up" if warmup else "")
     line("steps", f"{mark}{total:,}; {each}; {rate}")
     if total < FEW and not args.resume:
         line("warning", f"{mark}{counted(total, 'step')} may be too few to learn much: try {_levers(run)}")
+
+
+def _decay(args: TrainingArguments) -> str:
+    falls = LR_SCHEDULES[args.lr_scheduler_type].decay is not None
+    least = f" to {args.lr_scheduler_min:.2e}" if falls and args.lr_scheduler_min else ""
+    return f"{args.lr_scheduler_type} from {args.learning_rate:.2e}{least}"
+
+
+def _timed_rate(args: TrainingArguments) -> str:
+    """The schedule of a run with --target-seconds, which follows its time."""
+    assert args.target_seconds
+    rate = f"{_decay(args)}, by time"
+    if not LR_SCHEDULES[args.lr_scheduler_type].warms_up or not (args.warmup_steps or args.warmup_ratio):
+        return rate
+    seconds = f"{args.warmup_ratio * args.target_seconds:g} s"
+    return f"{rate}, after {counted(args.warmup_steps, 'step') if args.warmup_steps else seconds} of warm-up"
 
 
 def _levers(run: AdapterRun) -> str:

@@ -56,6 +56,22 @@ BatchTokens = Annotated[
 ]
 
 
+Protected = Annotated[
+    Path | None,
+    typer.Option(
+        help="JOB.toml of a run on sealed data: what it trains on and to whom its results are sealed.",
+        metavar="JOB.toml",
+        rich_help_panel=FILES,
+    ),
+]
+Nonce = Annotated[
+    str | None,
+    typer.Option(
+        help="The data owner's nonce, for a protected job whose releases come as files.", rich_help_panel=FILES
+    ),
+]
+
+
 def finetune(
     args: TrainingArguments,
     note: str | None,
@@ -63,6 +79,8 @@ def finetune(
     adapters_config: AdaptersConfig = None,
     schedule: Schedule = "synchronized",
     batch_tokens: BatchTokens = None,
+    protected: Protected = None,
+    nonce: Nonce = None,
 ) -> int:
     """Train a LoRA adapter on your data, or several over one base model.
 
@@ -184,27 +202,29 @@ def speed(trained: int, processed: int, seconds: float) -> str:
     return f"{trained / seconds:,.0f} trained, {processed / seconds:,.0f} processed tokens/s"
 
 
-def report(record: RunRecord, advice: bool = True) -> int:
+def report(record: RunRecord, command: str | None = None, adapter: str | None = None) -> int:
     """Print how the run ended and where its adapter is; returns the exit code.
 
-    advice: whether to print the command that continues an interrupted run.
+    command: that continues an interrupted run; '' prints none. adapter: where it is, if not in the run's directory.
     """
     from wgpu_lora.train.ending import STOP_TEXT, exit_code
 
     state, reason, outcome, output = record.state, record.stop_reason, record.outcome, record.directory
     timed = reason == "target seconds"  # its number of steps is only known at the end
     count = counted(state.step, "step") if timed else f"{state.step:,} of {counted(state.total_steps, 'step')}"
-    why = f"{count} in {state.seconds:,.1f} s ({STOP_TEXT[reason]})"
+    seconds = state.elapsed_seconds if record.options.target_seconds else state.seconds
+    why = f"{count} in {seconds:,.1f} s ({STOP_TEXT[reason]})"
     known = losses(state.last_loss, state.first_eval_loss, state.last_eval_loss)
     scales = record.options.train == "quant-scales"
-    where = f"the models are in {output}/last-f16 and others" if scales else f"the adapter is in {output}"
+    where = f"the models are in {output}/last-f16 and others" if scales else f"the adapter is in {adapter or output}"
     line(outcome, "; ".join([why, *known, where]))
     if state.best_step and state.best_step < state.step:
         best = f"held-out loss {state.best_eval_loss:.4f} after step {state.best_step:,}"
         place, what = ("best-f16", "model") if scales else ("best", "adapter")
-        line("best", f"{output / place} has the best {what}: {best}")
-    if outcome == "interrupted" and advice:
-        line("continue", f"{program()} finetune --output {shlex.quote(str(output))} --resume", whole=True)
+        line("best", f"{f'{output / place}.tar.age' if adapter else output / place} has the best {what}: {best}")
+    if outcome == "interrupted" and command != "":
+        again = command or f"{program()} finetune --output {shlex.quote(str(output))} --resume"
+        line("continue", again, whole=True)
     if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
     if record.damaged_log_lines:

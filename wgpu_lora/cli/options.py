@@ -108,15 +108,24 @@ def _show_all(ctx: typer.Context, value: bool) -> None:
         raise typer.Exit()
 
 
-def training_options(run: Callable[..., int]) -> Callable[..., int]:
+Instead = Callable[[typer.Context, dict[str, Any], str | None, dict[str, Any]], int | None]
+
+
+def training_options(run: Callable[..., int], instead: Instead | None = None) -> Callable[..., int]:
     """Create a command from `run(args: TrainingArguments, note: str | None, ...)` with all training options.
 
     `note` names the recipe that the options come from, if there is one. Further parameters become further options.
+
+    Args:
+        instead: called first with the given options of training, the recipe and the further options; unless it returns
+            None, that is the exit code.
     """
     names = [f.name for f in fields(TrainingArguments)]
 
     def command(ctx: typer.Context, recipe: str | None, help_all: bool, **values: Any) -> int:
         given = {name: values.pop(name) for name in names if is_given(ctx, name)}
+        if instead and (code := instead(ctx, given, recipe, values)) is not None:
+            return code
         own_data = any(values.get(name) for name in ("adapters", "adapters_config"))
         if not own_data:
             refuse_idle(ctx, OF_SEVERAL, "without --adapters or --adapters-config")

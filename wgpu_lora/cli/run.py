@@ -122,7 +122,7 @@ class _Shown(ChainWatch):
     def trained(self, record: Any) -> None:
         from wgpu_lora.cli.finetune import report
 
-        report(record, advice=False)
+        report(record, command="")
 
     def said(self, label: str, text: str) -> None:
         self._close()

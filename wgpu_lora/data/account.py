@@ -108,6 +108,9 @@ class Account:
         """
         if not self.bad:
             return
+        what = f"{self.source.called} has {counted(self.bad_count, 'row')} that cannot be used"
+        if self.source.private:
+            raise UserError(f"{what}{self._bad_places()}: mend it before it is sealed, or use {flag('skip_bad_rows')}.")
         if len(self.bad) == 1:
             [(place, problem)] = self.bad
             raise UserError(f"{self.source.where(place)}: {problem.reason}")
@@ -117,7 +120,6 @@ class Account:
         told = [f"{_at(places)}: {printable(reason)}" for reason, places in by_reason.items()]
         if self.bad_count > _TOLD:
             told.append(f"and {self.bad_count - _TOLD:,} more")
-        what = f"{self.source.called} has {counted(self.bad_count, 'row')} that cannot be used"
         cure = cure or f"fix them, or skip them with {flag('skip_bad_rows')}"
         raise UserError(f"{what}; {cure}:", told)
 
@@ -125,7 +127,9 @@ class Account:
         """Raise UserError about why no row is left."""
         lost = self.lost_by_cut.count
         by_cut = f" ({lost:,} of them truncated at {max_length:,} tokens)" if lost else ""
-        bad = f" ({self.bad[0][0]}: {self.bad[0][1].reason.rstrip('.')})" if self.bad else ""
+        bad = (
+            f" ({self.bad[0][0]}: {self.bad[0][1].reason.rstrip('.')})" if self.bad and not self.source.private else ""
+        )
         kinds = {
             "that cannot be used" + bad: self.bad_count,
             "with an empty answer": self.empty.count,
@@ -158,9 +162,11 @@ class Account:
             verb = "repeats" if self.repeated.count == 1 else "repeat"
             parts.append(f"{self.repeated.count:,} {verb} an earlier row{self.repeated}")
         if self.bad:
-            first = Tally(self.bad_count, [place for place, _ in self.bad[:_NAMED]])
-            parts.append(f"{counted(self.bad_count, 'bad row')} skipped{first}")
+            parts.append(f"{counted(self.bad_count, 'bad row')} skipped{self._bad_places()}")
         return ", ".join(parts)
+
+    def _bad_places(self) -> Tally:
+        return Tally(self.bad_count, [place for place, _ in self.bad[:_NAMED]])
 
 
 def skipped_rows(accounts: Sequence[Account]) -> bytes | None:

@@ -52,6 +52,10 @@ class FileSource:
         return str(self.file)
 
     @property
+    def private(self) -> bool:
+        return False
+
+    @property
     def called(self) -> str:
         return self.path
 

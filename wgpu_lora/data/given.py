@@ -35,6 +35,10 @@ class GivenRows:
         return ROWS if self._count is None else f"{counted(self._count, 'row')} from Python"
 
     @property
+    def private(self) -> bool:
+        return False
+
+    @property
     def called(self) -> str:
         return f"'{self.argument}'"
 

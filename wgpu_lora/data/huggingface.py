@@ -38,6 +38,10 @@ class HubSource:
         return self.path
 
     @property
+    def private(self) -> bool:
+        return False
+
+    @property
     def called(self) -> str:
         return self.path
 

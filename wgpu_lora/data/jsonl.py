@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,18 +29,22 @@ def read_lines(path: Path, formats: RowFormats[Any]) -> Rows:
     """
     first = True
     with opened(path) as file:
-        for number, line in enumerate(_lines(file), start=1):
-            if number == 1:
-                line = line.removeprefix(BOM)
-            if len(line) <= MAX_LINE and not line.strip():
-                continue
-            row = parse_line(line)
+        for place, line, row in parsed(_lines(file)):
             if first and isinstance(row, Problem) and (wrong := _of_several_lines(path, line, formats)):
                 raise UserError(f"{path} {wrong}.")
             first = False
-            yield Place("line", number), row
+            yield place, row
     if first:
         raise NoRowsError(f"{path} is empty; at least one row is needed.")
+
+
+def parsed(lines: Iterable[bytes]) -> Iterator[tuple[Place, bytes, dict[str, Any] | Problem]]:
+    """The rows of all lines that are not blank, with their places and their lines."""
+    for number, line in enumerate(lines, start=1):
+        if number == 1:
+            line = line.removeprefix(BOM)
+        if len(line) > MAX_LINE or line.strip():
+            yield Place("line", number), line, parse_line(line)
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:

@@ -52,6 +52,10 @@ class Source(Protocol):
         """Name for messages."""
 
     @property
+    def private(self) -> bool:
+        """Whether messages must not repeat anything of the rows."""
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user about how the data are read."""
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+from wgpu_lora.protect.claim_checks import Facts, Failed, Unfit, claim
 from wgpu_lora.protect.fields import shown
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.result import Appraisal, Failure
-from wgpu_lora.protect.rules import RULES, Facts, Failed, Unfit, claim
+from wgpu_lora.protect.rules import RULES
 
 # What is checked whatever the policy says; seconds are its own.
 KEYS, NONCE, AGE, AHEAD, HEAD = "evidence.keys", "evidence.nonce", "nonce.seconds", "nonce.skew", "evidence.resume"
@@ -20,6 +21,8 @@ Check = Callable[[Facts], Iterator[Failed]]
 class Key(Protocol):
     @property
     def pem(self) -> str: ...
+    @property
+    def keyid(self) -> str: ...
 
 
 class Evidence(Protocol):
@@ -34,18 +37,18 @@ class Evidence(Protocol):
     @property
     def sha256(self) -> str: ...
     @property
-    def quote(self) -> Any: ...
+    def quote(self) -> Mapping[str, Any] | None: ...
 
 
 def appraise(
-    evidence: Evidence, policy: Policy, *, nonce: str | None, now: float, head: tuple[int, str] | None = None
+    evidence: Evidence, policy: Policy, *, nonce: str | None, now: float | None, head: tuple[int, str] | None = None
 ) -> Appraisal:
     """Check evidence against all rules of a policy.
 
     Args:
         evidence: as `read_evidence` returns it, which verified its signature and its quote.
         nonce: the one that was issued for it. None: not known, which the result says; never release a key then.
-        now: the verifier's clock, in Unix seconds.
+        now: the verifier's clock, in Unix seconds. None: of evidence that was fresh when its key was released.
         head: (sequence, SHA-256) of the newest entry of the job's evidence log that the verifier knows. The evidence
             must state the same entry, or a later one, so that a run is not resumed from an older state.
 
@@ -54,14 +57,15 @@ def appraise(
     """
     facts = {
         **evidence.claims,
-        "quote": _quote(evidence.quote),
+        "quote": evidence.quote,
         "pins": policy.values.get(("dependencies", "pinned"), ()),
     }
+    oldest, skew = policy.nonce_seconds, policy.skew_seconds
     checks: list[tuple[str, str, Check | None]] = [
         (KEYS, "the keys that signed it", partial(_keys, evidence)),
         (NONCE, f"the nonce {shown(nonce)}", None if nonce is None else partial(_nonce, nonce)),
-        (AGE, f"evidence of the last {policy.nonce_seconds:g} s", partial(_age, policy.nonce_seconds, now)),
-        (AHEAD, f"evidence from at most {policy.skew_seconds:g} s ahead", partial(_ahead, policy.skew_seconds, now)),
+        (AGE, f"evidence of the last {oldest:g} s", None if now is None else partial(_age, oldest, now)),
+        (AHEAD, f"evidence from at most {skew:g} s ahead", None if now is None else partial(_ahead, skew, now)),
         (HEAD, "the newest known entry of the evidence log, or a later one", head and partial(_head, head)),
     ]
     for rule in RULES:
@@ -72,13 +76,13 @@ def appraise(
         Failure(name, *failed)
         for name, expected, check in checks
         if check is not None
-        for failed in _failures(check, facts, expected)
+        for failed in failures_of(check, facts, expected)
     ]
     return Appraisal(
         policy=policy.as_dict(),
         evidence_sha256=evidence.sha256,
         nonce=nonce,
-        time=now,
+        time=0.0 if now is None else now,
         level=str(evidence.claims.get("level"))[:40],
         failures=failures,
         applied=[name for name, _, check in checks if check is not None],
@@ -86,17 +90,12 @@ def appraise(
     )
 
 
-def _failures(check: Check, facts: Facts, expected: str) -> Iterator[Failed]:
+def failures_of(check: Check, facts: Facts, expected: str) -> Iterator[Failed]:
     """A check's failures; a claim that it cannot use is one."""
     try:
         yield from check(facts)
     except Unfit as unfit:
         yield expected, str(unfit)
-
-
-def _quote(quote: Any) -> Mapping[str, Any]:
-    """What a verified quote states; without one, nothing."""
-    return {name: getattr(quote, name, None) for name in ("key_pem", "pcrs")}
 
 
 def _keys(evidence: Evidence, facts: Facts) -> Iterator[Failed]:

@@ -138,7 +138,8 @@ def gather(
         claims["resume"] = {"sequence": resume[0], "head": resume[1]}
     if host:
         claims["host"] = dict(host)
-    return claims
+    plain: dict[str, Any] = json.loads(json.dumps(claims, allow_nan=False))  # as a verifier reads them
+    return plain
 
 
 def base_facts(
@@ -246,7 +247,7 @@ def _claims(statement: Mapping[str, Any]) -> dict[str, Any]:
 
 def _quote(predicate: Mapping[str, Any], claims: Mapping[str, Any]) -> dict[str, Any] | None:
     """The verified quote, if the claims' level is "quoted"; otherwise there must be none."""
-    level = claims.get("level")
+    level = _text(claims, "level")
     if level not in LEVELS or (level == "quoted") != ("quote" in predicate):
         raise EnvelopeError("its level does not say whether there is a quote")
     if claims.get("level_note") != LEVELS[level]:

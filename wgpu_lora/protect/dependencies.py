@@ -10,6 +10,7 @@ import csv
 import hashlib
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
@@ -19,11 +20,15 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from wgpu_lora import assets
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.installed import NAME
 
 HASHES = {"sha256", "sha384", "sha512"}
 BY_INSTALLERS = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD")  # in .dist-info; they differ between machines
+PACKAGE = os.path.realpath(assets.DEMO_MODEL.parent.parent) + os.sep
+STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
+INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 MOST_NAMED = 10  # files of a package that are named as changed
 
 
@@ -46,12 +51,19 @@ def installed() -> dict[str, Installed]:
     normalised names (PEP 503)."""
     found = {name: _measure(one) for name, one in _required().items()}
     listed = {path for one in found.values() for path in one.files}
-    missing = {path for path in map(os.path.realpath, loaded_files()) if path not in listed}
-    for other in distributions():
+    missing = {path for path in map(os.path.realpath, loaded_files()) if path not in listed and not measured(path)}
+    for other in distributions() if missing else ():
         name = canonicalize_name(other.name or "")
         if name and name not in found and name != NAME and not missing.isdisjoint(_files(other)):
             found[name] = _measure(other)
     return found
+
+
+def measured(path: str) -> bool:
+    """Whether a file, given by its absolute path without links, is of this package or of Python's standard library, all
+    of whose files `measure` digests."""
+    inside = path.startswith(STANDARD) and not any(name in path for name in INSTALLED)
+    return inside or path.startswith(PACKAGE)
 
 
 def own_files() -> set[str]:

@@ -67,10 +67,10 @@ def _text(value: Any) -> str:
     return value
 
 
-def _list(one: Callable[[Any], Any], what: str) -> Callable[[Any], tuple[Any, ...]]:
+def _list(one: Callable[[Any], Any], what: str, least: int = 1) -> Callable[[Any], tuple[Any, ...]]:
     def read(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list) or not 0 < len(value) <= MOST:
-            raise WrongValue(f"must be a list of {what}, with at least one")
+        if not isinstance(value, list) or not least <= len(value) <= MOST:
+            raise WrongValue(f"must be a list of {what}{', with at least one' if least else ''}")
         return tuple(map(one, value))
 
     return read
@@ -185,8 +185,8 @@ def _one_of(*allowed: str) -> Callable[[Any], str]:
 def any_of(values: Any) -> str:
     """`'a'`, or `one of 'a', 'b' and 3 more`."""
     texts = [shown(value) for value in values]
-    if len(texts) == 1:
-        return texts[0]
+    if len(texts) < 2:
+        return texts[0] if texts else "none"
     return f"one of {', '.join(texts[:4])}" + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
@@ -194,6 +194,8 @@ TEXT = Field(_text, shown)
 TEXTS = Field(_list(_text, "texts"), any_of)
 GLOBS = Field(_list(_text, "names, in which * and ? stand for any characters"), any_of)
 DIGESTS = Field(_list(_digest, "SHA-256 digests"), any_of)
+ONLY_DIGESTS = Field(_list(_digest, "SHA-256 digests", least=0), any_of)  # an empty list allows nothing
+ONLY_TEXTS = Field(_list(_text, "texts", least=0), any_of)
 RECIPIENTS = Field(_list(_recipient, "age recipients"), any_of)
 PEMS = Field(
     _list(_matching(PEM, "a public key in PEM"), "public keys in PEM"), lambda keys: f"one of {len(keys)} keys"

@@ -25,6 +25,7 @@ from wgpu_lora.gpu.devices import native_library, native_version
 from wgpu_lora.installed import NAME
 from wgpu_lora.protect import dependencies, process
 
+PACKAGE = assets.DEMO_MODEL.parent.parent
 ASSETS = ("shaders", "recipes", "bricks")
 CACHES = "__pycache__"
 FLAGS = ("optimize", "isolated", "no_site", "ignore_environment")
@@ -62,7 +63,7 @@ def package() -> dict[str, Any]:
 
     The names, and so the digest, are the same for a checkout and for the wheel that is built from it.
     """
-    files = {f"wgpu_lora/{name}": path for name, path in _walk(assets.DEMO_MODEL.parent.parent, ("_assets",))}
+    files = {f"wgpu_lora/{name}": path for name, path in _walk(PACKAGE, ("_assets",))}
     for folder in ASSETS:
         files |= {f"{folder}/{name}": path for name, path in _walk(assets.asset_dir(folder))}
     digests = {name: digest(path) for name, path in sorted(files.items())}
@@ -162,10 +163,16 @@ def _unreadable(error: OSError) -> UserError:
 
 
 def _at_start() -> dict[str, str]:
-    """The variables with which the process was started (Linux), since a preloaded library can remove its own."""
+    """The variables with which the process was started: as Linux keeps them, since a preloaded library can remove its
+    own, or, where that cannot be read, as Python found them."""
+    found: dict[bytes, bytes] = {}
+    if os.name == "posix":
+        import posix
+
+        found = posix.environ  # a snapshot, unlike os.environ
     try:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
-        return {}
-    pairs = (os.fsdecode(line).partition("=") for line in lines if b"=" in line)
-    return {name: value for name, _, value in pairs}
+        lines = []
+    pairs = (line.partition(b"=") for line in lines if b"=" in line)
+    return {os.fsdecode(name): os.fsdecode(value) for name, value in [*found.items(), *((a, b) for a, _, b in pairs)]}

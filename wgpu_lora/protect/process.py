@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import marshal
 import os
 import site
 import sys
-import sysconfig
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import psutil
 
-from wgpu_lora import assets
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.protect.dependencies import loaded_files
+from wgpu_lora.protect.dependencies import loaded_files, measured
 
 MAX_PYC = 32 << 20
+MOST_NAMED = 500  # files of each kind
 STANDARD = {"BuiltinImporter", "FrozenImporter", "PathFinder"}
-PACKAGE = os.path.realpath(assets.DEMO_MODEL.parent.parent)
 
 
 def measure(listed: Collection[str]) -> dict[str, Any]:
@@ -32,30 +31,46 @@ def measure(listed: Collection[str]) -> dict[str, Any]:
 
     Returns:
         unlisted: SHA-256, by path, of loaded modules and .pth files that belong to no package.
+        fileless: modules without a file that are not Python's own: parts of compiled ones, or made at run time.
         compiled_otherwise: modules whose compiled file is not what its source compiles to.
         libraries: SHA-256, by path, of native libraries that belong to no package; absent where they cannot be listed.
         import_hooks: types of finders other than Python's own. traced: whether a debugger or tracer is attached.
     """
-    standard = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
-    packages = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
 
     def accounted(path: str) -> bool:
         real = os.path.realpath(path)
-        inside = real.startswith(standard) and not any(name in real for name in packages)
-        return inside or real in listed or real.startswith(PACKAGE + os.sep)
+        return real in listed or measured(real)
 
     modules = loaded_files()
     others = [path for path in [*modules, *_pth_files()] if not accounted(path)]
     found: dict[str, Any] = {
-        "unlisted": {path: _digest(path) for path in others},
+        "unlisted": _named({path: _digest(path) for path in others}),
+        "fileless": _fileless(),
         "compiled_otherwise": [path for path in modules if _compiled_otherwise(path)],
         "import_hooks": sorted({_name(hook) for hook in sys.meta_path} - STANDARD),
         "traced": sys.gettrace() is not None or sys.getprofile() is not None or _tracer(),
     }
     libraries = _libraries()
     if libraries is not None:
-        found["libraries"] = {path: _digest(path) for path in libraries if not accounted(path)}
+        found["libraries"] = _named({path: _digest(path) for path in libraries if not accounted(path)})
     return found
+
+
+def _named(digests: Mapping[str, str]) -> dict[str, str]:
+    """The first files, and one digest over all others, so that evidence stays short."""
+    first = dict(list(digests.items())[:MOST_NAMED])
+    rest = [f"{value}  {name}\n" for name, value in digests.items() if name not in first]
+    text = "".join(rest).encode("utf-8", "surrogateescape")
+    return {**first, f"and {len(rest)} more": hashlib.sha256(text).hexdigest()} if rest else first
+
+
+def _fileless() -> list[str]:
+    loaded = {name: module for name, module in list(sys.modules.items()) if name not in sys.builtin_module_names}
+    return sorted(
+        name
+        for name, module in loaded.items()
+        if not isinstance(getattr(module, "__file__", None), str) and not hasattr(module, "__path__")
+    )
 
 
 def _compiled_otherwise(source: str) -> bool:

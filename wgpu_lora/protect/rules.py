@@ -1,38 +1,23 @@
-"""The rules of a policy: each says which claim of the evidence it checks, and how.
-
-A rule whose claim is missing or has the wrong type fails: nothing passes because it is not stated.
-"""
+"""The rules of a policy: the keys of its sections, each with the kind of its value and the check of a claim."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
-from packaging.utils import canonicalize_name
-
+from wgpu_lora.protect import claim_checks as checks
 from wgpu_lora.protect import fields
-from wgpu_lora.protect.fields import Field, any_of, matches, shown, within
-
-Failed = tuple[str, str]  # what was expected, and what was found
-Facts = Mapping[str, Any]  # the claims, and beside them `quote`, what the verified quote states, and `pins`
-NOTHING = "nothing"
-
-
-class Unfit(Exception):
-    """A claim is missing or has the wrong type; the message says what was found."""
+from wgpu_lora.protect.claim_checks import Check
+from wgpu_lora.protect.fields import Field
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A key of a section. failures: from the value in the policy and the facts, each as (expected, found)."""
+    """A key of a section. required: a policy without it is refused."""
 
     section: str
     key: str
     field: Field
-    failures: Callable[[Any, Facts], Iterator[Failed]]
+    failures: Check
     required: bool = False
 
     @property
@@ -40,212 +25,47 @@ class Rule:
         return f"{self.section}.{self.key}"
 
 
-def claim(facts: Facts, path: str, kind: type | tuple[type, ...] = str) -> Any:
-    """The claim at a path such as `device.name`. Raises Unfit unless it is there and has the type."""
-    value: Any = facts
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    if value is None:
-        raise Unfit(f"{NOTHING}: the evidence does not state {path}")
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise Unfit(f"{shown(value)}, which is of the wrong type")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise Unfit(f"{value}, which is not a finite number")
-    return value
-
-
-def _in(path: str) -> Callable[[Any, Facts], Iterator[Failed]]:
-    def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
-        if (found := claim(facts, path)) not in allowed:
-            yield any_of(allowed), shown(found)
-
-    return failures
-
-
-def _like(path: str) -> Callable[[Any, Facts], Iterator[Failed]]:
-    def failures(patterns: Sequence[str], facts: Facts) -> Iterator[Failed]:
-        found = claim(facts, path)
-        if not any(matches(found, pattern) for pattern in patterns):
-            yield any_of(patterns), shown(found)
-
-    return failures
-
-
-def _version(path: str) -> Callable[[Any, Facts], Iterator[Failed]]:
-    def failures(specifier: Any, facts: Facts) -> Iterator[Failed]:
-        if not within(found := claim(facts, path), specifier):
-            yield f"a version {specifier}", shown(found)
-
-    return failures
-
-
-def _level(level: str, facts: Facts) -> Iterator[Failed]:
-    found = claim(facts, "level")
-    if level == "quoted" and not (found == level and facts["quote"].get("key_pem")):
-        yield "quoted by a TPM", found if found != level else "no quote beside the claims"
-    if found not in ("self-reported", "quoted"):
-        yield "'self-reported' or 'quoted'", shown(found)
-
-
-def _tpm_keys(keys: Sequence[str], facts: Facts) -> Iterator[Failed]:
-    if _der(found := claim(facts, "quote.key_pem")) not in {_der(key) for key in keys} - {None}:
-        yield f"one of the {len(keys)} keys of [attestation]", "another key" if _der(found) else "no key"
-
-
-def _der(pem: str) -> bytes | None:
-    """A public key in its one form, since PEM may be folded differently."""
-    try:
-        return load_pem_public_key(pem.encode()).public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    except Exception:  # the library raises many kinds; whatever it is, this is no key
-        return None
-
-
-def _pcrs(expected: Mapping[int, str], facts: Facts) -> Iterator[Failed]:
-    found = claim(facts, "quote.pcrs", Mapping)
-    for number, value in expected.items():
-        other = found.get(number, found.get(str(number)))
-        if other != value:
-            yield f"PCR {number} = {value}", shown(other) if other else NOTHING
-
-
-def _intact(_: bool, facts: Facts) -> Iterator[Failed]:
-    for name, package in _dependencies(facts).items():
-        if not (isinstance(package, Mapping) and package.get("intact") is True):
-            yield f"{name} as its RECORD lists it", "files that differ from it"
-
-
-def _only_pinned(_: bool, facts: Facts) -> Iterator[Failed]:
-    pins = facts["pins"]
-    for name in _dependencies(facts):
-        if name not in pins:
-            yield "only the packages in [dependencies.pinned]", name
-
-
-def _pinned(pins: Mapping[str, Sequence[str]], facts: Facts) -> Iterator[Failed]:
-    found = _dependencies(facts)
-    for name, digests in pins.items():
-        package = found.get(name)
-        digest = package.get("sha256") if isinstance(package, Mapping) else None
-        if digest not in digests:
-            yield f"{name} with {any_of(digests)}", shown(digest) if digest else f"no {name}"
-
-
-def _dependencies(facts: Facts) -> dict[str, Any]:
-    """By normalised name; no package at all and a name in two spellings are unfit."""
-    stated = claim(facts, "dependencies", Mapping)
-    if not stated:
-        raise Unfit("no package at all")
-    found: dict[str, Any] = {canonicalize_name(name): package for name, package in stated.items()}
-    if len(found) != len(stated):
-        raise Unfit("one package under two spellings of its name")
-    return found
-
-
-def _forbidden(patterns: Sequence[str], facts: Facts) -> Iterator[Failed]:
-    for name in claim(facts, "environment", Mapping):
-        if any(matches(name, pattern) for pattern in patterns):
-            yield f"no variable like {any_of(patterns)}", shown(name)
-
-
-def _only(values: Mapping[str, Sequence[str]], facts: Facts) -> Iterator[Failed]:
-    for name, digest in claim(facts, "environment", Mapping).items():
-        if digest not in values.get(name, ()):
-            yield "only the variables of [environment.only] with their values", shown(name)
-
-
-def _recipients(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
-    found = claim(facts, "job.recipients", list)
-    if not found:
-        yield any_of(allowed), "no recipient"
-    for one in found:
-        if one not in allowed:
-            yield any_of(allowed), shown(one)
-
-
-def _data(facts: Facts) -> list[Facts]:
-    """The sealed files of a job."""
-    files = claim(facts, "job.data", list)
-    if not all(isinstance(file, Mapping) for file in files):
-        raise Unfit("an entry that is not an object")
-    if not any(file.get("role") == "data" for file in files):
-        raise Unfit("no training data among the job's files")
-    return files  # type: ignore[no-any-return]
-
-
-def _sealed(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
-    for file in _data(facts):
-        if (found := file.get("sha256")) not in allowed:
-            yield any_of(allowed), f"{shown(found) if found else NOTHING} ({shown(file.get('role'))})"
-
-
-def _rows(least: int, facts: Facts) -> Iterator[Failed]:
-    found = [claim(file, "rows", int) for file in _data(facts) if file.get("role") == "data"]
-    if min(found) < 0 or sum(found) < least:
-        yield f"at least {least:,} rows", f"{shown(sum(found))} rows"
-
-
-def _steps(most: int, facts: Facts) -> Iterator[Failed]:
-    options = claim(facts, "job.options", Mapping)
-    found = options.get("max_steps")
-    if found is None:
-        yield f"at most {most:,} steps", "no bound on them: set max_steps in the job"
-    elif (steps := claim(options, "max_steps", int)) < 1 or steps > most:
-        yield f"at most {most:,} steps", shown(steps)
-
-
-def _options(bounds: Mapping[str, Mapping[str, Any]], facts: Facts) -> Iterator[Failed]:
-    stated = claim(facts, "job.options", Mapping)
-    for name, bound in bounds.items():
-        said = f"{name} {' and '.join(f'{key} {shown(value)}' for key, value in bound.items())}"
-        if name not in stated:
-            yield said, f"{NOTHING}: the evidence does not state {name}"
-        elif not _within(stated[name], bound):
-            yield said, shown(stated[name])
-
-
-def _within(value: Any, bound: Mapping[str, Any]) -> bool:
-    if "allow" in bound and not any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in bound["allow"]
-    ):
-        return False
-    if not {"min", "max"} & set(bound):
-        return True
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and bound.get("min", -math.inf) <= value <= bound.get("max", math.inf)
-
-
 # In the order of reports. Those of [policy], [nonce] and [release] that are no rules on claims are in policy.py.
 RULES = (
-    Rule("attestation", "level", fields.LEVEL, _level, required=True),
-    Rule("attestation", "tpm_keys", fields.PEMS, _tpm_keys),
-    Rule("attestation", "pcrs", fields.PCRS, _pcrs),
-    Rule("data", "sha256", fields.DIGESTS, _sealed, required=True),
-    Rule("release", "recipients", fields.RECIPIENTS, _recipients, required=True),
-    Rule("job", "names", fields.TEXTS, _in("job.name")),
-    Rule("job", "sha256", fields.DIGESTS, _in("job.sha256")),
-    Rule("base", "sha256", fields.DIGESTS, _in("base.sha256")),
-    Rule("recipe", "sha256", fields.DIGESTS, _in("job.recipe_sha256")),
-    Rule("recipe", "options", fields.OPTIONS, _options),
-    Rule("training", "min_rows", fields.COUNT, _rows),
-    Rule("training", "max_steps", fields.LIMIT, _steps),
-    Rule("package", "versions", fields.SPECIFIER, _version("package.version")),
-    Rule("package", "sha256", fields.DIGESTS, _in("package.sha256")),
-    Rule("wgpu", "versions", fields.SPECIFIER, _version("wgpu.version")),
-    Rule("wgpu", "native_versions", fields.SPECIFIER, _version("wgpu.native_version")),
-    Rule("wgpu", "native_sha256", fields.DIGESTS, _in("wgpu.native_sha256")),
-    Rule("python", "versions", fields.SPECIFIER, _version("python.version")),
-    Rule("python", "implementations", fields.TEXTS, _in("python.implementation")),
-    Rule("python", "sha256", fields.DIGESTS, _in("python.sha256")),
-    Rule("dependencies", "intact", fields.TRUE, _intact),
-    Rule("dependencies", "only_pinned", fields.TRUE, _only_pinned),
-    Rule("dependencies", "pinned", fields.PINS, _pinned),
-    Rule("device", "names", fields.GLOBS, _like("device.name")),
-    Rule("device", "backends", fields.TEXTS, _in("device.backend")),
-    Rule("device", "kinds", fields.TEXTS, _in("device.kind")),
-    Rule("device", "drivers", fields.GLOBS, _like("device.driver")),
-    Rule("kernel", "systems", fields.TEXTS, _in("kernel.system")),
-    Rule("kernel", "releases", fields.GLOBS, _like("kernel.release")),
-    Rule("kernel", "machines", fields.TEXTS, _in("kernel.machine")),
-    Rule("environment", "forbidden", fields.GLOBS, _forbidden),
-    Rule("environment", "only", fields.VALUES, _only),
+    Rule("attestation", "level", fields.LEVEL, checks.level, required=True),
+    Rule("attestation", "tpm_keys", fields.PEMS, checks.tpm_keys),
+    Rule("attestation", "pcrs", fields.PCRS, checks.pcrs),
+    Rule("data", "sha256", fields.DIGESTS, checks.sealed, required=True),
+    Rule("release", "recipients", fields.RECIPIENTS, checks.recipients, required=True),
+    Rule("job", "names", fields.TEXTS, checks.listed_in("job.name")),
+    Rule("job", "sha256", fields.DIGESTS, checks.listed_in("job.sha256")),
+    Rule("base", "sha256", fields.DIGESTS, checks.listed_in("base.sha256")),
+    Rule("base", "config_sha256", fields.DIGESTS, checks.listed_in("base.config_sha256")),
+    Rule("recipe", "sha256", fields.DIGESTS, checks.listed_in("job.recipe_sha256")),
+    Rule("recipe", "options", fields.OPTIONS, checks.options),
+    Rule("training", "min_rows", fields.COUNT, checks.rows),
+    Rule("training", "max_steps", fields.LIMIT, checks.steps),
+    Rule("package", "versions", fields.SPECIFIER, checks.version("package.version")),
+    Rule("package", "sha256", fields.DIGESTS, checks.listed_in("package.sha256")),
+    Rule("wgpu", "versions", fields.SPECIFIER, checks.version("wgpu.version")),
+    Rule("wgpu", "native_versions", fields.SPECIFIER, checks.version("wgpu.native_version")),
+    Rule("wgpu", "native_sha256", fields.DIGESTS, checks.listed_in("wgpu.native_sha256")),
+    Rule("python", "versions", fields.SPECIFIER, checks.version("python.version")),
+    Rule("python", "implementations", fields.TEXTS, checks.listed_in("python.implementation")),
+    Rule("python", "sha256", fields.DIGESTS, checks.listed_in("python.sha256")),
+    Rule("python", "library_sha256", fields.DIGESTS, checks.listed_in("python.library_sha256")),
+    Rule("dependencies", "intact", fields.TRUE, checks.intact),
+    Rule("dependencies", "only_pinned", fields.TRUE, checks.only_pinned),
+    Rule("dependencies", "pinned", fields.PINS, checks.pinned),
+    Rule("device", "names", fields.GLOBS, checks.like("device.name")),
+    Rule("device", "backends", fields.TEXTS, checks.listed_in("device.backend")),
+    Rule("device", "kinds", fields.TEXTS, checks.listed_in("device.kind")),
+    Rule("device", "drivers", fields.GLOBS, checks.like("device.driver")),
+    Rule("kernel", "systems", fields.TEXTS, checks.listed_in("kernel.system")),
+    Rule("kernel", "releases", fields.GLOBS, checks.like("kernel.release")),
+    Rule("kernel", "machines", fields.TEXTS, checks.listed_in("kernel.machine")),
+    Rule("environment", "forbidden", fields.GLOBS, checks.forbidden),
+    Rule("environment", "only", fields.VALUES, checks.only),
+    Rule("host", "no_core_dumps", fields.TRUE, checks.no_core_dumps),
+    Rule("host", "no_swap", fields.TRUE, checks.no_swap),
+    Rule("process", "untraced", fields.TRUE, checks.untraced),
+    Rule("process", "compiled", fields.TRUE, checks.compiled),
+    Rule("process", "import_hooks", fields.ONLY_TEXTS, checks.hooks),
+    Rule("process", "unlisted", fields.ONLY_DIGESTS, checks.loaded("process.unlisted")),
+    Rule("process", "libraries", fields.ONLY_DIGESTS, checks.loaded("process.libraries")),
 )

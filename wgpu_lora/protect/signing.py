@@ -1,7 +1,7 @@
 """OpenSSF model signing of an adapter, in memory: the signature, model.sig, is made before a file touches a disk.
 
 A signature is a Sigstore bundle v0.3 around a DSSE envelope whose in-toto statement lists all files with their SHA-256
-(https://github.com/ossf/model-signing-spec). `model_signing verify key` accepts it, and `verify_model` uses its library.
+(https://github.com/ossf/model-signing-spec). `model_signing verify key` accepts it; `verify_model` uses its library.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The statement at the end of a run: in-toto Statement v1 with SLSA provenance v1, signed by the session's key.
 
 SLSA provenance: https://slsa.dev/spec/v1.0/provenance. Subjects are the adapter, file by file and sealed; the resolved
-dependencies are what it was made of; the by-products are the evidence log's end, the cleanup record and facts of the run.
+dependencies are what it was made of; the by-products are the log's end, the cleanup record and the run's facts.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from google.protobuf import json_format
 from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
 
 from wgpu_lora.protect import envelope
-from wgpu_lora.protect.chain import read_bytes
+from wgpu_lora.protect.chain import Entry, read_bytes
 from wgpu_lora.protect.log import CLEANUP, EvidenceLog
 from wgpu_lora.protect.log import NAME as LOG
 
@@ -71,7 +71,24 @@ def write_statement(
         UserError: it cannot be written.
     """
     cleanup = hashlib.sha256(read_bytes(log.directory / CLEANUP)).hexdigest()
-    predicate = {
+    predicate = provenance(log.entries, claims, cleanup, facts.to_json())
+    json_format.ParseDict(predicate, provenance_pb2.Provenance())  # its schema
+    subjects = [(f"{ADAPTER}{name}", digest) for name, digest in sorted(adapter.items())]
+    log.keep(NAME, log.sign(envelope.statement(KIND, [*subjects, sealed], predicate)))
+    return log.directory / NAME
+
+
+def provenance(
+    entries: Sequence[Entry], claims: Mapping[str, Any], cleanup: str, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The predicate of a run's statement.
+
+    Args:
+        entries: all lines of its log. claims: of its last session's evidence. cleanup: SHA-256 of cleanup.json.
+        facts: of the line `finished`.
+    """
+    package = claims.get("package", {})
+    return {
         "buildDefinition": {
             "buildType": BUILD_TYPE,
             "externalParameters": parameters(claims),
@@ -79,23 +96,19 @@ def write_statement(
             "resolvedDependencies": materials(claims),
         },
         "runDetails": {
-            "builder": {"id": BUILDER, "version": {"wgpu-lora": str(claims.get("package", {}).get("version", ""))}},
+            "builder": {"id": BUILDER, "version": {"wgpu-lora": str(package.get("version", ""))}},
             "metadata": {
-                "invocationId": log.run,
-                "startedOn": log.entries[0].time,
-                "finishedOn": log.entries[-1].time,
+                "invocationId": entries[-1].chain,
+                "startedOn": entries[0].time,
+                "finishedOn": entries[-1].time,
             },
             "byproducts": [
-                {"name": f"{LOG}:{log.sequence}", "digest": {"sha256": log.head}},
+                {"name": f"{LOG}:{entries[-1].sequence}", "digest": {"sha256": entries[-1].digest}},
                 {"name": CLEANUP, "digest": {"sha256": cleanup}},
-                {"name": RUN, "annotations": facts.to_json()},
+                {"name": RUN, "annotations": dict(facts)},
             ],
         },
     }
-    check_predicate(predicate)
-    subjects = [(f"{ADAPTER}{name}", digest) for name, digest in sorted(adapter.items())]
-    log.keep(NAME, log.sign(envelope.statement(KIND, [*subjects, sealed], predicate)))
-    return log.directory / NAME
 
 
 def parameters(claims: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,17 +125,10 @@ def materials(claims: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _materials(claims: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
     base, job = claims.get("base", {}), claims.get("job", {})
     yield f"base:{base.get('name', '')}", base.get("sha256")
+    yield f"weights:{base.get('name', '')}", base.get("weights_sha256")
     for data in job.get("data", []):
         yield f"{data['role']}:{data['name']}", data.get("sha256")
     yield "recipe", job.get("recipe_sha256")
     package, wgpu = claims.get("package", {}), claims.get("wgpu", {})
     yield f"wgpu-lora {package.get('version', '')}", package.get("sha256")
     yield f"wgpu-native {wgpu.get('native_version', '')}", wgpu.get("native_sha256")
-
-
-def check_predicate(predicate: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a predicate is SLSA provenance v1, as its protobuf schema has it."""
-    try:
-        json_format.ParseDict(predicate, provenance_pb2.Provenance())
-    except json_format.Error as error:
-        raise ValueError(f"the predicate is not SLSA provenance v1 ({error!s:.200})") from None

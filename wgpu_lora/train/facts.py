@@ -39,7 +39,7 @@ def record_of(run: Run, session: Session, stop_reason: str, stop_signal: str | N
     """The contents of run.json for a run that has ended; its adapter must already be written."""
     prepared, state = run.stream.prepared, replace(run.state)
     if run.args.target_seconds and not state.calibrated:
-        state = replace(state, total_steps=state.step)  # it ended before the number of steps was fixed
+        state = replace(state, total_steps=state.step)  # it ended before the number of steps was measured
     return RunRecord(
         stop_reason=stop_reason,
         signal=stop_signal,

@@ -97,8 +97,8 @@ def measure(job: Job[Any], events: Events = SILENT) -> Projection:
     stages = {PREPARATION: preparation, COMPILATION: compilation, TRAINING: training}
     if run.stream.objective.precomputes:
         stages[REFERENCE] = reference * sum(len(d.samples) for d in (run.stream.prepared, run.heldout) if d)
-    if heldout and not args.target_seconds:  # which includes held-out losses
-        stages[HELDOUT] = heldout * _times(job, total, len(epoch))
+    if heldout:  # a target includes those between steps
+        stages[HELDOUT] = heldout * (args.eval_on_start + 1 if args.target_seconds else _times(job, total, len(epoch)))
     return Projection(stages, len(taken), spent, run.stream.processed_tokens(samples), len(samples))
 
 

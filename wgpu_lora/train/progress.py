@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wgpu_lora.events import SILENT, Events, StepResult
+from wgpu_lora.train.clock import CHECKPOINT, HELD_OUT, Clock
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate, StepReport
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import Step
-
-CALIBRATION_STEPS = 3  # timed after a first step, which includes compilation
 
 
 @dataclass
@@ -30,11 +29,11 @@ class Progress:
     eval_steps: int = 0
     ended: str | None = None
     events: Events = SILENT
-    _durations: list[float] = field(default_factory=list)
-    _last_line: dict[str, Any] = field(default_factory=dict)
+    _last_line: dict[str, Any] = field(default_factory=dict)  # of the last step
+    _written: dict[str, Any] = field(default_factory=dict)  # the last one in the log
 
     def __post_init__(self) -> None:
-        state = self.run.state
+        state, self.clock = self.run.state, Clock(self.run)
         self._steps: Iterator[Step] = self.run.stream.steps(state.epoch, state.index)
         self.step = next(self._steps)
 
@@ -43,11 +42,7 @@ class Progress:
         if 0 < args.max_steps <= state.step:
             return "max steps"
         if args.target_seconds:
-            # Until the budget is fixed, total_steps is only a guess.
-            used = state.calibrated and state.step >= state.total_steps
-            spent = state.seconds + state.heldout_seconds >= args.target_seconds  # with the last held-out loss
-            spent = spent and state.step > 0
-            return "target seconds" if used or spent else None
+            return "target seconds" if state.step and self.clock.used() else None
         return "epochs" if state.step >= state.total_steps else None
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -66,11 +61,18 @@ class Progress:
         taken = stream.step_before(state.epoch, state.index)
         return stream.groups(taken, self.run.slot) if taken else []
 
+    def begin(self) -> None:
+        """Begin the next step."""
+        self.clock.begin_step()
+        self.run.before_step(self.session)
+
     def update(self) -> SlotUpdate:
-        return SlotUpdate(self.run.state.step + 1, self.run.rate(), self.run.args)
+        rate = self.clock.rate() if self.run.args.target_seconds else self.run.rate()
+        return SlotUpdate(self.run.state.step + 1, rate, self.run.args)
 
     def advance(self, report: StepReport, update: SlotUpdate, seconds: float) -> None:
         """Count the step that was taken; call `logged` next."""
+        self.clock.end_step()
         state, step, stream, tokens = self.run.state, self.step, self.run.stream, self.trained_tokens
         processed, units = stream.processed_tokens(step.samples), stream.units(step.samples)
         loss = report.loss_sum / units
@@ -86,7 +88,7 @@ class Progress:
         state.pending_seconds += seconds  # tokens/s count training only
         state.pending.append(loss)
         state.last_loss = loss
-        self._calibrate(seconds)
+        self.clock.estimate()
         self._epoch = round(step.epoch + (step.index + 1) / len(self.run.stream.epoch(step.epoch)), 4)
         rate, norm = update.learning_rate, report.grad_norm
         self._line = {"loss": loss, "learning_rate": rate, "grad_norm": norm, **metrics}
@@ -101,49 +103,34 @@ class Progress:
 
     def heldout_due(self) -> bool:
         state, every = self.run.state, self.run.args.eval_steps or self.eval_steps
-        last = state.step >= state.total_steps
-        # A time budget needs to know how long a held-out loss takes.
-        timing = state.calibrated and self.run.args.target_seconds and not state.heldout_seconds and self.run.heldout
-        return last or bool(timing) or (state.step % every == 0 if every else self.epoch_done is not None)
+        due = state.step % every == 0 if every else self.epoch_done is not None
+        return self._last() or (due and self.clock.fits(HELD_OUT))
+
+    def checkpoint_due(self) -> bool:
+        """Whether to save after this step by --save-steps; the end of the run has a checkpoint of its own."""
+        state, every = self.run.state, self.run.args.save_steps
+        return bool(every) and state.step % every == 0 and not self._last() and self.clock.fits(CHECKPOINT)
+
+    def _last(self) -> bool:
+        """Whether the step is known to be the last; by time, that is only known when the next would begin."""
+        args, state = self.run.args, self.run.state
+        return 0 < args.max_steps <= state.step if args.target_seconds else state.step >= state.total_steps
 
     def measure_start(self, events: Events) -> None:
         """Measure the held-out loss before the first step, and log it on a line of its own."""
-        begin = time.perf_counter()
-        found = self.run.measure_heldout(self.session, events)
-        state = self.run.state
-        state.seconds += time.perf_counter() - begin
+        found = self._measure(events)
         if found:
-            self._log({"step": 0, "epoch": 0.0, **found, "seconds": round(state.seconds, 4)})
+            self._log({"step": 0, "epoch": 0.0, **found, **self._times()})
 
     def measure_heldout(self, events: Events) -> None:
+        self._line |= self._measure(events)
+
+    def _measure(self, events: Events) -> dict[str, float]:
         begin = time.perf_counter()
-        found = self.run.measure_heldout(self.session, events)
-        state = self.run.state
-        taken = time.perf_counter() - begin
-        state.seconds += taken
-        if self.run.args.target_seconds and self.run.heldout and not state.heldout_seconds:
-            state.heldout_seconds = taken
-            self._fix_budget()
-        self._line |= found
-
-    def _calibrate(self, elapsed: float) -> None:
-        """With --target-seconds, fix the number of steps once a few have been timed."""
-        state, target = self.run.state, self.run.args.target_seconds
-        if not target or state.calibrated:
-            return
-        self._durations.append(elapsed)
-        if len(self._durations) > CALIBRATION_STEPS:
-            self._fix_budget()
-            state.calibrated = True
-
-    def _fix_budget(self) -> None:
-        """Plan as many steps as there is time for, with one more held-out loss at the end."""
-        state, args = self.run.state, self.run.args
-        if not args.target_seconds or len(self._durations) <= CALIBRATION_STEPS:
-            return
-        left = args.target_seconds - state.seconds - state.heldout_seconds
-        total = state.step + max(0, int(left / statistics.median(self._durations[1:])))
-        state.total_steps = min(total, args.max_steps) if args.max_steps > 0 else total
+        with self.clock.between(HELD_OUT):
+            found = self.run.measure_heldout(self.session, events)
+        self.run.state.seconds += time.perf_counter() - begin
+        return found
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
@@ -176,12 +163,14 @@ class Progress:
             self._write(self._last_line)
 
     def close(self, events: Events) -> None:
-        """Write the last log line and measure the last held-out loss of a run that ended before its planned step."""
+        """The last held-out loss and log line of a run whose time is used; they are not part of it."""
+        self.run.state.total_steps = self.run.state.step
         if not self._last_line or "eval_loss" in self._last_line:
             return
-        self._line = self._last_line
-        self.measure_heldout(events)
-        self._last_line = self._line
+        found = self._measure(events)
+        self._last_line |= found
+        if found and not self.run.state.pending:  # the last step was logged, when nobody knew that it was the last
+            self._log(self._written | found | self._times())
         self.write_pending()
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -195,10 +184,15 @@ class Progress:
             "tokens_per_second": round(state.pending_tokens / max(state.pending_seconds, 1e-9), 2),
             "processed_tokens": state.processed_tokens,
             "processed_tokens_per_second": round(state.pending_processed_tokens / max(state.pending_seconds, 1e-9), 2),
-            "seconds": round(state.seconds, 4),
+            **self._times(),
         }
         self._log(entry)
+        self._written = entry
         state.pending, state.pending_tokens, state.pending_processed_tokens, state.pending_seconds = [], 0, 0, 0.0
+
+    def _times(self) -> dict[str, float]:
+        state = self.run.state
+        return {"seconds": round(state.seconds, 4), "elapsed_seconds": round(state.elapsed_seconds, 4)}
 
     def _log(self, line: dict[str, Any]) -> None:
         line |= self.run.follower.status()

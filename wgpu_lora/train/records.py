@@ -119,6 +119,21 @@ class RunRecord:
         return self.state.step
 
     @property
+    def target_seconds(self) -> float | None:
+        """The elapsed time that the run was to end at; None if its length was not a time."""
+        return self.options.target_seconds
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Seconds from the beginning of the first step to the end of the last one, with what lies between."""
+        return self.state.elapsed_seconds
+
+    @property
+    def step_budget(self) -> int:
+        """Planned steps; of a timed run, those that there was time for."""
+        return self.state.total_steps
+
+    @property
     def loss(self) -> float | None:
         """The training loss of the last step; None before the first."""
         return self.state.last_loss

@@ -11,6 +11,7 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import either, flag, setting
 from wgpu_lora.train import checkpoint
+from wgpu_lora.train.clock import step_budget
 from wgpu_lora.train.options.arguments import FREE_ON_RESUME, PATHS, PLAN, TrainingArguments, from_values
 from wgpu_lora.train.pipeline_state import MEMBER, home_of, read_pipeline_state
 from wgpu_lora.train.records import PIPELINE, RUN, refuse_unregistered
@@ -121,12 +122,12 @@ def extended(state: RunState, planned: TrainingArguments, stream: DataStream) ->
             f"a larger {began}."
         )
     if args.target_seconds:
-        if args.target_seconds < state.seconds:
+        if args.target_seconds < state.elapsed_seconds:
             raise UserError(
-                f"The run in {args.directory} has already used {state.seconds:,.1f} s, more than "
+                f"The run in {args.directory} has already used {state.elapsed_seconds:,.1f} s, more than "
                 f"{setting('target_seconds', args.target_seconds)}: give a larger value."
             )
-        return max(state.total_steps, state.step + UNTIMED_STEPS)
+        return step_budget(state, args, state.step_seconds) if state.step_seconds else state.step + UNTIMED_STEPS
     total = stream.total_steps()
     if total < state.step:
         asked = " and ".join(setting(name, getattr(args, name)) for name in changed)
@@ -148,10 +149,13 @@ def resume_note(state: RunState, planned: TrainingArguments, stream: DataStream,
     """
     args, total = stream.args, extended(state, planned, stream)
     if args.target_seconds:
-        left = args.target_seconds - state.seconds
-        if left <= state.heldout_seconds or (state.calibrated and state.step >= total):
+        left = args.target_seconds - state.elapsed_seconds
+        if left < state.step_seconds / 2 or 0 < args.max_steps <= state.step:
             return f"already finished; a larger {flag('target_seconds')} extends it"
-        return f"continues after step {state.step:,}, for {left:,.1f} s more"
+        text = f"continues after step {state.step:,}, for {left:,.1f} s more"
+        if args.target_seconds == planned.target_seconds or LR_SCHEDULES[args.lr_scheduler_type].decay is None:
+            return text
+        return f"{text}: the {args.lr_scheduler_type} schedule is now that of {args.target_seconds:g} s"
     text = f"continues after step {state.step:,} of {state.total_steps:,}"
     if total == state.total_steps:
         more = either("num_train_epochs", "max_steps")
@@ -191,7 +195,7 @@ def set_length(
         wrong = f"{STATE} says step {state.step}, epoch {state.epoch} and index {state.index}"
     else:
         state.total_steps = extended(state, planned, stream)
-        state.calibrated = state.calibrated and args.target_seconds == planned.target_seconds
+        state.ending = state.ending and args.target_seconds == planned.target_seconds
         return
     raise checkpoint.refuse(place, wrong, storage)
 

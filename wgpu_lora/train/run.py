@@ -73,9 +73,10 @@ class Run:
         return self.args.directory
 
     def logs(self, step: int, heldout: bool) -> bool:
-        """Whether a step is logged; the last one, and those with a held-out loss, always are."""
+        """Whether a step is logged; those with a held-out loss and the last of a planned number always are."""
         every = self.args.logging_steps or (1 if self.state.total_steps <= SHORT else LOGGING_STEPS)
-        return heldout or step % every == 0 or step >= self.state.total_steps
+        last = not self.args.target_seconds and step >= self.state.total_steps  # else `Progress.close` logs it
+        return heldout or step % every == 0 or last
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the run it continues, and the planned length."""

@@ -38,9 +38,13 @@ def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int, le
     schedule = LR_SCHEDULES[kind]
     if schedule.warms_up and step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    if schedule.decay is None:
-        return peak
-    return least + (peak - least) * schedule.decay((step - warmup) / max(1, total - warmup))
+    return decayed(kind, peak, (step - warmup) / max(1, total - warmup), least)
+
+
+def decayed(kind: str, peak: float, progress: float, least: float = 0.0) -> float:
+    """The rate at `progress` after the warm-up, from 0 to 1."""
+    decay = LR_SCHEDULES[kind].decay
+    return peak if decay is None else least + (peak - least) * decay(progress)
 
 
 def warmup_steps(total: int, ratio: float, steps: int = 0) -> int:

@@ -1,7 +1,8 @@
 """The schema of a run's files, and which versions can read them.
 
-Schema 1 is that of version 0.1.0, whose files have no number. This version writes SCHEMA, and reads it and the one
-before. Values missing in an older file have their defaults; a newer file is refused.
+Schema 1 is that of version 0.1.0, whose files have no number. In schema 3, the state of a run has its elapsed time.
+This version writes SCHEMA, and reads it and those before. Values missing in an older file have their defaults; a newer
+file is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class NewerSchemaError(UserError):

@@ -154,14 +154,19 @@ class AdapterRun(Run):
     # -- during ----------------------------------------------------------------------------------------------------
 
     def rate(self) -> float:
-        """The learning rate of the next step."""
+        """The learning rate of the next step of a run without --target-seconds, whose rate its clock knows."""
         args, total = self.args, self.state.total_steps
         kind, least, warmup = args.lr_scheduler_type, args.lr_scheduler_min, self.warmup(total)
         return learning_rate(kind, args.learning_rate, self.state.step, total, warmup, least)
 
     def before_step(self, session: Session) -> None:
         """Called before the passes of the next step, and before a held-out loss."""
-        self.subject.before_step(session, self.state.step, self.state.total_steps)
+        state, last = self.state, self.subject.last_steps(self.state.total_steps)
+        ending = last > 0 and state.step >= state.total_steps - last
+        if self.args.target_seconds:  # the total is an estimate, whatever it becomes once the last steps have begun
+            guessed = not state.calibrated and state.step < state.total_steps
+            ending = state.ending = state.ending or (ending and not guessed)
+        self.subject.before_step(session, ending)
 
     def warmup(self, total: int) -> int:
         """Warm-up steps out of `total`."""

@@ -11,7 +11,7 @@ from typing import Any
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.gpu.choices import choices_from_json
 from wgpu_lora.gpu.tiling import Tiling
-from wgpu_lora.train.schema import schema_of
+from wgpu_lora.train.schema import SCHEMA, schema_of
 from wgpu_lora.train.storage import PLAIN, Storage
 
 STATE = "state.json"
@@ -28,9 +28,15 @@ class RunState:
     total_steps: int = 0
     tokens: int = 0  # trained tokens
     processed_tokens: int = 0  # all tokens, prompts included
-    seconds: float = 0.0
-    calibrated: bool = False
-    heldout_seconds: float = 0.0  # of one held-out loss, measured with --target-seconds
+    seconds: float = 0.0  # of steps and held-out losses; if slots share a step, this slot's share
+    elapsed_seconds: float = 0.0  # from the first step's beginning to the last one's end (train/clock.py)
+    step_seconds: float = 0.0  # of a recent step; 0 until one was timed
+    # With --target-seconds:
+    calibrated: bool = False  # whether total_steps is an estimate from timed steps, and not a guess
+    warming_seconds: float = 0.0  # of warm-up so far
+    warmed_seconds: float | None = None  # elapsed_seconds at the end of the warm-up
+    warmed_step: int = 0
+    ending: bool = False  # whether the last steps, if the subject has any, have begun
     unrounded_eval_loss: float | None = None  # of the model before it was rounded (train/unrounded.py)
     first_eval_loss: float | None = None  # before the first step
     best_eval_loss: float | None = None
@@ -57,7 +63,9 @@ def read_state(directory: Path, storage: Storage = PLAIN) -> tuple[RunState, dic
     schema = schema_of(facts, directory / STATE)
     state, identity = facts.get("state"), facts.get("identity")
     known = {f.name for f in fields(RunState)}
-    if not isinstance(state, dict) or not (set(state) <= known if schema == 1 else set(state) == known):
+    if isinstance(state, dict) and schema < SCHEMA:
+        state = _of_today(state)
+    if not isinstance(state, dict) or not (set(state) <= known if schema < SCHEMA else set(state) == known):
         raise ValueError(f"the fields of 'state' in {STATE} are invalid")
     if not _is_identity(identity):
         raise ValueError(f"'identity' in {STATE} is invalid")
@@ -66,6 +74,13 @@ def read_state(directory: Path, storage: Storage = PLAIN) -> tuple[RunState, dic
         if not _RULES[name](value):
             raise ValueError(f"{name} in {STATE} is {value!r:.40}")
     return RunState(**state | {"tiles": choices_from_json(state.get("tiles", {}))}), identity
+
+
+def _of_today(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an earlier version, which counted time by steps and held-out losses."""
+    spent = state.get("seconds", 0.0)
+    times = {"elapsed_seconds": spent, "warming_seconds": spent}
+    return times | {name: value for name, value in state.items() if name != "heldout_seconds"}
 
 
 def is_count(value: Any) -> bool:
@@ -107,13 +122,14 @@ def _is_identity(value: Any) -> bool:
 
 
 _RULES: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "epoch", "index", "total_steps", "best_step"), is_count),
+    **dict.fromkeys(("step", "epoch", "index", "total_steps", "best_step", "warmed_step"), is_count),
     **dict.fromkeys(("tokens", "processed_tokens", "pending_tokens", "pending_processed_tokens"), is_count),
-    **dict.fromkeys(("seconds", "heldout_seconds", "pending_seconds"), _is_seconds),
+    **dict.fromkeys(("seconds", "elapsed_seconds", "step_seconds", "warming_seconds", "pending_seconds"), _is_seconds),
     **dict.fromkeys(
         ("unrounded_eval_loss", "first_eval_loss", "best_eval_loss", "last_loss", "last_eval_loss"), _is_loss
     ),
-    "calibrated": lambda value: isinstance(value, bool),
+    "warmed_seconds": lambda value: value is None or _is_seconds(value),
+    **dict.fromkeys(("calibrated", "ending"), lambda value: isinstance(value, bool)),
     "tiles": _is_tiles,
     "pending": _is_losses,
 }

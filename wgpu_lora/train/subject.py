@@ -42,8 +42,11 @@ class Subject(Protocol):
     def saved(self, session: Session, slot: int) -> dict[str, bytes]:
         """The contents of `files`."""
 
-    def before_step(self, session: Session, step: int, total_steps: int) -> None:
-        """Called before passes whose next optimizer step is the 0-based `step`."""
+    def last_steps(self, total: int) -> int:
+        """The steps at the end of a run of `total` that differ from those before them; 0 if none do."""
+
+    def before_step(self, session: Session, ending: bool) -> None:
+        """Called before passes. ending: whether they belong to the last steps."""
 
     def write(self, session: Session, slot: int, directory: Path) -> None:
         """Writes to a run's directory what its result has besides `files`, which are there already."""

@@ -13,6 +13,7 @@ from typing import Protocol
 from wgpu_lora.data import pack
 from wgpu_lora.events import Evaluating, Events, Passing
 from wgpu_lora.signals import handled
+from wgpu_lora.train.clock import CHECKPOINT
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.policy import Policy, Standing, Synchronized
 from wgpu_lora.train.progress import Progress
@@ -50,8 +51,7 @@ class StepKeeper:
             self.run.save(trainer.session, trainer.events)
 
     def due(self, trainer: Trainer) -> bool:
-        state, every = self.run.state, self.run.args.save_steps
-        return bool(every) and state.step % every == 0 and state.step < state.total_steps
+        return trainer.all[0].checkpoint_due()
 
     def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
         """Nothing: checkpoints are saved by step."""
@@ -128,7 +128,7 @@ class Trainer:
         chosen = [p for p in live if p.run.slot in slots]
         begin = time.perf_counter()
         for progress in chosen:
-            progress.run.before_step(self.session)
+            progress.begin()
         self._accumulate(self._batches(chosen))
         updates = {p.run.slot: p.update() for p in chosen}
         reports = optimizer.apply(device, updates)
@@ -149,7 +149,8 @@ class Trainer:
                 progress.run.fall_back(self.session)
         self._retire(reasons)
         if self.keeper.due(self):
-            self.keeper.save(self)
+            with self.all[0].clock.between(CHECKPOINT):
+                self.keeper.save(self)
 
     def _sound(self, progress: Progress) -> bool:
         """Whether a slot's rows are at fault, not its weights: the previous step's rows still give finite gradients."""

@@ -75,7 +75,7 @@ class GeneralOptions:
         None,
         ADAPTER,
         "With --train quant-scales, the last steps, whose passes read tables and scales rounded to f16; 0 for none. "
-        "Default: a tenth of all steps.",
+        "Default: a tenth of all steps, with --target-seconds of those that there is time for.",
         within=NOT_NEGATIVE,
     )
     rounded_from: str | None = option(
@@ -111,7 +111,7 @@ class GeneralOptions:
     warmup_ratio: float = option(
         0.03,
         OPTIMISATION,
-        "Fraction of the steps over which the learning rate warms up.",
+        "Fraction of the steps, or of --target-seconds, over which the learning rate warms up.",
         within=Range(at_least=0, at_most=1),
     )
     warmup_steps: int = option(
@@ -168,7 +168,11 @@ class GeneralOptions:
         -1, BATCHES, "Number of optimizer steps, instead of epochs, if positive.", within=Range(above=0, unset=-1)
     )
     target_seconds: float | None = option(
-        None, BATCHES, "Train for this many seconds of wall-clock time, instead of epochs.", within=POSITIVE
+        None,
+        BATCHES,
+        "Train for this many seconds, instead of epochs: wall-clock time from the first step to the last, with what "
+        "lies between. The learning rate follows it. The last held-out loss and the final save come after it.",
+        within=POSITIVE,
     )
     max_length: int | None = option(
         None,

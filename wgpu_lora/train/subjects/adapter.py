@@ -77,7 +77,10 @@ class Adapter:
     def saved(self, session: Session, slot: int) -> dict[str, bytes]:
         return adapter_files(*self._stored(session, slot))
 
-    def before_step(self, session: Session, step: int, total_steps: int) -> None:
+    def last_steps(self, total: int) -> int:
+        return 0
+
+    def before_step(self, session: Session, ending: bool) -> None:
         """Nothing."""
 
     def write(self, session: Session, slot: int, directory: Path) -> None:

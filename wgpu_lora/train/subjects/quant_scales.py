@@ -32,11 +32,6 @@ from wgpu_lora.words import counted
 SNAPPED_SHARE = 10  # a tenth of the steps
 
 
-def snap_steps(args: TrainingArguments, total: int) -> int:
-    """The steps at the end of a run of `total` that read constants rounded to f16."""
-    return min(total, args.snap_steps) if args.snap_steps is not None else -(-total // SNAPPED_SHARE)
-
-
 @dataclass(frozen=True)
 class QuantScales:
     """The constants of the targeted matrices, which begin as the base has them."""
@@ -89,9 +84,13 @@ class QuantScales:
     def saved(self, session: Session, slot: int) -> dict[str, bytes]:
         return {self.files[0]: save(self._set(session).read(session.device))}
 
-    def before_step(self, session: Session, step: int, total_steps: int) -> None:
-        last = snap_steps(self.args, total_steps)
-        self._set(session).snap(session.device, last > 0 and step >= total_steps - last)
+    def last_steps(self, total: int) -> int:
+        """Those that read constants rounded to f16."""
+        given = self.args.snap_steps
+        return min(total, given) if given is not None else -(-total // SNAPPED_SHARE)
+
+    def before_step(self, session: Session, ending: bool) -> None:
+        self._set(session).snap(session.device, ending)
 
     def write(self, session: Session, slot: int, directory: Path) -> None:
         """The models with the constants: those of the last step and of best/, in f32 and rounded to f16."""

@@ -1,0 +1,244 @@
+"""Evidence: what it says, and that changed, foreign and hostile evidence is refused."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from securesystemslib.dsse import Envelope
+from support import FIXTURES
+from support.attesting import NONCE, Job, claimed, quick
+from support.tpm import MISSING, software_tpm
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.protect import claims, envelope, quotes, tpm
+from wgpu_lora.protect.keys import DataKey, SessionKeys
+
+KEYS, OTHERS = SessionKeys.generate(), SessionKeys.generate()
+CLAIMS = claimed(KEYS, Job([KEYS.data.recipient]))
+EVIDENCE = claims.attest(CLAIMS, KEYS, quote=False)
+RECORDED = json.loads((FIXTURES / "protect" / "quotes.json").read_text())["quotes"]["ecdsa"]
+
+
+def refused(data: bytes, words: str = ".") -> None:
+    with pytest.raises(UserError, match=words) as error:
+        claims.read_evidence(data)
+    assert str(error.value).count("\n") == 0
+    assert len(str(error.value)) < 600
+
+
+def signed(predicate: Any, keys: SessionKeys = KEYS, kind: str = claims.PROFILE, digest: str = "") -> bytes:
+    """Any predicate, signed by these keys, with a subject that fits."""
+    stated = predicate.get("claims") if isinstance(predicate, dict) else None
+    subject = [("claims", digest or claims.digest(stated if isinstance(stated, dict) else {}))]
+    return envelope.sign({**envelope.statement(kind, subject, {}), "predicate": predicate}, keys.signing)
+
+
+def swapped(old: str, new: str, data: bytes = EVIDENCE) -> bytes:
+    """The claims changed, and the subject with them; the signature kept."""
+    fields = json.loads(data)
+    payload = b64decode(fields["payload"]).decode()
+    assert old in payload
+    said = json.loads(payload.replace(old, new))
+    said["subject"][0]["digest"]["sha256"] = claims.digest(said["predicate"]["claims"])
+    fields["payload"] = b64encode(json.dumps(said).encode()).decode()
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def test_evidence_states_what_was_gathered() -> None:
+    found = claims.read_evidence(EVIDENCE)
+    assert found.claims == CLAIMS
+    assert found.signing == KEYS.signing.public
+    assert found.recipient == KEYS.data.recipient
+    assert found.quote is None
+    assert found.claims["level"] == "self-reported"
+    assert "changed program" in found.claims["level_note"]
+    assert found.claims["job"]["data"] == [
+        {"role": "data", "name": "rows.jsonl.age", "sha256": "b" * 64, "bytes": 1000, "rows": 100}
+    ]
+    assert "resume" not in found.claims
+    assert found.claims["eat_nonce"] == NONCE
+
+
+def test_claims_are_the_same_json_each_time() -> None:
+    again = json.loads(json.dumps(dict(reversed(CLAIMS.items()))))
+    assert (
+        claims.digest(again)
+        == claims.digest(CLAIMS)
+        == claims.read_evidence(EVIDENCE).statement["subject"][0]["digest"]["sha256"]
+    )
+
+
+def test_a_session_that_goes_on_states_the_head_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    found = claims.gather(None, nonce=NONCE, keys=KEYS, resume=(7, "e" * 64), host={"core_dumps": "off"})
+    assert found["resume"] == {"sequence": 7, "head": "e" * 64}
+    assert found["host"] == {"core_dumps": "off"}
+    assert "device" not in found
+    assert "job" not in found
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"self-reported"', '"quoted"'),
+        (NONCE, "nonce-of-a-tesT"),
+        ('"rows":100', '"rows":999'),
+        ("Test GPU", "Best GPU"),
+        ('"intact":true', '"intact":null'),
+        (KEYS.data.recipient, OTHERS.data.recipient),
+        ("b" * 64, "a" * 64),
+    ],
+)
+def test_a_changed_claim_is_refused(old: str, new: str) -> None:
+    refused(swapped(old, new), "does not fit")
+
+
+def test_evidence_under_another_key_is_refused() -> None:
+    """By whoever replaces the signature, the key in the claims, or both in turn."""
+    foreign = claims.attest(CLAIMS, OTHERS, quote=False)
+    refused(foreign, "signed by key")
+    fields, mine = json.loads(foreign), json.loads(EVIDENCE)
+    mine["signatures"][0]["sig"] = fields["signatures"][0]["sig"]
+    refused(json.dumps(mine, separators=(",", ":")).encode(), "does not fit")
+    pem = json.dumps(KEYS.signing.public.pem)[1:-1]
+    refused(swapped(pem, json.dumps(OTHERS.signing.public.pem)[1:-1]), "signed by key")
+
+
+def test_the_payload_of_another_job_is_refused() -> None:
+    other = claims.attest(claimed(KEYS, Job([KEYS.data.recipient], name="another")), KEYS, quote=False)
+    fields, mine = json.loads(other), json.loads(EVIDENCE)
+    refused(json.dumps({**fields, "payload": mine["payload"]}, separators=(",", ":")).encode(), "does not fit")
+    assert claims.read_evidence(other).sha256 != claims.read_evidence(EVIDENCE).sha256
+
+
+def test_what_contradicts_itself_is_refused_though_it_is_signed() -> None:
+    refused(signed({"claims": CLAIMS}, kind="https://example.org/other/v1"), "another kind")
+    refused(signed({"claims": CLAIMS, "more": 1}), "another kind")
+    refused(signed({"claims": CLAIMS}, digest="0" * 64), "subject")
+    refused(signed({"claims": {**CLAIMS, "eat_profile": "https://example.org/other"}}), "another profile")
+    refused(signed({"claims": {**CLAIMS, "level": "quoted"}}), "level")
+    refused(signed({"claims": {**CLAIMS, "level": "certified"}}), "level")
+    refused(signed({"claims": CLAIMS, "quote": RECORDED}), "level")
+    refused(signed({"claims": {**CLAIMS, "level_note": "All of this is proven."}}), "note")
+    refused(signed({"claims": {**CLAIMS, "eat_nonce": "short"}}), "nonce")
+    folded = KEYS.signing.public.pem.replace("\n", "\r\n")
+    refused(signed({"claims": {**CLAIMS, "keys": {**CLAIMS["keys"], "signing": folded}}}), "usual form")
+    for recipient in ("age1", KEYS.data.recipient.upper(), "", KEYS.data.text().decode()):
+        refused(signed({"claims": {**CLAIMS, "keys": {**CLAIMS["keys"], "recipient": recipient}}}), "recipient|usual")
+
+
+def test_a_quote_of_other_claims_is_refused() -> None:
+    quoted = {**CLAIMS, "level": "quoted", "level_note": claims.LEVELS["quoted"]}
+    refused(signed({"claims": quoted, "quote": RECORDED}), "quotes other claims")
+    refused(signed({"claims": quoted, "quote": None}), "quote is not valid")
+
+
+def test_a_quote_binds_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a TPM's part replaced by one that says what it was given."""
+    asked: list[bytes] = []
+    monkeypatch.setattr(tpm, "quote", lambda digest: asked.append(digest) or {"quoted": digest.hex()})
+
+    def verify(quote: Any, digest: bytes) -> dict[str, Any]:
+        if quote != {"quoted": digest.hex()}:
+            raise UserError("other claims: ask again.")
+        return {"key_pem": "", "pcrs": {}}
+
+    monkeypatch.setattr(quotes, "verify", verify)
+    evidence = claims.attest(CLAIMS, KEYS)
+    found = claims.read_evidence(evidence)
+    assert found.claims["level"] == "quoted"
+    assert found.quote is not None
+    assert asked == [bytes.fromhex(claims.digest(found.claims))]
+    refused(
+        signed({"claims": {**found.claims, "iat": 1}, "quote": found.statement["predicate"]["quote"]}), "other claims"
+    )
+
+
+def test_without_a_tpm_the_evidence_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(tpm.TCTI, raising=False)
+    monkeypatch.setattr(tpm, "DEVICE", tmp_path / "tpm")
+    found = claims.read_evidence(claims.attest(CLAIMS, KEYS))
+    assert found.claims["level"] == "self-reported"
+    assert found.claims["no_quote"].startswith("There is no TPM")
+    with pytest.raises(UserError, match="There is no TPM"):
+        claims.attest(CLAIMS, KEYS, quote=True)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+def test_a_real_quote_in_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with software_tpm(tmp_path) as connection:
+        monkeypatch.setenv(tpm.TCTI, connection)
+        found = claims.read_evidence(claims.attest(CLAIMS, KEYS, quote=True))
+        other = claims.read_evidence(claims.attest({**CLAIMS, "iat": 1}, KEYS, quote=True))
+    assert found.claims["level"] == "quoted"
+    assert found.quote is not None
+    assert sorted(found.quote["pcrs"]) == list(range(8))
+    refused(signed({**found.statement["predicate"], "quote": other.statement["predicate"]["quote"]}), "other claims")
+
+
+@pytest.mark.parametrize("nonce", ["", "short", "n" * 89, "nonce with\nnewline", "nönce-nönce", "nonce\0nonce"])
+def test_unusable_nonces_are_refused(nonce: str) -> None:
+    with pytest.raises(UserError, match="unusable"):
+        claims.gather(None, nonce=nonce, keys=KEYS)
+
+
+def test_files_of_evidence(tmp_path: Path) -> None:
+    (tmp_path / "evidence.json").write_bytes(EVIDENCE)
+    assert claims.load_evidence(tmp_path / "evidence.json").claims == CLAIMS
+    for wrong in (tmp_path, tmp_path / "missing", "/dev/null", "a\0b"):
+        with pytest.raises(UserError, match=r"regular|cannot be read"):
+            claims.load_evidence(wrong)
+    (tmp_path / "long.json").write_bytes(b"x" * (claims.MAX_BYTES + 2))
+    with pytest.raises(UserError, match="longer"):
+        claims.load_evidence(tmp_path / "long.json")
+
+
+def test_long_claims_are_refused_before_they_are_sent() -> None:
+    with pytest.raises(UserError, match="longer"):
+        claims.attest({**CLAIMS, "host": {"a": "b" * claims.MAX_BYTES}}, KEYS, quote=False)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.just(DataKey.generate().recipient),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(JSON, st.sampled_from(["eat_profile", "level", "level_note", "keys"]))
+def test_claims_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
+    refused(signed({"claims": {**CLAIMS, name: value}}))
+
+
+@given(JSON)
+def test_nonces_of_any_type_are_refused_in_words(value: Any) -> None:
+    if not isinstance(value, str):
+        refused(signed({"claims": {**CLAIMS, "eat_nonce": value}}))
+
+
+@given(JSON, st.sampled_from(["recipient", "signing"]))
+def test_keys_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
+    try:
+        found = claims.read_evidence(signed({"claims": {**CLAIMS, "keys": {**CLAIMS["keys"], name: value}}}))
+    except UserError:
+        return
+    assert found.recipient == value
+
+
+@given(st.binary(max_size=100) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_bytes_are_refused_in_words(data: bytes) -> None:
+    refused(data)
+
+
+def test_every_byte_of_the_signature_counts() -> None:
+    opened = Envelope.from_dict(json.loads(EVIDENCE))
+    start = EVIDENCE.index(b'"signatures"')
+    assert opened.signatures
+    for place in range(start, len(EVIDENCE)):
+        refused(EVIDENCE[:place] + bytes([EVIDENCE[place] ^ 1]) + EVIDENCE[place + 1 :])

@@ -1,0 +1,212 @@
+"""`protect verify`: evidence and finished runs, apart from training; exit codes and lines."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.policies import GIVEN, LEAST, NONCE, digest
+from support.protected_runs import DataOwner, make_run
+
+from wgpu_lora.cli import main
+from wgpu_lora.protect import envelope
+from wgpu_lora.protect.claims import LEVELS, PROFILE, attest
+from wgpu_lora.protect.keys import SessionKeys, SigningKey
+from wgpu_lora.protect.statement import RUN
+from wgpu_lora.protect.verify import verify
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "anchors"))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def ran(*arguments: Any) -> tuple[int, str, str]:
+        code = main(["protect", "verify", *map(str, arguments)])
+        return (code, *capsys.readouterr())
+
+    return ran
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    path = tmp_path / "policy.toml"
+    path.write_text(LEAST + "[device]\nnames = ['NVIDIA*']\n[kernel]\nsystems = ['Linux']\n")
+    return path
+
+
+def write_evidence(path: Path, **changed: Any) -> Path:
+    keys = SessionKeys.generate()
+    claims = copy.deepcopy(GIVEN.claims) | {
+        "eat_profile": PROFILE,
+        "iat": int(time.time()),
+        "level": "self-reported",
+        "level_note": LEVELS["self-reported"],
+        "keys": {"recipient": keys.data.recipient, "signing": keys.signing.public.pem},
+    }
+    path.write_bytes(attest(claims | changed, keys, quote=False))
+    return path
+
+
+def test_evidence_that_passes(tmp_path: Path, policy: Path, run: Run) -> None:
+    evidence = write_evidence(tmp_path / "evidence.json")
+    code, out, _ = run(evidence, "--policy", policy, "--nonce", NONCE)
+    assert code == 0, out
+    assert "result    passed: 9 rules" in out
+    assert "session of the job 'ward-7'" in out
+    assert "self-reported" in out
+    assert "unchecked" in out
+    assert "evidence.nonce" not in out
+    code, out, _ = run(evidence, "--policy", policy)
+    assert code == 0
+    assert "evidence.nonce" in next(line for line in out.splitlines() if line.startswith("unchecked"))
+
+
+def test_every_failed_rule_has_a_line(tmp_path: Path, policy: Path, run: Run) -> None:
+    evidence = write_evidence(tmp_path / "evidence.json", device={"name": "llvmpipe"}, kernel={"system": "Darwin"})
+    code, out, _ = run(evidence, "--policy", policy, "--nonce", "another-nonce")
+    assert code == 1
+    failed = [line.split()[1] for line in out.splitlines() if line.startswith("failed")]
+    assert failed == ["evidence.nonce:", "device.names:", "kernel.systems:"]
+    assert "refused: 3 of 9 rules failed" in out
+    assert "expected 'NVIDIA*', found 'llvmpipe'" in out
+    code, out, _ = run(evidence, "--policy", policy, "--json")
+    assert code == 1
+    made = json.loads(out)["submods"]["wgpu-lora"]
+    assert made["ear.status"] == "contraindicated"
+    assert [failure["rule"] for failure in made["ear.wgpu-lora.failures"]] == ["device.names", "kernel.systems"]
+
+
+def test_freshness(tmp_path: Path, policy: Path, run: Run) -> None:
+    evidence = write_evidence(tmp_path / "evidence.json", iat=1_800_000_000)  # 2027-01-15T08:00:00Z
+    assert run(evidence, "--policy", policy)[0] == 1
+    assert run(evidence, "--policy", policy, "--at", "2027-01-15T08:04:00Z")[0] == 0
+    assert run(evidence, "--policy", policy, "--at", "2027-01-15T09:04:00+01:00")[0] == 0
+    assert "nonce.seconds" in run(evidence, "--policy", policy, "--at", "2027-01-15T08:06")[1]
+    assert "failed    nonce.skew" in run(evidence, "--policy", policy, "--at", "2027-01-15T07:00")[1]
+    for wrong in ("soon", "2027-13-01", "9999-12-31T23:59:59-99:00"):
+        code, _, error = run(evidence, "--policy", policy, "--at", wrong)
+        assert (code, error.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: b"{}",
+        lambda data: data[:-9],
+        lambda data: data.replace(b'"sig":"', b'"sig":"A', 1),
+        lambda data: b"\xff" * 100,
+        lambda data: b"[" * 100_000,
+        lambda data: data + b" " * (10 << 20),
+        lambda data: envelope.sign(envelope.statement("other", [("a", digest(1))], {"a": 1}), SigningKey.generate()),
+    ],
+)
+def test_damaged_evidence_is_bad_input(
+    tmp_path: Path, policy: Path, run: Run, damage: Callable[[bytes], bytes]
+) -> None:
+    evidence = write_evidence(tmp_path / "evidence.json")
+    evidence.write_bytes(damage(evidence.read_bytes()))
+    code, out, error = run(evidence, "--policy", policy)
+    assert (code, out) == (2, "")
+    assert error.count("\n") == 1, error
+
+
+def test_bad_input(tmp_path: Path, policy: Path, run: Run) -> None:
+    evidence = write_evidence(tmp_path / "evidence.json")
+    cases = [
+        (tmp_path / "none.json", policy),
+        (tmp_path, policy),
+        (evidence, tmp_path / "none.toml"),
+        (evidence, evidence),
+    ]
+    for path, rules in cases:
+        code, out, error = run(path, "--policy", rules)
+        assert (code, out, error.count("\n")) == (2, "", 1), error
+
+
+def test_a_finished_run(tmp_path: Path, run: Run) -> None:
+    owner = DataOwner()
+    directory = make_run(tmp_path / "run", owner, sessions=2).directory
+    (tmp_path / "policy.toml").write_text(LEAST.replace("recipients = [", f"recipients = ['{owner.data.recipient}', "))
+
+    def finished(more: str) -> tuple[int, str]:
+        path = tmp_path / "limits.toml"
+        path.write_text((tmp_path / "policy.toml").read_text() + more)
+        code, out, error = run(directory / "statement.json", "--policy", path)
+        assert not error
+        return code, out
+
+    code, out = finished("[training]\nmin_rows = 800\nmax_steps = 100")
+    assert code == 0, out
+    assert "statement of a finished run of the job 'ward-7'" in out
+    code, out = finished("[training]\nmin_rows = 801\nmax_steps = 7")
+    assert code == 1
+    assert "training.max_steps: expected at most 7 steps done, found 8" in out
+    assert "training.min_rows: expected at least 801 rows trained, found 800" in out
+    assert "training.max_steps: expected at most 7 steps, found 100" in out  # of the evidence
+    assert run(directory / "statement.json", "--policy", tmp_path / "policy.toml", "--nonce", NONCE)[0] == 2
+    assert run(directory / "cleanup.json", "--policy", tmp_path / "policy.toml")[0] == 2
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
+    "rows": (lambda s: (*s[:3], replace(s[3], rows=7)), {"training.min_rows"}),
+    "rows unknown": (lambda s: (*s[:3], replace(s[3], rows=None)), {"training.min_rows"}),
+    "steps": (lambda s: (*s[:3], replace(s[3], steps=101)), {"training.max_steps"}),
+    "no steps": (lambda s: (*s[:3], replace(s[3], steps=0)), {"training.max_steps"}),
+    "steps of another type": (lambda s: (*s[:3], replace(s[3], steps="8")), {"training.max_steps"}),
+    "other base": (lambda s: (GIVEN.changed("base.sha256", digest("x")).claims, *s[1:]), {"statement.materials"}),
+    "other options": (
+        lambda s: ({**s[0], "job": {**s[0]["job"], "options": {"max_steps": 9}}}, *s[1:]),
+        {"statement.parameters"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_statement_that_differs_from_its_evidence(tmp_path: Path, name: str) -> None:
+    change, rules = CHANGES[name]
+    owner = DataOwner()
+
+    def changed(stated: Any) -> Any:
+        claims, *rest = change(stated)
+        job = {**claims["job"], "recipients": [owner.data.recipient]}
+        return ({**claims, "job": job}, *rest)
+
+    directory = make_run(tmp_path / "run", owner, {"statement-1": changed}, sessions=1).directory
+    found = verify(directory / "statement.json", owner.policy, None, time.time())
+    assert {failure.rule for failure in found.appraisal.failures} == rules
+    assert found.finished
+
+
+def test_a_statement_without_the_evidence_of_its_session(tmp_path: Path, run: Run, policy: Path) -> None:
+    owner = DataOwner()
+    one, other = (make_run(tmp_path / name, owner, run=name, sessions=1).directory for name in ("one", "other"))
+    (one / "statement.json").write_bytes((other / "statement.json").read_bytes())
+    code, out, error = run(one / "statement.json", "--policy", policy)
+    assert (code, out) == (2, "")
+    assert "not signed by a session" in error
+    (one / "evidence-1.json").unlink()
+    assert run(one / "statement.json", "--policy", policy)[0] == 2
+
+
+def test_a_run_stated_twice_is_not_believed(tmp_path: Path) -> None:
+    owner = DataOwner()
+    made = make_run(tmp_path / "run", owner, sessions=1)
+    path = made.directory / "statement.json"
+    statement = envelope.verify(path.read_bytes(), made.keys[0].signing.public)
+    products = statement["predicate"]["runDetails"]["byproducts"]
+    products.append(next(one for one in products if one["name"] == RUN))
+    path.write_bytes(envelope.sign(statement, made.keys[0].signing))
+    found = verify(path, owner.policy, None, time.time())
+    assert {one.rule for one in found.appraisal.failures} == {"training.min_rows", "training.max_steps"}

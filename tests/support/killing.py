@@ -1,0 +1,242 @@
+"""Protected trainings that are killed, and places that are searched for pieces of what they know."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from support import ROOT
+from support.leaks import Leak, Pieces, identity_pieces
+from support.models import words_model
+from wgpu_lora.protect.owner import Owner
+
+LOG = "evidence.jsonl"
+SERVER = Path(__file__).with_name("kill_server.py")
+WORDS, ROWS = 12, 16
+PLACES = {  # what a process writes to without being told to
+    "HOME": "home",
+    "TMPDIR": "tmp",
+    "XDG_CACHE_HOME": "home/.cache",
+    "XDG_CONFIG_HOME": "home/.config",
+    "XDG_DATA_HOME": "home/.local/share",
+    "XDG_STATE_HOME": "home/.local/state",
+    "XDG_RUNTIME_DIR": "runtime",
+    "WGPU_LORA_DATA_DIR": "data",
+    "WGPU_LORA_SHARE_DIR": "share",
+}
+OPTIONS: dict[str, Any] = {
+    "max_length": 16, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "packing": False, "lora_r": 4,
+    "logging_steps": 4, "save_steps": 3, "max_steps": 30, "learning_rate": 1e-3, "tune": False,
+}  # fmt: skip
+
+
+@dataclass
+class Ended:
+    """A command that has ended. code: negative for a signal. seconds: that it took. said: its output."""
+
+    code: int
+    seconds: float
+    said: str
+
+
+@dataclass
+class Site:
+    """A trainer's place, watched, and its owner's, which is not.
+
+    pieces: of the rows and of all keys so far.
+    """
+
+    place: Path
+    owner: Owner
+    rows: list[str]
+    pieces: Pieces
+    broker: str = ""  # its URL
+    server: subprocess.Popen[str] | None = None
+    keys: int = 0  # read from the pipe
+    _pipe: int = -1
+    _rest: bytes = b""
+    _said: Path = field(default_factory=Path)
+
+    @property
+    def watched(self) -> Path:
+        """The trainer's directory, with its home, temporary files and so on."""
+        return self.place / "trainer"
+
+    @property
+    def policy(self) -> Path:
+        return self.owner.place / "policy.toml"
+
+    def run(self, name: str) -> Path:
+        """The directory of a job's run."""
+        return self.watched / name
+
+    def begun(self, name: str) -> bool:
+        """Whether a run is to be resumed: its log has a line."""
+        log = self.run(name) / LOG
+        return log.exists() and b"\n" in log.read_bytes()
+
+    def environment(self) -> dict[str, str]:
+        own = {name: str(self.watched / below) for name, below in PLACES.items()}
+        own |= {"WGPU_LORA_NO_TUNE": "1", "WGPU_LORA_NO_CHECK": "1", "OPENBLAS_NUM_THREADS": "1"}
+        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        return os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    def write_job(self, name: str) -> Path:
+        """A job of this name, which is also that of its directory."""
+        job = self.watched / f"{name}.toml"
+        protected = {
+            "name": name,
+            "data": "rows.jsonl.age",
+            "output": name,
+            "recipients": [self.owner.recipient],
+            "broker": self.broker or "http://127.0.0.1:1",
+            "broker_key": str(self.owner.broker_key),
+        }
+        values = OPTIONS | {"model": str(self.place / "model")}
+        job.write_text("\n".join(["[protected]", *_toml(protected), "", "[training]", *_toml(values)]) + "\n")
+        return job
+
+    def write_policy(self) -> Path:
+        """The least policy: what is tested here is not what evidence must state."""
+        from wgpu_lora.protect.sealed_files import sealed_digest
+
+        digest = sealed_digest(self.watched / "rows.jsonl.age")
+        self.policy.write_text(
+            f"""
+            [policy]
+            name = "killed"
+            version = 1
+            [release]
+            recipients = ["{self.owner.recipient}"]
+            [attestation]
+            level = "self-reported"
+            [data]
+            sha256 = ["{digest}"]
+            [training]
+            max_steps = {OPTIONS["max_steps"]}
+            """
+        )
+        return self.policy
+
+    # -- processes -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """A server of commands, in the block."""
+        self._pipe, write = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._said = self.place / "said.txt"
+        command = [sys.executable, str(SERVER), str(write)]
+        with self._said.open("w") as said:
+            self.server = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+                env=self.environment(), pass_fds=[write], cwd=self.watched,
+            )  # fmt: skip
+        os.close(write)
+        try:
+            assert self._answer() == {"ready": True}
+            yield
+        finally:
+            assert self.server.stdin
+            self.server.stdin.close()
+            self.server.wait(30)
+            os.close(self._pipe)
+
+    def start(self, *arguments: str, kill_after: float | None = None) -> Ended:
+        """Run a command; with `kill_after`, kill it after so many seconds, if it still runs.
+
+        Then the keys that it generated are among the pieces, and nothing of it runs any more.
+        """
+        assert self.server
+        assert self.server.stdin
+        before, begin = self._said.stat().st_size, time.monotonic()
+        self.server.stdin.write(json.dumps({"arguments": list(arguments)}) + "\n")
+        self.server.stdin.flush()
+        pid = self._answer()["pid"]
+        if kill_after is not None:
+            time.sleep(max(0.0, kill_after - (time.monotonic() - begin)))
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        code = self._answer()["code"]
+        seconds = time.monotonic() - begin
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # its children
+        self._hear_keys()
+        with self._said.open() as said:
+            said.seek(before)
+            return Ended(code, seconds, said.read())
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.server
+        assert self.server.stdout
+        if line := self.server.stdout.readline():
+            return json.loads(line)  # type: ignore[no-any-return]
+        raise AssertionError(f"the server has ended: {self._said.read_text()[-2000:]}")
+
+    def _hear_keys(self) -> None:
+        with suppress(BlockingIOError):
+            while found := os.read(self._pipe, 1 << 16):
+                self._rest += found
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            self.keys += 1
+            identity_pieces(self.pieces, f"the identity of session {self.keys}", said["identity"])
+            self.pieces.data(f"the signing key of session {self.keys}", bytes.fromhex(said["scalar"]))
+
+    # -- the search ------------------------------------------------------------------------------------------------
+
+    def leaks(self) -> list[Leak]:
+        """Pieces of rows and keys in all that is watched."""
+        return self.pieces.leaks([self.watched])
+
+
+def _toml(values: dict[str, Any]) -> list[str]:
+    return [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+
+
+def make_site(place: Path, seed: int = 0) -> Site:
+    """Keys, sealed rows of random words, and a model that knows these words."""
+    rng = random.Random(seed)
+    trainer = place / "trainer"
+    for below in PLACES.values():
+        (trainer / below).mkdir(parents=True, exist_ok=True)
+    (trainer / "runtime").chmod(0o700)
+    model = words_model(place / "model")
+    owner = Owner.create(place / "owner")
+    rows = [" ".join(f"w{rng.randrange(1, 211)}" for _ in range(WORDS)) for _ in range(ROWS)]
+    plain = place / "owner" / "rows.jsonl"
+    plain.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    shutil.copy(owner.seal(plain, place / "owner"), trainer)
+    pieces, words = Pieces(), tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    for number, row in enumerate(rows):
+        pieces.text(f"row {number}", row)
+        pieces.tokens(f"the ids of row {number}", words.encode(row).ids)
+    identity = next(line for line in owner.key.read_text().splitlines() if line.startswith("AGE-SECRET-KEY-"))
+    identity_pieces(pieces, "the data key", identity)
+    return Site(place, owner, rows, pieces)
+
+
+def killed_often(site: Site, name: str, times: Sequence[float], arguments: Sequence[str]) -> list[Ended]:
+    """Start a job again and again, and kill it after these seconds. Each time, nothing may be found, and a start may
+    be ended by the kill only."""
+    ended = []
+    for number, after in enumerate(times):
+        found = site.start(*arguments, *(["--resume"] if site.begun(name) else []), kill_after=after)
+        ended.append(found)
+        assert not (leaks := site.leaks()), (number, after, leaks)
+        assert found.code in (-signal.SIGKILL, 0), (number, after, found)
+    return ended

@@ -1,0 +1,1 @@
+"""What `protect check` verifies, part by part."""

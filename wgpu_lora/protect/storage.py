@@ -1,0 +1,251 @@
+"""A protected run's files: checkpoints and results as sealed archives, believed by the digests in the evidence log.
+
+A checkpoint is written beside its place, then named by the log, then moved to its place. So what is in place is always
+named by the log, and what a killed process has left is either completed or removed when the run is resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.atomic import sync_directory, write_bytes_atomic
+from wgpu_lora.bounded import MAX_JSON_BYTES, read_bytes
+from wgpu_lora.data import Tokenizer
+from wgpu_lora.data.account import SKIPPED
+from wgpu_lora.data.tokenizer_files import tokenizer_files
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import flag
+from wgpu_lora.protect import archive
+from wgpu_lora.protect.keys import DataKey, SessionKeys
+from wgpu_lora.protect.log import EvidenceLog
+from wgpu_lora.protect.sealed_files import ARCHIVE
+from wgpu_lora.protect.sealing import TamperedError, seal_bytes, unseal_bytes
+from wgpu_lora.protect.signing import NAME as SIGNATURE
+from wgpu_lora.protect.signing import sign_model
+from wgpu_lora.train.checkpoint import METADATA, NAME, STEPS
+from wgpu_lora.train.storage import Storage
+
+ADAPTER = f"adapter{ARCHIVE}"
+SKIPPED_ROWS = f"{SKIPPED}.age"
+UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
+
+
+class SealedStorage(Storage):
+    """The sealed files of one session.
+
+    Args:
+        recipients: to whom files are sealed. key: opens what earlier sessions have sealed. keys: of the session.
+        initial: sealed adapters that the run may start from, already opened, by path.
+        saved: called when a checkpoint is in place.
+
+    Attributes:
+        adapter: after `complete`, SHA-256 of the files in the sealed adapter, by name; adapter_sha256: of itself.
+        skipped: name and SHA-256 of the sealed rows that were skipped, if there are any.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        recipients: Sequence[str],
+        key: DataKey,
+        keys: SessionKeys,
+        log: EvidenceLog,
+        initial: Mapping[Path, Mapping[str, bytes]] | None = None,
+        saved: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run, self._recipients, self._key, self._keys, self._log = directory, recipients, key, keys, log
+        self._saved, self._opened = saved, dict(initial or {})
+        self._results: dict[str, bytes] = {}
+        self.adapter: dict[str, str] = {}
+        self.adapter_sha256: str | None = None
+        self.skipped = [one for entry in log.entries for one in entry.subjects if one[0] == SKIPPED_ROWS]
+        # The newest digest of each sealed file, in the order of the log.
+        self._named: dict[str, str] = {}
+        for entry in log.entries:
+            if entry.stage in ("checkpoint", "evaluated"):
+                for name, digest in entry.subjects:
+                    self._named.pop(name, None)
+                    self._named[name] = digest
+
+    # -- what a killed session has left --------------------------------------------------------------------------------
+
+    def recover(self) -> list[str]:
+        """Complete or remove what a killed session left unfinished; returns the names of these files."""
+        left = []
+        for directory in (self._run, self._run / STEPS):
+            for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+                if not (found := UNFINISHED.fullmatch(path.name)) or not path.is_file():
+                    continue
+                left.append(path.relative_to(self._run).as_posix())
+                final = path.with_name(found[1])
+                if self._named.get(self._name(final)) == _digest_of(path):
+                    path.replace(final)
+                else:
+                    path.unlink()
+        return left
+
+    def check_newest(self) -> None:
+        """Raise UserError unless the newest checkpoint that the log names is there as it was sealed."""
+        steps = [name for name in self._named if name.startswith(f"{STEPS}/")]
+        if not steps:
+            return
+        path = self._run / steps[-1]
+        if not path.is_file():
+            raise UserError(
+                f"{path} is missing, which the evidence log names as the newest checkpoint: restore it, or start a new "
+                f"run with another {flag('output')}."
+            )
+        self._sealed(path)
+
+    # -- directories ---------------------------------------------------------------------------------------------------
+
+    def has(self, directory: Path) -> bool:
+        return self._name(self.place(directory)) in self._named and self.place(directory).is_file()
+
+    def directories(self, root: Path) -> list[Path]:
+        found = [path.with_name(path.name.removesuffix(ARCHIVE)) for path in root.glob(f"*{ARCHIVE}")]
+        return [path for path in found if self.has(path)]
+
+    def contents(self, directory: Path) -> Mapping[str, bytes] | None:
+        return self._opened.get(directory) or (self._open(directory) if self.has(directory) else None)
+
+    def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
+        place = self.place(final)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        digest, temporary = self._seal(place, archive.pack(files))
+        name = self._name(place)
+        self._log.append("checkpoint" if final.parent.name == STEPS else "evaluated", _facts(files), [(name, digest)])
+        self._named.pop(name, None)
+        self._named[name] = digest
+        temporary.replace(place)
+        sync_directory(place.parent)
+        self._opened.pop(final, None)
+        self._saved()
+
+    def remove(self, directory: Path) -> None:
+        place = self.place(directory)
+        name = self._name(place)
+        steps = [one for one in self._named if one.startswith(f"{STEPS}/")]
+        place.unlink()
+        self._named.pop(name)
+        if steps and steps[-1] == name and len(steps) > 1:  # the run has gone back, so an older one is the newest again
+            step = int(_match(steps[-2])[1])
+            self._log.append("checkpoint", {"step": step, "removed": name}, [(steps[-2], self._named[steps[-2]])])
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def is_file(self, path: Path) -> bool:
+        contents = self.contents(path.parent)
+        return path.is_file() if contents is None else path.name in contents
+
+    def read(self, path: Path, max_bytes: int | None = MAX_JSON_BYTES) -> bytes:
+        contents = self.contents(path.parent)
+        if contents is None:
+            return read_bytes(path, max_bytes)
+        if path.name not in contents:
+            raise UserError(f"{self.place(path.parent)} holds no {path.name}: restore the file that was sealed.")
+        return contents[path.name][: None if max_bytes is None else max_bytes + 1]
+
+    def digest(self, path: Path) -> str:
+        if path.parent == self._run and path.name in self._results:
+            return hashlib.sha256(self._results[path.name]).hexdigest()
+        return hashlib.sha256(self.read(path, None)).hexdigest()
+
+    def write(self, path: Path, data: bytes | None) -> None:
+        if path.name == SKIPPED:
+            if data is not None and not self.skipped:  # else it is there, and named by the log
+                sealed = seal_bytes(data, self._recipients)
+                write_bytes_atomic(self._run / SKIPPED_ROWS, sealed)
+                self.skipped = [(SKIPPED_ROWS, hashlib.sha256(sealed).hexdigest())]
+        elif data is None:
+            self._results.pop(path.name, None)
+        else:
+            self._results[path.name] = data
+
+    def write_tokenizer(self, directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
+        if tokenizer is not None and directory == self._run:
+            self._results.update(tokenizer_files(model, tokenizer))
+
+    def complete(self, directory: Path) -> None:
+        """Sign and seal the adapter."""
+        files = {**self._results, SIGNATURE: sign_model(self._results, self._keys.signing)}
+        place = self._run / ADAPTER
+        digest, temporary = self._seal(place, archive.pack(files))
+        temporary.replace(place)
+        sync_directory(place.parent)
+        self.adapter = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        self.adapter_sha256 = digest
+
+    def place(self, path: Path) -> Path:
+        if path.name == SKIPPED:
+            return self._run / SKIPPED_ROWS
+        return path.with_name(path.name + ARCHIVE)
+
+    def forget(self) -> None:
+        """Drop what is open. Python's bytes cannot be overwritten."""
+        self._opened.clear()
+        self._results.clear()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _seal(self, place: Path, data: bytes) -> tuple[str, Path]:
+        """Seal data to a file beside its place; returns the digest and the file."""
+        sealed = seal_bytes(data, self._recipients)
+        digest = hashlib.sha256(sealed).hexdigest()
+        temporary = place.with_name(f".{place.name}.{digest[:16]}.tmp")
+        with temporary.open("wb") as file:
+            file.write(sealed)
+            file.flush()
+            os.fsync(file.fileno())
+        return digest, temporary
+
+    def _sealed(self, path: Path) -> bytes:
+        """A sealed file as the log names it. Raises UserError if it is another."""
+        data = read_bytes(path)
+        if hashlib.sha256(data).hexdigest() != self._named.get(self._name(path)):
+            raise UserError(
+                f"{path} is not the file that the evidence log names: an older or another one was put in its place, so "
+                f"restore the newest, or start a new run with another {flag('output')}."
+            )
+        return data
+
+    def _open(self, directory: Path) -> Mapping[str, bytes]:
+        """The files of a checkpoint. Only the last one stays open."""
+        path = self.place(directory)
+        try:
+            content = unseal_bytes(self._sealed(path), self._key)
+        except TamperedError as error:
+            raise TamperedError(f"{path}: {error.problem}") from None
+        try:
+            files = archive.unpack(content)
+        finally:
+            content[:] = bytes(len(content))
+        for other in [one for one in self._opened if one.is_relative_to(self._run)]:
+            del self._opened[other]
+        self._opened[directory] = files
+        return files
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._run).as_posix() if path.is_relative_to(self._run) else str(path)
+
+
+def _facts(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Step and losses of a checkpoint."""
+    said = json.loads(files[METADATA])
+    return {"step": said["step"], "loss": said["losses"]["train"], "eval_loss": said["losses"]["held_out"]}
+
+
+def _match(name: str) -> re.Match[str]:
+    found = NAME.fullmatch(Path(name).name.removesuffix(ARCHIVE))
+    assert found
+    return found
+
+
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(read_bytes(path)).hexdigest()
