@@ -116,7 +116,9 @@ class BrokerClient:
                 if time.monotonic() > until:
                     raise httpx.ReadTimeout(f"no whole answer within {ANSWER_SECONDS:g} s")
                 if len(data) > MAX_ANSWER:
-                    raise UserError(f"The broker at {self._said} answers with over {MAX_ANSWER:,} bytes: check the URL.")
+                    raise UserError(
+                        f"The broker at {self._said} answers with over {MAX_ANSWER:,} bytes: check the URL."
+                    )
             return response.status_code, bytes(data)
 
     def _refused(self, status: int, data: bytes) -> NoReturn:
