@@ -82,7 +82,7 @@ class Wiper:
 
     def _unreachable(self) -> int:
         """Bytes of buffers that were dropped without being freed."""
-        live = sum(buffer.size for buffer in self.device.live)
+        live: int = sum(buffer.size for buffer in self.device.live)
         return self.device.allocated + self.device.host_allocated - live
 
     def _wipe(self, buffers: list[Any]) -> None:
