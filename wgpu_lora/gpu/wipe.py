@@ -53,6 +53,7 @@ class Wiper:
 
     def __init__(self, device: Device) -> None:
         self.device, self.report = device, WipeReport()
+        self._dropped = self._unreachable()  # of whoever used the device before
 
     def __enter__(self) -> Wiper:
         self.device.before_free = lambda buffer: self._wipe([buffer])
@@ -71,10 +72,15 @@ class Wiper:
         left = [buffer for buffer in live if id(buffer) in kept]
         self.report.kept_buffers, self.report.kept_bytes = len(left), sum(buffer.size for buffer in left)
         self._wipe([buffer for buffer in live if id(buffer) not in kept])
-        unreachable = self.device.allocated + self.device.host_allocated - sum(buffer.size for buffer in live)
-        if unreachable:
+        unreachable = self._unreachable() - self._dropped
+        if unreachable > 0:
             self.report.not_wiped.append(f"{unreachable:,} bytes of buffers that were dropped without being freed")
         return self.report
+
+    def _unreachable(self) -> int:
+        """Bytes of buffers that were dropped without being freed."""
+        device = self.device
+        return device.allocated + device.host_allocated - sum(buffer.size for buffer in device.live)
 
     def _wipe(self, buffers: list[Any]) -> None:
         begin, left = time.perf_counter(), list(buffers)
