@@ -80,7 +80,7 @@ class Wiper:
     def _unreachable(self) -> int:
         """Bytes of buffers that were dropped without being freed."""
         device = self.device
-        return device.allocated + device.host_allocated - sum(buffer.size for buffer in device.live)
+        return int(device.allocated + device.host_allocated - sum(buffer.size for buffer in device.live))
 
     def _wipe(self, buffers: list[Any]) -> None:
         begin, left = time.perf_counter(), list(buffers)
