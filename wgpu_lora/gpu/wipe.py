@@ -6,6 +6,7 @@ through which writes and reads are staged, and copies that a driver makes when i
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -53,9 +54,11 @@ class Wiper:
 
     def __init__(self, device: Device) -> None:
         self.device, self.report = device, WipeReport()
-        self._dropped = self._unreachable()  # of whoever used the device before
+        self._dropped = 0
 
     def __enter__(self) -> Wiper:
+        gc.collect()  # what others have dropped before is not of this run
+        self._dropped = self._unreachable()
         self.device.before_free = lambda buffer: self._wipe([buffer])
         return self
 
@@ -79,8 +82,8 @@ class Wiper:
 
     def _unreachable(self) -> int:
         """Bytes of buffers that were dropped without being freed."""
-        device = self.device
-        return int(device.allocated + device.host_allocated - sum(buffer.size for buffer in device.live))
+        live = sum(buffer.size for buffer in self.device.live)
+        return self.device.allocated + self.device.host_allocated - live
 
     def _wipe(self, buffers: list[Any]) -> None:
         begin, left = time.perf_counter(), list(buffers)
