@@ -74,7 +74,7 @@ def test_names_with_wildcards_and_odd_characters() -> None:
     text = policy_for(odd.claims, odd.quote, strict=True)
     assert failed(odd, text) == set()
     assert failed(odd.changed("device.name", name.replace("*", "7")), text) == {"device.names"}
-    assert toml("\x7f\u2028") == '"\\u007f\u2028"'
+    assert toml("\x7f\u2028\x9b\n") == '"\\U0000007f\\U00002028\\U0000009b\\n"'
 
 
 @settings(max_examples=60, deadline=None)

@@ -233,7 +233,7 @@ def load_evidence(path: str | Path) -> Evidence:
 
 
 def _claims(statement: Mapping[str, Any]) -> dict[str, Any]:
-    """The claims in a statement of this profile, which name their own digest as the subject."""
+    """The claims in a statement of this profile, whose subject is their digest."""
     predicate = statement["predicate"]
     claims = predicate.get("claims")
     if statement["predicateType"] != PROFILE or not isinstance(claims, dict) or set(predicate) - {"claims", "quote"}:
