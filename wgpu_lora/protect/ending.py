@@ -92,7 +92,7 @@ class Ending:
         held_out = state.last_eval_loss is not None
         return RunFacts(
             steps=state.step,
-            elapsed_seconds=state.seconds,
+            elapsed_seconds=state.elapsed_seconds,
             stop_reason=self.record.stop_reason,
             target_seconds=args.target_seconds,
             budget_steps=state.total_steps,
