@@ -99,6 +99,8 @@ ATTACKS: dict[str, list[tuple[str, Any]]] = {
     "python.implementations": [("python.implementation", "PyPy"), ("python.implementation", ...)],
     "python.sha256": [("python.sha256", digest("changed")), ("python.sha256", ...)],
     "python.library_sha256": [("python.library_sha256", digest("changed")), ("python.library_sha256", ...)],
+    "host.no_core_dumps": [("host.core_dumps.off", False), ("host.core_dumps", ...)],
+    "host.no_swap": [("host.swap", ["/swapfile"]), ("host.swap", ...), ("host.swap", None), ("host.memory", ...)],
     "process.untraced": [("process.traced", True), ("process.traced", 0), ("process.traced", ...)],
     "process.compiled": [("process.compiled_otherwise", ["/a.py"]), ("process.compiled_otherwise", ...)],
     "process.import_hooks": [("process.import_hooks", ["_EditableFinder", "Evil"]), ("process.import_hooks", ...)],
@@ -139,6 +141,7 @@ SHARED = {
     "job.options": {"recipe.options", "training.max_steps"},
     "dependencies": {"dependencies.intact", "dependencies.only_pinned", "dependencies.pinned"},
     "environment": {"environment.forbidden", "environment.only"},
+    "host": {"host.no_core_dumps", "host.no_swap"},
     "process": {f"process.{key}" for key in ("untraced", "compiled", "import_hooks", "unlisted", "libraries")},
 }
 
@@ -231,6 +234,10 @@ def test_what_is_not_restricted_is_said() -> None:
     assert found.to_json()["submods"]["wgpu-lora"]["ear.wgpu-lora.not-applied"] == found.not_applied
 
 
+def test_locked_memory_needs_no_machine_without_swap() -> None:
+    assert failed(GIVEN.changed("host.swap", ["/swapfile"]).changed("host.memory.locked", "all")) == set()
+
+
 def test_several_failures_are_all_named() -> None:
     evidence = GIVEN.changed("device.kind", "software").changed("kernel.machine", "mips").changed("dependencies", {})
     assert failed(evidence) == {"device.kinds", "kernel.machines", *SHARED["dependencies"]}
@@ -246,6 +253,13 @@ def test_a_quote_beside_claims_that_deny_it() -> None:
     assert failed(GIVEN, LEAST_STRICT) == set()
     assert failed(replace(GIVEN, quote=None), LEAST_STRICT) == set()
     assert failed(GIVEN.changed("level", "certified"), LEAST_STRICT) == {"attestation.level"}
+
+
+def test_a_quote_among_the_claims_is_none() -> None:
+    claims = {**GIVEN.claims, "quote": GIVEN.quote, "pins": ["numpy", "ml-dtypes", "extra"]}
+    assert failed(replace(GIVEN, claims=claims, quote=None)) == SHARED["quote"]
+    claims["dependencies"] = {**claims["dependencies"], "extra": EXTRA}
+    assert failed(replace(GIVEN, claims=claims)) == {"dependencies.only_pinned"}
 
 
 def test_the_result_affirms_only_what_a_quote_shows() -> None:

@@ -15,9 +15,9 @@ from support.policies import digest
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect import envelope
-from wgpu_lora.protect.broker import decide
+from wgpu_lora.protect.broker import decide, log
 from wgpu_lora.protect.broker.decide import Broker
-from wgpu_lora.protect.broker.log import HEAD_FILE, LOG_FILE
+from wgpu_lora.protect.broker.log import HEAD_FILE
 from wgpu_lora.protect.broker.refusal import Refused
 from wgpu_lora.protect.claims import attest
 from wgpu_lora.protect.keys import SigningKey
@@ -204,7 +204,7 @@ def test_a_job_goes_on_from_where_it_was_or_later(owner: Owner) -> None:
                 release(broker, Trainer(owner, resume=resume))
         second = Trainer(owner, resume=(7, digest(7)))
         release(broker, second)
-        with pytest.raises(Refused, match="newest session"):
+        with pytest.raises(Refused, match="report"):
             broker.progress(sign_progress(JOB, 9, digest(9), first.keys.signing))
         broker.progress(sign_progress(JOB, 9, digest(9), second.keys.signing))
         release(broker, Trainer(owner, resume=(12, digest(12))))
@@ -296,19 +296,19 @@ def test_a_damaged_log_stops_the_broker(owner: Owner, at: int, damage: str) -> N
         lines[at] = lines[at][:middle] + bytes([lines[at][middle] ^ 1]) + lines[at][middle + 1 :]
     else:
         lines[at] = envelope.sign(envelope.peek(lines[at].rstrip(b"\n")), SigningKey.generate()) + b"\n"
-    (owner.state / LOG_FILE).write_bytes(b"".join(lines))
-    with pytest.raises(UserError, match="decisions"), owner.broker():
+    owner.log.write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match="decisions-1"), owner.broker():
         pass
 
 
 @pytest.mark.parametrize("kept", range(4))
 def test_a_truncated_log_stops_the_broker(owner: Owner, kept: int) -> None:
     lines = written(owner)
-    (owner.state / LOG_FILE).write_bytes(b"".join(lines[:kept]))
-    with pytest.raises(UserError, match="counts 4"), owner.broker():
+    owner.log.write_bytes(b"".join(lines[:kept]))
+    with pytest.raises(UserError, match="had 4"), owner.broker():
         pass
-    (owner.state / LOG_FILE).unlink()
-    with pytest.raises(UserError, match="is missing"), owner.broker():
+    owner.log.unlink()
+    with pytest.raises(UserError, match="other files"), owner.broker():
         pass
 
 
@@ -330,9 +330,116 @@ def test_a_head_that_is_missing_changed_or_anothers_stops_the_broker(owner: Owne
 
 def test_another_signing_key_does_not_open_the_log(owner: Owner) -> None:
     written(owner)
-    owner.signing = type(owner.signing).generate()
-    with pytest.raises(UserError, match="decisions"), owner.broker():
+    owner.signing = SigningKey.generate()
+    with pytest.raises(UserError, match="not signed by this broker's key"), owner.broker():
         pass
+
+
+@pytest.fixture
+def parted(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> Owner:
+    """A log of several parts, whose newest lines are a nonce that is still open and a report of line 20."""
+    monkeypatch.setattr(log, "PART_BYTES", 6000)
+    with owner.broker() as broker:
+        first = Trainer(owner)
+        release(broker, first)
+        for sequence in range(0, 21, 2):
+            broker.progress(sign_progress(JOB, sequence, digest(sequence), first.keys.signing))
+    return owner
+
+
+def parts(owner: Owner) -> list[Path]:
+    return sorted(owner.state.glob("decisions-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
+
+
+def test_a_log_of_several_parts_remembers_all_that_matters(parted: Owner) -> None:
+    files = parts(parted)
+    assert len(files) > 2
+    with parted.broker() as broker:
+        nonce = broker.nonce()
+        with pytest.raises(Refused, match=r"evidence\.resume"):
+            release(broker, Trainer(parted, resume=(18, digest(18))))
+        for _ in range(6):
+            broker.nonce()
+    assert len(parts(parted)) > len(files)
+    with parted.broker() as broker:
+        broker.decide(Trainer(parted, resume=(20, digest(20))).evidence(nonce))
+        with pytest.raises(Refused, match=r"evidence\.nonce"):
+            broker.decide(Trainer(parted, "b").evidence(nonce))
+
+
+def test_damage_in_any_part_stops_the_broker(parted: Owner) -> None:
+    for path in parts(parted):
+        data = path.read_bytes()
+        middle = len(data) // 2
+        lines = data.splitlines(keepends=True)
+        for wrong in (
+            b"",
+            data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+            b"".join(lines[:-1]),
+            b"".join(lines[1:]),
+            data + lines[-1],
+        ):
+            path.write_bytes(wrong)
+            with pytest.raises(UserError), parted.broker():
+                pass
+        path.unlink()
+        with pytest.raises(UserError, match="other files"), parted.broker():
+            pass
+        path.write_bytes(data)
+    last = parts(parted)[-1]
+    later = last.with_name(f"decisions-{len(parts(parted)) + 2}.jsonl")
+    later.write_bytes(data)
+    with pytest.raises(UserError, match="other files"), parted.broker():
+        pass
+    later.unlink()
+    with parted.broker() as broker:
+        broker.nonce()
+
+
+def test_a_crash_while_a_part_begins_is_repaired(parted: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = len(parts(parted))
+    empty = parted.state / f"decisions-{count + 1}.jsonl"
+    empty.touch()
+    with parted.broker():
+        assert not empty.exists()
+    head = parted.state / HEAD_FILE
+    with parted.broker() as broker:
+        while not empty.exists():
+            before = head.read_bytes()
+            nonce = broker.nonce()
+    lines = empty.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 2
+    head.write_bytes(before)
+    with pytest.raises(UserError, match="not known to head"), parted.broker():
+        pass
+    for kept in (lines[0], lines[0] + lines[1][:-1], lines[0][:-1]):  # the nonce was not handed out
+        empty.write_bytes(kept)
+        head.write_bytes(before)
+        with parted.broker() as broker, pytest.raises(Refused, match=r"evidence\.nonce"):
+            broker.decide(Trainer(parted, resume=(20, digest(20))).evidence(nonce))
+
+
+@pytest.mark.parametrize(
+    "resume",
+    [7, "7", [], {}, {"sequence": 7}, {"sequence": "7", "head": digest(7)}, {"sequence": True, "head": digest(7)},
+     {"sequence": -1, "head": digest(7)}, {"sequence": 1 << 60, "head": digest(7)}, {"sequence": 7, "head": "7"},
+     {"sequence": 7, "head": digest(7), "more": 1}, {"sequence": 7.0, "head": digest(7)}],
+)  # fmt: skip
+def test_what_names_no_line_is_refused(owner: Owner, resume: Any) -> None:
+    """It would be remembered, and read again at the next start."""
+    with owner.broker() as broker:
+        release(broker, Trainer(owner))
+        with pytest.raises(Refused, match=r"evidence\.resume"):
+            broker.decide(Trainer(owner).evidence(broker.nonce(), resume=resume))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "a\nb", "\x1b[2J", 7, None, ["a"]])
+def test_names_of_jobs_are_as_the_log_has_them(owner: Owner, name: Any) -> None:
+    trainer = Trainer(owner)
+    with owner.broker() as broker:
+        nonce = broker.nonce()
+        with pytest.raises(Refused, match=r"job\.name"):
+            broker.decide(trainer.evidence(nonce, job={**trainer.claims(nonce)["job"], "name": name}))
 
 
 def test_what_a_crash_leaves_is_repaired_and_nothing_is_released_twice(owner: Owner) -> None:
@@ -346,7 +453,7 @@ def test_what_a_crash_leaves_is_repaired_and_nothing_is_released_twice(owner: Ow
     with owner.broker() as broker, pytest.raises(Refused, match=r"evidence\.nonce"):
         broker.decide(evidence)
     lines = owner.lines()
-    (owner.state / LOG_FILE).write_bytes(b"".join(lines) + lines[1][:-1])  # a line without its end
+    owner.log.write_bytes(b"".join(lines) + lines[1][:-1])  # a line without its end
     with owner.broker() as broker, pytest.raises(Refused, match=r"evidence\.nonce"):
         broker.decide(evidence)
     assert stages(owner) == ["nonce", "released", "refused", "repaired", "refused"]

@@ -11,7 +11,7 @@ from support.policies import ALL_RULES, LEAST, OWNER, TPM, digest
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.fields import LONGEST, WrongValue, matches, shown
-from wgpu_lora.protect.policy import KINDS, Policy
+from wgpu_lora.protect.policy import KINDS, REQUIRED, Policy
 
 
 def refused(text: str) -> str:
@@ -168,3 +168,17 @@ def test_hostile_bytes(data: bytes) -> None:
     except UserError as error:
         said = str(error)
     assert said.isprintable()
+
+
+def test_the_page_on_policies() -> None:
+    """Its example is a policy, and its table has every key."""
+    page = (Path(__file__).parents[2] / "docs/protected-policy.md").read_text()
+    example = page.partition("```toml\n")[2].partition("```")[0]
+    policy = Policy.parse(example.encode())
+    assert (policy.name, policy.min_rows, policy.max_steps) == ("ward-7", 500, 2000)
+    named = [
+        name for line in page.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`")[1::2]
+    ]
+    assert sorted(named) == sorted(f"{section}.{key}" for section, key in KINDS)
+    for section, key in REQUIRED:
+        assert f"`{section}.{key}`" in page.partition("are required.")[0]

@@ -16,8 +16,9 @@ from support.policies import GIVEN
 from wgpu_lora.cli import main
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.protect import job as jobs
-from wgpu_lora.protect import measure
+from wgpu_lora.protect import measure, reference
 from wgpu_lora.protect.claims import attest, read_evidence
+from wgpu_lora.protect.host import HostProtection
 from wgpu_lora.protect.keys import DataKey, SessionKeys, SigningKey
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.reference import job_claims
@@ -30,6 +31,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(device: Device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     share_device(device, monkeypatch)
+    monkeypatch.setattr(reference, "harden", lambda: HostProtection(GIVEN.claims["host"]))
     monkeypatch.setattr(measure, "everything", lambda: {name: GIVEN.claims[name] for name in MEASURED})
 
     def ran(*arguments: Any) -> tuple[int, str, str]:
@@ -65,7 +67,8 @@ def job(tmp_path: Path) -> Path:
 
 def evidence_of(job: Path, nonce: str = "nonce-of-this-test") -> bytes:
     keys = SessionKeys.generate()
-    return attest(job_claims(jobs.read(job), nonce=nonce, keys=keys), keys, quote=False)
+    claims = job_claims(jobs.read(job), nonce=nonce, keys=keys)
+    return attest({**claims, "host": GIVEN.claims["host"]}, keys, quote=False)
 
 
 @pytest.mark.parametrize("strict", [(), ("--strict",)])

@@ -90,7 +90,10 @@ def test_hostile_claims_make_a_policy_that_is_valid_or_lacks_what_is_required(
     except UserError as found:
         error = str(found)
     if policy is None:
-        assert any(word in error for word in ("required", "tpm_keys", "only_pinned", "no option", "utf-8")), (error, text)
+        assert any(word in error for word in ("required", "tpm_keys", "only_pinned", "no option", "utf-8")), (
+            error,
+            text,
+        )
     else:
         failures = appraise(evidence, policy, nonce=None, now=None).failures
         assert {failure.rule for failure in failures} <= {"evidence.keys"}, text

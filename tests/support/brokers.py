@@ -36,6 +36,7 @@ class Owner:
     def __post_init__(self) -> None:
         self.policy = self.directory / "policy.toml"
         self.state = self.directory / "policy.broker"
+        self.log = self.state / "decisions-1.jsonl"
         self.data_file, self.signing_file = self.directory / "data.key", self.directory / "broker.pem"
         self.write_policy()
         write_private(self.data_file, self.data.file_text())
@@ -56,7 +57,7 @@ class Owner:
 
     def lines(self) -> list[bytes]:
         """Of the broker's log."""
-        return (self.state / "decisions.jsonl").read_bytes().splitlines(keepends=True)
+        return self.log.read_bytes().splitlines(keepends=True)
 
 
 @dataclass

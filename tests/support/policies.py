@@ -107,7 +107,7 @@ GIVEN = Given(
             "options": {"learning_rate": 2e-4, "objective": "sft", "max_steps": 100, "packing": True},
         },
         "resume": {"sequence": 9, "head": digest("head")},
-        "host": {},
+        "host": {"core_dumps": {"off": True}, "memory": {"locked": "keys"}, "swap": []},
     },
     quote={"key_pem": TPM, "pcrs": {0: digest("pcr0"), 7: digest("pcr7")}},
 )
@@ -161,6 +161,9 @@ only_pinned = true
 [dependencies.pinned]
 numpy = "{digest("numpy")}"
 ML_dtypes = ["{digest("other")}", "{digest("ml-dtypes")}"]
+[host]
+no_core_dumps = true
+no_swap = true
 [process]
 untraced = true
 compiled = true

@@ -107,7 +107,7 @@ def _session(
     log.attested(evidence)
     log.released(changed("token", _token(owner, evidence, number, changed)))
     data = claims["job"]["data"]
-    line("opened", {"rows": 800}, [(item["name"], item["sha256"]) for item in data])
+    line("opened", {"rows": 800, "trained_rows": 800}, [(item["name"], item["sha256"]) for item in data])
     if number == 1:
         line("started", {"max_steps": 100})
     else:

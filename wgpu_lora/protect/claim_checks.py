@@ -169,6 +169,16 @@ def hooks(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
             yield any_of(allowed), shown(found)
 
 
+def no_core_dumps(_: bool, facts: Facts) -> Iterator[Failed]:
+    if not claim(facts, "host.core_dumps.off", bool):
+        yield "core dumps turned off", "core dumps that can be written"
+
+
+def no_swap(_: bool, facts: Facts) -> Iterator[Failed]:
+    if claim(facts, "host.memory.locked") != "all" and claim(facts, "host.swap", list):
+        yield "all memory locked, or no swap", f"locked {shown(facts['host']['memory']['locked'])}, and swap"
+
+
 def recipients(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
     found = claim(facts, "job.recipients", list)
     if not found:

@@ -8,11 +8,11 @@ Facts of the stages that `check` compares with other files:
 
     attested     key (PEM), evidence (file), evidence_sha256
     released     release (file), release_sha256
-    opened       rows; subjects: the sealed data
-    started      options of the run
+    opened       rows, trained_rows; subjects: the sealed data
+    started      options of the run; subjects: sealed rows that were skipped
     resumed      step; subjects: the checkpoint
-    checkpoint   step, loss; subjects: the sealed file
-    evaluated    step, loss
+    checkpoint   step, loss, removed if the run went back; subjects: the sealed file
+    evaluated    step, loss; subjects: the best adapter so far
     finished     the facts of `statement.RunFacts`; subjects: the sealed adapter
     failed       error
     interrupted  signal

@@ -163,10 +163,16 @@ def _unreadable(error: OSError) -> UserError:
 
 
 def _at_start() -> dict[str, str]:
-    """The variables with which the process was started (Linux), since a preloaded library can remove its own."""
+    """The variables with which the process was started: as Linux keeps them, since a preloaded library can remove its
+    own, or, where that cannot be read, as Python found them."""
+    found: dict[bytes, bytes] = {}
+    if os.name == "posix":
+        import posix
+
+        found = posix.environ  # a snapshot, unlike os.environ
     try:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
-        return {}
-    pairs = (os.fsdecode(line).partition("=") for line in lines if b"=" in line)
-    return {name: value for name, _, value in pairs}
+        lines = []
+    pairs = (line.partition(b"=") for line in lines if b"=" in line)
+    return {os.fsdecode(name): os.fsdecode(value) for name, value in [*found.items(), *((a, b) for a, _, b in pairs)]}

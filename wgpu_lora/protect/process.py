@@ -65,13 +65,11 @@ def _named(digests: Mapping[str, str]) -> dict[str, str]:
 
 
 def _fileless() -> list[str]:
-    own = set(sys.builtin_module_names)
+    loaded = {name: module for name, module in list(sys.modules.items()) if name not in sys.builtin_module_names}
     return sorted(
         name
-        for name, module in list(sys.modules.items())
-        if name not in own
-        and not isinstance(getattr(module, "__file__", None), str)
-        and not hasattr(module, "__path__")
+        for name, module in loaded.items()
+        if not isinstance(getattr(module, "__file__", None), str) and not hasattr(module, "__path__")
     )
 
 

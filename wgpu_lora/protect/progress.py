@@ -39,6 +39,6 @@ def _facts(statement: Mapping[str, Any]) -> dict[str, Any]:
     wrong = statement["predicateType"] != PROGRESS or set(facts) != set(kinds)
     if wrong or any(type(facts[name]) is not kind for name, kind in kinds.items()):
         raise envelope.EnvelopeError("The report of progress has other fields than it should: update the trainer.")
-    if facts["sequence"] < 0 or not _DIGEST.fullmatch(facts["head"]):
+    if not 0 <= facts["sequence"] < 1 << 53 or not _DIGEST.fullmatch(facts["head"]):
         raise envelope.EnvelopeError("The report of progress names no line of a log: update the trainer.")
     return facts

@@ -11,6 +11,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.protect import job as jobs
 from wgpu_lora.protect.claims import base_facts, gather, load_evidence
+from wgpu_lora.protect.host import harden
 from wgpu_lora.protect.job import Job
 from wgpu_lora.protect.keys import SessionKeys
 
@@ -46,8 +47,10 @@ def reference_claims(path: Path, device: str | None = None) -> tuple[dict[str, A
         if "job" not in evidence.claims:
             raise UserError(f"{path} states no job, so it has no data to allow: attest with --job JOB.toml.")
         return evidence.claims, evidence.quote
-    keys = SessionKeys.generate()
+    job, keys, host = jobs.read(path), SessionKeys.generate(), harden()
     try:
-        return job_claims(jobs.read(path), nonce=secrets.token_urlsafe(), keys=keys, device=device), None
+        claims = job_claims(job, nonce=secrets.token_urlsafe(), keys=keys, device=device)
+        return {**claims, "host": host.facts}, None
     finally:
         keys.wipe()
+        host.restore()

@@ -22,6 +22,7 @@ VECTOR = {
     "dependencies": ("executables", 33),
     "process": ("executables", 33),
     "kernel": ("configuration", -97),
+    "host": ("configuration", -97),
     "environment": ("configuration", -97),
     "job": ("configuration", -97),
     "recipe": ("configuration", -97),

@@ -61,6 +61,8 @@ RULES = (
     Rule("kernel", "machines", fields.TEXTS, checks.listed_in("kernel.machine")),
     Rule("environment", "forbidden", fields.GLOBS, checks.forbidden),
     Rule("environment", "only", fields.VALUES, checks.only),
+    Rule("host", "no_core_dumps", fields.TRUE, checks.no_core_dumps),
+    Rule("host", "no_swap", fields.TRUE, checks.no_swap),
     Rule("process", "untraced", fields.TRUE, checks.untraced),
     Rule("process", "compiled", fields.TRUE, checks.compiled),
     Rule("process", "import_hooks", fields.ONLY_TEXTS, checks.hooks),

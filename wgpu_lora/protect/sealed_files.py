@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from wgpu_lora.atomic import file_digest, name_new
-from wgpu_lora.bounded import check_name, read_json
+from wgpu_lora.bounded import check_path, read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect import archive
 from wgpu_lora.protect.keys import DataKey
-from wgpu_lora.protect.sealing import parse_recipients, seal_stream, unseal_stream
+from wgpu_lora.protect.sealing import Reader, parse_recipients, seal_stream, unseal_stream
 
 ARCHIVE = ".tar.age"
 
@@ -73,20 +73,28 @@ def seal_path(path: str | Path, to: str | Path, recipients: Sequence[str]) -> Se
             Then nothing is left of it.
     """
     path, to = Path(path), Path(to)
+    check_path(path)
+    check_path(to)
+    if path.is_dir() and to.resolve().is_relative_to(path.resolve()):
+        raise UserError(f"{to} would be in the directory that it seals: choose a path elsewhere.")
+    return seal_pieces(pieces(path), to, recipients, rows=path.suffix == ".jsonl")
+
+
+def seal_pieces(source: Iterator[bytes], to: Path, recipients: Sequence[str], rows: bool) -> SealRecord:
+    """As `seal_path`, for content in pieces. rows: whether to count its lines that are not blank."""
     parse_recipients(recipients)
-    for one in (path, to):
-        check_name(one)
+    check_path(to)
     for one in (to, record_path(to)):
-        _check_new(one)
-    counting = _Counting(pieces(path))
+        check_new(one)
+    counting = PieceReader(source)
     with _private(to) as private:
         with (private / to.name).open("xb") as file:
             hashing = _Hashing(file)
             seal_stream(counting, hashing, recipients)
             file.flush()
             os.fsync(file.fileno())
-        rows = counting.rows if path.suffix == ".jsonl" else None
-        record = SealRecord(hashing.digest.hexdigest(), hashing.size, rows, tuple(dict.fromkeys(recipients)))
+        unique = tuple(dict.fromkeys(recipients))
+        record = SealRecord(hashing.digest.hexdigest(), hashing.size, counting.rows if rows else None, unique)
         beside = record_path(to)
         (private / beside.name).write_text(json.dumps(asdict(record), indent=2) + "\n")
         name_new(private / beside.name, beside)
@@ -108,13 +116,19 @@ def unseal_path(sealed: str | Path, to: str | Path, key: DataKey) -> None:
             In both cases nothing is left.
     """
     sealed, to = Path(sealed), Path(to)
-    _check_new(to)
-    unpacked = sealed.name.endswith(ARCHIVE) and to.suffix != ".tar"
-    with open_sealed(sealed) as source, _private(to) as private:
+    check_new(to)
+    with open_sealed(sealed) as source:
+        unseal_file(source, to, key, str(sealed), unpack=sealed.name.endswith(ARCHIVE) and to.suffix != ".tar")
+
+
+def unseal_file(source: Reader, to: Path, key: DataKey, where: str, unpack: bool = False) -> None:
+    """As `unseal_path`, for sealed data that `source` gives. unpack: they are an archive, for a new directory."""
+    check_new(to)
+    with _private(to) as private:
         whole = private / "opened"
         with whole.open("xb") as file:
-            unseal_stream(source, file, key)
-        if not unpacked:
+            unseal_stream(source, file, key, where)
+        if not unpack:
             name_new(whole, to)
             return
         (private / to.name).mkdir()
@@ -151,7 +165,7 @@ def pieces(path: Path) -> Iterator[bytes]:
         raise UserError(f"{path} cannot be read ({error}): check the path.") from None
 
 
-class _Counting:
+class PieceReader:
     """A reader of pieces that counts lines that are not blank."""
 
     def __init__(self, source: Iterator[bytes]) -> None:
@@ -197,7 +211,8 @@ def _extract(whole: Path, directory: Path) -> None:
             view.release()
 
 
-def _check_new(path: Path) -> None:
+def check_new(path: Path) -> None:
+    """Raises UserError unless a file or directory can be made there."""
     try:
         taken = path.is_symlink() or path.exists()
     except (OSError, ValueError) as error:

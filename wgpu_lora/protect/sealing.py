@@ -122,10 +122,13 @@ def seal_stream(reader: Reader, writer: Writer, recipients: Sequence[str]) -> No
     _reraise(source, target)  # pyrage 1.4 says nothing if its last write fails
 
 
-def unseal_stream(reader: Reader, writer: Writer, key: DataKey) -> None:
+def unseal_stream(reader: Reader, writer: Writer, key: DataKey, where: str = "The sealed data") -> None:
     """Opens what `reader` gives, piece by piece. A chunk reaches `writer` after it has been authenticated.
 
     Chunks before a damaged one have been written when it is found: whoever uses them must drop them on an error.
+
+    Args:
+        where: start of messages, such as a path.
 
     Raises:
         TamperedError: it is damaged or incomplete, sealed to another key, or not an age file.
@@ -138,15 +141,15 @@ def unseal_stream(reader: Reader, writer: Writer, key: DataKey) -> None:
         _reraise(source, target)
         if "No matching keys" in str(error):
             raise TamperedError(
-                f"The sealed data were not sealed to {key.recipient}: give the key of one of their recipients."
+                f"{where} cannot be opened with the key of {key.recipient}: give the key of one of its recipients."
             ) from None
         raise TamperedError(
-            f"The sealed data are damaged, incomplete, or not an age file ({error}): seal or copy them again."
+            f"{where} cannot be opened, because it is damaged, incomplete, or not an age file ({error}): copy it again."
         ) from None
     except BaseException as failure:
         _reraise(source, target)
         if type(failure).__name__ == "PanicException":  # a fault in the library must not look like success or a crash
-            raise TamperedError("The sealed data are damaged: seal or copy them again.") from None
+            raise TamperedError(f"{where} cannot be opened, because it is damaged: copy it again.") from None
         raise
     _reraise(source, target)
 

@@ -27,6 +27,7 @@ SECTIONS = {
     "attestation": "What the evidence must be: self-reported, or quoted by a TPM with one of tpm_keys.",
     "data": "Digests of the sealed files: training data, held-out data and initial adapter.",
     "environment": "Variables by name; in [environment.only], those that may be set, with their values' digests.",
+    "host": "What keeps the trainer's memory off its disk.",
     "process": "What may be loaded that belongs to no package.",
 }
 
@@ -155,6 +156,8 @@ def _lines(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> Iterat
     yield Line("kernel", "releases", one("kernel.release", glob.escape), strict=True)
     yield Line("environment", "forbidden", list(FORBIDDEN))
     yield Line("environment", "only", at("environment"), strict=True)
+    yield Line("host", "no_core_dumps", True)
+    yield Line("host", "no_swap", True)
     yield Line("process", "untraced", True)
     yield Line("process", "compiled", True)
     yield Line("process", "import_hooks", at("process.import_hooks"))

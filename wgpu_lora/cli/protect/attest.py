@@ -53,6 +53,7 @@ def attest(
         evidence = claims.attest(gathered, keys, quote)
     finally:
         keys.wipe()
+        host.restore()
     try:
         write_bytes_atomic(output, evidence)
     except OSError as error:

@@ -19,6 +19,7 @@ from wgpu_lora.protect.broker.limits import Rate, read_body
 from wgpu_lora.protect.broker.refusal import Refused
 
 MAX_EVIDENCE, MAX_PROGRESS = 2 << 20, 16 << 10  # bytes of bodies; evidence takes 0.2 MB
+REFUSED = 4  # requests that a refusal counts as, beside its own
 AT_ONCE = 4  # bodies that are parsed at the same time
 
 
@@ -34,10 +35,15 @@ def make_app(broker: Broker, tell: Callable[[str], None] = lambda line: None, ra
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def act(request: Request, limit: int, does: Callable[[bytes], dict[str, Any]]) -> Response:
-        rate.take(request.client.host if request.client else "")
+        address = request.client.host if request.client else ""
+        rate.take(address)
         body = await read_body(request, limit)
         async with turns:
-            return JSONResponse(await run_in_threadpool(does, body))
+            try:
+                return JSONResponse(await run_in_threadpool(does, body))
+            except Refused:
+                rate.charge(address, REFUSED)  # it has taken room in the log
+                raise
 
     async def nonce(request: Request) -> Response:
         seconds = broker.policy.nonce_seconds

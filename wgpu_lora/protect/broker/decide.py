@@ -21,6 +21,7 @@ from wgpu_lora.protect.broker.log import DecisionLog
 from wgpu_lora.protect.broker.refusal import Refused
 from wgpu_lora.protect.broker.state import State
 from wgpu_lora.protect.claims import Evidence, read_evidence
+from wgpu_lora.protect.fields import shown
 from wgpu_lora.protect.keys import DataKey, PublicKey, SigningKey
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.progress import read_progress, session_of
@@ -29,7 +30,9 @@ from wgpu_lora.protect.result import Appraisal, Failure
 
 MAX_NONCES = 1000  # open at the same time
 NONCE_BYTES = 32
+MAX_NAME = 200  # characters of a job's name
 _NONCE = re.compile(r"[\w-]{43}", re.ASCII)
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Broker:
@@ -59,10 +62,9 @@ class Broker:
         self._turn = threading.Lock()
         self._held = _lock(directory)
         try:
-            self._state, self._log = State(), DecisionLog(directory, signing)
-            for entry in self._log.entries:
-                self._state.apply(entry)
-            self._clock = Clock(self._log.entries[-1].seconds if self._log.entries else 0.0)
+            self._state = State()
+            self._log = DecisionLog(directory, signing, self._state.apply, self._state.carried)
+            self._clock = Clock(self._log.latest)
             self._clock.now()
             if self._log.cut:
                 self._record("repaired", {"bytes": self._log.cut})
@@ -86,8 +88,8 @@ class Broker:
 
     @property
     def head(self) -> str:
-        """The number of lines in the log and the SHA-256 of the last one."""
-        return self._log.head
+        """Where the log ends: the number of its part and of lines in it, and the SHA-256 of the last one."""
+        return str(self._log.head)
 
     def note(self, stage: str, facts: Mapping[str, Any]) -> None:
         """Record the broker's start or end."""
@@ -137,25 +139,19 @@ class Broker:
             job = self._state.jobs[facts["job"]]
             if (facts["sequence"], facts["head"]) == (job.sequence, job.head):
                 return  # asked twice
-            failures = []
-            if job.session != facts["session"]:
-                failures.append(Failure("session", "the job's newest session", "an older one"))
             if facts["sequence"] <= job.sequence:
-                failures.append(Failure("sequence", f"more than {job.sequence}", str(facts["sequence"])))
-            if failures:
-                self._refuse({"request": "progress", **facts}, failures, 409)
+                failure = Failure("sequence", f"more than {job.sequence}", str(facts["sequence"]))
+                self._refuse({"request": "progress", **facts}, [failure], 409)
             self._record("progress", facts)
 
     def _release(self, evidence: Evidence) -> str:
         now = self._clock.now()
         self._state.forget(now)
-        name = str(_job(evidence).get("name"))
-        nonce = evidence.claims.get("eat_nonce")
+        name, nonce = str(_job(evidence).get("name")), evidence.claims.get("eat_nonce")
         known = self._state.jobs.get(name)
-        resume = evidence.claims.get("resume")
         facts = {
             "request": "release",
-            "job": printable(name)[:200],
+            "job": printable(name)[:MAX_NAME],
             "evidence_sha256": evidence.sha256,
             "session": evidence.signing.keyid,
         }
@@ -168,7 +164,7 @@ class Broker:
         try:
             at = (known.sequence, known.head) if known and known.head is not None else None
             result = appraise(evidence, self.policy, nonce=nonce, now=now, head=at)
-            failures += [*result.failures, *self._of_session(evidence, resume is not None and known is None)]
+            failures += [*result.failures, *self._of_session(evidence, known is None)]
         except Exception as error:  # the nonce is used all the same
             self._refuse(facts, [Failure("appraisal", "a result", f"an error ({type(error).__name__})")], 500)
         if failures or not result.passed:
@@ -177,7 +173,12 @@ class Broker:
 
     def _of_session(self, evidence: Evidence, unknown: bool) -> Iterable[Failure]:
         """The rules that need the broker's memory or its keys."""
-        if unknown:
+        name, resume = _job(evidence).get("name"), evidence.claims.get("resume")
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            yield Failure("job.name", f"1 to {MAX_NAME} printable characters", shown(name))
+        if resume is not None and not _is_place(resume):
+            yield Failure(HEAD, "number and SHA-256 of a line", shown(resume))
+        elif resume is not None and unknown:
             yield Failure(HEAD, "the first session of a job that this broker does not know", "one that resumes")
         if evidence.signing.keyid in self._state.sessions:
             yield Failure(KEYS, "new ephemeral keys", "those of an earlier session")
@@ -202,16 +203,21 @@ class Broker:
         return token
 
     def _reported(self, signed: bytes) -> dict[str, Any]:
-        """The content of a report, if a session of its job signed it."""
+        """The content of a report, if the newest session of its job signed it."""
         try:
-            session = self._state.sessions.get(session_of(signed))
-            if session is None:
+            session = session_of(signed)
+            name = self._state.sessions.get(session)
+            if name is None:
                 raise UserError("the key was not released to its session: attest first")
-            facts = read_progress(signed, PublicKey.parse(session.key))
-            if facts["job"] != session.job:
+            job = self._state.jobs[name]
+            if job.session != session:
+                raise UserError("it is not of the job's newest session: end the older one")
+            facts = read_progress(signed, PublicKey.parse(job.key))
+            if (facts["job"], facts["session"]) != (name, session):
                 raise UserError("it names another job than its session's: report the session's own")
         except UserError as error:
-            self._refuse({"request": "progress"}, [Failure("report", "a session's report", error.problem)], 400)
+            failure = Failure("report", "one by the job's newest session", error.problem)
+            self._refuse({"request": "progress"}, [failure], 400)
         return facts
 
     def _refuse(self, facts: Mapping[str, Any], failures: list[Failure], status: int) -> NoReturn:
@@ -253,6 +259,14 @@ def _read(signed: bytes) -> Evidence | Failure:
 def _job(evidence: Evidence) -> Mapping[str, Any]:
     job = evidence.claims.get("job")
     return job if isinstance(job, Mapping) else {}
+
+
+def _is_place(resume: Any) -> bool:
+    """Whether a claim names a line of an evidence log."""
+    if not isinstance(resume, Mapping) or set(resume) != {"sequence", "head"}:
+        return False
+    sequence, head = resume["sequence"], resume["head"]
+    return type(sequence) is int and 0 <= sequence < 1 << 53 and isinstance(head, str) and bool(_DIGEST.fullmatch(head))
 
 
 def _rules(failures: list[Failure]) -> str:

@@ -58,12 +58,24 @@ class Rate:
 
     def take(self, address: str) -> None:
         """Count a request. Raises Refused if there were too many."""
+        mine, total, now = self._now(address)
+        if min(mine, total) < 1:
+            raise Refused("There are too many requests: wait a minute, then ask again.", status=429)
+        self._set(address, mine - 1, total - 1, now)
+
+    def charge(self, address: str, cost: float) -> None:
+        """Count a request that was let through as `cost` further ones, which may leave less than none."""
+        mine, total, now = self._now(address)
+        self._set(address, mine - cost, total - cost, now)
+
+    def _now(self, address: str) -> tuple[float, float, float]:
         now = time.monotonic()
         mine = self._left(self._buckets.get(address, (self._one, now)), self._one, now)
         total = self._left(self._total, self._all_, now)
-        if min(mine, total) < 1:
-            raise Refused("There are too many requests: wait a minute, then ask again.", status=429)
-        self._buckets[address], self._total = (mine - 1, now), (total - 1, now)
+        return mine, total, now
+
+    def _set(self, address: str, mine: float, total: float, now: float) -> None:
+        self._buckets[address], self._total = (mine, now), (total, now)
         self._buckets.move_to_end(address)
         if len(self._buckets) > MAX_ADDRESSES:
             self._buckets.popitem(last=False)

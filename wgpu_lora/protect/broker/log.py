@@ -2,61 +2,88 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect import envelope
-from wgpu_lora.protect.chain import MAX_LOG_BYTES, Chain, DamagedError, Entry, first_link, read_bytes
+from wgpu_lora.protect.chain import MAX_LINE_BYTES, Chain, DamagedError, Entry, first_link, read_bytes, read_lines
 from wgpu_lora.protect.keys import SigningKey
 
 KIND = "https://example.org/wgpu-lora/broker-decision/v1"
 HEAD = "https://example.org/wgpu-lora/broker-head/v1"
-LOG_FILE, HEAD_FILE = "decisions.jsonl", "head.json"
-FULL = MAX_LOG_BYTES - (4 << 20)  # bytes; what is left is for the broker's end
+HEAD_FILE = "head.json"
+PART_BYTES = 8 << 20  # after which a new part begins, so that start and memory do not grow with the log
+_PART = re.compile(r"decisions-(\d+)\.jsonl")
+
+
+class Head(NamedTuple):
+    """Where the log ends: its last part, the number of lines in it, and the SHA-256 of the last one."""
+
+    part: int
+    lines: int
+    last: str
+
+    def __str__(self) -> str:
+        return f"{self.part}:{self.lines}:{self.last}"
 
 
 class DecisionLog:
-    """A hash-chained log signed by the broker's key, and a signed head beside it: its number of lines, and the last.
+    """Hash-chained files, decisions-N.jsonl, signed by the broker's key, and beside them a signed head.
+
+    The first line of a part has the SHA-256 of the part before it, and what a broker must remember of it. So all parts
+    are verified at the start, although only the last is read line by line.
 
     A line that was changed, removed or moved is found by the chain; lines cut off at the end are found by the head. An
-    earlier copy of both files together, put back, is not found here: the broker prints its head when it starts and
+    earlier copy of the whole directory, put back, is not found here: the broker prints its head when it starts and
     ends, so that its owner can compare.
 
+    Args:
+        follow: called with each line that is read, in order. carry: what the first line of a part remembers.
+
     Attributes:
-        entries: the lines that were there when it was opened; they may be cleared once they have been read.
+        head: where the log ends.
+        cut: bytes of a line that a crash had left incomplete; nobody was answered about it.
+
+    Raises:
+        UserError: a file cannot be read or written, or is not what this key's broker wrote.
     """
 
-    def __init__(self, directory: Path, key: SigningKey) -> None:
-        """Open the log of a directory, verified; an empty directory gets a new one.
-
-        Raises:
-            UserError: a file cannot be read or written, or is not what this key's broker wrote.
-        """
-        self._path, self._head, self._key = directory / LOG_FILE, directory / HEAD_FILE, key
+    def __init__(
+        self, directory: Path, key: SigningKey, follow: Callable[[Entry], None], carry: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._directory, self._key, self._carry = directory, key, carry
         self._broken = False
-        name = f"broker {key.public.keyid}"
-        if not self._path.exists():
-            if self._head.exists():
-                raise DamagedError(f"{self._path} is missing, but {self._head} counts its lines: restore the log.")
-            self._chain = Chain.create(self._path, name, KIND)
-            os.chmod(self._path, 0o600)
-        else:
-            self._chain = Chain.open(self._path, KIND, lambda *_: key.public, name)
-        self._check_head()
-        self.cut = self._chain.cut  # bytes of a line that a crash had left incomplete; nobody was answered about it
+        known = self._read_head()
+        parts = sorted(int(found[1]) for path in directory.iterdir() if (found := _PART.fullmatch(path.name)))
+        if known is None and not parts:
+            self._chain, self.head, self.cut = Chain.create(self._path(1), self._name(1), KIND), self._first(1), 0
+            return
+        first = known or self._first(1)
+        wanted = list(range(1, first.part + 1))
+        if parts not in (wanted, [*wanted, first.part + 1]):
+            raise DamagedError(
+                f"{directory} has other files than {HEAD_FILE} says, decisions-N.jsonl: restore the log."
+            )
+        for part in wanted[1:]:
+            self._check_link(part, self._first_line(part))
+        self._chain, self.cut = self._open(first.part)
+        self.head = self._checked(first)
+        lines = list(self._chain.entries)
+        if len(parts) > len(wanted):
+            lines += self._begun(first.part + 1)
+        for entry in lines:
+            follow(entry)
+        if self.head != known:
+            self._write_head()
 
     @property
-    def entries(self) -> list[Entry]:
-        return self._chain.entries
-
-    @property
-    def head(self) -> str:
-        """The number of lines and the SHA-256 of the last one, to be compared."""
-        return f"{self._chain.sequence + 1}:{self._chain.head}"
+    def latest(self) -> float:
+        """The time of the last line, in seconds since 1970; 0 if there is none."""
+        return self._chain.entries[-1].seconds if self._chain.entries else 0.0
 
     def append(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]]) -> Entry:
         """Append a line, which is on disk when this returns.
@@ -65,38 +92,101 @@ class DecisionLog:
             UserError: it is not; what it records must not happen.
         """
         if self._broken:
-            raise UserError(f"{self._head} could not be written and is behind the log: start the broker again.")
-        if self._chain.size > FULL and stage != "stopped":
-            raise UserError(f"{self._path} is full: start the broker with a new --state directory, and keep this one.")
+            raise UserError(f"{self._directory / HEAD_FILE} is behind the log: start the broker again.")
+        if self._chain.size > PART_BYTES:
+            self._begin_part(self.head.part + 1)
         entry = self._chain.append(stage, facts, subjects, self._key)
+        self.head = Head(self.head.part, len(self._chain.entries), entry.digest)
         self._write_head()
         return entry
 
-    def _write_head(self) -> None:
-        head = {"lines": self._chain.sequence + 1, "last": self._chain.head}
-        signed = envelope.sign(envelope.statement(HEAD, [(LOG_FILE, self._chain.head)], head), self._key)
+    def _path(self, part: int) -> Path:
+        return self._directory / f"decisions-{part}.jsonl"
+
+    def _name(self, part: int) -> str:
+        return f"broker {self._key.public.keyid}, part {part}"
+
+    def _first(self, part: int) -> Head:
+        return Head(part, 0, first_link(self._name(part)))
+
+    def _open(self, part: int) -> tuple[Chain, int]:
+        chain = Chain.open(self._path(part), KIND, lambda *_: self._key.public, self._name(part))
+        return chain, chain.cut
+
+    def _begin_part(self, part: int) -> None:
+        before, path = self._path(part - 1), self._path(part)
+        if path.exists() and not path.stat().st_size:
+            path.unlink()  # it could not be written to
+        chain = Chain.create(path, self._name(part), KIND)
+        digest = file_digest(before)
+        entry = chain.append(
+            "continued", {"sha256": digest, "state": self._carry()}, [(before.name, digest)], self._key
+        )
+        self._chain, self.head = chain, Head(part, 1, entry.digest)
+        self._write_head()
+
+    def _begun(self, part: int) -> list[Entry]:
+        """The first line of a part that a crash may have left, after the last one that the head knows."""
+        chain, self.cut = self._open(part)
+        if not chain.entries:
+            self._path(part).unlink()
+            return []
+        if len(chain.entries) > 1:
+            raise DamagedError(f"{chain.path} is not known to {HEAD_FILE}: restore both from one copy.")
+        self._check_link(part, chain.entries[0])
+        self._chain, self.head = chain, Head(part, 1, chain.head)
+        return chain.entries
+
+    def _first_line(self, part: int) -> Entry:
+        path = self._path(part)
+        with path.open("rb") as file:
+            line = file.readline(MAX_LINE_BYTES + 2)
+        entries, _ = read_lines(line, str(path), KIND, lambda *_: self._key.public, self._name(part))
+        if not entries:
+            raise DamagedError(f"{path} has no complete line: restore the log.")
+        return entries[0]
+
+    def _check_link(self, part: int, first: Entry) -> None:
+        before = self._path(part - 1)
+        if first.stage != "continued" or first.facts.get("sha256") != file_digest(before):
+            raise DamagedError(f"{before} is not what was written before {self._path(part)}: restore the log.")
+
+    def _checked(self, known: Head) -> Head:
+        """Where the last part ends: where the head says, or a line later, since a crash may come between the writes."""
+        digests = [self._first(known.part).last, *(entry.digest for entry in self._chain.entries)]
+        count = len(digests) - 1
+        if count < known.lines:
+            raise DamagedError(f"{self._chain.path} has {count:,} lines, but had {known.lines:,}: restore the log.")
+        if count > known.lines + 1 or digests[known.lines] != known.last:
+            raise DamagedError(f"{self._directory / HEAD_FILE} is not the head of the log: restore both from one copy.")
+        return Head(known.part, count, digests[-1])
+
+    def _read_head(self) -> Head | None:
+        path = self._directory / HEAD_FILE
+        if not path.exists():
+            return None
         try:
-            write_bytes_atomic(self._head, signed)
+            statement = envelope.verify(read_bytes(path, 1 << 16), self._key.public)
+        except envelope.EnvelopeError:
+            raise DamagedError(
+                f"{path} is not signed by this broker's key: restore it, or give the signing key of its log."
+            ) from None
+        found = statement["predicate"]
+        head = Head(found.get("part"), found.get("lines"), found.get("last"))
+        if (
+            statement["predicateType"] != HEAD
+            or [type(value) for value in head] != [int, int, str]
+            or min(head[:2]) < 1
+        ):
+            raise DamagedError(f"{path} is not the head of a log: restore it.")
+        return head
+
+    def _write_head(self) -> None:
+        path = self._directory / HEAD_FILE
+        subject = (self._chain.path.name, self.head.last)
+        try:
+            write_bytes_atomic(path, envelope.sign(envelope.statement(HEAD, [subject], self.head._asdict()), self._key))
         except OSError as error:
             self._broken = True
-            said = f"{self._head} cannot be written ({error.strerror}): make room, then start the broker again."
+            said = f"{path} cannot be written ({error.strerror}): make room, then start the broker again."
             raise UserError(said) from None
-
-    def _check_head(self) -> None:
-        """The head must be that of the last line, or of the one before: a crash may come between the two writes."""
-        digests = [first_link(self._chain.name), *(entry.digest for entry in self.entries)]
-        if self._head.exists():
-            statement = envelope.verify(read_bytes(self._head, 1 << 16), self._key.public)
-            count, last = statement["predicate"].get("lines"), statement["predicate"].get("last")
-            if statement["predicateType"] != HEAD or type(count) is not int or count < 1:
-                raise DamagedError(f"{self._head} is not the head of a log: restore it.")
-        else:
-            count, last = 0, digests[0]
-        if count >= len(digests):
-            raise DamagedError(
-                f"{self._path} has {len(digests) - 1:,} lines, but {self._head} counts {count:,}: restore the log."
-            )
-        if count < len(digests) - 2 or digests[count] != last:
-            raise DamagedError(f"{self._head} is not the head of {self._path}: restore both from one copy.")
-        if count < len(digests) - 1:
-            self._write_head()

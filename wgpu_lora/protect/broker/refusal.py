@@ -9,7 +9,7 @@ from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.result import Failure
 
-LONGEST, MOST = 200, 50  # characters of a value, and failures, in a log or an answer
+LONGEST, MOST = 200, 20  # characters of a value, and failures, in a log or an answer
 
 
 class Refused(UserError):

@@ -3,49 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from wgpu_lora.protect.chain import Entry
 
 
 @dataclass
-class Session:
-    """A session to which the key was released. number: of the job's sessions, from 1. key: its public key, in PEM."""
-
-    job: str
-    number: int
-    key: str
-
-
-@dataclass
 class JobState:
-    """A job. session: keyid of its newest session. sequence, head: the newest place in its log that is known."""
+    """A job.
+
+    Attributes:
+        session, key: keyid and public key (PEM) of its newest session.
+        sequence, head: the newest line of its evidence log that is known; -1 and None before there is one.
+    """
 
     session: str
-    sessions: int = 1
+    key: str
     sequence: int = -1
     head: str | None = None
 
 
 @dataclass
 class State:
-    """Attributes:
-    nonces: SHA-256 of each nonce that may still be used -> when it expires, in seconds since 1970.
+    """All of it.
+
+    Attributes:
+        nonces: SHA-256 of each nonce that may still be used -> when it expires, in seconds since 1970.
+        jobs: by name. sessions: keyid of each session to which the key was released -> its job.
     """
 
     nonces: dict[str, float] = field(default_factory=dict)
     jobs: dict[str, JobState] = field(default_factory=dict)
-    sessions: dict[str, Session] = field(default_factory=dict)
+    sessions: dict[str, str] = field(default_factory=dict)
 
     def apply(self, entry: Entry) -> None:
         """Follow a line of the log, the same way when it is written and when it is read again."""
         facts = entry.facts
         if "nonce_sha256" in facts and entry.stage != "nonce":
             self.nonces.pop(facts["nonce_sha256"], None)  # used, whatever came of it
-        act = {"nonce": self._nonce, "released": self._released, "progress": self._progress}.get(entry.stage)
-        if act:
+        acts = {
+            "nonce": self._nonce,
+            "released": self._released,
+            "progress": self._progress,
+            "continued": self._carried,
+        }
+        if act := acts.get(entry.stage):
             act(facts)
+
+    def carried(self) -> dict[str, Any]:
+        """What the first line of a part of the log remembers."""
+        return asdict(self)
 
     def forget(self, now: float) -> None:
         """Drop the nonces that have expired."""
@@ -55,12 +63,19 @@ class State:
         self.nonces[facts["nonce_sha256"]] = facts["expires"]
 
     def _released(self, facts: Mapping[str, Any]) -> None:
-        job = self.jobs.setdefault(facts["job"], JobState(facts["session"], 0))
-        job.session, job.sessions = facts["session"], job.sessions + 1
-        self.sessions[facts["session"]] = Session(facts["job"], job.sessions, facts["session_key"])
+        name = facts["job"]
+        self.sessions[facts["session"]] = name
+        before = self.jobs.get(name)
+        at = (before.sequence, before.head) if before else (-1, None)
         if facts["resume"] is not None:
-            job.sequence, job.head = facts["resume"]["sequence"], facts["resume"]["head"]
+            at = facts["resume"]["sequence"], facts["resume"]["head"]
+        self.jobs[name] = JobState(facts["session"], facts["session_key"], *at)
 
     def _progress(self, facts: Mapping[str, Any]) -> None:
         job = self.jobs[facts["job"]]
         job.sequence, job.head = facts["sequence"], facts["head"]
+
+    def _carried(self, facts: Mapping[str, Any]) -> None:
+        state = facts["state"]
+        self.nonces, self.sessions = dict(state["nonces"]), dict(state["sessions"])
+        self.jobs = {name: JobState(**job) for name, job in state["jobs"].items()}

@@ -11,17 +11,10 @@ from wgpu_lora.protect.checking.findings import Findings, digest_in, digest_of, 
 from wgpu_lora.protect.checking.sessions import ENDS, Session
 from wgpu_lora.protect.log import CLEANUP, CLEANUP_KIND
 
-MADE = (
-    "started",
-    "checkpoint",
-    "evaluated",
-    "finished",
-    "failed",
-    "interrupted",
-)  # stages whose subjects the run itself sealed
+# Stages whose subjects the run itself sealed.
+MADE = ("started", "checkpoint", "evaluated", "finished", "failed", "interrupted")
 SEALED = ".age"
 JOB = "job.toml"  # a copy
-SKIPPED = "skipped.jsonl.age"  # rows that were left out
 
 
 def check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None:
@@ -42,18 +35,16 @@ def check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None
             elif name in needed:
                 found.fail(f"{name} is missing")
     for name in sorted({path.relative_to(run).as_posix() for path in run.rglob(f"*{SEALED}")} - set(logged)):
-        if name == SKIPPED:
-            found.claimed.append(f"{name}: the log does not name it")
-        elif sessions[-1].named("wiped"):
+        if sessions[-1].named("wiped"):
             found.fail(f"{name} is not in the log")
         else:
             found.claimed.append(f"{name}: a killed session had not recorded it")
     with found.part(JOB):
-        digest = digest_in(run, JOB)
-        if digest is None:
+        copy = digest_in(run, JOB)
+        if copy is None:
             found.claimed.append(f"{JOB} is missing: the evidence states its options")
         else:
-            found.expect(f"SHA-256 of {JOB}", digest, sessions[-1].claims.get("job", {}).get("sha256"))
+            found.expect(f"SHA-256 of {JOB}", copy, sessions[-1].claims.get("job", {}).get("sha256"))
     if verified:
         found.proven.append(f"{verified} sealed {'file is' if verified == 1 else 'files are'} those of the log")
 

@@ -1,0 +1,214 @@
+"""protect keygen, seal and open, as commands: what they write and print, and bad input of every kind."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import stat
+import subprocess
+import tarfile
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from wgpu_lora.cli import app, main
+from wgpu_lora.protect.keys import DataKey, PublicKey, SigningKey, write_private
+
+ROWS = '{"prompt": "a", "completion": "b"}\n' * 3
+KEY = DataKey.generate()
+BUILT = get_command(app)  # once, since Typer builds all commands anew for each call
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("wgpu_lora.cli.app", BUILT)
+    monkeypatch.setattr("wgpu_lora.protect.host.harden", lambda: None)  # of this process, which runs other tests
+    monkeypatch.chdir(tmp_path)
+    write_private("data.key", KEY.file_text())
+    Path("rows.jsonl").write_text(ROWS)
+    return tmp_path
+
+
+class Standard(io.TextIOWrapper):
+    def __init__(self, data: bytes = b"") -> None:
+        super().__init__(io.BytesIO(data))
+
+    def written(self) -> bytes:
+        self.flush()
+        return self.buffer.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def protect(*arguments: str) -> int:
+    return main(["protect", *arguments])
+
+
+def names() -> set[str]:
+    return {path.as_posix() for path in Path().rglob("*")}
+
+
+def test_keygen_writes_keys_that_only_the_owner_can_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert protect("keygen", "new.key") == 0
+    printed = capsys.readouterr().out
+    key = DataKey.read("new.key")
+    assert f"recipient {key.recipient}\n" in printed
+    assert "SECRET" not in printed
+    assert protect("keygen", "broker.pem", "--signing", "--json") == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed)["keyid"] == SigningKey.read("broker.pem").public.keyid
+    assert "PRIVATE" not in printed
+    assert PublicKey.read("broker.pem.pub") == SigningKey.read("broker.pem").public
+    if os.name != "nt":
+        assert {stat.S_IMODE(Path(name).stat().st_mode) for name in ("new.key", "broker.pem")} == {0o600}
+
+
+@pytest.mark.parametrize("arguments", ["data.key", "no/where.key", ".", "-", "x.pem --signing", "n" * 300])
+def test_keygen_leaves_what_is_there(here: Path, capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+    Path("x.pem.pub").write_text("mine")
+    before = names()
+    assert protect("keygen", *arguments.split()) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert names() == before
+    assert DataKey.read("data.key").text() == KEY.text()
+
+
+def test_a_file_sealed_and_opened(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = DataKey.generate()
+    Path("team").write_text(f"# team\n{other.recipient}\n")
+    assert protect("seal", "rows.jsonl", "--to", KEY.recipient, "--to", "@team", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    sealed = Path("rows.jsonl.age").read_bytes()
+    assert printed["sha256"] == hashlib.sha256(sealed).hexdigest()
+    assert printed["recipients"] == [KEY.recipient, other.recipient]
+    assert (printed["rows"], printed["bytes"]) == (3, len(sealed))
+    assert protect("open", "rows.jsonl.age", "--key", "data.key", "-o", "again.jsonl") == 0
+    assert Path("again.jsonl").read_text() == ROWS
+    assert names() == {"data.key", "rows.jsonl", "team", "rows.jsonl.age", "rows.jsonl.age.json", "again.jsonl"}
+
+
+def test_a_directory_sealed_and_opened(here: Path) -> None:
+    Path("adapter/sub").mkdir(parents=True)
+    Path("adapter/sub/weights").write_bytes(bytes(1000))
+    assert protect("seal", "adapter", "--to", KEY.recipient) == 0
+    assert protect("open", "adapter.tar.age", "--key", "data.key", "-o", "again") == 0
+    assert Path("again/sub/weights").read_bytes() == bytes(1000)
+
+
+def test_standard_input_and_output(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Standard()
+    monkeypatch.setattr("sys.stdin", Standard(ROWS.encode()))
+    monkeypatch.setattr("sys.stdout", out)
+    assert protect("seal", "-", "--to", KEY.recipient, "-o", "-") == 0
+    sealed = out.written()
+    for arguments in (["-", "-o", "-"], ["-", "-o", "again"]):
+        out = Standard()
+        monkeypatch.setattr("sys.stdin", Standard(sealed))
+        monkeypatch.setattr("sys.stdout", out)
+        assert protect("open", *arguments, "--key", "data.key") == 0
+        assert ROWS.encode() in (out.written(), Path("again").read_bytes() if "again" in arguments else b"")
+    monkeypatch.setattr("sys.stdin", Standard(ROWS.encode()))
+    assert protect("seal", "-", "--to", KEY.recipient, "-o", "in.jsonl.age") == 0
+    assert json.loads(Path("in.jsonl.age.json").read_text())["rows"] == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "rows.jsonl", "rows.jsonl --to me", "rows.jsonl --to @missing", "rows.jsonl --to @rows.jsonl",
+        "missing --to KEY", "empty --to KEY", "links --to KEY", "rows.jsonl --to KEY -o data.key",
+        "rows.jsonl --to KEY -o no/where", "- --to KEY", "- --to KEY -o x", ". --to KEY", ".. --to KEY",
+        "links --to KEY -o links/x", "rows.jsonl --to SECRET", "rows.jsonl --to KEY --policy p.toml",
+        "data.key --to KEY --offline e.json", "data.key --offline e.json --policy p.toml",
+        "rows.jsonl --to KEY --passphrase", "rows.jsonl rows.jsonl --to KEY",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_sealed(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", Standard())
+    Path("empty").touch()
+    Path("links").mkdir()
+    Path("links/out").symlink_to("/etc")
+    before, words = names(), arguments.replace("KEY", KEY.recipient).replace("SECRET", KEY.text().decode()).split()
+    assert protect("seal", *words) == 2
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == 1
+    assert "AGE-SECRET" not in printed
+    assert names() == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "sealed", "sealed --key data.key", "sealed -o x", "sealed --key missing -o x", "sealed --key rows.jsonl -o x",
+        "sealed --key other.key -o x", "sealed --key broker.pem -o x", "missing --key data.key -o x",
+        "empty --key data.key -o x", "rows.jsonl --key data.key -o x", "data.key --key data.key -o x",
+        "cut --key data.key -o x", "cut --key data.key -o -", "sealed --key data.key -o rows.jsonl",
+        "sealed --key data.key -o no/where", "links.tar.age --key data.key -o x",
+        "sealed.tar.age --key data.key -o x", ". --key data.key -o x", "- --key data.key -o x",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_opened(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    from wgpu_lora.protect.sealing import seal_bytes
+
+    monkeypatch.setattr("sys.stdin", Standard())
+    sealed = seal_bytes(ROWS.encode(), [KEY.recipient])
+    Path("sealed").write_bytes(sealed)
+    Path("sealed.tar.age").write_bytes(sealed)  # no archive
+    Path("cut").write_bytes(sealed[:-1])
+    Path("empty").touch()
+    write_private("other.key", DataKey.generate().file_text())
+    write_private("broker.pem", SigningKey.generate().private_pem())
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        link = tarfile.TarInfo("out")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+        tar.addfile(link)
+    Path("links.tar.age").write_bytes(seal_bytes(buffer.getvalue(), [KEY.recipient]))
+    before = names()
+    assert protect("open", *arguments.split()) == 2
+    printed = capsys.readouterr()
+    assert len(printed.err.splitlines()) == 1
+    assert "prompt" not in printed.out + printed.err
+    assert names() == before
+    assert Path("rows.jsonl").read_text() == ROWS
+
+
+def test_sealed_data_are_not_written_to_a_terminal(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(import_module("wgpu_lora.cli.protect.seal"), "is_terminal", lambda stream: True)
+    assert protect("seal", "rows.jsonl", "--to", KEY.recipient, "-o", "-") == 2
+    assert "terminal" in capsys.readouterr().err
+
+
+def test_closed_streams(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert protect("seal", "-", "--to", KEY.recipient, "-o", "x") == 2
+    assert protect("open", "-", "--key", "data.key", "-o", "x") == 2
+    assert capsys.readouterr().err.count("Standard input is closed") == 2
+
+
+@pytest.mark.skipif(shutil.which("age") is None, reason="needs the age program")
+def test_the_age_program_and_these_commands(here: Path) -> None:
+    assert protect("seal", "rows.jsonl", "--to", KEY.recipient) == 0
+    opened = subprocess.run(["age", "-d", "-i", "data.key", "rows.jsonl.age"], capture_output=True, check=True)
+    assert opened.stdout.decode() == ROWS
+    subprocess.run(["age", "-a", "-r", KEY.recipient, "-o", "armored", "rows.jsonl"], check=True)
+    assert protect("open", "armored", "--key", "data.key", "-o", "again") == 0
+    assert Path("again").read_text() == ROWS
+
+
+def test_a_missing_library_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("wgpu_lora.protect.extra.find_spec", lambda name: None if name == "pyrage" else name)
+    for words in (["keygen", "k"], ["seal", "rows.jsonl"], ["open", "x", "--key", "data.key", "-o", "y"]):
+        assert protect(*words) == 2
+        assert "pyrage" in capsys.readouterr().err

@@ -1,0 +1,122 @@
+"""wgpu-lora protect seal: seal data to recipients, or a data key to a machine that has attested itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wgpu_lora.cli.console import is_terminal, line, print_json
+from wgpu_lora.cli.options import Json
+from wgpu_lora.errors import UserError
+from wgpu_lora.words import counted
+
+OFFLINE = "Release a data key by files"
+
+
+def _of_offline(metavar: str, text: str) -> Any:
+    return typer.Option(metavar=metavar, help=text, rich_help_panel=OFFLINE)
+
+
+def seal(
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="File or directory; - for standard input. With --offline, the data key."),
+    ],
+    to: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RECIPIENT", help="Who can open it: age1..., or @FILE with one on each line; repeatable."),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Sealed file; - for standard output. Default: PATH.age, or PATH.tar.age for a directory.",
+        ),
+    ] = None,
+    offline: Annotated[
+        Path | None,
+        _of_offline("EVIDENCE", "Seal the data key in PATH to the machine that made this evidence, if that passes."),
+    ] = None,
+    policy: Annotated[Path | None, _of_offline("FILE", "policy.toml: what evidence must state.")] = None,
+    signing_key: Annotated[
+        Path | None, _of_offline("FILE", "The broker's private key, which signs the release.")
+    ] = None,
+    state: Annotated[
+        Path | None,
+        _of_offline("DIR", "Directory of the broker's signed log; POLICY.broker beside the policy if not given."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Seal a file or directory, so that only the recipients' keys open it.
+
+    The format is age's (age-encryption.org/v1), so `age -d` opens it, too. Beside FILE, FILE.json has its digest, by
+    which it is believed: age says who can open a file, not who sealed it.
+    """
+    from wgpu_lora.protect.extra import check_libraries
+
+    check_libraries()
+    if offline is not None:
+        return _release(path, to, output, offline, policy, signing_key, state)
+    for name, value in (("policy", policy), ("signing-key", signing_key), ("state", state)):
+        if value is not None:
+            raise UserError(f"--{name} is of --offline, which is missing: give both, or neither.")
+    from wgpu_lora.protect.sealed_streams import recipients_of, seal_to
+
+    if output == "-" and is_terminal(sys.stdout):
+        raise UserError("Sealed data would be written to the terminal: give -o FILE, or redirect standard output.")
+    written = seal_to(path, output, recipients_of(to or []), sys.stdin, sys.stdout)
+    if written is None:
+        return 0
+    sealed, record = written
+    if as_json:
+        print_json(
+            {
+                "path": str(sealed),
+                "sha256": record.sha256,
+                "bytes": record.bytes,
+                "rows": record.rows,
+                "recipients": list(record.recipients),
+            }
+        )
+        return 0
+    rows = "" if record.rows is None else f", {counted(record.rows, 'row')}"
+    line("sealed", f"{sealed}, {record.bytes:,} bytes{rows}, to {counted(len(record.recipients), 'recipient')}")
+    line("sha256", record.sha256, whole=True)
+    return 0
+
+
+def _release(
+    path: str,
+    to: list[str] | None,
+    output: str | None,
+    evidence: Path,
+    policy: Path | None,
+    signing_key: Path | None,
+    state: Path | None,
+) -> int:
+    """Seals the data key to the machine that made the evidence, if that passes the policy."""
+    if to:
+        raise UserError("--to is not for --offline, which seals to the key that the evidence names: leave it out.")
+    if policy is None or signing_key is None or output is None or output == "-":
+        raise UserError("--offline needs --policy, --signing-key and --output, each a file: give all three.")
+    from wgpu_lora.atomic import write_new_bytes
+    from wgpu_lora.protect.host import harden
+    from wgpu_lora.protect.keys import DataKey, SigningKey
+    from wgpu_lora.protect.offline import release_by_files
+    from wgpu_lora.protect.sealed_files import check_new
+
+    check_new(Path(output))  # before the nonce is used up
+    harden()
+    key = DataKey.read(path)
+    try:
+        token = release_by_files(evidence, policy, key, SigningKey.read(signing_key), state)
+    finally:
+        key.wipe()
+    write_new_bytes(output, token.encode(), "--output")
+    line("released", f"{output}: copy it to the machine that waits for it")
+    return 0
