@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.policies import digest
 from support.protected_runs import DataOwner, Made, checked_run, make_run
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.check import Checked, check
+from wgpu_lora.protect.claims import attest, read_evidence
 from wgpu_lora.protect.keys import SessionKeys, SigningKey
 from wgpu_lora.protect.log import NAME, EvidenceLog
 from wgpu_lora.protect.policy import Policy
@@ -201,6 +203,20 @@ def test_a_session_that_was_killed_and_resumed_has_no_cleanup_record(fresh: Path
     found = checked(make_run(fresh, OWNER, {"interrupted-1": lambda _: None, "cleanup-1": lambda _: None}))
     assert found.verified
     assert "session 1 was killed: it has no cleanup record" in found.claimed
+
+
+@pytest.mark.parametrize("end", ["failed", "interrupted"])
+def test_a_session_that_the_broker_never_released_cannot_end_a_run(run: Made, end: str) -> None:
+    keys = SessionKeys.generate()
+    log = EvidenceLog.resume(run.directory, keys)
+    claims = read_evidence((run.directory / "evidence-2.json").read_bytes()).claims
+    claims |= {"keys": {"recipient": keys.data.recipient, "signing": keys.signing.public.pem}, "eat_nonce": digest("3")}
+    log.attested(attest({**claims, "resume": {"sequence": log.sequence, "head": log.head}}, keys, quote=False))
+    log.append(end, {})
+    log.wiped({"complete": True, "wiped": [1], "not_wiped": [1]})
+    for name in ("statement.json", "adapter.tar.age"):
+        (run.directory / name).unlink()
+    assert checked(run).failures == ["session 3 has no release: nobody endorses its lines"]
 
 
 def test_the_command(run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
