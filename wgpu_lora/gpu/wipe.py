@@ -54,11 +54,11 @@ class Wiper:
 
     def __init__(self, device: Device) -> None:
         self.device, self.report = device, WipeReport()
-        self._dropped = 0
+        self._dropped_before = 0  # bytes
 
     def __enter__(self) -> Wiper:
         gc.collect()  # what others have dropped before is not of this run
-        self._dropped = self._unreachable()
+        self._dropped_before = self._dropped()
         self.device.before_free = lambda buffer: self._wipe([buffer])
         return self
 
@@ -75,14 +75,13 @@ class Wiper:
         left = [buffer for buffer in live if id(buffer) in kept]
         self.report.kept_buffers, self.report.kept_bytes = len(left), sum(buffer.size for buffer in left)
         self._wipe([buffer for buffer in live if id(buffer) not in kept])
-        unreachable = self._unreachable() - self._dropped
-        if unreachable > 0:
-            self.report.not_wiped.append(f"{unreachable:,} bytes of buffers that were dropped without being freed")
+        if (dropped := self._dropped() - self._dropped_before) > 0:
+            self.report.not_wiped.append(f"{dropped:,} bytes of buffers that were dropped without being freed")
         return self.report
 
-    def _unreachable(self) -> int:
-        """Bytes of buffers that were dropped without being freed."""
-        live: int = sum(buffer.size for buffer in self.device.live)
+    def _dropped(self) -> int:
+        """Bytes of buffers that Python has collected, and nobody freed."""
+        live = sum(int(buffer.size) for buffer in self.device.live)
         return self.device.allocated + self.device.host_allocated - live
 
     def _wipe(self, buffers: list[Any]) -> None:
