@@ -20,7 +20,7 @@ from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.broker.log import HEAD_FILE
 from wgpu_lora.protect.broker.refusal import Refused
 from wgpu_lora.protect.claims import attest
-from wgpu_lora.protect.keys import SigningKey
+from wgpu_lora.protect.keys import DataKey, SigningKey
 from wgpu_lora.protect.progress import sign_progress
 
 
@@ -259,6 +259,12 @@ def test_one_process_at_a_time_uses_a_state(owner: Owner) -> None:
         pass
     with owner.broker() as broker:
         broker.nonce()
+
+
+def test_a_key_that_the_policy_does_not_allow_is_not_served(owner: Owner) -> None:
+    owner.data = DataKey.generate()
+    with pytest.raises(UserError, match="does not allow age1"), owner.broker():
+        pass
 
 
 def test_open_nonces_are_limited(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,9 @@ def test_a_log_signed_anew_by_somebody_else_is_only_claimed(fresh: Path) -> None
 def test_another_policy_than_the_releases_is_not_accepted(run: Made) -> None:
     stricter = replace(OWNER, limits="\n[training]\nmin_rows = 8\nmax_steps = 50\n")
     found = checked(run, stricter.policy)
-    assert any("training.max_steps" in said for said in found.failures)
+    assert any("for session 1, training.max_steps" in said for said in found.failures)
+    strictest = replace(OWNER, limits="\n[training]\nmin_rows = 900\nmax_steps = 100\n")
+    assert any("for the statement, training.min_rows" in said for said in checked(run, strictest.policy).failures)
     assert any("the policy of release-1.jwt.sha256" in said for said in found.failures)
 
 
@@ -284,6 +286,36 @@ def test_what_was_signed_but_does_not_fit_is_named(fresh: Path, where: str, chan
     found = checked(make_run(fresh, OWNER, {where: change}, sessions=int(where[-1])))
     assert any(re.search(said, failure) for failure in found.failures), found.failures
     assert not found.proven
+
+
+ODD: list[tuple[str, Change]] = [
+    *(
+        ("claims-1", put(name, value))
+        for name in ("package", "job", "iat", "device", "base")
+        for value in (None, [1], "x")
+    ),
+    *(("claims-1", put(name, [])) for name in ("job.data", "job.recipients", "job.name")),
+    ("claims-1", put("iat", 10**400)),
+    ("claims-1", put("resume", "x")),
+    ("release-1", put("iat", 10**400)),
+    *(("checkpoint-1", facts(step=value)) for value in ("x", None, [])),
+    ("checkpoint-1", subjects(("../../etc/passwd", SOME))),
+    ("checkpoint-1", subjects(("x" * 5000, SOME), ("/dev/zero", SOME), ("", SOME))),
+    ("opened-1", facts(trained_rows="many")),
+    ("finished-1", facts(steps="many", rows={})),
+    ("cleanup-1", record(wiped=7, not_wiped="x")),
+]
+
+
+@pytest.mark.parametrize(("where", "change"), ODD)
+def test_odd_values_fail_and_nothing_else(fresh: Path, where: str, change: Change) -> None:
+    try:
+        made = make_run(fresh, OWNER, {where: change}, sessions=1)
+    except (TypeError, LookupError, AttributeError, UserError):
+        made = Made(fresh, fresh.with_name("fresh-adapter"), [])  # as far as it came
+    if not (fresh / NAME).read_bytes():
+        pytest.skip("the helper itself could not begin")
+    assert checked(made).failures
 
 
 # The statement alone could state something else.

@@ -147,7 +147,7 @@ TOML = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(key=st.sampled_from(sorted(KINDS)), value=TOML)
 def test_no_value_raises_anything_else(key: tuple[str, str], value: object) -> None:
     kind = KINDS[key]
@@ -159,7 +159,7 @@ def test_no_value_raises_anything_else(key: tuple[str, str], value: object) -> N
     assert said.isprintable()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: (LEAST + text).encode("utf-8", "replace")))
 def test_hostile_bytes(data: bytes) -> None:
     said = ""

@@ -94,8 +94,9 @@ def check(
     check_sessions(run, sessions, broker, policy, found)
     check_files(run, sessions, found)
     check_cleanup(run, sessions, found)
-    end = check_end(run, sessions, adapter, found)
-    _say_sessions(sessions, broker, policy, found)
+    end = check_end(run, sessions, policy, adapter, found)
+    with found.part("the claims"):
+        _say_sessions(sessions, broker, policy, found)
     if adapter is None and end == "finished":
         found.claimed.append("the digests of the adapter's files: no opened adapter was given")
     if broker is None:  # whoever made all of it could have made it fit

@@ -85,14 +85,18 @@ class DecisionLog:
         """The time of the last line, in seconds since 1970; 0 if there is none."""
         return self._chain.entries[-1].seconds if self._chain.entries else 0.0
 
+    def check(self) -> None:
+        """Raise UserError if nothing can be appended before the broker starts again."""
+        if self._broken:
+            raise UserError(f"{self._directory / HEAD_FILE} is behind the log: start the broker again.")
+
     def append(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]]) -> Entry:
         """Append a line, which is on disk when this returns.
 
         Raises:
             UserError: it is not; what it records must not happen.
         """
-        if self._broken:
-            raise UserError(f"{self._directory / HEAD_FILE} is behind the log: start the broker again.")
+        self.check()
         if self._chain.size > PART_BYTES:
             self._begin_part(self.head.part + 1)
         entry = self._chain.append(stage, facts, subjects, self._key)
