@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from support.brokers import Owner, Trainer
 from typer.main import get_command
 
 from wgpu_lora.cli import app, main
@@ -212,3 +213,25 @@ def test_a_missing_library_is_named(
     for words in (["keygen", "k"], ["seal", "rows.jsonl"], ["open", "x", "--key", "data.key", "-o", "y"]):
         assert protect(*words) == 2
         assert "pyrage" in capsys.readouterr().err
+
+
+def test_a_data_key_sealed_to_an_attested_machine(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("owner").mkdir()
+    owner = Owner(here / "owner")
+    trainer = Trainer(owner)
+    files = ["--policy", str(owner.policy), "--signing-key", str(owner.signing_file)]
+    assert protect("nonce", *files) == 0
+    nonce = capsys.readouterr().out.strip()
+    evidence = trainer.evidence(nonce)
+    Path("evidence.json").write_bytes(evidence)
+    Path("taken").touch()
+    release = ["seal", str(owner.data_file), "--offline", "evidence.json", *files, "-o"]
+    assert protect(*release, "taken") == 2  # before the nonce is used up
+    assert protect(*release, "release.jwt") == 0
+    token = Path("release.jwt").read_text()
+    assert trainer.opened(token, evidence, nonce).key.text() == owner.data.text()
+    capsys.readouterr()
+    before = names()
+    assert protect(*release, "second.jwt") == 2
+    assert "evidence.nonce" in capsys.readouterr().err
+    assert names() == before

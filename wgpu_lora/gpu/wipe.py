@@ -6,6 +6,7 @@ through which writes and reads are staged, and copies that a driver makes when i
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -53,8 +54,11 @@ class Wiper:
 
     def __init__(self, device: Device) -> None:
         self.device, self.report = device, WipeReport()
+        self._dropped_before = 0  # bytes
 
     def __enter__(self) -> Wiper:
+        gc.collect()  # what others have dropped before is not of this run
+        self._dropped_before = self._dropped()
         self.device.before_free = lambda buffer: self._wipe([buffer])
         return self
 
@@ -71,10 +75,14 @@ class Wiper:
         left = [buffer for buffer in live if id(buffer) in kept]
         self.report.kept_buffers, self.report.kept_bytes = len(left), sum(buffer.size for buffer in left)
         self._wipe([buffer for buffer in live if id(buffer) not in kept])
-        unreachable = self.device.allocated + self.device.host_allocated - sum(buffer.size for buffer in live)
-        if unreachable:
-            self.report.not_wiped.append(f"{unreachable:,} bytes of buffers that were dropped without being freed")
+        if (dropped := self._dropped() - self._dropped_before) > 0:
+            self.report.not_wiped.append(f"{dropped:,} bytes of buffers that were dropped without being freed")
         return self.report
+
+    def _dropped(self) -> int:
+        """Bytes of buffers that Python has collected, and nobody freed."""
+        live = sum(int(buffer.size) for buffer in self.device.live)
+        return self.device.allocated + self.device.host_allocated - live
 
     def _wipe(self, buffers: list[Any]) -> None:
         begin, left = time.perf_counter(), list(buffers)

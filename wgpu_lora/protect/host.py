@@ -1,6 +1,7 @@
 """What keeps a process's memory off the disk: no core dumps, and memory that is locked against swapping.
 
-After POSIX.1-2024 (setrlimit, mlockall), prctl(2), core(5) and mlockall(2) of Linux, WerSetFlags of Windows. What a
+After POSIX.1-2024 (setrlimit, mlock, mlockall), prctl(2), core(5) and mlockall(2) of Linux, VirtualLock and WerSetFlags
+of Windows. What a
 system does not allow is said, and nothing else fails because of it.
 """
 
@@ -14,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.protect.memory import LINUX, WINDOWS, system_library
-
+LINUX, WINDOWS = sys.platform == "linux", sys.platform == "win32"
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
 MCL_CURRENT, MCL_FUTURE, MCL_ONFAULT = 1, 2, 4
 CAP_IPC_LOCK = 14
@@ -44,7 +44,7 @@ def harden() -> HostProtection:
     """Turns core dumps off, for children too, and locks the memory of this process if the system allows it.
 
     Memory is locked with MCL_ONFAULT: each page when it is first used, so that files are not read as a whole. Where
-    there is a limit (RLIMIT_MEMLOCK), allocations beyond it would fail; then only keys are locked (`SecretBuffer`).
+    there is a limit (RLIMIT_MEMLOCK), allocations beyond it would fail; then only data keys are locked (`lock_pages`).
     """
     done = HostProtection({})
     done.facts["core_dumps"] = _no_core_dumps(done)
@@ -52,6 +52,19 @@ def harden() -> HostProtection:
     done.facts["swap"] = swap_devices()
     done.facts["not_protected"] = list(_not_protected(done.facts))
     return done
+
+
+def lock_pages(address: int, size: int) -> bool:
+    """Locks the pages that hold these bytes in memory (mlock, VirtualLock); whether the system allowed it."""
+    system, at, length = system_library(), ctypes.c_void_p(address), ctypes.c_size_t(size)
+    return bool(system.VirtualLock(at, length)) if WINDOWS else system.mlock(at, length) == 0
+
+
+def system_library() -> Any:
+    """The C library of the process, or kernel32 on Windows."""
+    if WINDOWS:
+        return ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def swap_devices() -> list[str] | None:
@@ -94,9 +107,9 @@ def _core_pattern() -> str:
 
 
 def _lock_memory(done: HostProtection) -> dict[str, Any]:
-    """`locked`: "all" of the process's memory, or "keys"."""
+    """`locked`: "all" of the process's memory, or "data keys"."""
     if not LINUX:
-        return {"locked": "keys", "why": f"{sys.platform} has no way to lock all memory of a process"}
+        return {"locked": "data keys", "why": f"{sys.platform} has no way to lock all memory of a process"}
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -105,10 +118,10 @@ def _lock_memory(done: HostProtection) -> dict[str, Any]:
         done._undo.append(lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard)))
     facts: dict[str, Any] = {"limit_bytes": None if hard == resource.RLIM_INFINITY else hard}
     if facts["limit_bytes"] is not None and not _may_lock():
-        return {**facts, "locked": "keys", "why": f"RLIMIT_MEMLOCK is {hard:,} bytes, and CAP_IPC_LOCK is missing"}
+        return {**facts, "locked": "data keys", "why": f"RLIMIT_MEMLOCK is {hard:,} bytes, and CAP_IPC_LOCK is missing"}
     system = system_library()
     if system.mlockall(MCL_CURRENT | MCL_FUTURE | MCL_ONFAULT):
-        return {**facts, "locked": "keys", "why": f"mlockall: {os.strerror(ctypes.get_errno())}"}
+        return {**facts, "locked": "data keys", "why": f"mlockall: {os.strerror(ctypes.get_errno())}"}
     done._undo.append(system.munlockall)
     return {**facts, "locked": "all", "how": "mlockall: each page when it is first used"}
 
@@ -134,7 +147,8 @@ def _not_protected(facts: dict[str, Any]) -> Iterator[str]:
         yield "core dumps of child processes are given to what core_pattern names"
     if facts["memory"]["locked"] != "all" and facts["swap"] != []:
         unknown = " (whether there is swap is not known)" if facts["swap"] is None else ""
-        yield f"rows and weights in memory can be swapped out{unknown}: {facts['memory']['why']}"
+        yield f"rows, weights and signing keys in memory can be swapped out{unknown}: {facts['memory']['why']}"
     if facts["swap"] != []:
+        yield "hibernation writes all memory to the swap, also what is locked"
         yield "memory of child processes, such as the tokenizer's, can be swapped out"
     yield "whoever controls this machine's kernel can read the memory of this process"

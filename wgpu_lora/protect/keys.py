@@ -6,6 +6,7 @@ Private keys of a run exist in its memory alone. Only `protect keygen` writes ke
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.memory import SecretBuffer
+from wgpu_lora.protect.host import lock_pages
 
 MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients
 SECRET = b"AGE-SECRET-KEY-1"
@@ -27,17 +28,19 @@ SECRET = b"AGE-SECRET-KEY-1"
 class DataKey:
     """An age X25519 identity; whoever has it opens all that was sealed to its recipient.
 
-    Its text is in a `SecretBuffer`, and pyrage's own object overwrites its key when it is dropped. Texts that pass
-    through Python's immutable str and bytes on the way cannot be overwritten.
+    The key is in pyrage's object alone, which overwrites it when it is dropped, and whose page is locked in memory
+    where the system allows it. Its text exists only where it is asked for or parsed: Python's immutable str and bytes,
+    and copies in the libraries, cannot be overwritten.
 
     Attributes:
         recipient: the public half, "age1...".
+        locked: whether the key cannot be swapped out.
     """
 
     def __init__(self, identity: pyrage.x25519.Identity) -> None:
         self._identity: pyrage.x25519.Identity | None = identity
-        self._text = SecretBuffer(str(identity).encode())
         self.recipient = str(identity.to_public())
+        self.locked = lock_pages(id(identity), sys.getsizeof(identity))  # it holds the key itself, not a pointer
 
     def __repr__(self) -> str:  # the key itself must not come into messages
         return f"DataKey({self.recipient})"
@@ -87,21 +90,15 @@ class DataKey:
 
     def text(self) -> bytes:
         """AGE-SECRET-KEY-1..., as a copy that cannot be wiped. Raises ValueError after `wipe`."""
-        return self._text.copy()
+        return str(self.identity()).encode()
 
     def file_text(self, now: datetime | None = None) -> bytes:
         """An identity file as age-keygen writes it."""
         created = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
         return b"# created: %s\n# public key: %s\n%s\n" % (created.encode(), self.recipient.encode(), self.text())
 
-    @property
-    def locked(self) -> bool:
-        """Whether the key's text cannot be swapped out."""
-        return self._text.locked
-
     def wipe(self) -> None:
-        """Overwrites the key; it cannot be used afterwards."""
-        self._text.wipe()
+        """Drops the key, which pyrage overwrites then; it cannot be used afterwards."""
         self._identity = None
 
 
