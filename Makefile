@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-rare test-reference test-drivers test-proof test-exchange test-wheel fuzz prove-wgpu bench bench-reference bench-gpu gpu-compilers test-gpu-compilers lint
+.PHONY: help setup demo test test-fast test-rare test-reference test-drivers test-proof test-exchange test-tpm test-wheel fuzz prove-wgpu bench bench-reference bench-gpu gpu-compilers test-gpu-compilers lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -85,6 +85,15 @@ prove-wgpu: setup  ## prove on this machine that everything runs on wgpu, withou
 
 test-exchange: setup .venv/exchange  ## compare llama.cpp on exported GGUF files with our own results
 	$(PYTEST) tests/exchange
+
+# tpm2-pytss has no wheels, so it is compiled, which takes half a minute.
+.venv/tpm: .venv/ready
+	scripts/install_tpm.sh
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[tpm]'
+	@touch $@
+
+test-tpm: setup .venv/tpm  ## quotes of a TPM in software (swtpm), which `make test` skips without one
+	$(PYTEST) tests/protect/test_tpm.py tests/protect/test_claims.py tests/protect/test_attest_command.py
 
 test-wheel: setup  ## build the wheel, install it into an empty environment and run the demo there
 	scripts/check_wheel.sh

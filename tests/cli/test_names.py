@@ -219,7 +219,11 @@ def test_help_starts_with_what_people_change(
         ("finetune --base-dtype ", "nf4 bf16 f16 f32 lut2 lut3 lut4 int8"),
         ("finetune --base_dtype b", "bf16"),
         ("finetune --lora-r ", "16"),
-        ("finetune --recipe wall", "wallclock-0.5b wallclock-7b"),
+        (
+            "finetune --recipe wall",
+            "wallclock-0.5b-15m wallclock-0.5b-30m wallclock-0.5b-60m wallclock-7b-15m"
+            " wallclock-7b-30m wallclock-7b-3m wallclock-7b-h100",
+        ),
         ("finetune --model de", "demo"),
         ("finetune --target-modules q_proj,v", "q_proj,v_proj"),
         ("finetune --schedule r", "round-robin"),

@@ -79,6 +79,10 @@ def test_buffers_that_were_dropped_are_said_not_to_be_wiped(fresh: Device) -> No
     filled(fresh, 4096)  # nobody keeps it
     report = wipe(fresh)
     assert report.not_wiped == ["4,096 bytes of buffers that were dropped without being freed"]
+    with Wiper(fresh) as wiper:
+        assert wiper.wipe().verified  # they were dropped before
+        filled(fresh, 64)
+        assert wiper.wipe().not_wiped == ["64 bytes of buffers that were dropped without being freed"]
 
 
 def test_a_lost_device_is_said_and_does_not_stop_a_cleanup(fresh: Device) -> None:

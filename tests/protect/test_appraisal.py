@@ -90,7 +90,9 @@ ATTACKS: dict[str, list[tuple[str, Any]]] = {
         ("job.options.max_steps", None),
         ("job.options.max_steps", ...),
     ],
-    "package.versions": [("package.version", v) for v in ("0.6.0", "0.4.9", "5", "newest", "", ..., 0.5)],
+    "package.versions": [
+        ("package.version", v) for v in ("0.6.0", "0.4.9", "5", "newest", "", ..., 0.5, "1" * 5000, "0.5" * 10**5)
+    ],
     "package.sha256": [("package.sha256", digest("changed")), ("package.sha256", ...)],
     "wgpu.versions": [("wgpu.version", "0.33.0"), ("wgpu.version", ...)],
     "wgpu.native_versions": [("wgpu.native_version", "26.0.1.0"), ("wgpu.native_version", ...)],
@@ -243,6 +245,24 @@ def test_several_failures_are_all_named() -> None:
     assert failed(evidence) == {"device.kinds", "kernel.machines", *SHARED["dependencies"]}
 
 
+def test_claims_of_great_size_take_no_time_and_no_space() -> None:
+    many = {f"LD_{i}": digest(1) for i in range(9_000)}
+    found = of(GIVEN.changed("environment", many))
+    assert {failure.rule for failure in found.failures} == SHARED["environment"]
+    assert len(found.failures) == 2 * 21
+    assert found.failures[20].found == "more like these"
+    for path, value in (("environment", {str(i): "" for i in range(10**5)}), ("job.recipients", [OWNER] * 10**5)):
+        found = of(GIVEN.changed(path, value))
+        assert {failure.rule for failure in found.failures} == SHARED.get(path, {"release.recipients"})
+        assert "more than 10,000 entries" in found.failures[0].found
+    assert failed(GIVEN.changed("device.name", "NVIDIA GeForce RTX 40" + "9" * 10**6 + "0")) == {"device.names"}
+
+
+def test_a_file_for_each_purpose() -> None:
+    two = [{"role": "data", "sha256": digest("train"), "rows": 400}] * 2
+    assert failed(GIVEN.changed("job.data", two)) == SHARED["job.data"]
+
+
 def test_one_package_under_two_spellings_is_unfit() -> None:
     evidence = GIVEN.changed("dependencies.Ml_Dtypes", {"sha256": digest("ml-dtypes"), "intact": True})
     assert failed(evidence) == SHARED["dependencies"]
@@ -282,7 +302,7 @@ def test_the_result_affirms_only_what_a_quote_shows() -> None:
 PATHS = sorted({path for cases in ATTACKS.values() for path, _ in cases} - {"dependencies.extra"})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(path=st.sampled_from(PATHS), value=JSON)
 def test_no_claim_raises_whatever_it_is(path: str, value: Any) -> None:
     failed(GIVEN.changed(path, value))

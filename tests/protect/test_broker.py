@@ -20,7 +20,7 @@ from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.broker.log import HEAD_FILE
 from wgpu_lora.protect.broker.refusal import Refused
 from wgpu_lora.protect.claims import attest
-from wgpu_lora.protect.keys import SigningKey
+from wgpu_lora.protect.keys import DataKey, SigningKey
 from wgpu_lora.protect.progress import sign_progress
 
 
@@ -261,6 +261,12 @@ def test_one_process_at_a_time_uses_a_state(owner: Owner) -> None:
         broker.nonce()
 
 
+def test_a_key_that_the_policy_does_not_allow_is_not_served(owner: Owner) -> None:
+    owner.data = DataKey.generate()
+    with pytest.raises(UserError, match="does not allow age1"), owner.broker():
+        pass
+
+
 def test_open_nonces_are_limited(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "MAX_NONCES", 3)
     now = time.time()
@@ -365,6 +371,16 @@ def test_a_log_of_several_parts_remembers_all_that_matters(parted: Owner) -> Non
         broker.decide(Trainer(parted, resume=(20, digest(20))).evidence(nonce))
         with pytest.raises(Refused, match=r"evidence\.nonce"):
             broker.decide(Trainer(parted, "b").evidence(nonce))
+
+
+def test_nothing_is_forgotten_to_make_room(parted: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "MAX_STATE_BYTES", 10)
+    with parted.broker() as broker, pytest.raises(UserError, match="too many jobs"):
+        for _ in range(10):
+            broker.nonce()
+    monkeypatch.undo()
+    with parted.broker() as broker:
+        broker.nonce()
 
 
 def test_damage_in_any_part_stops_the_broker(parted: Owner) -> None:

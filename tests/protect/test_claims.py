@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any
@@ -202,6 +204,11 @@ def test_files_of_evidence(tmp_path: Path) -> None:
 def test_long_claims_are_refused_before_they_are_sent() -> None:
     with pytest.raises(UserError, match="longer"):
         claims.attest({**CLAIMS, "host": {"a": "b" * claims.MAX_BYTES}}, KEYS, quote=False)
+
+
+def test_reading_evidence_does_not_load_wgpu() -> None:
+    code = "import sys, wgpu_lora.protect.claims; sys.exit('wgpu' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 JSON = st.recursive(

@@ -81,6 +81,8 @@ def test_types_of_payloads_are_checked() -> None:
         {**SAID, "subject": [{"name": None, "digest": {"sha256": "ab" * 32}}]},
     ):  # fmt: skip
         refused(resigned(wrong))
+    for number in ("NaN", "-Infinity", "1e999", "1" * 5000):
+        refused(resigned(json.dumps(SAID).replace("0.1", number).encode()))
 
 
 def test_repeated_keys_and_long_envelopes_are_refused() -> None:

@@ -6,9 +6,11 @@ import base64
 import ctypes
 import hashlib
 import importlib.util
+import json
 import os
 import py_compile
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PathDistribution
@@ -245,3 +247,33 @@ def test_this_machine_can_be_measured() -> None:
     assert found["kernel"]["system"]
     assert found["process"]["compiled_otherwise"] == []
     assert not any("wgpu_lora" in path for path in found["process"]["unlisted"])
+
+
+MODIFIED = """
+import json, sys
+from wgpu_lora.protect import dependencies, measure, process
+print(json.dumps([process.measure(dependencies.own_files()), measure.environment()]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="how libraries are preloaded here is Linux's")
+def test_what_is_slipped_into_a_trainer_shows(tmp_path: Path) -> None:
+    """By who may set its environment: a module that Python runs first, a module in place of another, a library."""
+    mapped = [one.path for one in psutil.Process().memory_maps()]
+    preloaded = tmp_path / "preloaded.so"
+    shutil.copy(next(path for path in mapped if "/libm.so" in path or "/libm-" in path), preloaded)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nos.environ.pop('LD_PRELOAD')\nos.environ.pop('PYTHONPATH')\n"
+    )
+    (tmp_path / "filelock.py").write_text("class FileLock: pass\nclass Timeout(Exception): pass\nimport sys\n")
+    path = os.pathsep.join([str(tmp_path), str(assets.ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "LD_PRELOAD": str(preloaded)}
+    code = "import filelock\n" + MODIFIED
+    made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    found, variables = json.loads(made.stdout)
+    digests = {str(one): hashlib.sha256(one.read_bytes()).hexdigest() for one in tmp_path.iterdir() if one.is_file()}
+    assert found["libraries"][str(preloaded)] == digests.pop(str(preloaded))
+    assert {name: found["unlisted"].get(name) for name in digests} == digests
+    assert variables["LD_PRELOAD"] == hashlib.sha256(str(preloaded).encode()).hexdigest()
+    assert variables["PYTHONPATH"] == hashlib.sha256(path.encode()).hexdigest()

@@ -33,52 +33,52 @@ def test_values_and_defaults() -> None:
     assert full.as_dict() == {"name": "ward", "version": 3, "sha256": full.sha256}
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        (LEAST + "[devices]\nnames = ['x']", "unknown section [devices]: did you mean 'device'?"),
-        (LEAST + "[device]\nname = ['x']", "unknown key 'name': did you mean 'names'?"),
-        (LEAST + "[device]\nnames = 'x'", "'names' in [device] must be a list"),
-        (LEAST + "[device]\nnames = []", "'names' in [device] must be a list"),
-        (LEAST + "[device]\nnames = [1]", "'names' in [device] must be text"),
-        (LEAST + "[device]\nkinds = ['']", "'kinds' in [device] must be text"),
-        ("device = 3\n" + LEAST, "write [device]"),
-        (LEAST + "[[device]]\nnames = ['x']", "write [device]"),
-        (LEAST + "[base]\nsha256 = ['abc']", "64 lower-case hexadecimal"),
-        (LEAST + f"[base]\nsha256 = ['{digest('x').upper()}']", "64 lower-case hexadecimal"),
-        (LEAST + f"[base]\nsha256 = '{digest('x')}'", "must be a list of SHA-256 digests"),
-        (LEAST + "[package]\nversions = 'newest'", "version specifier"),
-        (LEAST + "[training]\nmax_steps = 0", "at least 1"),
-        (LEAST + "[training]\nmax_steps = 1.5", "whole number"),
-        (LEAST + "[training]\nmin_rows = true", "whole number"),
-        (LEAST + "[nonce]\nseconds = nan", "finite number"),
-        (LEAST + "[nonce]\nseconds = 0", "between 1 and 86,400 seconds"),
-        (LEAST + "[nonce]\nskew = -1", "between 0 and 300 seconds"),
-        (LEAST + "[nonce]\nskew = inf", "finite number"),
-        (LEAST + "[dependencies]\nintact = false", "must be true, or left out"),
-        (LEAST + "[dependencies]\nonly_pinned = true", "no [dependencies.pinned]"),
-        (LEAST + f"[dependencies.pinned]\na_b = '{digest(1)}'\nA-B = '{digest(2)}'", "twice"),
-        (LEAST + "[environment.only]\nPATH = 'x'", "64 lower-case hexadecimal"),
-        (LEAST + "[recipe.options]\nlearning_rat = 1", "no option 'learning_rat': did you mean 'learning_rate'?"),
-        (LEAST + "[recipe.options]\nlearning_rate = { most = 1 }", "min, max or allow"),
-        (LEAST + "[recipe.options]\nlearning_rate = {}", "min, max or allow"),
-        (LEAST + "[recipe.options]\nlearning_rate = { max = nan }", "finite number"),
-        (LEAST + "[recipe.options]\nobjective = { allow = [] }", "at least one value"),
-        (LEAST + "[recipe.options]\nobjective = [['sft']]", "'allow' must hold texts"),
-        (LEAST.replace('"self-reported"', '"quoted"'), "add 'tpm_keys'"),
-        (LEAST.replace('"self-reported"', '"trusted"'), "must be 'self-reported' or 'quoted', not 'trusted'"),
-        (LEAST.replace('"self-reported"', f"\"self-reported\"\ntpm_keys = ['''{TPM}''']"), 'needs level = "quoted"'),
-        (ALL_RULES.replace("{ 0 =", "{ 24 ="), "from 0 to 23"),
-        (ALL_RULES.replace("BEGIN PUBLIC", "BEGIN PRIVATE"), "public key in PEM"),
-        (LEAST.replace(OWNER, OWNER[:-1] + ("q" if OWNER[-1] != "q" else "p")), "must be an age recipient"),
-        (LEAST.replace("version = 1", "version = '1'"), "whole number"),
-        (LEAST.replace("version = 1", "version = 99999999999999999999"), "64 bits"),
-        (LEAST.replace("version = 1", "version = 1\nversion = 2"), "not valid TOML"),
-        (LEAST + "[data]\nsha256 = []", "not valid TOML"),
-        (LEAST + "[device]\n'\\u202enames' = ['x']", "unknown key"),
-        ("", "has no 'name' in [policy]"),
-    ],
-)
+REFUSED = [
+    (LEAST + "[devices]\nnames = ['x']", "unknown section [devices]: did you mean 'device'?"),
+    (LEAST + "[device]\nname = ['x']", "unknown key 'name': did you mean 'names'?"),
+    (LEAST + "[device]\nnames = 'x'", "'names' in [device] must be a list"),
+    (LEAST + "[device]\nnames = []", "'names' in [device] must be a list"),
+    (LEAST + "[device]\nnames = [1]", "'names' in [device] must be text"),
+    (LEAST + "[device]\nkinds = ['']", "'kinds' in [device] must be text"),
+    ("device = 3\n" + LEAST, "write [device]"),
+    (LEAST + "[[device]]\nnames = ['x']", "write [device]"),
+    (LEAST + "[base]\nsha256 = ['abc']", "64 lower-case hexadecimal"),
+    (LEAST + f"[base]\nsha256 = ['{digest('x').upper()}']", "64 lower-case hexadecimal"),
+    (LEAST + f"[base]\nsha256 = '{digest('x')}'", "must be a list of SHA-256 digests"),
+    (LEAST + "[package]\nversions = 'newest'", "version specifier"),
+    (LEAST + "[training]\nmax_steps = 0", "at least 1"),
+    (LEAST + "[training]\nmax_steps = 1.5", "whole number"),
+    (LEAST + "[training]\nmin_rows = true", "whole number"),
+    (LEAST + "[nonce]\nseconds = nan", "finite number"),
+    (LEAST + "[nonce]\nseconds = 0", "between 1 and 86,400 seconds"),
+    (LEAST + "[nonce]\nskew = -1", "between 0 and 300 seconds"),
+    (LEAST + "[nonce]\nskew = inf", "finite number"),
+    (LEAST + "[dependencies]\nintact = false", "must be true, or left out"),
+    (LEAST + "[dependencies]\nonly_pinned = true", "no [dependencies.pinned]"),
+    (LEAST + f"[dependencies.pinned]\na_b = '{digest(1)}'\nA-B = '{digest(2)}'", "twice"),
+    (LEAST + "[environment.only]\nPATH = 'x'", "64 lower-case hexadecimal"),
+    (LEAST + "[recipe.options]\nlearning_rat = 1", "no option 'learning_rat': did you mean 'learning_rate'?"),
+    (LEAST + "[recipe.options]\nlearning_rate = { most = 1 }", "min, max or allow"),
+    (LEAST + "[recipe.options]\nlearning_rate = {}", "min, max or allow"),
+    (LEAST + "[recipe.options]\nlearning_rate = { max = nan }", "finite number"),
+    (LEAST + "[recipe.options]\nobjective = { allow = [] }", "at least one value"),
+    (LEAST + "[recipe.options]\nobjective = [['sft']]", "'allow' must hold texts"),
+    (LEAST.replace('"self-reported"', '"quoted"'), "add 'tpm_keys'"),
+    (LEAST.replace('"self-reported"', '"trusted"'), "must be 'self-reported' or 'quoted', not 'trusted'"),
+    (LEAST.replace('"self-reported"', f"\"self-reported\"\ntpm_keys = ['''{TPM}''']"), 'needs level = "quoted"'),
+    (ALL_RULES.replace("{ 0 =", "{ 24 ="), "from 0 to 23"),
+    (ALL_RULES.replace("BEGIN PUBLIC", "BEGIN PRIVATE"), "public key in PEM"),
+    (LEAST.replace(OWNER, OWNER[:-1] + ("q" if OWNER[-1] != "q" else "p")), "must be an age recipient"),
+    (LEAST.replace("version = 1", "version = '1'"), "whole number"),
+    (LEAST.replace("version = 1", "version = 99999999999999999999"), "64 bits"),
+    (LEAST.replace("version = 1", "version = 1\nversion = 2"), "not valid TOML"),
+    (LEAST + "[data]\nsha256 = []", "not valid TOML"),
+    (LEAST + "[device]\n'\\u202enames' = ['x']", "unknown key"),
+    ("", "has no 'name' in [policy]"),
+]
+
+
+@pytest.mark.parametrize(("changed", "said"), REFUSED, ids=[said for _, said in REFUSED])
 def test_refused(changed: str, said: str) -> None:
     assert said in refused(changed)
 
@@ -147,7 +147,7 @@ TOML = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(key=st.sampled_from(sorted(KINDS)), value=TOML)
 def test_no_value_raises_anything_else(key: tuple[str, str], value: object) -> None:
     kind = KINDS[key]
@@ -159,7 +159,7 @@ def test_no_value_raises_anything_else(key: tuple[str, str], value: object) -> N
     assert said.isprintable()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: (LEAST + text).encode("utf-8", "replace")))
 def test_hostile_bytes(data: bytes) -> None:
     said = ""

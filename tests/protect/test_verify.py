@@ -165,7 +165,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "steps": (lambda s: (*s[:3], replace(s[3], steps=101)), {"training.max_steps"}),
     "no steps": (lambda s: (*s[:3], replace(s[3], steps=0)), {"training.max_steps"}),
     "steps of another type": (lambda s: (*s[:3], replace(s[3], steps="8")), {"training.max_steps"}),
-    "other base": (lambda s: (GIVEN.changed("base.sha256", digest("x")).claims, *s[1:]), {"statement.materials"}),
+    "other base": (lambda s: ({**s[0], "base": {"sha256": digest("x")}}, *s[1:]), {"statement.materials"}),
     "other options": (
         lambda s: ({**s[0], "job": {**s[0]["job"], "options": {"max_steps": 9}}}, *s[1:]),
         {"statement.parameters"},

@@ -1,16 +1,18 @@
 """Starts commands in forks of a process that has imported everything, so that each costs little and can be killed.
 
-Reads lines of JSON, {"arguments": [...]}, from standard input. Writes {"pid": ...} for each, and {"code": ...} when it
-has ended, negative for a signal. The keys that a command generates go to the pipe whose number is the first argument,
-and nowhere else.
+Reads lines of JSON, {"arguments": [...]}, from standard input. Writes {"pid": ...} for each, and when it has ended
+{"code": ..., "processor": seconds}, with a negative code for a signal. The keys that a command generates go to the pipe
+whose number is the first argument, and nowhere else.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 
@@ -30,6 +32,7 @@ def main() -> None:
         return made
 
     keys.SessionKeys.generate = classmethod(told)  # type: ignore[assignment]
+    _warm()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         arguments = json.loads(line)["arguments"]
@@ -37,8 +40,37 @@ def main() -> None:
         if not pid:
             _run(arguments)
         print(json.dumps({"pid": pid}), flush=True)
-        _, status = os.waitpid(pid, 0)
-        print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)
+        _, status, used = os.wait4(pid, 0)
+        spent = {"processor": used.ru_utime + used.ru_stime}
+        print(json.dumps({"code": os.waitstatus_to_exitcode(status), **spent}), flush=True)
+
+
+def _warm() -> None:
+    """Does once what every fork would do alike: measuring the installed files, parsing wgpu's types, and templates."""
+    import cffi
+    from wgpu.backends.wgpu_native._api import ffi
+
+    from wgpu_lora.gpu.kernel import _environment as templates
+    from wgpu_lora.protect import measure
+
+    measured = measure.everything()
+    measure.everything = lambda: copy.deepcopy(measured)
+    for name in templates().list_templates(["j2"]):
+        templates().get_template(name)
+    read, write = os.pipe()
+    if not (pid := os.fork()):  # a process that has opened a device cannot be forked
+        from wgpu_lora.gpu.device import Device
+
+        Device()
+        named = [n for n, found in ffi._parsed_types.items() if isinstance(found, tuple) and len(found) == 2]
+        os.write(write, json.dumps(named).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        for name in json.load(pipe):
+            with suppress(cffi.CDefError):  # types of functions
+                ffi.typeof(name)
+    os.waitpid(pid, 0)
 
 
 def _run(arguments: list[str]) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,6 @@ from support.models import words_model
 from wgpu_lora.protect.owner import Owner
 
 LOG = "evidence.jsonl"
-SERVER = Path(__file__).with_name("kill_server.py")
 WORDS, ROWS = 12, 16
 PLACES = {  # what a process writes to without being told to
     "HOME": "home",
@@ -45,10 +44,11 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass
 class Ended:
-    """A command that has ended. code: negative for a signal. seconds: that it took. said: its output."""
+    """A command that has ended. code: negative for a signal. seconds: that it took, and of processor time."""
 
     code: int
     seconds: float
+    processor: float
     said: str
 
 
@@ -90,6 +90,8 @@ class Site:
 
     def environment(self) -> dict[str, str]:
         own = {name: str(self.watched / below) for name, below in PLACES.items()}
+        # Compiled shaders stay where they are, since compiling them anew would take most of the time.
+        own |= {"MESA_SHADER_CACHE_DIR": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}
         own |= {"WGPU_LORA_NO_TUNE": "1", "WGPU_LORA_NO_CHECK": "1", "OPENBLAS_NUM_THREADS": "1"}
         paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         return os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -139,7 +141,7 @@ class Site:
         self._pipe, write = os.pipe()
         os.set_blocking(self._pipe, False)
         self._said = self.place / "said.txt"
-        command = [sys.executable, str(SERVER), str(write)]
+        command = [sys.executable, "-m", "support.kill_server", str(write)]
         with self._said.open("w") as said:
             self.server = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
@@ -170,14 +172,14 @@ class Site:
             time.sleep(max(0.0, kill_after - (time.monotonic() - begin)))
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        code = self._answer()["code"]
+        ended = self._answer()
         seconds = time.monotonic() - begin
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # its children
         self._hear_keys()
         with self._said.open() as said:
             said.seek(before)
-            return Ended(code, seconds, said.read())
+            return Ended(ended["code"], seconds, ended["processor"], said.read())
 
     def _answer(self) -> dict[str, Any]:
         assert self.server
@@ -228,15 +230,3 @@ def make_site(place: Path, seed: int = 0) -> Site:
     identity = next(line for line in owner.key.read_text().splitlines() if line.startswith("AGE-SECRET-KEY-"))
     identity_pieces(pieces, "the data key", identity)
     return Site(place, owner, rows, pieces)
-
-
-def killed_often(site: Site, name: str, times: Sequence[float], arguments: Sequence[str]) -> list[Ended]:
-    """Start a job again and again, and kill it after these seconds. Each time, nothing may be found, and a start may
-    be ended by the kill only."""
-    ended = []
-    for number, after in enumerate(times):
-        found = site.start(*arguments, *(["--resume"] if site.begun(name) else []), kill_after=after)
-        ended.append(found)
-        assert not (leaks := site.leaks()), (number, after, leaks)
-        assert found.code in (-signal.SIGKILL, 0), (number, after, found)
-    return ended

@@ -36,7 +36,9 @@ class Hospital:
     def seal(self, name: str, rows: int = 12, seed: int = 0) -> Path:
         """Rows of token ids and of text that must not be found anywhere; the plain file goes."""
         plain = self.place / f"{name}.jsonl"
-        lines = [{"input_ids": [(3 * n + 7 * i + seed) % 60 for i in range(6 + n % 7)], "note": SECRET} for n in range(rows)]
+        lines = [
+            {"input_ids": [(3 * n + 7 * i + seed) % 60 for i in range(6 + n % 7)], "note": SECRET} for n in range(rows)
+        ]
         plain.write_text("".join(json.dumps(line) + "\n" for line in lines))
         sealed = plain.with_name(f"{plain.name}.age")
         seal_path(plain, sealed, [self.owner.data.recipient])

@@ -6,6 +6,7 @@ through which writes and reads are staged, and copies that a driver makes when i
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class Wiper:
         self._dropped_before = 0  # bytes
 
     def __enter__(self) -> Wiper:
+        gc.collect()  # what others have dropped before is not of this run
         self._dropped_before = self._dropped()
         self.device.before_free = lambda buffer: self._wipe([buffer])
         return self
@@ -73,7 +75,7 @@ class Wiper:
         left = [buffer for buffer in live if id(buffer) in kept]
         self.report.kept_buffers, self.report.kept_bytes = len(left), sum(buffer.size for buffer in left)
         self._wipe([buffer for buffer in live if id(buffer) not in kept])
-        if dropped := self._dropped() - self._dropped_before:
+        if (dropped := self._dropped() - self._dropped_before) > 0:
             self.report.not_wiped.append(f"{dropped:,} bytes of buffers that were dropped without being freed")
         return self.report
 

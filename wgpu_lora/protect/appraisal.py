@@ -15,6 +15,7 @@ from wgpu_lora.protect.rules import RULES
 
 # What is checked whatever the policy says; seconds are its own.
 KEYS, NONCE, AGE, AHEAD, HEAD = "evidence.keys", "evidence.nonce", "nonce.seconds", "nonce.skew", "evidence.resume"
+MOST_FAILURES = 20  # of a rule: claims of ten thousand wrong variables need no line for each
 Check = Callable[[Facts], Iterator[Failed]]
 
 
@@ -91,9 +92,13 @@ def appraise(
 
 
 def failures_of(check: Check, facts: Facts, expected: str) -> Iterator[Failed]:
-    """A check's failures; a claim that it cannot use is one."""
+    """A check's failures, at most `MOST_FAILURES`; a claim that it cannot use is one."""
     try:
-        yield from check(facts)
+        for number, failed in enumerate(check(facts)):
+            if number == MOST_FAILURES:
+                yield failed[0], "more like these"
+                return
+            yield failed
     except Unfit as unfit:
         yield expected, str(unfit)
 

@@ -13,7 +13,7 @@ from typing import Any
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 from packaging.utils import canonicalize_name
 
-from wgpu_lora.protect.fields import any_of, matches, shown, within
+from wgpu_lora.protect.fields import MOST, any_of, matches, shown, within
 
 Failed = tuple[str, str]  # what was expected, and what was found
 Facts = Mapping[str, Any]  # the claims, and beside them `quote`, the verified one or None, and `pins`
@@ -36,6 +36,8 @@ def claim(facts: Facts, path: str, kind: type | tuple[type, ...] = str) -> Any:
         raise Unfit(f"{shown(value)}, which is of the wrong type")
     if isinstance(value, float) and not math.isfinite(value):
         raise Unfit(f"{value}, which is not a finite number")
+    if isinstance(value, Mapping | list | str) and len(value) > MOST:  # more would only take the verifier's time
+        raise Unfit(f"more than {MOST:,} {'characters' if isinstance(value, str) else 'entries'}")
     return value
 
 
@@ -193,8 +195,11 @@ def _data(facts: Facts) -> list[Facts]:
     files = claim(facts, "job.data", list)
     if not all(isinstance(file, Mapping) for file in files):
         raise Unfit("an entry that is not an object")
-    if not any(file.get("role") == "data" for file in files):
+    roles = [shown(file.get("role")) for file in files]
+    if shown("data") not in roles:
         raise Unfit("no training data among the job's files")
+    if len(set(roles)) != len(roles):
+        raise Unfit("two files for one purpose")
     return files  # type: ignore[no-any-return]
 
 

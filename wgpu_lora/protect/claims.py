@@ -24,16 +24,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyrage
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.devices import DeviceInfo
 from wgpu_lora.installed import NAME
-from wgpu_lora.protect import envelope, measure, quotes, tpm
+from wgpu_lora.protect import envelope, quotes, tpm
 from wgpu_lora.protect.envelope import EnvelopeError
 from wgpu_lora.protect.keys import PublicKey, SessionKeys
+
+if TYPE_CHECKING:
+    from wgpu_lora.gpu.devices import DeviceInfo
 
 PROFILE = "https://example.org/wgpu-lora/attestation/v1"  # EAT profile and in-toto predicate type
 MAX_BYTES = 2 << 20  # of evidence; it takes 0.15 MB
@@ -108,6 +110,8 @@ def gather(
     Raises:
         UserError: the nonce is unusable, or a file cannot be read.
     """
+    from wgpu_lora.protect import measure  # with wgpu, which a broker that reads evidence does not need
+
     check_nonce(nonce)
     measured = measure.everything()
     claims: dict[str, Any] = {
@@ -233,7 +237,7 @@ def load_evidence(path: str | Path) -> Evidence:
 
 
 def _claims(statement: Mapping[str, Any]) -> dict[str, Any]:
-    """The claims in a statement of this profile, which name their own digest as the subject."""
+    """The claims in a statement of this profile, whose subject is their digest."""
     predicate = statement["predicate"]
     claims = predicate.get("claims")
     if statement["predicateType"] != PROFILE or not isinstance(claims, dict) or set(predicate) - {"claims", "quote"}:

@@ -54,7 +54,7 @@ class BrokerClient:
             timeout=TIMEOUT,
             follow_redirects=False,
             trust_env=parts.scheme == "https",  # proxies are not asked for this machine
-            verify=_context(ca) if parts.scheme == "https" else True,
+            verify=_context(ca) if parts.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # trusts none
         )
 
     def close(self) -> None:
@@ -82,13 +82,16 @@ class BrokerClient:
         return token
 
     def report(self, progress: bytes) -> None:
-        """Tell the broker how far the job has come, with what `sign_progress` makes. Raises UserError, as `release`."""
-        self._ask("/v1/progress", progress, repeated=True)
+        """Tell the broker how far the job has come, with what `sign_progress` makes. Raises UserError, as `release`.
 
-    def _ask(self, path: str, body: bytes, repeated: bool) -> dict[str, Any]:
+        The training waits meanwhile, so a broker that cannot be reached is tried only twice.
+        """
+        self._ask("/v1/progress", progress, repeated=True, tries=2)
+
+    def _ask(self, path: str, body: bytes, repeated: bool, tries: int = TRIES) -> dict[str, Any]:
         headers = {"Content-Type": MEDIA_TYPE} if body else {}
         pause = PAUSE
-        for left in reversed(range(TRIES)):
+        for left in reversed(range(tries)):
             try:
                 status, data = self._answer(path, body, headers)
             except (httpx.TransportError, httpx.InvalidURL, OSError) as error:
@@ -116,7 +119,9 @@ class BrokerClient:
                 if time.monotonic() > until:
                     raise httpx.ReadTimeout(f"no whole answer within {ANSWER_SECONDS:g} s")
                 if len(data) > MAX_ANSWER:
-                    raise UserError(f"The broker at {self._said} answers with over {MAX_ANSWER:,} bytes: check the URL.")
+                    raise UserError(
+                        f"The broker at {self._said} answers with over {MAX_ANSWER:,} bytes: check the URL."
+                    )
             return response.status_code, bytes(data)
 
     def _refused(self, status: int, data: bytes) -> NoReturn:

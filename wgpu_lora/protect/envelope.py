@@ -118,6 +118,7 @@ def _parse_statement(payload: bytes) -> dict[str, Any]:
     try:
         if set(fields) != {"_type", "subject", "predicateType", "predicate"}:
             raise ValueError("it has other fields than in-toto Statement v1")
+        json.dumps(fields, allow_nan=False)  # Python reads NaN, and 1e999 as infinity
         if not isinstance(fields["predicate"], dict) or not fields["predicate"]:
             raise ValueError("it has no predicate")
         # The predicate is JSON already. As a protobuf Struct its whole numbers would become floats.
@@ -129,7 +130,7 @@ def _parse_statement(payload: bytes) -> dict[str, Any]:
                 raise ValueError("a subject has no name")
             if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
                 raise ValueError("the SHA-256 of a subject is not 64 hexadecimal digits")
-    except (ValueError, TypeError, LookupError, json_format.Error) as error:
+    except (ValueError, TypeError, LookupError, RecursionError, json_format.Error) as error:
         why = printable(str(error))[:200]
         raise EnvelopeError(f"The signed content is no in-toto statement ({why}): get the original file.") from None
     return fields

@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 from pyrage import RecipientError, x25519
 
 from wgpu_lora.bounded import printable
@@ -57,7 +57,7 @@ def within(version: str, specifier: SpecifierSet) -> bool:
     """Whether a version satisfies a PEP 440 specifier; one that is no such version does not."""
     try:
         return specifier.contains(Version(version), prereleases=True)
-    except InvalidVersion:
+    except ValueError:  # InvalidVersion, or Python refuses to read a number of thousands of digits
         return False
 
 

@@ -48,8 +48,7 @@ REFUSED = {
     "output": "it belongs into [protected]",
     "resume": "it is given on the command line",
 }
-# Options of this machine, which claims leave out.
-LOCAL = {*PATHS, "resume", "goal", "notes", "run_log", "report_to", "wait"}
+LOCAL = {*PATHS, *FREE_ON_RESUME}  # options of this machine, which claims leave out
 
 
 @dataclass(frozen=True)

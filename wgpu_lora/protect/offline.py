@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.broker.run import default_state
-from wgpu_lora.protect.chain import read_bytes
-from wgpu_lora.protect.envelope import MAX_BYTES
+from wgpu_lora.protect.claims import MAX_BYTES
 from wgpu_lora.protect.keys import DataKey, SigningKey
 from wgpu_lora.protect.policy import Policy
 
@@ -33,6 +33,16 @@ def release_by_files(
     Raises:
         UserError: a file cannot be read, the broker's directory cannot be used, or a rule failed.
     """
-    signed = read_bytes(evidence, MAX_BYTES)
+    signed = _read(evidence)
     with Broker(state or default_state(policy), Policy.read(policy), signing, data_key) as broker:
         return broker.decide(signed)
+
+
+def _read(evidence: Path) -> bytes:
+    try:
+        if not evidence.is_file():  # opening a pipe would block
+            raise UserError(f"{evidence} is not a file: give the evidence that the trainer wrote.")
+        with evidence.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{evidence} cannot be read ({error}): check the path.") from None

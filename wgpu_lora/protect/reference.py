@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def job_claims(job: Job, *, nonce: str, keys: SessionKeys, device: str | None = 
     Raises:
         UserError: the model or a sealed file cannot be read, or there is no such device.
     """
+    import_module("wgpu_lora.protect.run")  # the claims name what is loaded: as much as in a training session
     options = job.arguments
     model = open_model(options.model or "demo", device or options.device, options.base_dtype)
     base = base_facts(model.name, model.checkpoint, model.config)

@@ -16,7 +16,6 @@ from typing import Any
 
 import jwt
 import pyrage
-from jwt.types import Options
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.claims import Evidence
@@ -168,13 +167,11 @@ def _claims(token: str, broker: PublicKey | None) -> dict[str, Any]:
     if len(token) > MAX_TOKEN or not token.isascii():
         raise UserError(f"The release is not a JSON Web Token of at most {MAX_TOKEN:,} characters: get the original.")
     # Times are checked against the caller's `now`, the audience and issuer by `open_release`.
-    options: Options = {"verify_exp": False, "verify_iat": False, "verify_nbf": False, "verify_aud": False}
-    options |= {"verify_iss": False, "verify_sub": False, "verify_jti": False}
+    unchecked = ("exp", "iat", "nbf", "aud", "iss", "sub", "jti")
+    options: Any = {"verify_signature": broker is not None, **{f"verify_{name}": False for name in unchecked}}
     try:
-        if broker is None:
-            claims = jwt.decode(token, options={**options, "verify_signature": False})
-        else:
-            claims = jwt.decode(token, broker.crypto_key(), [ALGORITHM], {**options, "verify_signature": True})
+        key = "" if broker is None else broker.crypto_key()
+        claims = jwt.decode(token, key, [ALGORITHM], options)
     except jwt.InvalidSignatureError:
         raise UserError("The release is not signed by this broker's key: get the original, or the right key.") from None
     except (jwt.PyJWTError, ValueError, RecursionError) as error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,13 @@ from wgpu_lora.events import SILENT, Evaluating, Events, Passing
 from wgpu_lora.gpu.wipe import Wiper
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.protect import archive
-from wgpu_lora.protect.cleanup import Cleanup, of_device, overwrite
+from wgpu_lora.protect.cleanup import Cleanup, overwrite
+from wgpu_lora.protect.ending import Ending
 from wgpu_lora.protect.host import harden
 from wgpu_lora.protect.job import Job
 from wgpu_lora.protect.keys import SessionKeys
 from wgpu_lora.protect.sealing import TamperedError, unseal_bytes
 from wgpu_lora.protect.session import Beginning, Say, Session, opened_log
-from wgpu_lora.protect.statement import RunFacts, write_statement
 from wgpu_lora.protect.storage import ADAPTER, SealedStorage
 from wgpu_lora.signals import handled
 from wgpu_lora.train import checkpoint
@@ -35,7 +37,6 @@ from wgpu_lora.train.records import RunRecord
 from wgpu_lora.words import counted
 
 LOCK = ".session.lock"
-SIGNING_KEY = "the session's signing key, which signs this record; it is dropped, and overwritten by OpenSSL, after it"
 Watch = Callable[[FinetuneJob], AbstractContextManager[Events]]
 
 
@@ -82,6 +83,9 @@ def finetune(
     """
     job = job.with_options(options)
     with ExitStack() as stack:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it would end the process without a cleanup
+            stack.enter_context(handled(_interrupt))
         host = harden()
         stack.callback(host.restore)
         for sentence in host.facts["not_protected"]:
@@ -93,7 +97,7 @@ def finetune(
         model = model or open_model(job.arguments.model or "demo", job.arguments.device, job.arguments.base_dtype)
         wiper = stack.enter_context(Wiper(model.device))
         beginning = Beginning(job, keys, host, log, say)
-        ending = _Ending(beginning, wiper, model)
+        ending = Ending(beginning, wiper, model)
         try:
             session = beginning.attest(model, nonce)
             ending.session = session
@@ -108,92 +112,7 @@ def finetune(
         return ProtectedRecord(ending.record, job.output, job.output / ADAPTER, ending.cleanup_facts, ending.statement)
 
 
-@dataclass
-class _Ending:
-    """What happens at the end of a session, however it ends."""
-
-    beginning: Beginning
-    wiper: Wiper
-    model: LoadedModel
-    cleanup: Cleanup = field(default_factory=Cleanup)
-    session: Session | None = None
-    storage: SealedStorage | None = None
-    record: RunRecord | None = None
-    error: BaseException | None = None
-    rows: int | None = None
-    cleanup_facts: dict[str, Any] = field(default_factory=dict)
-    statement: Path | None = None
-
-    def run(self) -> None:
-        """Log the end, overwrite what is in memory, log that too, and write the statement of a run that finished."""
-        log = self.beginning.log
-        attested = log is not None and log.entries and log.entries[-1].keyid == self.beginning.keys.signing.public.keyid
-        try:
-            if attested:
-                self._say_end()
-        finally:
-            self._wipe()
-            if attested and log is not None:
-                log.wiped(self.cleanup_facts)
-                self._state()
-                if self.session:
-                    self.session.report()
-
-    def _say_end(self) -> None:
-        log, record = self.beginning.log, self.record
-        assert log is not None
-        if record is None:  # the message of an error may have something of the rows
-            stopped = isinstance(self.error, KeyboardInterrupt)
-            log.append("interrupted" if stopped else "failed", {"error": type(self.error).__name__})
-            return
-        subjects = self._sealed()
-        if record.outcome == "interrupted":
-            log.append("interrupted", {"signal": record.signal, "step": record.state.step}, subjects)
-        elif record.outcome == "failed":
-            log.append("failed", {"error": record.stop_reason, "step": record.state.step}, subjects)
-        else:
-            log.append("finished", self._facts().to_json(), subjects)
-
-    def _wipe(self) -> None:
-        cleanup, keys = self.cleanup, self.beginning.keys
-        keep = [storage.buffer for storage in self.model.decoder.storages() if storage.buffer is not None]
-        cleanup.add("device buffers", lambda: of_device(self.wiper.wipe(keep)))
-        if self.session:
-            cleanup.add("the data's key", self.session.release.key.wipe)
-        cleanup.add("the session's key for the release", keys.data.wipe)
-        cleanup.note_unwipable(SIGNING_KEY)
-        self.cleanup_facts = cleanup.run()
-
-    def _state(self) -> None:
-        log, record, storage = self.beginning.log, self.record, self.storage
-        if not (log and record and storage and self.session) or record.outcome in ("interrupted", "failed"):
-            return
-        sealed = self._sealed()[0]
-        self.statement = write_statement(log, self.session.claims, storage.adapter, sealed, self._facts())
-
-    def _sealed(self) -> list[tuple[str, str]]:
-        digest = self.storage.adapter_sha256 if self.storage else None
-        return [(ADAPTER, digest)] if digest else []
-
-    def _facts(self) -> RunFacts:
-        assert self.record is not None
-        state, args = self.record.state, self.record.options
-        held_out = state.last_eval_loss is not None
-        return RunFacts(
-            steps=state.step,
-            elapsed_seconds=state.seconds,
-            stop_reason=self.record.stop_reason,
-            target_seconds=args.target_seconds,
-            budget_steps=state.total_steps,
-            initial_loss=state.first_eval_loss,
-            final_loss=state.last_eval_loss if held_out else state.last_loss,
-            best_loss=state.best_eval_loss,
-            rows=self.rows,
-            tokens=state.tokens,
-        )
-
-
-def _train(session: Session, model: LoadedModel, ending: _Ending, watch: Watch | None) -> RunRecord:
+def _train(session: Session, model: LoadedModel, ending: Ending, watch: Watch | None) -> RunRecord:
     job, log, release, cleanup = session.job, session.log, session.release, ending.cleanup
     session.check_expired()
     sources, initial = _opened(session, cleanup)
@@ -221,7 +140,7 @@ def _train(session: Session, model: LoadedModel, ending: _Ending, watch: Watch |
     account = run.stream.prepared.account
     ending.rows = account.examples
     _check_limits(session, prepared)
-    data = [(facts["name"], facts["sha256"]) for facts in job.digests().values()]
+    data = [(item["name"], item["sha256"]) for item in session.claims["job"]["data"]]
     log.append("opened", {"rows": account.examples, "trained_rows": _trained(prepared)}, data)
     _say_start(session, storage, newest, kept)
     session.check_expired()
@@ -300,15 +219,28 @@ class _Logged(Events):
             self._log.append("evaluated", {"step": evaluating.step, "loss": evaluating.loss})
 
 
-def _locked(directory: Path) -> AbstractContextManager[Any]:
-    """Keep other sessions out of a run's directory, which is made."""
-    lock = FileLock(directory / LOCK)
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep other sessions out of a run's directory, which is made, and removed again if it stays empty."""
+    lock, made = FileLock(directory / LOCK), not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return lock.acquire(timeout=0)
+        lock.acquire(timeout=0)
     except Timeout:
         raise UserError(f"Another session is at work in {directory}: wait for it, or choose another output.") from None
     except OSError as error:
         raise UserError(
             f"The output directory {directory} cannot be used ({error.strerror}): choose another."
         ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        if made and {path.name for path in directory.iterdir()} <= {LOCK}:
+            with suppress(OSError):
+                (directory / LOCK).unlink(missing_ok=True)
+                directory.rmdir()
+
+
+def _interrupt(number: int) -> None:
+    raise KeyboardInterrupt

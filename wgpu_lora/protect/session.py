@@ -191,9 +191,9 @@ def _same_job(output: Path, claims: dict[str, Any]) -> None:
     if before is None:
         raise UserError(f"{output / 'evidence-1.json'} is missing or damaged: restore it, or start a new run.")
     now = json.loads(json.dumps(claims["job"]))
-    for name in now:
+    for name in sorted(now, key=lambda name: name != "options"):
         if before.get(name) != now[name]:
-            what = name
+            what = "the file" if name == "sha256" else name
             if name == "options":
                 changed = [option for option in now[name] if before[name].get(option) != now[name][option]]
                 what = ", ".join(map(flag, changed)) or name

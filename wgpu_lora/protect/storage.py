@@ -33,6 +33,7 @@ from wgpu_lora.train.storage import Storage
 
 ADAPTER = f"adapter{ARCHIVE}"
 SKIPPED_ROWS = f"{SKIPPED}.age"
+MADE = ("checkpoint", "evaluated", "finished", "interrupted", "failed")  # stages whose lines name sealed files
 UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 
 
@@ -62,13 +63,14 @@ class SealedStorage(Storage):
         self._run, self._recipients, self._key, self._keys, self._log = directory, recipients, key, keys, log
         self._saved, self._opened = saved, dict(initial or {})
         self._results: dict[str, bytes] = {}
+        self._beside: Path | None = None
         self.adapter: dict[str, str] = {}
         self.adapter_sha256: str | None = None
         self.skipped = [one for entry in log.entries for one in entry.subjects if one[0] == SKIPPED_ROWS]
         # The newest digest of each sealed file, in the order of the log.
         self._named: dict[str, str] = {}
         for entry in log.entries:
-            if entry.stage in ("checkpoint", "evaluated"):
+            if entry.stage in MADE:
                 for name, digest in entry.subjects:
                     self._named.pop(name, None)
                     self._named[name] = digest
@@ -173,14 +175,17 @@ class SealedStorage(Storage):
             self._results.update(tokenizer_files(model, tokenizer))
 
     def complete(self, directory: Path) -> None:
-        """Sign and seal the adapter."""
+        """Sign and seal the adapter, beside its place."""
         files = {**self._results, SIGNATURE: sign_model(self._results, self._keys.signing)}
-        place = self._run / ADAPTER
-        digest, temporary = self._seal(place, archive.pack(files))
-        temporary.replace(place)
-        sync_directory(place.parent)
+        self.adapter_sha256, self._beside = self._seal(self._run / ADAPTER, archive.pack(files))
         self.adapter = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-        self.adapter_sha256 = digest
+
+    def put_adapter(self) -> None:
+        """Move the sealed adapter, which the log names by now, to its place."""
+        if self._beside is not None:
+            self._beside.replace(self._run / ADAPTER)
+            sync_directory(self._run)
+            self._beside = None
 
     def place(self, path: Path) -> Path:
         if path.name == SKIPPED:

@@ -12,6 +12,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from wgpu_lora.bounded import printable
+from wgpu_lora.protect import tpm
 from wgpu_lora.protect.appraisal import failures_of
 from wgpu_lora.protect.fields import DIGEST, WrongValue
 from wgpu_lora.protect.policy import KINDS
@@ -19,6 +20,7 @@ from wgpu_lora.protect.rules import RULES
 
 # Variables with which others' code runs inside the trainer.
 FORBIDDEN = ("LD_PRELOAD", "LD_AUDIT", "LD_LIBRARY_PATH", "DYLD_*", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONHOME")
+BOOT = [str(number) for number in tpm.BOOT]
 TABLES = ("options", "pinned", "only")  # written as sections of their own
 SECTIONS = {
     "policy": "Raise the version with every change.",
@@ -118,7 +120,9 @@ def _lines(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> Iterat
     yield Line("attestation", "level", at("level"))
     if quote is not None:
         yield Line("attestation", "tpm_keys", [quote.get("key_pem")])
-        yield Line("attestation", "pcrs", {str(key): value for key, value in _object(quote.get("pcrs")).items()})
+        # PCRs above 7 are the running system's: IMA extends 10 with every file that is opened.
+        pcrs = {str(key): value for key, value in _object(quote.get("pcrs")).items()}
+        yield Line("attestation", "pcrs", {number: value for number, value in pcrs.items() if number in BOOT})
     yield Line("data", "sha256", _digests(file.get("sha256") for file in files) or None)
     yield Line("job", "names", one("job.name"))
     yield Line("job", "sha256", one("job.sha256"), strict=True)
@@ -180,7 +184,7 @@ def _objects(value: Any) -> list[Mapping[str, Any]]:
 
 
 def toml(value: Any) -> str:
-    """A value as TOML. JSON's texts, numbers, true and false are TOML's, but for DEL."""
+    """A value as TOML. JSON's texts, numbers, true and false are TOML's; what no terminal should see is escaped."""
     if isinstance(value, list | tuple):
         if len(value) < 2:
             return f"[{', '.join(map(toml, value))}]"
@@ -188,7 +192,8 @@ def toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{ {', '.join(f'{_key(key)} = {toml(one)}' for key, one in value.items())} }}"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        quoted = json.dumps(value, ensure_ascii=False)
+        return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
     return json.dumps(value, allow_nan=False)
 
 

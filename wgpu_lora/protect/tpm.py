@@ -73,6 +73,7 @@ def _opened() -> Iterator[Any]:
         raise NoQuoteError(f"{DEVICE} may not be used by this user: add the user to its group (often tss).")
     if find_spec("tpm2_pytss") is None:
         raise NoQuoteError(f"A quote needs tpm2-pytss, which is not installed: run {pip_line('tpm')}.")
+    os.environ.setdefault("TSS2_LOG", "all+NONE")  # what fails is said below
     try:
         from tpm2_pytss import ESAPI, TSS2_Exception
     except (ImportError, OSError, RuntimeError) as error:  # the system's libraries are missing

@@ -17,7 +17,7 @@ from wgpu_lora.train.pipeline_state import MEMBER, home_of, read_pipeline_state
 from wgpu_lora.train.records import PIPELINE, RUN, refuse_unregistered
 from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.state import STATE, RunState
-from wgpu_lora.train.storage import PLAIN, Storage
+from wgpu_lora.train.storage import EVIDENCE, PLAIN, Storage
 from wgpu_lora.train.stream import DataStream
 from wgpu_lora.words import counted
 
@@ -77,6 +77,8 @@ def found_from(began_in: Any, path: Any) -> Any:
 
 
 def nothing_in(directory: Path) -> UserError:
+    if (directory / EVIDENCE).exists():
+        return UserError(f"{directory} holds a protected run: continue it with {flag('protected')} JOB.toml.")
     return UserError(
         f"There is no checkpoint in {directory} to resume from: name a run's directory with {flag('output')}, or start "
         f"without {flag('resume')}."
@@ -207,6 +209,8 @@ def refuse_used(directory: Path, storage: Storage = PLAIN) -> None:
             f"The directory {directory} already belongs to a pipeline: choose another, or continue it with "
             f"{setting('resume', True)}."
         )
+    if storage is PLAIN and (directory / EVIDENCE).exists():
+        raise UserError(f"The output directory {directory} already holds a protected run: choose another directory.")
     if checkpoint.newest(directory, storage):
         raise UserError(
             f"The output directory {directory} already holds a run: choose another directory, or continue it with "

@@ -16,6 +16,8 @@ from wgpu_lora.bounded import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.tokenizer_files import write_tokenizer
 
+EVIDENCE = "evidence.jsonl"  # the log that a protected run has in its directory
+
 
 class Storage(Protocol):
     """Reads and writes a run's files. All methods raise OSError if the system refuses."""

@@ -14,7 +14,7 @@ SigningOption = Annotated[Path, typer.Option(metavar="FILE", help="The broker's 
 StateOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="Directory of the broker's signed log; [default: POLICY.broker beside the policy]"
+        metavar="DIR", help="Directory of the broker's signed log. [default: POLICY.broker beside the policy]"
     ),
 ]
 

@@ -60,6 +60,7 @@ def make_app(broker: Broker, tell: Callable[[str], None] = lambda line: None, ra
         return await act(request, MAX_PROGRESS, record)
 
     async def health(request: Request) -> Response:
+        await run_in_threadpool(broker.check)
         facts = {"policy": broker.policy.as_dict(), "recipient": broker.recipient, "keyid": broker.public.keyid}
         return JSONResponse({"status": "ok", **facts})
 

@@ -47,7 +47,8 @@ class Broker:
         tell: called with a line about each decision.
 
     Raises:
-        UserError: another process uses the directory, or its log is not what this broker wrote.
+        UserError: another process uses the directory, its log is not what this broker wrote, or the policy does not
+            allow the data key as a recipient.
     """
 
     def __init__(
@@ -58,6 +59,11 @@ class Broker:
         data_key: DataKey | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
+        if data_key is not None and data_key.recipient not in policy.recipients:
+            raise UserError(
+                f"The policy '{printable(policy.name)}' does not allow {data_key.recipient}, the data key, among the "
+                "recipients: add it to 'recipients' in [release], or give the right key."
+            )
         self.policy, self._signing, self._data_key, self._tell = policy, signing, data_key, tell
         self._turn = threading.Lock()
         self._held = _lock(directory)
@@ -90,6 +96,12 @@ class Broker:
     def head(self) -> str:
         """Where the log ends: the number of its part and of lines in it, and the SHA-256 of the last one."""
         return str(self._log.head)
+
+    def check(self) -> None:
+        """Raise UserError if nothing can be recorded or dated now."""
+        with self._turn:
+            self._clock.now()
+            self._log.check()
 
     def note(self, stage: str, facts: Mapping[str, Any]) -> None:
         """Record the broker's start or end."""

@@ -12,11 +12,13 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.protect import envelope
 from wgpu_lora.protect.chain import MAX_LINE_BYTES, Chain, DamagedError, Entry, first_link, read_bytes, read_lines
 from wgpu_lora.protect.keys import SigningKey
+from wgpu_lora.strict_json import to_json
 
 KIND = "https://example.org/wgpu-lora/broker-decision/v1"
 HEAD = "https://example.org/wgpu-lora/broker-head/v1"
 HEAD_FILE = "head.json"
 PART_BYTES = 8 << 20  # after which a new part begins, so that start and memory do not grow with the log
+MAX_STATE_BYTES = MAX_LINE_BYTES * 2 // 3  # in a line, in base64: 2,000 jobs
 _PART = re.compile(r"decisions-(\d+)\.jsonl")
 
 
@@ -85,14 +87,18 @@ class DecisionLog:
         """The time of the last line, in seconds since 1970; 0 if there is none."""
         return self._chain.entries[-1].seconds if self._chain.entries else 0.0
 
+    def check(self) -> None:
+        """Raise UserError if nothing can be appended before the broker starts again."""
+        if self._broken:
+            raise UserError(f"{self._directory / HEAD_FILE} is behind the log: start the broker again.")
+
     def append(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]]) -> Entry:
         """Append a line, which is on disk when this returns.
 
         Raises:
             UserError: it is not; what it records must not happen.
         """
-        if self._broken:
-            raise UserError(f"{self._directory / HEAD_FILE} is behind the log: start the broker again.")
+        self.check()
         if self._chain.size > PART_BYTES:
             self._begin_part(self.head.part + 1)
         entry = self._chain.append(stage, facts, subjects, self._key)
@@ -114,14 +120,16 @@ class DecisionLog:
         return chain, chain.cut
 
     def _begin_part(self, part: int) -> None:
-        before, path = self._path(part - 1), self._path(part)
+        before, path, state = self._path(part - 1), self._path(part), self._carry()
+        if len(to_json(state)) > MAX_STATE_BYTES:
+            raise UserError(
+                f"{self._directory} has too many jobs to remember: begin another data key with a new --state directory."
+            )
         if path.exists() and not path.stat().st_size:
             path.unlink()  # it could not be written to
         chain = Chain.create(path, self._name(part), KIND)
         digest = file_digest(before)
-        entry = chain.append(
-            "continued", {"sha256": digest, "state": self._carry()}, [(before.name, digest)], self._key
-        )
+        entry = chain.append("continued", {"sha256": digest, "state": state}, [(before.name, digest)], self._key)
         self._chain, self.head = chain, Head(part, 1, entry.digest)
         self._write_head()
 

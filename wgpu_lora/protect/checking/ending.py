@@ -14,11 +14,15 @@ from wgpu_lora.protect.chain import Entry
 from wgpu_lora.protect.checking.findings import Findings, digest_of, small_file
 from wgpu_lora.protect.checking.sessions import ENDS, Session
 from wgpu_lora.protect.log import CLEANUP
+from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.signing import verify_model
 from wgpu_lora.protect.statement import ADAPTER, RunFacts
+from wgpu_lora.protect.verify import appraise_statement
 
 
-def check_end(run: Path, sessions: Sequence[Session], adapter: Path | None, found: Findings) -> str | None:
+def check_end(
+    run: Path, sessions: Sequence[Session], policy: Policy | None, adapter: Path | None, found: Findings
+) -> str | None:
     """Verify how a run ended, and say it; None if it has no end."""
     ends = sessions[-1].named(*ENDS)
     if not ends:
@@ -31,7 +35,12 @@ def check_end(run: Path, sessions: Sequence[Session], adapter: Path | None, foun
     with found.part("the line 'finished'"):
         _check_facts(ends[-1], found)
     with found.part(statement.NAME):
-        _check_statement(run, sessions, ends[-1], adapter, found)
+        made = _check_statement(run, sessions, ends[-1], adapter, found)
+        evidence = sessions[-1].evidence
+        if policy is not None and evidence is not None:
+            appraisal = appraise_statement(made, evidence, policy, now=ends[-1].seconds)
+            for failure in appraisal.failures:
+                found.fail(f"the policy for the statement, {failure.line()}")
     if adapter is not None:
         with found.part("the adapter"):
             verify_model(adapter, sessions[-1].key)
@@ -52,7 +61,9 @@ def _check_facts(line: Entry, found: Findings) -> None:
         found.fail("the run has no finite final loss")
 
 
-def _check_statement(run: Path, sessions: Sequence[Session], end: Entry, adapter: Path | None, found: Findings) -> None:
+def _check_statement(
+    run: Path, sessions: Sequence[Session], end: Entry, adapter: Path | None, found: Findings
+) -> dict[str, Any]:
     made = envelope.verify(small_file(run, statement.NAME), sessions[-1].key)
     found.expect(f"the predicate type of {statement.NAME}", made["predicateType"], statement.KIND)
     entries = [entry for session in sessions for entry in session.entries]
@@ -69,6 +80,7 @@ def _check_statement(run: Path, sessions: Sequence[Session], end: Entry, adapter
         found.expect(f"SHA-256 of the adapter {adapter}", _digests(adapter), plain)
     if agrees:
         found.proven.append("the statement agrees with the log and the evidence")
+    return made
 
 
 def _digests(directory: Path) -> dict[str, Any]:

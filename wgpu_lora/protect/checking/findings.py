@@ -42,7 +42,7 @@ class Findings:
             yield
         except UserError as error:
             self.fail(f"{what}: {error.lines[0]}")
-        except (ValueError, KeyError, TypeError, AttributeError, LookupError) as error:
+        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
             self.fail(f"{what} has not the form it must have ({type(error).__name__}: {error!s:.100})")
 
 

@@ -1,0 +1,152 @@
+"""Job files: what is read, and what is refused in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.protected import Hospital
+
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.protect import job as jobs
+from wgpu_lora.protect.job import Job
+
+URL = "http://127.0.0.1:1"
+
+
+@pytest.fixture
+def hospital(tmp_path: Path) -> Hospital:
+    return Hospital(tmp_path / "ward")
+
+
+def read(hospital: Hospital, own: str = "", broker: str | None = URL, **options: Any) -> Job:
+    return jobs.read(hospital.job("job", broker, own, **options))
+
+
+def test_paths_are_relative_to_the_file_and_digests_state_the_record(hospital: Hospital) -> None:
+    job = read(hospital, learning_rate=3e-4)
+    assert job.name == "job"
+    assert job.arguments.data == str(hospital.place / "train.jsonl.age")
+    assert job.output == hospital.place / "job"
+    assert job.arguments.learning_rate == job.options["learning_rate"] == 3e-4
+    assert not {"data", "output", "model", "save_steps", "device"} & set(job.options)
+    found = job.digests()
+    assert list(found) == ["data"]
+    assert found["data"]["rows"] == 12
+    named = read(hospital, 'name = "ward 7"\nca = "ca.pem"')
+    assert named.name == "ward 7"
+    assert named.ca == hospital.place / "ca.pem"
+
+
+def test_digests_of_recipes_are_of_what_is_trained(hospital: Hospital) -> None:
+    job = read(hospital)
+    same = read(hospital, save_steps=3, goal="another", device="0")
+    assert same.recipe_sha256 == job.recipe_sha256
+    assert read(hospital, lora_r=8).recipe_sha256 != job.recipe_sha256
+    changed = job.with_options({"lora_r": 8})
+    assert changed.recipe_sha256 == read(hospital, lora_r=8).recipe_sha256
+    assert changed.options["lora_r"] == 8
+    assert job.with_options({}) is job
+
+
+def test_a_recipe_below_the_options(hospital: Hospital) -> None:
+    (hospital.place / "mine.toml").write_text("lora_r = 2\nlearning_rate = 0.5\n")
+    job = read(hospital, recipe="mine.toml", learning_rate=0.1)
+    assert (job.arguments.lora_r, job.arguments.learning_rate) == (4, 0.1)  # the helper's own options come on top
+    bundled = read(hospital, recipe="demo")
+    assert bundled.arguments.data == str(hospital.place / "train.jsonl.age")
+    assert bundled.arguments.eval_data is None
+    (hospital.place / "mine.toml").write_text('init_adapter = "somewhere"\n')
+    with pytest.raises(UserError, match="seal it"):
+        read(hospital, recipe="mine.toml")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data": "rows.jsonl"}, {"eval_data": "rows.jsonl"}, {"init_adapter": "a"}, {"output": "b"}, {"resume": True},
+        {"report_to": "tensorboard"}, {"teacher_cache": "a"}, {"eval_teacher_cache": "a"}, {"split": "train"},
+        {"eval_split": "x"}, {"dataset_config": "x"}, {"train": "quant-scales", "base_dtype": "lut2"},
+        {"lerning_rate": 1.0}, {"learning_rate": -1.0}, {"max_steps": "many"}, {"recipe": 3}, {"recipe": "nowhere"},
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_with_sealed_data(hospital: Hospital, options: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as refused:
+        read(hospital, **options)
+    assert len(refused.value.lines) == 1
+    if "recipe" not in options and "lerning_rate" not in options:
+        with pytest.raises(UserError):
+            read(hospital).with_options(options)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('data = "train.jsonl.age"', 'data = "train.jsonl"'),
+        ('data = "train.jsonl.age"', 'data = "other.jsonl.age"'),
+        ('data = "train.jsonl.age"', "data = 3"),
+        ('data = "train.jsonl.age"', 'data = ""'),
+        ('data = "train.jsonl.age"', 'data = "a\\u0000.jsonl.age"'),
+        ('data = "train.jsonl.age"', ""),
+        ('output = "job"', ""),
+        ('broker_key = "broker.pub"', 'broker_key = "train.jsonl.age"'),
+        ('broker_key = "broker.pub"', 'broker_key = "nowhere.pub"'),
+        (f'broker = "{URL}"', ""),
+        (f'broker = "{URL}"', f'broker = "{URL}"\nfiles = "exchange"'),
+        ('recipients = ["', 'recipients = ["x'),
+        ("recipients = [", "recipients = [3, "),
+        ("recipients = ", "recipient = "),
+        ("[protected]", "[protect]"),
+        ("[protected]", 'adapters = "x"\n[protected]'),
+        ("[protected]", '[protected]\nname = "a\\nb"'),
+        ("[protected]", f'[protected]\nname = "{"x" * 101}"'),
+        ("[protected]", '[protected]\narguments = "x"'),
+        ("[protected]", "[protected"),
+        ("[training]", "[training.more]"),
+    ],
+)
+def test_files_that_are_no_job(hospital: Hospital, before: str, after: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = hospital.job("job", URL)
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    with pytest.raises(UserError) as refused:
+        jobs.read(path)
+    assert len(refused.value.lines) == 1
+    assert main(["finetune", "--protected", str(path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not (hospital.place / "job").exists()
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "job.toml", tmp_path / ("x" * 300)):
+        with pytest.raises(UserError):
+            jobs.read(path)
+
+
+def test_a_record_of_another_file(hospital: Hospital) -> None:
+    job = read(hospital)
+    with job.data.open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(UserError, match="is not the file that"):
+        job.digests()
+    job.data.with_name(f"{job.data.name}.json").unlink()
+    assert "rows" not in job.digests()["data"]
+
+
+def test_every_key_is_a_field() -> None:
+    assert {
+        "name",
+        "data",
+        "eval_data",
+        "init_adapter",
+        "output",
+        "recipients",
+        "broker",
+        "broker_key",
+        "ca",
+        "files",
+    } == {item.name for item in dataclasses.fields(Job)} - {"path", "content", "arguments", "stated"}

@@ -1,0 +1,418 @@
+"""Protected runs from start to end, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.attesting import quick
+from support.brokers import serving
+from support.events import hearing
+from support.leaks import Pieces
+from support.protected import OPTIONS, SECRET, Hospital
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.loaded import open_model
+from wgpu_lora.protect import archive, run, session
+from wgpu_lora.protect import job as jobs
+from wgpu_lora.protect.broker.decide import Broker
+from wgpu_lora.protect.check import Checked, check
+from wgpu_lora.protect.client import BrokerClient
+from wgpu_lora.protect.log import read_log
+from wgpu_lora.protect.run import ProtectedRecord
+from wgpu_lora.protect.sealing import unseal_bytes
+from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.options.arguments import TrainingArguments
+
+URL = "http://127.0.0.1:1"
+STEPS = [f"checkpoints/step-{step}.tar.age" for step in (2, 4, 6)]
+
+
+class Direct:
+    """The client of a broker in this process."""
+
+    def __init__(self, broker: Broker):
+        self.nonce, self.release, self.report = broker.nonce, broker.decide, broker.progress
+
+
+class Ward:
+    """A hospital, whose broker is in this process, and runs on the tests' device."""
+
+    def __init__(self, place: Path, device: Device, monkeypatch: pytest.MonkeyPatch):
+        self.hospital, self._device, self.monkeypatch = Hospital(place), device, monkeypatch
+        self.place, self.owner = place, self.hospital.owner
+        self.hospital.policy(place / "train.jsonl.age")
+        self.said: list[tuple[str, str]] = []
+
+    def train(self, name: str = "job", path: Path | None = None, **given: Any) -> ProtectedRecord:
+        """A session; the job's file is written unless there is one."""
+        path = path or self.place / f"{name}.toml"
+        if not path.exists():
+            self.hospital.job(name, URL)
+        with self.owner.broker() as broker:
+            self.monkeypatch.setattr(session, "BrokerClient", lambda *args: Direct(broker))
+            return self.run(path, **given)
+
+    def run(self, path: Path, **given: Any) -> ProtectedRecord:
+        model = open_model(OPTIONS["model"], self._device, "nf4")
+        try:
+            return run.finetune(jobs.read(path), model=model, say=lambda *text: self.said.append(text), **given)
+        finally:
+            model.unload()
+
+    def check(self, name: str = "job") -> Checked:
+        return check(self.place / name, self.owner.signing.public)
+
+    def opened(self, sealed: Path) -> dict[str, bytes]:
+        return archive.unpack(unseal_bytes(sealed.read_bytes(), self.owner.data))
+
+    def stages(self, name: str = "job") -> list[str]:
+        return [entry.stage for entry in read_log(self.place / name / "evidence.jsonl")]
+
+
+@pytest.fixture
+def ward(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> Ward:
+    quick(monkeypatch)
+    return Ward(tmp_path / "ward", device, monkeypatch)
+
+
+def at_step(number: int, act: Callable[[], Any], jobs_seen: list[FinetuneJob] | None = None) -> run.Watch:
+    """Act once a step has been taken."""
+
+    @contextmanager
+    def watch(job: FinetuneJob) -> Iterator[Events]:
+        (jobs_seen if jobs_seen is not None else []).append(job)
+        yield hearing(step=lambda result: act() if result.step == number else None)
+
+    return watch
+
+
+def interrupted(ward: Ward, step: int = 4) -> ProtectedRecord:
+    record = ward.train(watch=at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert record.run.outcome == "interrupted"
+    return record
+
+
+def test_a_run_is_that_of_the_data_in_the_clear_and_proven(ward: Ward, tmp_path: Path, device: Device) -> None:
+    rows = [
+        json.loads(line)
+        for line in unseal_bytes((ward.place / "train.jsonl.age").read_bytes(), ward.owner.data).splitlines()
+    ]
+    record = ward.train()
+    checked = ward.check()
+    assert checked.failures == []
+    assert checked.end == "finished"
+    adapter = ward.opened(record.adapter)
+    assert {"adapter_model.safetensors", "adapter_config.json", "model.sig", "README.md"} <= set(adapter)
+    assert record.run.adapter_sha256 in {digest for _, digest in _subjects(record.statement)}
+    out = tmp_path / "opened"
+    out.mkdir()
+    for name, data in adapter.items():
+        (out / name).write_bytes(data)
+    assert check(record.directory, ward.owner.signing.public, adapter=out).failures == []
+    # The same rows in the clear.
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {**OPTIONS, "data": str(plain), "output": str(tmp_path / "plain")}
+    model = open_model(OPTIONS["model"], device, "nf4")
+    whole = prepare_job(TrainingArguments(**options), model).train()
+    model.unload()
+    assert whole.adapter_sha256 == record.run.adapter_sha256
+    assert record.cleanup["complete"]
+    pieces = Pieces()
+    pieces.text("the note", SECRET * 2)
+    for row in rows:
+        pieces.tokens("a row", row["input_ids"])
+    assert pieces.leaks([ward.place, Path(os.environ["WGPU_LORA_DATA_DIR"])]) == []
+
+
+def _subjects(statement: Path | None) -> list[tuple[str, str]]:
+    import base64
+
+    assert statement
+    said = json.loads(base64.b64decode(json.loads(statement.read_bytes())["payload"]))
+    return [(item["name"], item["digest"]["sha256"]) for item in said["subject"]]
+
+
+def test_resumed_after_sigterm_it_is_the_same_byte_for_byte(ward: Ward) -> None:
+    whole = ward.train("whole")
+    first = interrupted(ward)
+    assert first.statement is None
+    assert ward.stages()[-2:] == ["interrupted", "wiped"]
+    assert ward.check().failures == []
+    second = ward.train(resume=True)
+    assert second.run.adapter_sha256 == whole.run.adapter_sha256
+    assert ward.check().failures == []
+    assert ward.stages().count("attested") == ward.stages().count("wiped") == 2
+
+
+def test_a_run_is_not_started_twice_in_one_directory(ward: Ward) -> None:
+    ward.train()
+    with pytest.raises(UserError, match="already holds a protected run"):
+        ward.train()
+    with pytest.raises(UserError, match="no protected run"):
+        ward.train("other", resume=True)
+
+
+def put_back(ward: Ward) -> None:
+    shutil.copy(ward.place / "job" / STEPS[0], ward.place / "job" / STEPS[1])
+
+
+def remove(ward: Ward) -> None:
+    (ward.place / "job" / STEPS[1]).unlink()
+
+
+def swap(ward: Ward) -> None:
+    one, other = (ward.place / "job" / name for name in STEPS[:2])
+    data = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+
+
+def flip(ward: Ward) -> None:
+    path = ward.place / "job" / STEPS[1]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_log(ward: Ward) -> None:
+    path = ward.place / "job" / "evidence.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-3]))
+
+
+def drop_line(ward: Ward) -> None:
+    path = ward.place / "job" / "evidence.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:4], *lines[5:]]))
+
+
+@pytest.mark.parametrize(
+    ("attack", "said"),
+    [
+        (put_back, "is not the file that the evidence log names"),
+        (remove, "is missing, which the evidence log names"),
+        (swap, "is not the file that the evidence log names"),
+        (flip, "is not the file that the evidence log names"),
+        (cut_log, "an older state"),
+        (drop_line, "evidence.jsonl"),
+    ],
+)
+def test_what_was_put_back_is_noticed(
+    ward: Ward, attack: Callable[[Ward], None], said: str, request: pytest.FixtureRequest
+) -> None:
+    interrupted(ward)
+    attack(ward)
+    with pytest.raises(UserError, match=said):
+        ward.train(resume=True)
+
+
+def test_a_whole_directory_put_back_on_another_machine_is_noticed_by_the_broker(ward: Ward, tmp_path: Path) -> None:
+    interrupted(ward, 2)
+    shutil.copytree(ward.place / "job", tmp_path / "older")
+    ward.train(resume=True)
+    shutil.rmtree(ward.place / "job")
+    shutil.copytree(tmp_path / "older", ward.place / "job")
+    with pytest.raises(UserError, match="an older state"):
+        ward.train(resume=True)
+    ward.monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "elsewhere"))
+    with pytest.raises(UserError, match=r"evidence\.resume failed"):
+        ward.train(resume=True)
+
+
+def test_other_sealed_data_are_refused(ward: Ward) -> None:
+    other = ward.hospital.seal("other", seed=5)
+    for path in (other, other.with_name(f"{other.name}.json")):
+        shutil.copy(path, ward.place / path.name.replace("other", "train"))
+    with pytest.raises(UserError, match=r"data\.sha256 failed"):
+        ward.train()
+    assert not (ward.place / "job").exists()
+
+
+def test_data_that_change_after_the_attestation_are_refused(ward: Ward) -> None:
+    def changed(self: Any, *args: Any) -> None:
+        (ward.place / "train.jsonl.age").write_bytes(b"age-encryption.org/v1\n")
+
+    ward.monkeypatch.setattr(session.Session, "check_expired", changed)
+    with pytest.raises(UserError, match="has changed since it was attested"):
+        ward.train()
+    assert ward.stages() == ["attested", "released", "failed", "wiped"]
+    assert ward.check().failures == []
+
+
+def test_a_release_that_expires_before_training(ward: Ward) -> None:
+    seen: list[float] = []
+
+    def now(self: Any) -> float:
+        seen.append(0)
+        return 2e9 if len(seen) > 2 else __import__("time").time()
+
+    ward.monkeypatch.setattr(session.Clock, "now", now)
+    with pytest.raises(UserError, match="expired"):
+        ward.train()
+    assert "checkpoint" not in ward.stages()
+    assert ward.stages()[-2:] == ["failed", "wiped"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [("min_rows = 13", "min_rows"), ("max_steps = 5", "max_steps")],
+)
+def test_limits_of_the_policy(ward: Ward, limits: str, said: str) -> None:
+    ward.hospital.policy(ward.place / "train.jsonl.age", more=f"[training]\n{limits}\n")
+    with pytest.raises(UserError, match=f"training.{said} failed"):
+        ward.train()
+
+
+def test_rows_that_are_left_out_do_not_count(ward: Ward) -> None:
+    ward.hospital.policy(ward.place / "train.jsonl.age", more="[training]\nmin_rows = 12\n")
+    with pytest.raises(UserError, match="asks for at least 12"):
+        ward.train(path=ward.hospital.job("job", URL, max_length=8, on_overflow="drop"))
+
+
+def test_what_fails_is_cleaned_up(ward: Ward) -> None:
+    def fail() -> None:
+        raise RuntimeError(SECRET)
+
+    seen: list[FinetuneJob] = []
+    with pytest.raises(RuntimeError):
+        ward.train(watch=at_step(3, fail, seen))
+    rows = seen[0].run.stream.prepared.rows
+    assert not any(array.any() for row in rows for array in (row.input_ids, row.labels))
+    assert ward.stages()[-2:] == ["failed", "wiped"]
+    assert ward.check().failures == []
+    text = (ward.place / "job" / "evidence.jsonl").read_text()
+    assert SECRET not in text
+    resumed = ward.train(resume=True)
+    assert resumed.run.outcome == "finished"
+    assert ward.check().failures == []
+
+
+def test_leftovers_of_a_killed_session_are_found(ward: Ward) -> None:
+    """A checkpoint that the log names is completed; others go; an incomplete line of the log is cut off."""
+    interrupted(ward)
+    place = ward.place / "job"
+    digest = next(
+        entry for entry in read_log(place / "evidence.jsonl") if entry.subjects[:1] and entry.subjects[0][0] == STEPS[1]
+    ).subjects[0][1]
+    (place / STEPS[1]).rename(place / "checkpoints" / f".step-4.tar.age.{digest[:16]}.tmp")
+    (place / "checkpoints" / f".step-6.tar.age.{'0' * 16}.tmp").write_bytes(b"half")
+    with (place / "evidence.jsonl").open("ab") as file:
+        file.write(b'{"payload"')
+    ward.train(resume=True)
+    found = next(entry for entry in read_log(place / "evidence.jsonl") if entry.stage == "leftovers")
+    assert len(found.facts["files"]) == 2
+    assert found.facts["log_bytes"] == 10
+    assert "leftovers" in dict(ward.said)
+    assert not list(place.rglob("*.tmp"))
+    assert ward.check().failures == []
+
+
+def test_bad_rows_are_named_by_place_and_sealed(ward: Ward) -> None:
+    plain = ward.place / "train.jsonl"
+    rows = [{"input_ids": [n, n + 1, n + 2]} for n in range(8)] + [{"text": {"note": SECRET}}, {SECRET: 1}]
+    plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in ("train.jsonl.age", "train.jsonl.age.json"):
+        (ward.place / path).unlink()
+    from wgpu_lora.protect.sealed_files import seal_path
+
+    seal_path(plain, ward.place / "train.jsonl.age", [ward.owner.data.recipient])
+    plain.unlink()
+    ward.hospital.policy(ward.place / "train.jsonl.age")
+    with pytest.raises(UserError, match=r"2 rows that cannot be used \(lines 9, 10\)") as refused:
+        ward.train()
+    assert SECRET not in str(refused.value.lines)
+    ward.train("again", ward.hospital.job("again", URL, skip_bad_rows=True))
+    kept = unseal_bytes((ward.place / "again" / "skipped_rows.jsonl.age").read_bytes(), ward.owner.data)
+    assert SECRET.encode() in kept
+    assert ward.check("again").failures == []
+    pieces = Pieces()
+    pieces.text("the note", SECRET * 2)
+    assert pieces.leaks([ward.place]) == []
+
+
+def test_held_out_rows_and_an_initial_adapter_are_sealed_too(ward: Ward) -> None:
+    first = ward.train()
+    held = ward.hospital.seal("held", 6, seed=3)
+    initial = shutil.copy(first.adapter, ward.place / "initial.tar.age")
+    own = 'eval_data = "held.jsonl.age"\ninit_adapter = "initial.tar.age"'
+    ward.hospital.policy(ward.place / "train.jsonl.age", held, Path(initial))
+    path = ward.hospital.job("second", URL, own, eval_steps=2)
+    done = ward.train("second", path, watch=at_step(4, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert done.run.init_adapter_sha256 == first.run.adapter_sha256
+    assert (ward.place / "second" / "best.tar.age").is_file()
+    done = ward.train("second", path, resume=True)
+    checked = ward.check("second")
+    assert checked.failures == []
+    assert "evaluated" in ward.stages("second")
+
+
+def test_releases_by_files(ward: Ward) -> None:
+    path = ward.hospital.job("job")
+    files = ward.place / "exchange"
+    with ward.owner.broker() as broker:
+        nonce = broker.nonce()
+
+    def owner() -> None:
+        while not (files / "evidence.json").exists():
+            pass
+        with ward.owner.broker() as broker:
+            (files / "part").write_text(broker.decide((files / "evidence.json").read_bytes()))
+        (files / "part").rename(files / "release.jwt")
+
+    ward.monkeypatch.setattr(session, "POLL", 0.01)
+    with pytest.raises(UserError, match="need nonce"):
+        ward.run(path)
+    waiting = threading.Thread(target=owner)
+    waiting.start()
+    record = ward.run(path, nonce=nonce)
+    waiting.join()
+    assert record.run.outcome == "finished"
+    assert ward.check().failures == []
+
+
+def test_a_job_that_changes_is_not_resumed(ward: Ward) -> None:
+    interrupted(ward)
+    with pytest.raises(UserError, match="max_steps"):
+        ward.train(resume=True, max_steps=8)
+
+
+def test_a_broker_that_cannot_be_reached_meanwhile_is_noted(ward: Ward) -> None:
+    def lost(self: Any, signed: bytes) -> None:
+        raise UserError("The broker cannot be reached: check that it runs.")
+
+    ward.monkeypatch.setattr(Broker, "progress", lost)
+    assert ward.train().run.outcome == "finished"
+    assert "the broker was not told" in dict(ward.said)["note"]
+
+
+def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.CaptureFixture[str]) -> None:
+    from support.cli import commands
+
+    command = commands(ward._device, ward.monkeypatch, capsys)
+    ward.monkeypatch.setattr(session, "BrokerClient", BrokerClient)
+    with serving(ward.owner) as served:
+        path = ward.hospital.job("job", served.url)
+        done = command("finetune", "--protected", path, "--device", "0")
+        assert done.code == 0, done.err
+        for said in ("released", "adapter.tar.age", "all that can be overwritten was", "protect check"):
+            assert said in done.out
+        again = command("finetune", "--protected", path)
+        assert again.code == 2
+        assert "--resume" in again.err
+    assert ward.check().failures == []
+    refused = command("finetune", "--protected", ward.hospital.job("late", served.url))
+    assert refused.code == 2
+    assert "cannot be reached" in refused.err
+    assert command("finetune", "--nonce", "x").code == 2
+    assert command("finetune", "--protected", path, "--recipe", "demo").code == 2
