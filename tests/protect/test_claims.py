@@ -96,6 +96,7 @@ def test_a_session_that_goes_on_states_the_head_of_its_log(monkeypatch: pytest.M
         (KEYS.data.recipient, OTHERS.data.recipient),
         ("b" * 64, "a" * 64),
     ],
+    ids=["level", "nonce", "rows", "device", "dependency", "recipient", "data"],
 )
 def test_a_changed_claim_is_refused(old: str, new: str) -> None:
     refused(swapped(old, new), "does not fit")
