@@ -39,9 +39,8 @@ def attest(
     from wgpu_lora.protect.host import harden
     from wgpu_lora.protect.keys import SessionKeys
 
-    host = harden()
     claims.check_nonce(nonce)
-    keys = SessionKeys.generate()
+    host, keys = harden(), SessionKeys.generate()
     try:
         if job is None:
             gathered = claims.gather(choose(device)[0], nonce=nonce, keys=keys, host=host.facts)
