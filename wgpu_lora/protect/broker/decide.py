@@ -31,7 +31,7 @@ from wgpu_lora.protect.result import Appraisal, Failure
 MAX_NONCES = 1000  # open at the same time
 NONCE_BYTES = 32
 MAX_NAME = 200  # characters of a job's name
-_NONCE = _DIGEST = re.compile("[0-9a-f]{64}")
+_DIGITS = re.compile("[0-9a-f]{64}")  # of nonces and digests
 
 
 class Broker:
@@ -167,7 +167,7 @@ class Broker:
             "session": evidence.signing.keyid,
         }
         failures = []
-        if isinstance(nonce, str) and _NONCE.fullmatch(nonce):
+        if isinstance(nonce, str) and _DIGITS.fullmatch(nonce):
             facts["nonce_sha256"] = _sha256(nonce.encode())
         if facts.get("nonce_sha256") not in self._state.nonces:
             failures.append(Failure(NONCE, "a nonce of this broker, not used and not expired", "another"))
@@ -279,7 +279,7 @@ def _is_place(resume: Any) -> bool:
     if not isinstance(resume, Mapping) or set(resume) != {"sequence", "head"}:
         return False
     sequence, head = resume["sequence"], resume["head"]
-    return type(sequence) is int and 0 <= sequence < 1 << 53 and isinstance(head, str) and bool(_DIGEST.fullmatch(head))
+    return type(sequence) is int and 0 <= sequence < 1 << 53 and isinstance(head, str) and bool(_DIGITS.fullmatch(head))
 
 
 def _rules(failures: list[Failure]) -> str:
