@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+import signal
 import statistics
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import pytest
-from support.killing import OPTIONS, Site, killed_often, make_site
+from support.killing import OPTIONS, Site, make_site
 
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.protect.check import check
@@ -31,50 +31,63 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 def uninterrupted(site: Site) -> tuple[float, str]:
     """Seconds of a run that nobody kills, and the SHA-256 of its adapter."""
-    arguments = ["finetune", "--protected", str(site.write_job("whole"))]
-    ended = site.start(*arguments)
+    ended = site.start(*command(site, "whole"))
     assert ended.code == 0, ended.said
     assert not site.leaks()
-    return ended.seconds, adapter_of(site, site.run("whole"))
+    return ended.seconds, adapter_of(site, "whole")
 
 
-def adapter_of(site: Site, run: Path) -> str:
-    """The SHA-256 of a finished run's adapter, none of whose bytes is found outside of its sealed file."""
-    opened = site.place / f"opened-{run.name}"
-    unseal_path(run / "adapter.tar.age", opened, DataKey.read(site.owner.key))
+def command(site: Site, name: str) -> list[str]:
+    """A start of a job, new or to be resumed."""
+    return ["finetune", "--protected", str(site.write_job(name)), *(["--resume"] if site.begun(name) else [])]
+
+
+def adapter_of(site: Site, name: str) -> str:
+    """The SHA-256 of a finished run's adapter, no piece of which is found outside of its sealed file."""
+    opened = site.place / f"opened-{name}"
+    unseal_path(site.run(name) / "adapter.tar.age", opened, DataKey.read(site.owner.key))
     weights = (opened / ADAPTER).read_bytes()
     site.pieces.data("the adapter", weights[len(weights) // 2 :][:4096])
     assert not site.leaks()
     return file_digest(opened / ADAPTER)
 
 
-def killed(site: Site, name: str, count: int, seed: int) -> None:
-    whole, adapter = uninterrupted(site)
-    keys, rng = site.keys, random.Random(seed)
-    times = [rng.uniform(0.02, 1.05 * whole) for _ in range(count)]
-    job = site.write_job(name)
-    ended = killed_often(site, name, times, ["finetune", "--protected", str(job)])
-    assert sum(found.code < 0 for found in ended) >= count // 2  # most were killed, not late
-    assert site.keys > keys  # and some had keys
-    last = site.start("finetune", "--protected", str(job), *(["--resume"] if site.begun(name) else []))
+def killed(site: Site, name: str, times: Sequence[float]) -> str:
+    """Start a job again and again, and kill it after these seconds; then let it finish. Returns the adapter's SHA-256.
+
+    Nothing may be found after any of the kills, and nothing but a kill may end a start.
+    """
+    keys, ended = site.keys, []
+    for number, after in enumerate(times):
+        found = site.start(*command(site, name), kill_after=after)
+        assert not (leaks := site.leaks()), (number, after, leaks)
+        assert found.code in (-signal.SIGKILL, 0), (number, after, found)
+        ended.append(found)
+    assert site.keys > keys  # some of them had keys
+    last = site.start(*command(site, name))
     assert last.code == 0, last.said
     assert not site.leaks()
-    assert adapter_of(site, site.run(name)) == adapter
     found = check(site.run(name), site.owner.broker_public, Policy.read(site.policy))
     assert found.verified, found.failures
-    took = statistics.median(found.seconds for found in ended)
-    print(f"{count} kills: median {took:.2f} s, a whole run {whole:.2f} s")
+    late = sum(one.code == 0 for one in ended)
+    took, spent = (statistics.median(getattr(one, what) for one in ended) for what in ("seconds", "processor"))
+    print(f"{len(times)} starts, {late} of them finished: median {took:.2f} s, {spent:.2f} s of the processor")
+    return adapter_of(site, name)
 
 
 def test_killed_three_times(site: Site):
-    killed(site, "thrice", 3, seed=1)
+    rng = random.Random(1)
+    killed(site, "thrice", [rng.uniform(0.2, 3.0) for _ in range(3)])
 
 
 @pytest.mark.rare
 def test_killed_a_hundred_times(site: Site):
-    """In rounds, so that the early stages of a run are hit as often as the later ones."""
-    for number in range(10):
-        killed(site, f"round-{number}", 10, seed=100 + number)
+    """In rounds, so that early stages of a run are hit as often as late ones. Each has the result of a whole run."""
+    whole, adapter = uninterrupted(site)
+    for number in range(20):
+        rng = random.Random(100 + number)
+        times = [rng.uniform(0.02, 0.9 * whole) for _ in range(5)]
+        assert killed(site, f"round-{number}", times) == adapter
 
 
 def test_the_search_would_find_them(site: Site):

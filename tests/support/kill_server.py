@@ -1,8 +1,8 @@
 """Starts commands in forks of a process that has imported everything, so that each costs little and can be killed.
 
-Reads lines of JSON, {"arguments": [...]}, from standard input. Writes {"pid": ...} for each, and
-{"code": ..., "processor": seconds} when it has ended; a negative code is a signal. The keys that a command generates go to the pipe whose number is the first argument,
-and nowhere else.
+Reads lines of JSON, {"arguments": [...]}, from standard input. Writes {"pid": ...} for each, and when it has ended
+{"code": ..., "processor": seconds}, with a negative code for a signal. The keys that a command generates go to the pipe
+whose number is the first argument, and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 
@@ -46,6 +47,7 @@ def main() -> None:
 
 def _warm() -> None:
     """Does once what every fork would do alike: measuring the installed files, parsing wgpu's types, and templates."""
+    import cffi
     from wgpu.backends.wgpu_native._api import ffi
 
     from wgpu_lora.gpu.kernel import _environment as templates
@@ -66,7 +68,8 @@ def _warm() -> None:
     os.close(write)
     with os.fdopen(read) as pipe:
         for name in json.load(pipe):
-            ffi.typeof(name)
+            with suppress(cffi.CDefError):  # types of functions
+                ffi.typeof(name)
     os.waitpid(pid, 0)
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,15 +230,3 @@ def make_site(place: Path, seed: int = 0) -> Site:
     identity = next(line for line in owner.key.read_text().splitlines() if line.startswith("AGE-SECRET-KEY-"))
     identity_pieces(pieces, "the data key", identity)
     return Site(place, owner, rows, pieces)
-
-
-def killed_often(site: Site, name: str, times: Sequence[float], arguments: Sequence[str]) -> list[Ended]:
-    """Start a job again and again, and kill it after these seconds. Each time, nothing may be found, and a start may
-    be ended by the kill only."""
-    ended = []
-    for number, after in enumerate(times):
-        found = site.start(*arguments, *(["--resume"] if site.begun(name) else []), kill_after=after)
-        ended.append(found)
-        assert not (leaks := site.leaks()), (number, after, leaks)
-        assert found.code in (-signal.SIGKILL, 0), (number, after, found)
-    return ended

@@ -22,7 +22,7 @@ def protected(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="Recipe to train, with all its own settings; by default the demo's, with bf16, 5e-5 and clipping at 1.",
+            help="Recipe to train, with its own settings; by default the demo's, with bf16, 5e-5 and clipping at 1.",
             autocompletion=completion.RECIPE,
         ),
     ] = None,
