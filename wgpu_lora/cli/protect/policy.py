@@ -14,7 +14,7 @@ def policy(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="JOB.toml|EVIDENCE", help="A job, to run on this machine, or a trainer's evidence (.json)."
+            metavar="JOB|EVIDENCE", help="A job, to run on this machine, or a trainer's evidence (.json)."
         ),
     ],
     strict: Annotated[
