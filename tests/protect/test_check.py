@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,17 +11,15 @@ from typing import Any
 
 import pytest
 from support.policies import digest
-from support.protected_runs import Change, DataOwner, Made, make_run
+from support.protected_runs import DataOwner, Made, checked_run, make_run
 
-from wgpu_lora.atomic import file_digest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.check import Checked, check
-from wgpu_lora.protect.claims import read_evidence
+from wgpu_lora.protect.claims import attest, read_evidence
 from wgpu_lora.protect.keys import SessionKeys, SigningKey
 from wgpu_lora.protect.log import NAME, EvidenceLog
 from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.statement import RunFacts, write_statement
 
 OWNER = DataOwner()
 
@@ -56,8 +53,8 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "fresh"
 
 
-def checked(made: Made, policy: Policy | None = None, owner: DataOwner = OWNER) -> Checked:
-    return check(made.directory, owner.public, policy or owner.policy, made.adapter if made.adapter.exists() else None)
+def checked(made: Made, policy: Policy | None = None) -> Checked:
+    return checked_run(OWNER, made, policy)
 
 
 def test_a_run_is_verified_and_says_what_is_only_claimed(run: Made) -> None:
@@ -193,166 +190,6 @@ def test_another_policy_than_the_releases_is_not_accepted(run: Made) -> None:
     assert any("the policy of release-1.jwt.sha256" in said for said in found.failures)
 
 
-def put(path: str, value: Any) -> Change:
-    """Sets a value in nested dicts, lists and tuples; `...` removes it."""
-    names = path.split(".")
-
-    def change(root: Any) -> Any:
-        place, steps = root, [int(name) if name.isdigit() else name for name in names]
-        for step in steps[:-1]:
-            place = place[step]
-        if value is ...:
-            del place[steps[-1]]
-        else:
-            place[steps[-1]] = value
-        return root
-
-    return change
-
-
-def facts(**values: Any) -> Change:
-    return lambda line: ({**line[0], **values}, line[1])
-
-
-def subjects(*values: tuple[str, str]) -> Change:
-    return lambda line: (line[0], list(values))
-
-
-def record(**values: Any) -> Change:
-    return lambda found: {**found, **values}
-
-
-def stated(place: int, change: Change) -> Change:
-    """Changes one of the statement's parts: its claims, the adapter's digests, the sealed adapter, the facts."""
-    return lambda parts: (*parts[:place], change(parts[place]), *parts[place + 1 :])
-
-
-def replacing(**values: Any) -> Change:
-    return lambda run_facts: replace(run_facts, **values)
-
-
-SOME = digest("something else")
-GONE: Change = lambda _: None  # noqa: E731
-# What a session could sign, or a broker release, that does not fit: every field that check covers.
-LIES: dict[str, tuple[str, Change, str]] = {
-    "resume at a first start": ("claims-1", put("resume", {"sequence": 3, "head": SOME}), "evidence-1.json states"),
-    "no resume": ("claims-2", put("resume", ...), "evidence-2.json states.head is missing"),
-    "an older line": ("claims-2", put("resume.sequence", 4), "evidence-2.json states.sequence is 4, expected"),
-    "another head": ("claims-2", put("resume.head", SOME), "evidence-2.json states.head"),
-    "old claims": ("claims-1", put("iat", 1_700_000_000), "evidence-1.json was made .* before"),
-    "claims of the future": ("claims-1", put("iat", 2_000_000_000), "evidence-1.json was made"),
-    "another job": ("claims-2", put("job.name", "ward-8"), "the job of session 2.name"),
-    "other data than before": ("claims-2", put("job.data.0.sha256", SOME), r"the job of session 2.data\[0\].sha256"),
-    "another file of the job": ("claims-2", put("job.sha256", SOME), "the job of session 2.sha256"),
-    "another owner": ("claims-2", put("job.recipients.0", "age1x"), "the job of session 2.recipients"),
-    "another option": ("claims-2", put("job.options.learning_rate", 1.0), "the job of session 2.options.learning_rate"),
-    "a nonce twice": ("claims-2", put("eat_nonce", digest("run-1 1")), "two sessions have the same nonce"),
-    "iss": ("release-1", put("iss", SOME), "iss of release-1.jwt"),
-    "aud": ("release-2", put("aud", SOME), "aud of release-2.jwt"),
-    "sub": ("release-1", put("sub", "ward-8"), "sub of release-1.jwt is 'ward-8'"),
-    "eat_nonce": ("release-1", put("eat_nonce", SOME), "eat_nonce of release-1.jwt"),
-    "ear.status": ("release-2", lambda root: {**root, "ear.status": "warning"}, "ear.status of release-2.jwt"),
-    "evidence_sha256": ("release-1", put("evidence_sha256", SOME), "evidence_sha256 of release-1.jwt"),
-    "recipient": ("release-1", put("recipient", "age1other"), "released is not among the job's recipients"),
-    "expired": ("release-1", put("exp", 1_700_000_000), "release-1.jwt had expired"),
-    "an old release": ("release-2", put("iat", 1_700_000_000), "release-2.jwt was not issued between"),
-    "a release of the future": ("release-2", put("iat", 2_000_000_000), "release-2.jwt was not issued between"),
-    "another policy": ("release-1", put("policy.version", 2), "the policy of release-1.jwt.version is 2"),
-    "too few rows": ("opened-1", facts(trained_rows=7), "session 1 trained on 7 rows, fewer than 8"),
-    "no rows": ("opened-2", lambda line: ({}, line[1]), "session 2 trained on 0 rows"),
-    "too many steps": ("checkpoint-2", facts(step=101), "session 2 has step 8 after step 101"),
-    "over the limit": ("release-2", put("max_steps", 7), "session 2 took 8 steps, more than 7"),
-    "other data": ("opened-1", subjects(("data", SOME), ("eval_data", SOME)), "the data of session 1"),
-    "less data": ("opened-2", subjects(("data", digest("train"))), "the data of session 2"),
-    "nothing opened": ("opened-1", GONE, "session 1 trained without opening data"),
-    "another checkpoint": ("resumed-2", subjects(("checkpoints/step-2.tar.age", SOME)), "that session 2 resumed from"),
-    "another step": ("resumed-2", facts(step=2), "the step that session 2 resumed from is 2, expected 4"),
-    "no end": ("finished-2", GONE, "the run has no end"),
-    "no cleanup": ("cleanup-2", GONE, "session 2 ended without a cleanup record"),
-    "no cleanup before": ("cleanup-1", GONE, "session 1 ended without a cleanup record"),
-    "nothing wiped": ("cleanup-2", record(wiped=[]), "does not say what was wiped"),
-    "all wiped": ("cleanup-1", record(not_wiped=[]), "does not say what was not wiped"),
-    "a wipe failed": ("cleanup-2", record(complete=False), "the cleanup of session 2 is not complete: .*immutable"),
-    "no statement": ("statement-2", GONE, "statement.json does not exist"),
-    "no finite loss": ("finished-2", facts(final_loss=float("nan")), "the run has no finite final loss"),
-    "a loss in words": ("finished-2", facts(final_loss="low"), "final_loss is 'low'"),
-    "an unknown fact": ("finished-2", facts(overhead=0.1), "has the unknown fact 'overhead'"),
-    "fewer steps at the end": ("finished-2", facts(steps=7), "session 2 has step 7 after step 8"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("where", "change", "said"), LIES.values(), ids=LIES.keys())
-def test_what_was_signed_but_does_not_fit_is_named(fresh: Path, where: str, change: Change, said: str) -> None:
-    found = checked(make_run(fresh, OWNER, {where: change}, sessions=int(where[-1])))
-    assert any(re.search(said, failure) for failure in found.failures), found.failures
-    assert not found.proven
-
-
-ODD: list[tuple[str, Change]] = [
-    *(
-        ("claims-1", put(name, value))
-        for name in ("package", "job", "iat", "device", "base")
-        for value in (None, [1], "x")
-    ),
-    *(("claims-1", put(name, [])) for name in ("job.data", "job.recipients", "job.name")),
-    ("claims-1", put("iat", 10**400)),
-    ("claims-1", put("resume", "x")),
-    ("release-1", put("iat", 10**400)),
-    *(("checkpoint-1", facts(step=value)) for value in ("x", None, [])),
-    ("checkpoint-1", subjects(("../../etc/passwd", SOME))),
-    ("checkpoint-1", subjects(("x" * 5000, SOME), ("/dev/zero", SOME), ("", SOME))),
-    ("opened-1", facts(trained_rows="many")),
-    ("finished-1", facts(steps="many", rows={})),
-    ("cleanup-1", record(wiped=7, not_wiped="x")),
-]
-
-
-@pytest.mark.parametrize(("where", "change"), ODD)
-def test_odd_values_fail_and_nothing_else(fresh: Path, where: str, change: Change) -> None:
-    try:
-        made = make_run(fresh, OWNER, {where: change}, sessions=1)
-    except (TypeError, LookupError, AttributeError, UserError):
-        made = Made(fresh, fresh.with_name("fresh-adapter"), [])  # as far as it came
-    if not (fresh / NAME).read_bytes():
-        pytest.skip("the helper itself could not begin")
-    assert checked(made).failures
-
-
-# The statement alone could state something else.
-MISSTATED: dict[str, tuple[Change, str]] = {
-    "another base": (stated(0, put("base.sha256", SOME)), "resolvedDependencies"),
-    "other stated data": (stated(0, put("job.data.0.sha256", SOME)), "resolvedDependencies"),
-    "another recipe": (stated(0, put("job.recipe_sha256", SOME)), "resolvedDependencies"),
-    "another package": (stated(0, put("package.sha256", SOME)), "resolvedDependencies"),
-    "another wgpu-native": (stated(0, put("wgpu.native_sha256", SOME)), "resolvedDependencies"),
-    "other options": (stated(0, put("job.options.max_steps", 9)), "Parameters.options.max_steps"),
-    "another device": (stated(0, put("device.name", "H100")), "internalParameters.device.name"),
-    "another version": (stated(0, put("package.version", "9")), "builder.version"),
-    "another adapter": (stated(1, record(**{"adapter_config.json": SOME})), "SHA-256 of the adapter"),
-    "less of the adapter": (stated(1, lambda all: dict([*all.items()][1:])), "SHA-256 of the adapter"),
-    "nothing of the adapter": (stated(1, lambda _: {}), "names no file of the adapter"),
-    "another sealed adapter": (stated(2, lambda _: ("adapter.tar.age", SOME)), "the sealed adapter"),
-    **{
-        f"another {name}": (stated(3, replacing(**{name: value})), rf"annotations.{name} is")
-        for name, value in {
-            "steps": 9, "elapsed_seconds": 9.0, "stop_reason": "max_steps", "target_seconds": 9.0, "budget_steps": 9,
-            "initial_loss": 9.0, "final_loss": 0.1, "best_loss": 0.1, "rows": 9, "tokens": 9,
-        }.items()
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "said"), MISSTATED.values(), ids=MISSTATED.keys())
-def test_a_statement_that_does_not_agree_with_the_log_is_named(run: Made, change: Change, said: str) -> None:
-    log = EvidenceLog.resume(run.directory, run.keys[-1])
-    claims = read_evidence((run.directory / "evidence-2.json").read_bytes()).claims
-    end = next(entry for entry in log.entries if entry.stage == "finished")
-    adapter = {path.name: file_digest(path) for path in run.adapter.iterdir()}
-    write_statement(log, *change((claims, adapter, end.subjects[0], RunFacts(**end.facts))))
-    found = checked(run)
-    assert any(re.search(said, failure) for failure in found.failures), found.failures
-
-
 def test_a_killed_run_has_no_end_and_its_next_session_says_so(fresh: Path) -> None:
     made = make_run(fresh, OWNER, sessions=1, end="")
     (made.directory / "best.tar.age").write_bytes(b"half")
@@ -363,9 +200,23 @@ def test_a_killed_run_has_no_end_and_its_next_session_says_so(fresh: Path) -> No
 
 
 def test_a_session_that_was_killed_and_resumed_has_no_cleanup_record(fresh: Path) -> None:
-    found = checked(make_run(fresh, OWNER, {"interrupted-1": GONE, "cleanup-1": GONE}))
+    found = checked(make_run(fresh, OWNER, {"interrupted-1": lambda _: None, "cleanup-1": lambda _: None}))
     assert found.verified
     assert "session 1 was killed: it has no cleanup record" in found.claimed
+
+
+@pytest.mark.parametrize("end", ["failed", "interrupted"])
+def test_a_session_that_the_broker_never_released_cannot_end_a_run(run: Made, end: str) -> None:
+    keys = SessionKeys.generate()
+    log = EvidenceLog.resume(run.directory, keys)
+    claims = read_evidence((run.directory / "evidence-2.json").read_bytes()).claims
+    claims |= {"keys": {"recipient": keys.data.recipient, "signing": keys.signing.public.pem}, "eat_nonce": digest("3")}
+    log.attested(attest({**claims, "resume": {"sequence": log.sequence, "head": log.head}}, keys, quote=False))
+    log.append(end, {})
+    log.wiped({"complete": True, "wiped": [1], "not_wiped": [1]})
+    for name in ("statement.json", "adapter.tar.age"):
+        (run.directory / name).unlink()
+    assert checked(run).failures == ["session 3 has no release: nobody endorses its lines"]
 
 
 def test_the_command(run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

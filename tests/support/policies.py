@@ -30,8 +30,21 @@ def public_pem() -> str:
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
 
 
-TPM, SESSION = public_pem(), public_pem()
-OWNER, EPHEMERAL = recipient(), recipient()
+# Fixed, since names of tests may contain them.
+OWNER = "age16kefsu5htzeapd8ferw0l2wyujnqpnnwk8d428wr8hq9kenchsaspvex9a"
+EPHEMERAL = "age1f7zee8y485a9jzclj9r46g0qklcr80l36f8k74s5llvq349a6vsqvc4eas"
+TPM = (
+    "-----BEGIN PUBLIC KEY-----\n"
+    "MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAEtt3WYcENY5XSMPNiUdHgPLcHuH13\n"
+    "TuXivNkyergeLZuC1C1ltgQun6w6hdbp8eF2YlEz+hvmJMW7pt2xq+JIKw==\n"
+    "-----END PUBLIC KEY-----\n"
+)
+SESSION = (
+    "-----BEGIN PUBLIC KEY-----\n"
+    "MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAEOVtFKPzVKKBdz6ORBqivB9AFDhFW\n"
+    "OcxYdGJrvLuSPvAGe54bKSFE9FpZMpYJs8PVdkUxNrMWxT1VRR0buYqvTA==\n"
+    "-----END PUBLIC KEY-----\n"
+)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import jwt
 
 from support.policies import GIVEN, LEAST, OWNER, digest
 from wgpu_lora.protect.appraisal import appraise
+from wgpu_lora.protect.check import Checked, check
 from wgpu_lora.protect.claims import LEVELS, PROFILE, attest, read_evidence
 from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey
 from wgpu_lora.protect.log import EvidenceLog
@@ -80,6 +81,12 @@ def make_run(
     for number in range(1, sessions + 1):
         _session(made, owner, number, dict(changes or {}), run, job, end if number == sessions else "interrupted")
     return made
+
+
+def checked_run(owner: DataOwner, made: Made, policy: Policy | None = None) -> Checked:
+    """What `protect check` finds with the owner's key, its policy and the opened adapter."""
+    adapter = made.adapter if made.adapter.exists() else None
+    return check(made.directory, owner.public, policy or owner.policy, adapter)
 
 
 def _session(

@@ -112,7 +112,7 @@ PACES: dict[str, Callable[[int], float]] = {
     "outliers": lambda step: 1.5 if step % 37 == 36 else 0.1,
     "sudden": lambda step: 0.05 if step < 300 else 0.5,
     "long": lambda step: 7.0,
-    "tiny": lambda step: 0.004,
+    "tiny": lambda step: 0.02,
 }
 WORK: dict[str, Callable[[int], dict[str, float]]] = {
     "nothing": nothing,
@@ -176,6 +176,14 @@ def test_work_that_the_end_has_too_is_left_out_before_it(time: Time) -> None:
     loop.session(PACES["even"], lambda step: {CHECKPOINT: 4.0} if step % 60 == 0 else {})
     assert [step for _, step in loop.did] == [60, 120, 180, 240, 300]  # not at 360, with 58 s used
     assert loop.state.elapsed_seconds == pytest.approx(60.0, abs=0.051)
+
+
+def test_work_that_nobody_has_timed_does_not_begin_near_the_end(time: Time) -> None:
+    for first, done in ((565, [565]), (575, [])):  # at 58.5 and at 59.5 s
+        loop = Loop(time, timed())
+        loop.session(PACES["even"], lambda step, at=first: {CHECKPOINT: 1.2} if step == at else {})  # type: ignore[misc]
+        assert [step for _, step in loop.did] == done
+        assert loop.state.elapsed_seconds == pytest.approx(60.0, abs=0.051)
 
 
 # -- the learning rate -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from wgpu_lora.protect.log import NAME, read_log
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.words import listed
 
+ENDED = {"finished": "the run finished", "failed": "the run failed", "interrupted": "the run was interrupted"}
 UNPROVABLE = "that this software ran unchanged and nothing else did, the machine's clock, and the run's figures"
 
 
@@ -95,6 +96,8 @@ def check(
     check_files(run, sessions, found)
     check_cleanup(run, sessions, found)
     end = check_end(run, sessions, policy, adapter, found)
+    if end is not None:
+        found.proven.insert(0, ENDED[end])
     with found.part("the claims"):
         _say_sessions(sessions, broker, policy, found)
     if adapter is None and end == "finished":
@@ -118,7 +121,7 @@ def _check_anchor(entries: Sequence[Entry], found: Findings) -> None:
 def _say_sessions(
     sessions: Sequence[Session], broker: PublicKey | None, policy: Policy | None, found: Findings
 ) -> None:
-    count = len(sessions)
+    count = sum(bool(session.release) for session in sessions)
     what = "1 session's key was" if count == 1 else f"{count} sessions' keys were"
     if broker is not None:
         found.proven.append(f"{what} attested to the broker, which released the data's key to them")
@@ -128,9 +131,13 @@ def _say_sessions(
         found.proven.append(f"the evidence passes the policy {policy.name}, version {policy.version}")
     levels = Counter(str(session.claims.get("level")) for session in sessions)
     for level, number in levels.items():
-        which = "every session" if number == count else f"{number} of {count} sessions"
-        if level == "quoted":
-            found.proven.append(f"the claims of {which} were quoted by a TPM")
+        which = "every session" if number == len(sessions) else f"{number} of {len(sessions)} sessions"
+        if level == "quoted" and policy is not None and ("attestation", "tpm_keys") in policy.values:
+            found.proven.append(f"the claims of {which} were quoted by a TPM of the policy")
+        elif level == "quoted":  # anybody can run a TPM in software
+            found.claimed.append(
+                f"that the TPM which quoted the claims of {which} is real: no policy names its key"
+            )
         else:
             found.claimed.append(f"the claims of {which} about its software and device ({level})")
     versions = [session.claims.get("package", {}).get("version") for session in sessions]

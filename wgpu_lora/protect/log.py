@@ -43,10 +43,19 @@ STAGES = (
     "attested", "released", "opened", "started", "resumed", "checkpoint", "evaluated", "finished", "failed",
     "interrupted", "wiped", "leftovers",
 )  # fmt: skip
+ANCHORED = (
+    "attested",
+    "checkpoint",
+    "finished",
+    "failed",
+    "interrupted",
+    "wiped",
+)  # anchors cost two flushes to the disk
 
 
 class EvidenceLog:
-    """The log of a run, open for one session. A line is on disk, and anchored on this machine, when `append` returns.
+    """The log of a run, open for one session. A line is on disk when `append` returns, and anchored if it is about a
+    checkpoint, or a session's beginning or end.
 
     Attributes:
         run: the run's id. session: the number of the session, from 1; 0 before the first is attested.
@@ -159,7 +168,8 @@ class EvidenceLog:
         if stage not in STAGES or (stage != "attested" and not self.session):
             raise ValueError(f"{stage!r} cannot be the next line of an evidence log")
         entry = self._chain.append(stage, facts, subjects, self._keys.signing)
-        anchors.remember(self.run, entry.sequence, entry.digest)
+        if stage in ANCHORED:
+            anchors.remember(self.run, entry.sequence, entry.digest)
         return entry
 
     def keep(self, name: str, data: bytes) -> None:

@@ -94,21 +94,15 @@ def _compiled_otherwise(source: str) -> bool:
 
 
 def _libraries() -> list[str] | None:
-    """The native libraries and programs that are mapped into this process, data files left out."""
+    """The native libraries and programs that are mapped into this process to be executed, gone ones too.
+
+    Memory that a driver shares by a name of its own, such as lavapipe's /memfd:allocation, is none.
+    """
     try:
-        maps = psutil.Process().memory_maps()
+        maps = psutil.Process().memory_maps(grouped=False)
     except (AttributeError, psutil.Error, OSError):  # macOS
         return None
-    return sorted({one.path for one in maps if os.path.isabs(one.path) and _is_code(one.path)})
-
-
-def _is_code(path: str) -> bool:
-    """Whether a mapped file is a program or library: it starts as one, or is gone."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(4)[:2] in (b"\x7fE", b"MZ", b"\xcf\xfa", b"\xca\xfe")
-    except OSError:
-        return not path.startswith("/dev")
+    return sorted({one.path for one in maps if "x" in one.perms and os.path.isabs(one.path)})
 
 
 def _pth_files() -> list[str]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from wgpu_lora.train.state import RunState
 
 HELD_OUT, CHECKPOINT = "held-out loss", "checkpoint"  # what lies between steps and is left out if it does not fit
+UNTIMED_SHARE = 0.02  # of the time, for such work that was not timed yet
 TIMED = 3  # steps that are timed before the number of steps is estimated
 RECENT = 32  # steps whose median is the time of the next one
 LEAST_SHARE = 0.01  # of the peak, at the beginning of a warm-up by time: no step trains nothing
@@ -108,7 +109,8 @@ class Clock:
         target = self.run.args.target_seconds
         if not target:
             return True
-        return self.elapsed() + self._took.get(work, 0.0) + self.run.state.step_seconds / 2 <= target
+        took = self._took.get(work, UNTIMED_SHARE * target)
+        return self.elapsed() + took + self.run.state.step_seconds / 2 <= target
 
     # -- the learning rate of a timed run --------------------------------------------------------------------------
 

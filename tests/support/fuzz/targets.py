@@ -20,6 +20,7 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from support import FIXTURES, MODELS
+from support.fuzz import evidence
 from support.fuzz.mutators import of_json, of_parts, of_rows, of_safetensors, of_template
 from support.fuzz.tokenizers import of_tokenizer
 from support.preferences import Preferences
@@ -287,5 +288,6 @@ TARGETS = {
     "tokenizer_child": Target(reading(whole_tokenizer, "tokenizer.json"), *TOKENIZER, PROCESSES),
     "chat_template": Target(chat_template, files("data/*.jinja", demo="chat_template.jinja"), of_template, SLOW),
     "rows": Target(rows, some_rows, of_rows, SLOW),
+    "evidence": Target(lambda place: evidence.read, evidence.statements, of_json),
     "gguf": Target(reading(gguf, "model.gguf"), a_gguf, None, SLOW),
 }

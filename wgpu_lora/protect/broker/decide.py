@@ -31,8 +31,7 @@ from wgpu_lora.protect.result import Appraisal, Failure
 MAX_NONCES = 1000  # open at the same time
 NONCE_BYTES = 32
 MAX_NAME = 200  # characters of a job's name
-_NONCE = re.compile(r"[\w-]{43}", re.ASCII)
-_DIGEST = re.compile("[0-9a-f]{64}")
+_NONCE = _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Broker:
@@ -109,7 +108,7 @@ class Broker:
             self._record(stage, facts)
 
     def nonce(self) -> str:
-        """A new nonce: 32 random bytes in base64url, to be used once, within `policy.nonce_seconds`.
+        """A new nonce: 32 random bytes in hexadecimal, to be used once, within `policy.nonce_seconds`.
 
         Raises:
             Refused: too many are open. UserError: nothing can be recorded or dated.
@@ -119,7 +118,7 @@ class Broker:
             self._state.forget(now)
             if len(self._state.nonces) >= MAX_NONCES:
                 raise Refused(f"The broker has {MAX_NONCES:,} open nonces: ask again later.", status=429)
-            nonce = secrets.token_urlsafe(NONCE_BYTES)
+            nonce = secrets.token_hex(NONCE_BYTES)
             expires = now + self.policy.nonce_seconds
             self._record("nonce", {"nonce_sha256": _sha256(nonce.encode()), "expires": expires})
             return nonce
@@ -235,7 +234,9 @@ class Broker:
     def _refuse(self, facts: Mapping[str, Any], failures: list[Failure], status: int) -> NoReturn:
         """Record a refusal, then raise it."""
         what = "the key" if facts["request"] == "release" else "the report"
-        said = f"The broker refused {what}, since {_rules(failures)} failed: mend that and ask again."
+        back = any(failure.rule == HEAD for failure in failures)
+        cure = "resume the job's newest run, or give a new run another job name" if back else "mend that and ask again"
+        said = f"The broker refused {what}, since {_rules(failures)} failed: {cure}."
         refused = Refused(said, failures, status)
         self._record("refused", {**facts, "failures": refused.failures})
         self._tell(f"Refused {what}: {'; '.join(refused.lines[1:])}")

@@ -12,11 +12,13 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.protect import envelope
 from wgpu_lora.protect.chain import MAX_LINE_BYTES, Chain, DamagedError, Entry, first_link, read_bytes, read_lines
 from wgpu_lora.protect.keys import SigningKey
+from wgpu_lora.strict_json import to_json
 
 KIND = "https://example.org/wgpu-lora/broker-decision/v1"
 HEAD = "https://example.org/wgpu-lora/broker-head/v1"
 HEAD_FILE = "head.json"
 PART_BYTES = 8 << 20  # after which a new part begins, so that start and memory do not grow with the log
+MAX_STATE_BYTES = MAX_LINE_BYTES * 2 // 3  # in a line, in base64: 2,000 jobs
 _PART = re.compile(r"decisions-(\d+)\.jsonl")
 
 
@@ -118,14 +120,16 @@ class DecisionLog:
         return chain, chain.cut
 
     def _begin_part(self, part: int) -> None:
-        before, path = self._path(part - 1), self._path(part)
+        before, path, state = self._path(part - 1), self._path(part), self._carry()
+        if len(to_json(state)) > MAX_STATE_BYTES:
+            raise UserError(
+                f"{self._directory} has too many jobs to remember: begin another data key with a new --state directory."
+            )
         if path.exists() and not path.stat().st_size:
             path.unlink()  # it could not be written to
         chain = Chain.create(path, self._name(part), KIND)
         digest = file_digest(before)
-        entry = chain.append(
-            "continued", {"sha256": digest, "state": self._carry()}, [(before.name, digest)], self._key
-        )
+        entry = chain.append("continued", {"sha256": digest, "state": state}, [(before.name, digest)], self._key)
         self._chain, self.head = chain, Head(part, 1, entry.digest)
         self._write_head()
 

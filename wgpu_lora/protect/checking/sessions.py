@@ -78,6 +78,8 @@ def check_sessions(
             with found.part(f"the policy for session {session.number}"):
                 _check_policy(session, before, policy, found)
         before = session.entries[-1]
+    if not sessions[-1].named("released"):  # an earlier session's lines are endorsed by the next one's release
+        found.fail(f"session {len(sessions)} has no release: nobody endorses its lines")
     _check_unlike(sessions, found)
     lines = [entry for session in sessions for entry in session.entries]
     for one, other in pairwise(lines):
