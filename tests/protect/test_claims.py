@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from base64 import b64decode, b64encode
@@ -10,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from securesystemslib.dsse import Envelope
 from support import FIXTURES
-from support.attesting import NONCE, Job, claimed, quick
+from support.attesting import MEASURED, NONCE, Job, claimed, quick
 from support.tpm import MISSING, software_tpm
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import claims, envelope, quotes, tpm
+from wgpu_lora.protect import claims, envelope, measure, quotes, tpm
 from wgpu_lora.protect.keys import DataKey, SessionKeys
 
 KEYS, OTHERS = SessionKeys.generate(), SessionKeys.generate()
@@ -96,6 +97,7 @@ def test_a_session_that_goes_on_states_the_head_of_its_log(monkeypatch: pytest.M
         (KEYS.data.recipient, OTHERS.data.recipient),
         ("b" * 64, "a" * 64),
     ],
+    ids=["level", "nonce", "rows", "device", "dependency", "recipient", "data"],
 )
 def test_a_changed_claim_is_refused(old: str, new: str) -> None:
     refused(swapped(old, new), "does not fit")
@@ -184,6 +186,14 @@ def test_a_real_quote_in_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     refused(signed({**found.statement["predicate"], "quote": other.statement["predicate"]["quote"]}), "other claims")
 
 
+def test_names_of_files_that_are_no_text_can_be_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {os.fsdecode(b"/lib/\xff.so"): "a", os.fsdecode(b"/lib/\xfe.so"): "b", "/lib/😀.so": "c"}
+    monkeypatch.setattr(measure, "everything", lambda: {**MEASURED, "process": {"libraries": names}})
+    found = claims.read_evidence(claims.attest(claims.gather(None, nonce=NONCE, keys=KEYS), KEYS, quote=False))
+    stated = found.claims["process"]["libraries"]
+    assert stated == {"/lib/&#56575;.so": "a", "/lib/&#56574;.so": "b", "/lib/😀.so": "c"}
+
+
 @pytest.mark.parametrize("nonce", ["", "short", "n" * 89, "nonce with\nnewline", "nönce-nönce", "nonce\0nonce"])
 def test_unusable_nonces_are_refused(nonce: str) -> None:
     with pytest.raises(UserError, match="unusable"):
@@ -218,17 +228,20 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None, max_examples=40)
 @given(JSON, st.sampled_from(["eat_profile", "level", "level_note", "keys"]))
 def test_claims_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
     refused(signed({"claims": {**CLAIMS, name: value}}))
 
 
+@settings(deadline=None, max_examples=40)
 @given(JSON)
 def test_nonces_of_any_type_are_refused_in_words(value: Any) -> None:
     if not isinstance(value, str):
         refused(signed({"claims": {**CLAIMS, "eat_nonce": value}}))
 
 
+@settings(deadline=None, max_examples=40)
 @given(JSON, st.sampled_from(["recipient", "signing"]))
 def test_keys_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
     try:
@@ -238,6 +251,7 @@ def test_keys_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
     assert found.recipient == value
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.binary(max_size=100) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_bytes_are_refused_in_words(data: bytes) -> None:
     refused(data)

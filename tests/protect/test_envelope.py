@@ -7,7 +7,7 @@ from base64 import b64encode
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from securesystemslib.dsse import Envelope
 
@@ -106,11 +106,13 @@ JSON = st.recursive(
 NAMES = st.sampled_from(["payload", "payloadType", "signatures", "keyid", "sig"])
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=200) | st.dictionaries(NAMES, JSON, max_size=4).map(lambda it: json.dumps(it).encode()))
 def test_bytes_are_refused_in_words(data: bytes) -> None:
     refused(data)
 
 
+@settings(deadline=None, max_examples=60)
 @given(JSON, st.sampled_from(["keyid", "sig", "more"]))
 def test_signatures_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
     fields = json.loads(SIGNED)
@@ -118,6 +120,7 @@ def test_signatures_of_any_type_are_refused_in_words(value: Any, name: str) -> N
     refused(json.dumps(fields, separators=(",", ":")).encode())
 
 
+@settings(deadline=None, max_examples=60)
 @given(JSON, st.sampled_from(["_type", "subject", "predicateType", "predicate"]))
 def test_statements_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import FIXTURES
 from support.tpm import MISSING, extend, rsa_key, software_tpm
@@ -92,11 +92,13 @@ def test_every_changed_byte_and_length_is_refused(kind: str, part: str) -> None:
 ANY = st.none() | st.integers() | st.text(max_size=20) | st.lists(st.none(), max_size=2) | st.just({})
 
 
+@settings(deadline=None, max_examples=60)
 @given(ANY, st.sampled_from([*QUOTE, "more"]))
 def test_fields_of_any_type_are_refused(value: Any, name: str) -> None:
     refused({**QUOTE, name: value}, "")
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=160))
 def test_structures_of_any_bytes_end_in_no_other_error(data: bytes) -> None:
     for found in (data, b"\xff\x54\x43\x47\x80\x18" + data):

@@ -140,5 +140,5 @@ def _say_sessions(
             found.claimed.append(f"the claims of {which} about its software and device ({level})")
     versions = [session.claims.get("package", {}).get("version") for session in sessions]
     if any(versions):
-        found.claimed.append(f"that it ran on wgpu-lora {listed(sorted(set(map(str, versions))))}")
+        found.claimed.append(f"its version, wgpu-lora {listed(sorted(set(map(str, versions))))}")
     found.claimed.append(UNPROVABLE)

@@ -142,7 +142,9 @@ def gather(
         claims["resume"] = {"sequence": resume[0], "head": resume[1]}
     if host:
         claims["host"] = dict(host)
-    plain: dict[str, Any] = json.loads(json.dumps(claims, allow_nan=False))  # as a verifier reads them
+    # As a verifier reads them; file names may be any bytes, which Python has as characters that UTF-8 does not.
+    text = json.dumps(claims, allow_nan=False, ensure_ascii=False).encode("utf-8", "xmlcharrefreplace")
+    plain: dict[str, Any] = json.loads(text)
     return plain
 
 
