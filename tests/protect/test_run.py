@@ -23,7 +23,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
-from wgpu_lora.protect import archive, run, session
+from wgpu_lora.protect import archive, ending, run, session
 from wgpu_lora.protect import job as jobs
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.check import Checked, check
@@ -130,6 +130,8 @@ def test_a_run_is_that_of_the_data_in_the_clear_and_proven(ward: Ward, tmp_path:
     model.unload()
     assert whole.adapter_sha256 == record.run.adapter_sha256
     assert record.cleanup["complete"]
+    assert not any("checkpoint" in part["what"] for part in record.cleanup["wiped"])
+    assert {ending.DROPPED, ending.BASE} <= set(record.cleanup["not_wiped"])
     pieces = Pieces()
     pieces.text("the note", SECRET * 2)
     for row in rows:
