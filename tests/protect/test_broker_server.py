@@ -224,7 +224,7 @@ def test_tls_is_verified_by_the_client(owner: Owner) -> None:
 
     url, nonce, unknown, plain = asked_here(owner, ask, (cert, private))
     assert url.startswith("https://")
-    assert len(nonce) == 43
+    assert len(nonce) == 64
     assert "self-signed certificate" in unknown
     assert "cannot be reached" in plain
 

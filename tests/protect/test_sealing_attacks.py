@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import re
+import time
+from base64 import b64encode
 from collections.abc import Iterable
 
 import pyrage
@@ -12,8 +14,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.protect.keys import DataKey
-from wgpu_lora.protect.sealing import TamperedError, seal_bytes, unseal_bytes, unseal_stream
+from wgpu_lora.protect.sealing import MAX_RECIPIENTS, TamperedError, seal_bytes, unseal_bytes, unseal_stream
 
 KEY, OTHER = DataKey.generate(), DataKey.generate()
 BOTH = [KEY.recipient, OTHER.recipient]
@@ -179,6 +182,35 @@ def test_armored_files() -> None:
         refused(b"".join(kept), DATA[:100])
     refused(armored + armored, DATA[:100])
     refused(armored + b"x", DATA[:100])
+
+
+@pytest.mark.parametrize("armored", [False, True])
+@pytest.mark.parametrize(
+    "stanza",
+    [b"-> X y\nAAAA\n", b"-> X25519 " + b"A" * 43 + b"\n" + b"A" * 43 + b"\n", b"-> " + b"y" * 60, b"A" * 64 + b"\n"],
+)
+def test_headers_that_would_take_hours(stanza: bytes, armored: bool) -> None:
+    """pyrage takes time in the square of a header's size; 16,000 short stanzas take it two minutes."""
+    sealed = b"age-encryption.org/v1\n-> X y\n" * (stanza[0] == 65) or b"age-encryption.org/v1\n"
+    sealed += stanza * (2_000_000 // len(stanza))
+    if armored:
+        lines = (b64encode(sealed[at : at + 48]) for at in range(0, len(sealed), 48))
+        sealed = b"-----BEGIN AGE ENCRYPTED FILE-----\n" + b"\n".join(lines) + b"\n-----END AGE ENCRYPTED FILE-----\n"
+    begin = time.process_time()
+    with pytest.raises(TamperedError, match="header is larger"):
+        unseal_stream(io.BytesIO(sealed), io.BytesIO(), KEY)
+    assert time.process_time() - begin < 2
+
+
+def test_as_many_recipients_as_there_may_be() -> None:
+    many = [DataKey.generate().recipient for _ in range(MAX_RECIPIENTS - 1)]
+    for key, order in ((KEY, [KEY.recipient, *many]), (OTHER, [*many, OTHER.recipient])):
+        sealed = seal_bytes(b"rows", order)
+        assert unseal_bytes(sealed, key) == b"rows"
+        parsed = [pyrage.x25519.Recipient.from_str(one) for one in order]
+        assert unseal_bytes(pyrage.encrypt(b"rows", parsed, armored=True), key) == b"rows"
+    with pytest.raises(UserError, match="at most"):
+        seal_bytes(b"rows", [KEY.recipient, OTHER.recipient, *many])
 
 
 @settings(max_examples=150, deadline=None)

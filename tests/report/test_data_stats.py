@@ -83,6 +83,11 @@ def test_projected_time_and_cost(run: Run, tmp_path: Path) -> None:
     assert "format    prompt_ids, chosen_ids, rejected_ids: 10 rows" in said
     assert "precomputed references" in said
     assert "from 5 measured steps; saving is not counted" in said
+    code, out, err = run("plan", *small, "--target-seconds", 50, "--measure", "--json")
+    assert code == 0, err
+    timed = json.loads(out)["projection"]["stages"]  # held-out losses before and after it are not part of the time
+    assert set(timed) == {"loading and tuning", TRAINING, HELDOUT}
+    assert timed[TRAINING] == 50
     assert "projected qwen2.5-0.5b: " in said
     text = page.read_text(encoding="utf-8")
     assert "at 2 an hour" in text

@@ -9,8 +9,10 @@ age says nothing about who sealed: anybody can seal to a recipient. Sealed files
 
 from __future__ import annotations
 
+import binascii
 import io
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +21,11 @@ import pyrage
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.keys import DataKey, read_small
 
+VERSION, ARMOR = b"age-encryption.org/v1\n", b"-----BEGIN AGE ENCRYPTED FILE-----"
+# pyrage reads a header again from its start for each piece that arrives, so 16,000 short stanzas take it two minutes.
+MAX_HEADER, MAX_LINES = 64 << 10, 1024  # bytes; a recipient takes about 100, in two lines
+MAX_RECIPIENTS = 256
+START = 2 * MAX_HEADER  # bytes that hold a whole header, in armor too
 EXAMPLE = "age1..., which wgpu-lora protect keygen prints"
 
 
@@ -61,6 +68,36 @@ class _Noticed:
         self._call(getattr(self.inner, "flush", lambda: None))
 
 
+class _Started:
+    """A reader of an age file whose header is not larger than ours can be."""
+
+    def __init__(self, reader: Reader, where: str) -> None:
+        self._reader, self._start, self._at = reader, b"", 0
+        while len(self._start) < START and (piece := reader.read(START - len(self._start))):
+            self._start += piece
+        begin = self._start
+        if begin.startswith(ARMOR):
+            lines = [line for line in begin.splitlines() if not line.startswith(b"-")]
+            text = b"".join(lines)
+            with suppress(binascii.Error):  # pyrage says so, too
+                begin = binascii.a2b_base64(text[: len(text) // 4 * 4])
+        if not begin.startswith(VERSION):
+            raise TamperedError(f"{where} cannot be opened, because it is not an age file: give a sealed file.")
+        header = begin.partition(b"\n---")[0]
+        if len(header) > MAX_HEADER or header.count(b"\n") > MAX_LINES:
+            raise TamperedError(
+                f"{where} cannot be opened, because its header is larger than one for {MAX_RECIPIENTS} recipients: "
+                "seal it to fewer."
+            )
+
+    def read(self, size: int = -1) -> bytes:
+        if self._at == len(self._start):
+            return self._reader.read(size)
+        piece = self._start[self._at :] if size < 0 else self._start[self._at : self._at + size]
+        self._at += len(piece)
+        return piece
+
+
 class _Into:
     """A writer into a buffer of a fixed size."""
 
@@ -79,6 +116,8 @@ def parse_recipients(recipients: Sequence[str]) -> list[pyrage.x25519.Recipient]
     Raises:
         UserError: there is none, or one is not an age X25519 recipient.
     """
+    if len(set(recipients)) > MAX_RECIPIENTS:
+        raise UserError(f"A file can be sealed to at most {MAX_RECIPIENTS} recipients: give fewer.")
     if not recipients:
         raise UserError(f"Nobody could open what is sealed to nobody: give a recipient, {EXAMPLE}.")
     parsed = []
@@ -134,7 +173,7 @@ def unseal_stream(reader: Reader, writer: Writer, key: DataKey, where: str = "Th
         TamperedError: it is damaged or incomplete, sealed to another key, or not an age file.
         What `reader` or `writer` raises.
     """
-    source, target = _Noticed(reader), _Noticed(writer)
+    source, target = _Noticed(_Started(reader, where)), _Noticed(writer)
     try:
         pyrage.decrypt_io(source, target, [key.identity()])
     except (pyrage.DecryptError, OSError) as error:

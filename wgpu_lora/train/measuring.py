@@ -94,7 +94,8 @@ def measure(job: Job[Any], events: Events = SILENT) -> Projection:
     samples = [sample for step, _ in taken for sample in step.samples]
     timed = sum(positions_of(run.stream, step.micro_batches) for step, _ in taken)
     training = args.target_seconds or spent / timed * whole
-    stages = {PREPARATION: preparation, COMPILATION: compilation, TRAINING: training}
+    compiling = {} if args.target_seconds else {COMPILATION: compilation}  # a target includes it
+    stages = {PREPARATION: preparation, **compiling, TRAINING: training}
     if run.stream.objective.precomputes:
         stages[REFERENCE] = reference * sum(len(d.samples) for d in (run.stream.prepared, run.heldout) if d)
     if heldout:  # a target includes those between steps
