@@ -232,6 +232,8 @@ def test_the_command(run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[st
     code, out, _ = answer(*given)
     assert code == 0
     assert out.splitlines()[-1].startswith("verified  proven, by the broker's key")
+    assert out.count("\n") == 1
+    assert answer()[1].startswith("unproven  proven: nothing but")
     code, out, _ = answer(*given, "--json")
     assert (code, json.loads(out)["verified"]) == (0, True)
     (run.directory / "adapter.tar.age").write_bytes(b"")

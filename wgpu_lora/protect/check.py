@@ -135,12 +135,10 @@ def _say_sessions(
         if level == "quoted" and policy is not None and ("attestation", "tpm_keys") in policy.values:
             found.proven.append(f"the claims of {which} were quoted by a TPM of the policy")
         elif level == "quoted":  # anybody can run a TPM in software
-            found.claimed.append(
-                f"that the TPM which quoted the claims of {which} is real: no policy names its key"
-            )
+            found.claimed.append(f"that the TPM which quoted the claims of {which} is real: no policy names its key")
         else:
             found.claimed.append(f"the claims of {which} about its software and device ({level})")
     versions = [session.claims.get("package", {}).get("version") for session in sessions]
     if any(versions):
-        found.claimed.append(f"that it ran on wgpu-lora {listed(sorted(set(map(str, versions))))}")
+        found.claimed.append(f"its version, wgpu-lora {listed(sorted(set(map(str, versions))))}")
     found.claimed.append(UNPROVABLE)
