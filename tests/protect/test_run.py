@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.attesting import quick
 from support.brokers import serving
@@ -433,3 +434,22 @@ def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.Capture
     assert "cannot be reached" in refused.err
     assert command("finetune", "--nonce", "x").code == 2
     assert command("finetune", "--protected", path, "--recipe", "demo").code == 2
+
+
+def test_a_run_goes_back_from_weights_that_are_not_finite(ward: Ward) -> None:
+    """As a plain run, it returns to the step before, and resumes from there; the newer checkpoint is gone."""
+    seen: list[FinetuneJob] = []
+
+    def poison() -> None:
+        norm = seen[0].session.model.decoder.final_norm.storage.buffer
+        ward._device.write(norm, np.full(norm.size // 4, np.nan, np.float32))
+
+    path = ward.hospital.job("job", URL, save_steps=1)
+    record = ward.train("job", path, watch=at_step(2, poison, seen))
+    assert (record.run.stop_reason, record.run.state.step, record.statement) == ("non-finite", 1, None)
+    assert [path.name for path in (ward.place / "job" / "checkpoints").iterdir()] == ["step-1.tar.age"]
+    assert ward.stages()[-2:] == ["failed", "wiped"]
+    assert ward.check().failures == []
+    resumed = ward.train("job", path, resume=True)
+    assert resumed.run.adapter_sha256 == ward.train("whole").run.adapter_sha256
+    assert ward.check().failures == []
