@@ -47,6 +47,7 @@ def test_rows_are_clean(own_device: Device, tmp_path: Path, orders: tuple[str, .
         assert row["label"] == "mini (synthetic weights, 1 layer) 1s"
         assert row["stabilitySettings"]["computeDtype"] == "bf16"
         assert row["stabilitySettings"]["learningRate"] == 5e-5
+        assert row["stabilitySettings"]["saveSteps"] == 20
         assert row["trainableAdapterParams"] < row["totalParams"]
         for side in ("raw", "protected"):
             each = row[f"{side}ElapsedSec"] / row[f"{side}Steps"]

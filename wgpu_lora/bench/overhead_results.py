@@ -24,7 +24,8 @@ LIMIT = 1.0  # per cent, of the median over all rows
 LIFECYCLE = ("attestation", "gated key release", "protected LoRA training", "evidence recording", "zeroized cleanup")
 METHODOLOGY: dict[str, Any] = {
     "comparison": "A raw and a protected segment run one after the other, in one process and on one device, on the "
-    "same rows with the same recipe and the same tilings. The broker is another process on the same machine.",
+    "same rows with the same recipe and the same tilings. The broker is another process on the same machine. "
+    "Protections of the host last as long as the protected segment.",
     "durationControl": "Each segment has a target in seconds. Elapsed seconds count from the begin of its first step "
     "to the end of its last, with everything that lies between: checkpoints, their sealing, the evidence log, and "
     "reports to the broker.",

@@ -241,7 +241,7 @@ def _training(measuring: Measuring, place: Path, device: Device | None) -> tuple
     usual |= {"max_steps": ROWS} if work.shape else {}
     args, model = prepared(replace(work, options={**usual, **work.options}), place, device)
     changes: dict[str, Any] = {"target_seconds": measuring.target_seconds, "max_steps": MOST_STEPS}
-    changes |= {"save_steps": SAVE_STEPS} if work.shape else {}
+    changes |= {"save_steps": work.options.get("save_steps", SAVE_STEPS)} if work.shape else {}
     return replace(args, **changes, run_log=False, report_to=None), model
 
 
