@@ -78,7 +78,11 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def interpretation(rows: Sequence[Row]) -> list[str]:
-    """What the rows say, and what they do not."""
+    """What the rows say, and what they do not: sentences, for each training that they are of."""
+    labels = dict.fromkeys(row.label for row in rows)
+    if len(labels) > 1:
+        groups = {label: [row for row in rows if row.label == label] for label in labels}
+        return [f"{label}: {text}" for label, group in groups.items() for text in interpretation(group)]
     summary = summarised(rows)
     every, repeats = summary["all"], summary["spreadOfRepeats"]
     orders = "; ".join(f"{order} {found['median']:+.2f}%" for order, found in summary["byOrder"].items())
