@@ -236,6 +236,7 @@ def test_the_command(run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert answer()[1].startswith("unproven  proven: nothing but")
     code, out, _ = answer(*given, "--json")
     assert (code, json.loads(out)["verified"]) == (0, True)
+    assert json.loads(out)["session_key"] == run.keys[-1].signing.public.pem
     (run.directory / "adapter.tar.age").write_bytes(b"")
     code, out, _ = answer(*given)
     assert code == 1
