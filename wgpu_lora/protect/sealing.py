@@ -52,7 +52,7 @@ class _Noticed:
 
     def _call(self, done: Callable[[], Any]) -> Any:
         if self.stopped:
-            raise InterruptedError
+            raise BrokenPipeError  # Rust would call again after an InterruptedError, without end
         try:
             return done()
         except BaseException as failure:
