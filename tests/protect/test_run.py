@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
-from wgpu_lora.protect import archive, run, session
+from wgpu_lora.protect import archive, ending, run, session
 from wgpu_lora.protect import job as jobs
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.check import Checked, check
@@ -131,6 +132,8 @@ def test_a_run_is_that_of_the_data_in_the_clear_and_proven(ward: Ward, tmp_path:
     model.unload()
     assert whole.adapter_sha256 == record.run.adapter_sha256
     assert record.cleanup["complete"]
+    assert not any("checkpoint" in part["what"] for part in record.cleanup["wiped"])
+    assert {ending.DROPPED, ending.BASE} <= set(record.cleanup["not_wiped"])
     pieces = Pieces()
     pieces.text("the note", SECRET * 2)
     for row in rows:
@@ -327,12 +330,51 @@ def test_leftovers_of_a_killed_session_are_found(ward: Ward) -> None:
     (place / "checkpoints" / f".step-6.tar.age.{'0' * 16}.tmp").write_bytes(b"half")
     with (place / "evidence.jsonl").open("ab") as file:
         file.write(b'{"payload"')
+    (place / ".cleanup.json.abcdefg8.tmp").write_bytes(b"{")
     ward.train(resume=True)
     found = next(entry for entry in read_log(place / "evidence.jsonl") if entry.stage == "leftovers")
     assert len(found.facts["files"]) == 2
     assert found.facts["log_bytes"] == 10
     assert "leftovers" in dict(ward.said)
     assert not list(place.rglob("*.tmp"))
+    assert ward.check().failures == []
+
+
+def test_a_killed_session_that_left_only_checkpoints_is_noticed(ward: Ward) -> None:
+    with ward.monkeypatch.context() as patch:
+        patch.setattr(ending.Ending, "run", lambda self: None)
+        interrupted(ward)
+    for path in (ward.place / "job").glob("*.tmp"):
+        path.unlink()
+    ward.train(resume=True)
+    assert "wiped nothing" in dict(ward.said)["leftovers"]
+    assert "leftovers" in ward.stages()
+    assert ward.check().failures == []
+
+
+@pytest.mark.parametrize("name", ["adapter.tar.age", "statement.json", "job.toml"])
+def test_files_that_a_run_would_write_over_are_kept(ward: Ward, name: str) -> None:
+    path = ward.place / "job" / name
+    path.parent.mkdir()
+    path.write_text("mine")
+    with pytest.raises(UserError, match=f"{name} exists already"):
+        ward.train()
+    assert path.read_text() == "mine"
+    assert [one.name for one in path.parent.iterdir() if one.name != run.LOCK] == [name]
+
+
+def test_a_full_disk_leaves_no_part_of_a_checkpoint(ward: Ward) -> None:
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if "step-4" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    ward.monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="No space left"):
+        ward.train()
+    assert not list(ward.place.rglob("*.tmp"))
     assert ward.check().failures == []
 
 
@@ -397,6 +439,20 @@ def test_releases_by_files(ward: Ward) -> None:
     waiting.join()
     assert record.run.outcome == "finished"
     assert ward.check().failures == []
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_wait_for_a_release_that_was_given_up_is_begun_anew(ward: Ward, resume: bool) -> None:
+    path = ward.hospital.job("job")
+    with ward.owner.broker() as broker, ward.monkeypatch.context() as patch:
+        patch.setattr(session.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            ward.run(path, nonce=broker.nonce())
+    assert ward.stages() == ["attested", "interrupted", "wiped"]
+    path.unlink()
+    ward.train(resume=resume)
+    assert ward.check().failures == []
+    assert ward.stages().count("attested") == 1
 
 
 def test_a_job_that_changes_is_not_resumed(ward: Ward) -> None:

@@ -145,10 +145,15 @@ def _not_protected(facts: dict[str, Any]) -> Iterator[str]:
         .startswith(("|", "@") if not facts["core_dumps"]["limit_bytes"] else "@")
     ):
         yield "core dumps of child processes are given to what core_pattern names"
+    yield from swapped(facts)
+    yield "whoever controls this machine's kernel can read the memory of this process"
+
+
+def swapped(facts: dict[str, Any]) -> Iterator[str]:
+    """What of the memory can reach the disk, by the facts of `harden`."""
     if facts["memory"]["locked"] != "all" and facts["swap"] != []:
         unknown = " (whether there is swap is not known)" if facts["swap"] is None else ""
         yield f"rows, weights and signing keys in memory can be swapped out{unknown}: {facts['memory']['why']}"
     if facts["swap"] != []:
         yield "hibernation writes all memory to the swap, also what is locked"
         yield "memory of child processes, such as the tokenizer's, can be swapped out"
-    yield "whoever controls this machine's kernel can read the memory of this process"

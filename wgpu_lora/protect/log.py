@@ -112,6 +112,13 @@ class EvidenceLog:
         """Bytes of an incomplete last line that were cut off when the log was opened."""
         return self._chain.cut
 
+    @property
+    def after_a_killed_session(self) -> bool:
+        """Whether the session before this one has no cleanup record."""
+        entries = self._chain.entries
+        first = max((number for number, entry in enumerate(entries) if entry.stage == "attested"), default=0)
+        return first > 0 and entries[first - 1].stage != "wiped"
+
     def attested(self, evidence: bytes) -> Entry:
         """Begin this session: write its evidence to evidence-N.json, and the line that names it and the session's key.
 

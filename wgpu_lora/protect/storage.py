@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import sync_directory, write_bytes_atomic
+from wgpu_lora.atomic import sweep, sync_directory, write_bytes_atomic
 from wgpu_lora.bounded import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.account import SKIPPED
@@ -34,6 +34,7 @@ from wgpu_lora.train.storage import Storage
 ADAPTER = f"adapter{ARCHIVE}"
 SKIPPED_ROWS = f"{SKIPPED}.age"
 MADE = ("checkpoint", "evaluated", "finished", "interrupted", "failed")  # stages whose lines name sealed files
+PUBLIC = re.compile(r"job\.toml|(evidence-[0-9]+|cleanup|statement)\.json|release-[0-9]+\.jwt")  # nothing of the rows
 UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 
 
@@ -79,6 +80,7 @@ class SealedStorage(Storage):
 
     def recover(self) -> list[str]:
         """Complete or remove what a killed session left unfinished; returns the names of these files."""
+        sweep(self._run, PUBLIC)
         left = []
         for directory in (self._run, self._run / STEPS):
             for path in sorted(directory.iterdir()) if directory.is_dir() else []:
@@ -204,10 +206,14 @@ class SealedStorage(Storage):
         sealed = seal_bytes(data, self._recipients)
         digest = hashlib.sha256(sealed).hexdigest()
         temporary = place.with_name(f".{place.name}.{digest[:16]}.tmp")
-        with temporary.open("wb") as file:
-            file.write(sealed)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with temporary.open("wb") as file:
+                file.write(sealed)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            temporary.unlink(missing_ok=True)  # a full disk must have room for the record of the end
+            raise
         return digest, temporary
 
     def _sealed(self, path: Path) -> bytes:
