@@ -34,6 +34,7 @@ from wgpu_lora.train.storage import Storage
 ADAPTER = f"adapter{ARCHIVE}"
 SKIPPED_ROWS = f"{SKIPPED}.age"
 MADE = ("checkpoint", "evaluated", "finished", "interrupted", "failed")  # stages whose lines name sealed files
+_STEP = re.compile(f"{re.escape(STEPS)}/{NAME.pattern}{re.escape(ARCHIVE)}")
 UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 
 
@@ -67,13 +68,18 @@ class SealedStorage(Storage):
         self.adapter: dict[str, str] = {}
         self.adapter_sha256: str | None = None
         self.skipped = [one for entry in log.entries for one in entry.subjects if one[0] == SKIPPED_ROWS]
-        # The newest digest of each sealed file, in the order of the log.
+        # The newest digest of each sealed file, in the order of the log; not of checkpoints that the run went back from.
         self._named: dict[str, str] = {}
+        self._left_behind: set[str] = set()
         for entry in log.entries:
             if entry.stage in MADE:
                 for name, digest in entry.subjects:
-                    self._named.pop(name, None)
-                    self._named[name] = digest
+                    self._name_newest(name, digest)
+            if entry.stage == "checkpoint":
+                for name in self._steps():
+                    if _step(name) > entry.facts.get("step", 0):
+                        self._left_behind.add(name)
+                        del self._named[name]
 
     # -- what a killed session has left --------------------------------------------------------------------------------
 
@@ -90,12 +96,15 @@ class SealedStorage(Storage):
                     path.replace(final)
                 else:
                     path.unlink()
+        for name in sorted(self._left_behind):
+            if (self._run / name).is_file():
+                left.append(name)
+                (self._run / name).unlink()
         return left
 
     def check_newest(self) -> None:
         """Raise UserError unless the newest checkpoint that the log names is there as it was sealed."""
-        steps = [name for name in self._named if name.startswith(f"{STEPS}/")]
-        if not steps:
+        if not (steps := self._steps()):
             return
         path = self._run / steps[-1]
         if not path.is_file():
@@ -123,8 +132,7 @@ class SealedStorage(Storage):
         digest, temporary = self._seal(place, archive.pack(files))
         name = self._name(place)
         self._log.append("checkpoint" if final.parent.name == STEPS else "evaluated", _facts(files), [(name, digest)])
-        self._named.pop(name, None)
-        self._named[name] = digest
+        self._name_newest(name, digest)
         temporary.replace(place)
         sync_directory(place.parent)
         self._opened.pop(final, None)
@@ -132,13 +140,13 @@ class SealedStorage(Storage):
 
     def remove(self, directory: Path) -> None:
         place = self.place(directory)
-        name = self._name(place)
-        steps = [one for one in self._named if one.startswith(f"{STEPS}/")]
+        name, steps = self._name(place), self._steps()
+        if steps and steps[-1] == name:  # the run has gone back to the one before it, or to its start
+            newest = steps[-2:-1]
+            facts = {"step": _step(newest[0]) if newest else 0, "removed": name}
+            self._log.append("checkpoint", facts, [(one, self._named[one]) for one in newest])
         place.unlink()
         self._named.pop(name)
-        if steps and steps[-1] == name and len(steps) > 1:  # the run has gone back, so an older one is the newest again
-            step = int(_match(steps[-2])[1])
-            self._log.append("checkpoint", {"step": step, "removed": name}, [(steps[-2], self._named[steps[-2]])])
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -236,6 +244,15 @@ class SealedStorage(Storage):
         self._opened[directory] = files
         return files
 
+    def _steps(self) -> list[str]:
+        """The names of checkpoints, the newest last."""
+        return [name for name in self._named if _STEP.fullmatch(name)]
+
+    def _name_newest(self, name: str, digest: str) -> None:
+        self._named.pop(name, None)
+        self._left_behind.discard(name)
+        self._named[name] = digest
+
     def _name(self, path: Path) -> str:
         return path.relative_to(self._run).as_posix() if path.is_relative_to(self._run) else str(path)
 
@@ -246,10 +263,10 @@ def _facts(files: Mapping[str, bytes]) -> dict[str, Any]:
     return {"step": said["step"], "loss": said["losses"]["train"], "eval_loss": said["losses"]["held_out"]}
 
 
-def _match(name: str) -> re.Match[str]:
-    found = NAME.fullmatch(Path(name).name.removesuffix(ARCHIVE))
+def _step(name: str) -> int:
+    found = _STEP.fullmatch(name)
     assert found
-    return found
+    return int(found[1])
 
 
 def _digest_of(path: Path) -> str:
