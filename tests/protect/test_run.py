@@ -164,6 +164,13 @@ def test_a_run_is_not_started_twice_in_one_directory(ward: Ward) -> None:
         ward.train("other", resume=True)
 
 
+def test_a_directory_with_another_run_is_left_alone(ward: Ward) -> None:
+    (ward.place / "job" / "checkpoints" / "step-2").mkdir(parents=True)
+    with pytest.raises(UserError, match="already holds another run"):
+        ward.train()
+    assert not (ward.place / "job" / "evidence.jsonl").exists()
+
+
 def put_back(ward: Ward) -> None:
     shutil.copy(ward.place / "job" / STEPS[0], ward.place / "job" / STEPS[1])
 
@@ -285,8 +292,10 @@ def test_what_fails_is_cleaned_up(ward: Ward) -> None:
         raise RuntimeError(SECRET)
 
     seen: list[FinetuneJob] = []
+    ward.monkeypatch.delenv("WGPU_LORA_NO_RUN_LOG", raising=False)
     with pytest.raises(RuntimeError):
-        ward.train(watch=at_step(3, fail, seen))
+        ward.train(path=ward.hospital.job("job", URL, run_log=True), watch=at_step(3, fail, seen))
+    assert '"error": "RuntimeError"' in (Path(os.environ["WGPU_LORA_DATA_DIR"]) / "runs.jsonl").read_text()
     rows = seen[0].run.stream.prepared.rows
     assert not any(array.any() for row in rows for array in (row.input_ids, row.labels))
     assert ward.stages()[-2:] == ["failed", "wiped"]
