@@ -118,7 +118,6 @@ def _train(session: Session, model: LoadedModel, ending: Ending, watch: Watch | 
     sources, initial = _opened(session, cleanup)
     storage = SealedStorage(job.output, job.recipients, release.key, session.keys, log, initial, saved=session.report)
     ending.storage = storage
-    cleanup.add("checkpoints and results in memory", storage.forget)
     left = storage.recover()
     if left or log.cut:
         session.say("leftovers", f"of a session that was killed, all sealed: {', '.join(left) or 'a part of a line'}")
