@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import sync_directory, write_bytes_atomic
+from wgpu_lora.atomic import sweep, sync_directory, write_bytes_atomic
 from wgpu_lora.bounded import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.account import SKIPPED
@@ -35,6 +35,8 @@ ADAPTER = f"adapter{ARCHIVE}"
 SKIPPED_ROWS = f"{SKIPPED}.age"
 MADE = ("checkpoint", "evaluated", "finished", "interrupted", "failed")  # stages whose lines name sealed files
 _STEP = re.compile(f"{re.escape(STEPS)}/{NAME.pattern}{re.escape(ARCHIVE)}")
+# Names of files that are not sealed, and are written by renaming a temporary file.
+_BESIDE = re.compile(r"job\.toml|evidence-[0-9]+\.json|release-[0-9]+\.jwt|(cleanup|statement)\.json|.+\.jsonl\.age")
 UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 
 
@@ -68,16 +70,16 @@ class SealedStorage(Storage):
         self.adapter: dict[str, str] = {}
         self.adapter_sha256: str | None = None
         self.skipped = [one for entry in log.entries for one in entry.subjects if one[0] == SKIPPED_ROWS]
-        # The newest digest of each sealed file, in the order of the log; not of checkpoints that the run went back from.
+        # The newest digest of each sealed file, in the order of the log, but of checkpoints that were left behind.
         self._named: dict[str, str] = {}
         self._left_behind: set[str] = set()
         for entry in log.entries:
             if entry.stage in MADE:
                 for name, digest in entry.subjects:
                     self._name_newest(name, digest)
-            if entry.stage == "checkpoint":
+            if entry.stage == "checkpoint" and type(step := entry.facts.get("step")) is int:
                 for name in self._steps():
-                    if _step(name) > entry.facts.get("step", 0):
+                    if _step(name) > step:  # the run has gone back
                         self._left_behind.add(name)
                         del self._named[name]
 
@@ -86,6 +88,7 @@ class SealedStorage(Storage):
     def recover(self) -> list[str]:
         """Complete or remove what a killed session left unfinished; returns the names of these files."""
         left = []
+        sweep(self._run, _BESIDE)
         for directory in (self._run, self._run / STEPS):
             for path in sorted(directory.iterdir()) if directory.is_dir() else []:
                 if not (found := UNFINISHED.fullmatch(path.name)) or not path.is_file():
