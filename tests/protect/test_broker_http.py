@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from support.brokers import JOB, Owner, Trainer
 from support.policies import digest
 
-from wgpu_lora.protect.broker import limits
+from wgpu_lora.protect.broker import decide, limits
 from wgpu_lora.protect.broker.app import MAX_EVIDENCE, make_app
 from wgpu_lora.protect.broker.limits import MEDIA_TYPES, Rate
 from wgpu_lora.protect.broker.refusal import Refused
@@ -67,7 +67,7 @@ def test_refusals_name_the_rules_and_no_secret(owner: Owner, client: TestClient)
     [
         ("/v1/release", {}, b"{}", 415),
         ("/v1/release", {"Content-Type": "text/plain"}, b"{}", 415),
-        ("/v1/release", {**DSSE, "Content-Encoding": "gzip"}, gzip.compress(b"0" * 10_000), 415),
+        ("/v1/release", {**DSSE, "Content-Encoding": "gzip"}, gzip.compress(b"0" * 10_000, mtime=0), 415),
         ("/v1/release", DSSE, b"", 400),
         ("/v1/release", DSSE, b"\0" * 1000, 400),
         ("/v1/release", DSSE, b"[" * 100_000, 400),
@@ -165,6 +165,26 @@ def test_errors_of_the_brokers_machine_are_told_to_its_owner_alone(
     assert client.get("/v1/health").status_code == 200  # the next one may be recorded
     assert str(owner.directory) not in answer.text
     assert "No space left on device" in said[-1]
+
+
+def test_a_fault_of_the_broker_releases_nothing_and_shows_nothing(
+    owner: Owner, client: TestClient, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("AGE-SECRET-KEY-1")
+
+    nonce = client.post("/v1/nonce").json()["nonce"]
+    monkeypatch.setattr(decide, "make_release", broken)
+    answer = client.post("/v1/release", content=Trainer(owner).evidence(nonce), headers=DSSE)
+    assert answer.status_code == 500
+    assert "AGE-SECRET" not in answer.text + str(owner.lines())
+    monkeypatch.undo()
+    answer = client.post("/v1/release", content=Trainer(owner).evidence(nonce), headers=DSSE)
+    assert answer.json()["failures"][0]["rule"] == "evidence.nonce"
+    monkeypatch.setattr(decide.secrets, "token_hex", broken)
+    answer = client.post("/v1/nonce")
+    assert answer.status_code == 503
+    assert said[-1] == "The broker failed with RuntimeError."
 
 
 def test_a_client_cannot_ask_more_often_than_allowed_nor_take_all_from_others(monkeypatch: pytest.MonkeyPatch) -> None:

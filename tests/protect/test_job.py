@@ -149,4 +149,4 @@ def test_every_key_is_a_field() -> None:
         "broker_key",
         "ca",
         "files",
-    } == {item.name for item in dataclasses.fields(Job)} - {"path", "content", "arguments", "stated"}
+    } == {item.name for item in dataclasses.fields(Job)} - {"path", "content", "broker_file", "arguments", "stated"}

@@ -158,6 +158,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(sys.modules, "placed", importlib.util.module_from_spec(spec))
     monkeypatch.setattr(process, "loaded_files", lambda: [str(path)])
     monkeypatch.setattr(process, "_libraries", list)  # reading all takes a while
+    monkeypatch.setattr(process, "_own_modules", list)
     return path
 
 
@@ -167,6 +168,10 @@ def test_a_module_of_no_package_is_stated(module: Path) -> None:
     change(module)
     assert process.measure([])["unlisted"][str(module)] != before
     assert str(module) not in process.measure([os.path.realpath(module)])["unlisted"]
+    linked = module.with_name("linked.py")
+    linked.symlink_to(module)  # as installers link files to their cache
+    assert dependencies.accounted(str(linked), [str(linked)])
+    assert not dependencies.accounted(str(linked), [str(linked) + "x"])
 
 
 def test_a_module_made_at_run_time_is_stated(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +204,14 @@ def test_a_compiled_file_that_does_not_fit_its_source_is_stated(module: Path) ->
     py_compile.compile(str(other), str(cached))
     cached.write_bytes(whole[:16] + cached.read_bytes()[16:])  # the header, which Python trusts, is that of the source
     assert process.measure([])["compiled_otherwise"] == [str(module)]
-    for broken in (b"", whole[:20], whole[:16] + b"\xff" * 9):
+    for broken in (whole[:20], whole[:16] + b"\xff" * 9):
         cached.write_bytes(broken)
         assert process.measure([])["compiled_otherwise"] == [str(module)]
+    py_compile.compile(str(other), str(cached), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    assert process.measure([])["compiled_otherwise"] == [str(module)]
+    for unused in (b"", b"\0" + whole[1:], whole[:8] + b"\0" + whole[9:]):  # of another Python, or of an older source
+        cached.write_bytes(unused[:16] + cached.read_bytes()[16:])
+        assert process.measure([])["compiled_otherwise"] == []
 
 
 def test_a_hook_and_a_tracer_are_stated(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +233,7 @@ def test_a_library_of_no_package_is_stated(tmp_path: Path, monkeypatch: pytest.M
     ctypes.CDLL(str(library))
     monkeypatch.setattr(process, "_libraries", lambda: [path for path in mapped() or [] if str(tmp_path) in path])
     monkeypatch.setattr(process, "loaded_files", list)
+    monkeypatch.setattr(process, "_own_modules", list)
     found = process.measure([])["libraries"]
     assert found[str(library)] == hashlib.sha256(library.read_bytes()).hexdigest()
     assert str(library) not in process.measure([str(library)])["libraries"]

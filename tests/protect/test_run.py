@@ -32,6 +32,7 @@ from wgpu_lora.protect.log import EvidenceLog, read_log
 from wgpu_lora.protect.run import ProtectedRecord
 from wgpu_lora.protect.sealing import unseal_bytes
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.gather import gather
 from wgpu_lora.train.options.arguments import TrainingArguments
 
 URL = "http://127.0.0.1:1"
@@ -164,11 +165,19 @@ def test_a_run_is_not_started_twice_in_one_directory(ward: Ward) -> None:
         ward.train("other", resume=True)
 
 
-def test_a_directory_with_another_run_is_left_alone(ward: Ward) -> None:
-    (ward.place / "job" / "checkpoints" / "step-2").mkdir(parents=True)
-    with pytest.raises(UserError, match="already holds another run"):
+def test_a_directory_that_is_in_use_or_has_another_run(ward: Ward) -> None:
+    (ward.place / "job").mkdir()
+    (ward.place / "job" / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="already holds an adapter"):
         ward.train()
     assert not (ward.place / "job" / "evidence.jsonl").exists()
+    with pytest.raises(UserError, match="Another session"):
+        ward.train("other", watch=at_step(1, lambda: ward.run(ward.place / "other.toml")))
+    ward.train("other", resume=True)
+    options = {**OPTIONS, "data": "rows.jsonl", "output": str(ward.place / "other")}
+    for resume in (False, True):
+        with pytest.raises(UserError, match="protected run"):
+            gather({**options, "resume": resume}, None, "here") if resume else prepare_job(TrainingArguments(**options))
 
 
 def put_back(ward: Ward) -> None:
@@ -294,14 +303,14 @@ def test_what_fails_is_cleaned_up(ward: Ward) -> None:
     seen: list[FinetuneJob] = []
     ward.monkeypatch.delenv("WGPU_LORA_NO_RUN_LOG", raising=False)
     with pytest.raises(RuntimeError):
-        ward.train(path=ward.hospital.job("job", URL, run_log=True), watch=at_step(3, fail, seen))
-    assert '"error": "RuntimeError"' in (Path(os.environ["WGPU_LORA_DATA_DIR"]) / "runs.jsonl").read_text()
+        ward.train(watch=at_step(3, fail, seen), run_log=True)
     rows = seen[0].run.stream.prepared.rows
     assert not any(array.any() for row in rows for array in (row.input_ids, row.labels))
     assert ward.stages()[-2:] == ["failed", "wiped"]
     assert ward.check().failures == []
-    text = (ward.place / "job" / "evidence.jsonl").read_text()
-    assert SECRET not in text
+    pieces = Pieces()
+    pieces.text("the message", SECRET)
+    assert pieces.leaks([ward.place, Path(os.environ["WGPU_LORA_DATA_DIR"])]) == []
     resumed = ward.train(resume=True)
     assert resumed.run.outcome == "finished"
     assert ward.check().failures == []

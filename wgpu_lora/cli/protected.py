@@ -45,8 +45,8 @@ def protected_instead(
     cleanup = record.cleanup
     wiped = "all that can be overwritten was" if cleanup["complete"] else f"not all: {cleanup['not_wiped'][0]}"
     line("cleanup", f"{wiped}; cleanup.json lists what was, and what cannot be")
-    line("open", f"{program()} protect open {shlex.quote(str(record.adapter))} --key KEY", whole=True)
-    where, key = shlex.quote(str(record.directory)), "BROKER.pub"
+    line("open", f"{program()} protect open {shlex.quote(str(record.adapter))} --key KEY -o ADAPTER", whole=True)
+    where, key = shlex.quote(str(record.directory)), shlex.quote(str(job.broker_file))
     line("check", f"{program()} protect check {where} --broker-key {key}", whole=True)
     return code
 

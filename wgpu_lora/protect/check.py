@@ -32,6 +32,7 @@ class Checked:
         run: the run's id, "" if the log cannot be read. end: finished, failed, interrupted, or None.
         broker: the keyid that endorses the sessions; None if no broker's key was given.
         proven, claimed, failures: sentences.
+        session_key: of the last session, in PEM; it signed the adapter.
     """
 
     run: str
@@ -40,6 +41,7 @@ class Checked:
     proven: list[str]
     claimed: list[str]
     failures: list[str]
+    session_key: str | None = None
 
     @property
     def verified(self) -> bool:
@@ -107,7 +109,8 @@ def check(
     _check_anchor(entries, found)
     if found.failures:
         found.proven.clear()
-    return Checked(entries[0].chain, end, keyid, found.proven, found.claimed, found.failures)
+    key = sessions[-1].key.pem
+    return Checked(entries[0].chain, end, keyid, found.proven, found.claimed, found.failures, key)
 
 
 def _check_anchor(entries: Sequence[Entry], found: Findings) -> None:
@@ -135,12 +138,10 @@ def _say_sessions(
         if level == "quoted" and policy is not None and ("attestation", "tpm_keys") in policy.values:
             found.proven.append(f"the claims of {which} were quoted by a TPM of the policy")
         elif level == "quoted":  # anybody can run a TPM in software
-            found.claimed.append(
-                f"that the TPM which quoted the claims of {which} is real: no policy names its key"
-            )
+            found.claimed.append(f"that the TPM which quoted the claims of {which} is real: no policy names its key")
         else:
             found.claimed.append(f"the claims of {which} about its software and device ({level})")
     versions = [session.claims.get("package", {}).get("version") for session in sessions]
     if any(versions):
-        found.claimed.append(f"that it ran on wgpu-lora {listed(sorted(set(map(str, versions))))}")
+        found.claimed.append(f"its version, wgpu-lora {listed(sorted(set(map(str, versions))))}")
     found.claimed.append(UNPROVABLE)

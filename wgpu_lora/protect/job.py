@@ -58,8 +58,9 @@ class Job:
     Attributes:
         path: of its file. content: the file's bytes. name: the file's stem, if it states none.
         data, eval_data, init_adapter: sealed files. output: the run's directory.
-        recipients: to whom checkpoints and results are sealed. broker: its URL. files: a directory to exchange files
-            with a broker that cannot be reached. broker_key: what signs releases. ca: certificates, for the URL.
+        recipients: to whom checkpoints and results are sealed.
+        broker: its URL; ca: certificates for it. files: a directory to exchange files with a broker out of reach.
+        broker_key: what signs releases, read from broker_file.
         arguments: the options of the training. stated: those of them that the job states.
     """
 
@@ -70,6 +71,7 @@ class Job:
     output: Path
     recipients: tuple[str, ...]
     broker_key: PublicKey
+    broker_file: Path
     arguments: TrainingArguments
     stated: Mapping[str, Any]
     eval_data: Path | None = None
@@ -144,6 +146,7 @@ def read(path: str | Path) -> Job:
         output=own.path("output"),
         recipients=own.recipients(),
         broker_key=PublicKey.read(own.path("broker_key")),
+        broker_file=own.path("broker_key"),
         arguments=arguments,
         stated=stated,
         eval_data=own.file("eval_data", ROWS) if "eval_data" in own else None,
@@ -171,7 +174,7 @@ class _Table:
 
     def __init__(self, path: Path, values: Mapping[str, Any], where: str):
         self._values, self._where, self._beside = values, where, path.parent
-        known = {field.name for field in fields(Job)} - {"path", "content", "arguments", "stated"}
+        known = {field.name for field in fields(Job)} - {"path", "content", "broker_file", "arguments", "stated"}
         for name in values:
             if name not in known:
                 raise UserError(

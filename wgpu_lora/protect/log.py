@@ -50,7 +50,7 @@ ANCHORED = (
     "failed",
     "interrupted",
     "wiped",
-)  # anchors cost two flushes to the disk
+)  # an anchor costs two flushes to the disk
 
 
 class EvidenceLog:

@@ -7,6 +7,7 @@ import importlib.util
 import marshal
 import os
 import site
+import struct
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any
 import psutil
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.protect.dependencies import loaded_files, measured
+from wgpu_lora.protect.dependencies import PACKAGE, accounted, loaded_files
 
-MAX_PYC = 32 << 20
+MAX_PYC, HEADER = 32 << 20, 16
 MOST_NAMED = 500  # files of each kind
 STANDARD = {"BuiltinImporter", "FrozenImporter", "PathFinder"}
 
@@ -32,28 +33,30 @@ def measure(listed: Collection[str]) -> dict[str, Any]:
     Returns:
         unlisted: SHA-256, by path, of loaded modules and .pth files that belong to no package.
         fileless: modules without a file that are not Python's own: parts of compiled ones, or made at run time.
-        compiled_otherwise: modules whose compiled file is not what its source compiles to.
+        compiled_otherwise: modules that are loaded, or of this package, whose compiled file is not what their source
+            compiles to.
         libraries: SHA-256, by path, of native libraries that belong to no package; absent where they cannot be listed.
         import_hooks: types of finders other than Python's own. traced: whether a debugger or tracer is attached.
     """
 
-    def accounted(path: str) -> bool:
-        real = os.path.realpath(path)
-        return real in listed or measured(real)
-
     modules = loaded_files()
-    others = [path for path in [*modules, *_pth_files()] if not accounted(path)]
+    others = [path for path in [*modules, *_pth_files()] if not accounted(path, listed)]
     found: dict[str, Any] = {
         "unlisted": _named({path: _digest(path) for path in others}),
         "fileless": _fileless(),
-        "compiled_otherwise": [path for path in modules if _compiled_otherwise(path)],
+        "compiled_otherwise": sorted(path for path in {*modules, *_own_modules()} if _compiled_otherwise(path)),
         "import_hooks": sorted({_name(hook) for hook in sys.meta_path} - STANDARD),
         "traced": sys.gettrace() is not None or sys.getprofile() is not None or _tracer(),
     }
     libraries = _libraries()
     if libraries is not None:
-        found["libraries"] = _named({path: _digest(path) for path in libraries if not accounted(path)})
+        found["libraries"] = _named({path: _digest(path) for path in libraries if not accounted(path, listed)})
     return found
+
+
+def _own_modules() -> list[str]:
+    """All modules of this package, of which some are loaded later."""
+    return [str(path) for path in Path(PACKAGE).rglob("*.py")]
 
 
 def _named(digests: Mapping[str, str]) -> dict[str, str]:
@@ -74,7 +77,7 @@ def _fileless() -> list[str]:
 
 
 def _compiled_otherwise(source: str) -> bool:
-    """Whether the compiled file that Python would load for a module is not what its source compiles to.
+    """Whether Python would load, for a module, a compiled file that is not what its source compiles to.
 
     RECORD has no digests of compiled files, and Python trusts one that states the time and size of the source.
     """
@@ -83,14 +86,24 @@ def _compiled_otherwise(source: str) -> bool:
     try:
         with open(importlib.util.cache_from_source(source), "rb") as file:
             cached = file.read(MAX_PYC)
+        if not _would_be_loaded(cached, os.stat(source)):
+            return False
     except (OSError, NotImplementedError):
         return False  # there is none
     try:
-        code = marshal.loads(cached[16:])  # the header (PEP 552) has 16 bytes
+        code = marshal.loads(cached[HEADER:])
         meant = compile(Path(source).read_bytes(), source, "exec", dont_inherit=True, optimize=sys.flags.optimize)
     except (OSError, ValueError, EOFError, TypeError, SyntaxError):
         return True
     return not isinstance(code, CodeType) or code != meant
+
+
+def _would_be_loaded(cached: bytes, source: os.stat_result) -> bool:
+    """Whether a compiled file's header (PEP 552) fits this Python and its source; one by hash is taken to do so."""
+    if len(cached) < HEADER or cached[:4] != importlib.util.MAGIC_NUMBER:
+        return False
+    flags, stated, size = struct.unpack("<3I", cached[4:HEADER])
+    return bool(flags) or (stated, size) == (int(source.st_mtime) & 0xFFFFFFFF, source.st_size & 0xFFFFFFFF)
 
 
 def _libraries() -> list[str] | None:

@@ -183,7 +183,8 @@ def _claims(token: str, broker: PublicKey | None) -> dict[str, Any]:
 def _check_types(claims: Mapping[str, Any]) -> None:
     optional = {name: int for name in ("min_rows", "max_steps") if claims.get(name) is not None}
     for name, kind in {**REQUIRED, **optional}.items():
-        if type(claims.get(name)) is not kind:
+        value = claims.get(name)
+        if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 53):
             raise UserError(f"The release has no valid claim {name!r}: ask the broker again.")
 
 
@@ -201,7 +202,7 @@ def _check_times(claims: Mapping[str, Any], now: float) -> None:
 
 def _unwrapped(wrapped: str, keys: SessionKeys) -> bytes:
     try:
-        opened: bytes = pyrage.decrypt(wrapped.encode(), [keys.data.identity()])
+        opened: bytes = pyrage.decrypt(wrapped.encode("ascii", "replace"), [keys.data.identity()])
     except pyrage.DecryptError:
         raise UserError("The released key was not encrypted to this session: ask the broker again.") from None
     return opened

@@ -34,6 +34,7 @@ from wgpu_lora.signals import handled
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.records import RunRecord
+from wgpu_lora.train.resume import refuse_used
 from wgpu_lora.words import counted
 
 LOCK = ".session.lock"
@@ -94,6 +95,8 @@ def finetune(
         keys = SessionKeys.generate()
         stack.callback(keys.wipe)
         log = opened_log(job, keys, resume)
+        if log is None:
+            refuse_used(job.output)
         model = model or open_model(job.arguments.model or "demo", job.arguments.device, job.arguments.base_dtype)
         wiper = stack.enter_context(Wiper(model.device))
         beginning = Beginning(job, keys, host, log, say)

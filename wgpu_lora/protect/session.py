@@ -29,7 +29,6 @@ from wgpu_lora.protect.log import NAME as LOG
 from wgpu_lora.protect.log import EvidenceLog
 from wgpu_lora.protect.progress import sign_progress
 from wgpu_lora.protect.release import MAX_TOKEN, Release, open_release
-from wgpu_lora.train.resume import refuse_used
 
 JOB_COPY = "job.toml"
 EVIDENCE, RELEASE = "evidence.json", "release.jwt"  # in a job's directory of files
@@ -175,13 +174,6 @@ def opened_log(job: Job, keys: SessionKeys, resume: bool) -> EvidenceLog | None:
     if not path.is_file():
         if resume:
             raise UserError(f"There is no protected run in {job.output} to resume: start without {flag('resume')}.")
-        try:
-            refuse_used(job.output)
-        except UserError:
-            raise UserError(
-                f"The output directory {job.output} already holds another run, or an adapter: choose another in "
-                f"{job.path}."
-            ) from None
         return None
     if not resume:
         raise UserError(

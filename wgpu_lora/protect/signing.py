@@ -11,10 +11,12 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from model_signing import verifying
 
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect import envelope
@@ -67,19 +69,27 @@ def verify_model(directory: Path, public: PublicKey) -> None:
         try:
             config = verifying.Config().use_elliptic_key_verifier(public_key=key)
             config.verify(directory, directory / NAME)
-            _check_all_signed(directory)
+            other = _other_files(directory)  # the library leaves out those of git
         except Exception as error:  # the library raises whatever an invalid bundle causes
-            said = printable(str(error))[:300] or type(error).__name__
-            raise UserError(
-                f"{directory / NAME} does not verify the files of {directory} ({said}): open the sealed adapter anew."
-            ) from None
+            other = []
+            with suppress(Exception):
+                other = _other_files(directory)
+            said = printable(str(error))[:200] or type(error).__name__
+        else:
+            said = ""
+    if other or said:
+        what = f"{', '.join(map(printable, other[:10]))} {'is' if len(other) == 1 else 'are'} not as signed"
+        raise UserError(
+            f"{directory / NAME} does not verify the files of {directory} ({what if other else said}): open the sealed "
+            "adapter anew."
+        )
 
 
-def _check_all_signed(directory: Path) -> None:
-    """The library leaves out files of git."""
+def _other_files(directory: Path) -> list[str]:
+    """Files that a bundle, which need not be valid, does not list as they are, or that are missing."""
     content = json.loads((directory / NAME).read_bytes())
     statement = json.loads(base64.b64decode(content["dsseEnvelope"]["payload"]))
-    signed = {item["name"] for item in statement["predicate"]["resources"]} | {NAME}
-    found = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
-    if found != signed:
-        raise ValueError(f"other files than the signed ones: {', '.join(sorted(found ^ signed))}")
+    signed = {item["name"]: item["digest"] for item in statement["predicate"]["resources"]}
+    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not path.is_dir()}
+    found = {name: file_digest(path) for name, path in paths.items() if name != NAME}
+    return sorted(name for name in {*signed, *found} if signed.get(name) != found.get(name))

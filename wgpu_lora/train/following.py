@@ -98,7 +98,7 @@ class Followed(Follower):
         """Called when an exception has ended the job before the run."""
         if not self.over:
             found = status_of(error)
-            if "error" in found and self.run.stream.prepared.account.source.private:
+            if self.run.stream.prepared.account.source.private and found.get("error"):
                 found["error"] = type(error).__name__  # its message may have something of the rows
             self.recording.end(**found)
             self._close(found["status"])

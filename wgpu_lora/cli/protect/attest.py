@@ -15,7 +15,7 @@ SHORT = 16  # hexadecimal digits of a digest
 
 def attest(
     nonce: Annotated[str, typer.Option(help="The verifier's nonce; 'wgpu-lora protect nonce' prints one.")],
-    job: Annotated[Path | None, typer.Option(metavar="JOB.toml", help="A job, whose facts are stated too.")] = None,
+    job: Annotated[Path | None, typer.Option(metavar="FILE", help="JOB.toml, whose facts are stated too.")] = None,
     device: Device = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the evidence goes.")] = Path(
         "evidence.json"
@@ -39,9 +39,8 @@ def attest(
     from wgpu_lora.protect.host import harden
     from wgpu_lora.protect.keys import SessionKeys
 
-    host = harden()
     claims.check_nonce(nonce)
-    keys = SessionKeys.generate()
+    host, keys = harden(), SessionKeys.generate()
     try:
         if job is None:
             gathered = claims.gather(choose(device)[0], nonce=nonce, keys=keys, host=host.facts)

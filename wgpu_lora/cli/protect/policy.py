@@ -13,9 +13,7 @@ from wgpu_lora.cli.options import Device
 def policy(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="JOB.toml|EVIDENCE", help="A job, to run on this machine, or a trainer's evidence (.json)."
-        ),
+        typer.Argument(metavar="JOB|EVIDENCE", help="A job, to run on this machine, or a trainer's evidence (.json)."),
     ],
     strict: Annotated[
         bool, typer.Option("--strict", help="Pin every digest and release, so that each update needs a new policy.")

@@ -36,7 +36,7 @@ class Clock:
             behind = max(self._logged, passed) - now
             raise UserError(
                 f"The clock of this machine was set back by {behind:,.0f} s, so that nothing can be dated: set it "
-                "right, then start the broker again."
+                "right and start the broker again, with a new --state directory if it had been ahead."
             )
         self._logged = max(self._logged, now)
         return max(now, passed)

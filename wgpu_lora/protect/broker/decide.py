@@ -26,12 +26,12 @@ from wgpu_lora.protect.keys import DataKey, PublicKey, SigningKey
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.progress import read_progress, session_of
 from wgpu_lora.protect.release import make_release, token_digest
-from wgpu_lora.protect.result import Appraisal, Failure
+from wgpu_lora.protect.result import Failure
 
 MAX_NONCES = 1000  # open at the same time
 NONCE_BYTES = 32
 MAX_NAME = 200  # characters of a job's name
-_NONCE = _DIGEST = re.compile("[0-9a-f]{64}")
+_DIGITS = re.compile("[0-9a-f]{64}")  # of nonces and digests
 
 
 class Broker:
@@ -133,6 +133,8 @@ class Broker:
         """
         evidence = _read(signed)
         with self._turn:
+            if self._data_key is None:
+                raise UserError("This broker has no data key: start it with --key.")
             if isinstance(evidence, Failure):
                 self._clock.now()
                 self._refuse({"request": "release", "evidence_sha256": _sha256(signed)}, [evidence], 400)
@@ -166,8 +168,8 @@ class Broker:
             "evidence_sha256": evidence.sha256,
             "session": evidence.signing.keyid,
         }
-        failures = []
-        if isinstance(nonce, str) and _NONCE.fullmatch(nonce):
+        failures, token = [], ""
+        if isinstance(nonce, str) and _DIGITS.fullmatch(nonce):
             facts["nonce_sha256"] = _sha256(nonce.encode())
         if facts.get("nonce_sha256") not in self._state.nonces:
             failures.append(Failure(NONCE, "a nonce of this broker, not used and not expired", "another"))
@@ -176,11 +178,14 @@ class Broker:
             at = (known.sequence, known.head) if known and known.head is not None else None
             result = appraise(evidence, self.policy, nonce=nonce, now=now, head=at)
             failures += [*result.failures, *self._of_session(evidence, known is None)]
+            if self._data_key is not None and not failures:
+                token = make_release(evidence, result, self.policy, self._data_key, self._signing, now)
         except Exception as error:  # the nonce is used all the same
             self._refuse(facts, [Failure("appraisal", "a result", f"an error ({type(error).__name__})")], 500)
-        if failures or not result.passed:
+        if failures or not token:
             self._refuse(facts, failures, 403)
-        return self._answer(evidence, result, facts, now)
+        self._released(evidence, token, facts, now)
+        return token
 
     def _of_session(self, evidence: Evidence, unknown: bool) -> Iterable[Failure]:
         """The rules that need the broker's memory or its keys."""
@@ -196,10 +201,8 @@ class Broker:
         if self.recipient not in _job(evidence).get("recipients", ()):
             yield Failure("release.recipients", f"{self.recipient}, the data key's, among the job's", "it is not")
 
-    def _answer(self, evidence: Evidence, result: Appraisal, facts: dict[str, Any], now: float) -> str:
-        if self._data_key is None:
-            raise UserError("This broker has no data key: start it with --key.")
-        token = make_release(evidence, result, self.policy, self._data_key, self._signing, now)
+    def _released(self, evidence: Evidence, token: str, facts: Mapping[str, Any], now: float) -> None:
+        """Record a release; it must not be given away before."""
         released = {
             **facts,
             "session_key": evidence.signing.pem,
@@ -211,7 +214,6 @@ class Broker:
         }
         self._record("released", released, [("evidence", evidence.sha256)])
         self._tell(f"Released the key to the job '{facts['job']}', session {evidence.signing.keyid[:16]}.")
-        return token
 
     def _reported(self, signed: bytes) -> dict[str, Any]:
         """The content of a report, if the newest session of its job signed it."""
@@ -279,7 +281,7 @@ def _is_place(resume: Any) -> bool:
     if not isinstance(resume, Mapping) or set(resume) != {"sequence", "head"}:
         return False
     sequence, head = resume["sequence"], resume["head"]
-    return type(sequence) is int and 0 <= sequence < 1 << 53 and isinstance(head, str) and bool(_DIGEST.fullmatch(head))
+    return type(sequence) is int and 0 <= sequence < 1 << 53 and isinstance(head, str) and bool(_DIGITS.fullmatch(head))
 
 
 def _rules(failures: list[Failure]) -> str:
