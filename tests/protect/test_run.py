@@ -30,7 +30,7 @@ from wgpu_lora.protect import job as jobs
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.check import Checked, check
 from wgpu_lora.protect.client import BrokerClient
-from wgpu_lora.protect.log import read_log
+from wgpu_lora.protect.log import EvidenceLog, read_log
 from wgpu_lora.protect.run import ProtectedRecord
 from wgpu_lora.protect.sealing import unseal_bytes
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
@@ -305,6 +305,7 @@ def test_what_fails_is_cleaned_up(ward: Ward) -> None:
         raise RuntimeError(SECRET)
 
     seen: list[FinetuneJob] = []
+    ward.monkeypatch.delenv("WGPU_LORA_NO_RUN_LOG", raising=False)
     with pytest.raises(RuntimeError):
         ward.train(watch=at_step(3, fail, seen), run_log=True)
     rows = seen[0].run.stream.prepared.rows
@@ -320,9 +321,22 @@ def test_what_fails_is_cleaned_up(ward: Ward) -> None:
 
 
 def test_leftovers_of_a_killed_session_are_found(ward: Ward) -> None:
-    """A checkpoint that the log names is completed; others go; an incomplete line of the log is cut off."""
-    interrupted(ward)
+    """A checkpoint that the log names is completed; others go; an incomplete line of the log is cut off.
+
+    It was killed in its cleanup, of which there is no record then.
+    """
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with ward.monkeypatch.context() as patch:
+        patch.setattr(EvidenceLog, "wiped", killed)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(ward)
+    assert "session 1 ended without a cleanup record" in ward.check().failures
     place = ward.place / "job"
+    for name in ("release-2.jwt", "tracking.json", "skipped_rows.jsonl.age"):
+        (place / f".{name}.a1b2c3d4.tmp").write_bytes(b"half")
     digest = next(
         entry for entry in read_log(place / "evidence.jsonl") if entry.subjects[:1] and entry.subjects[0][0] == STEPS[1]
     ).subjects[0][1]

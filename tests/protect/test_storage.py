@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +78,45 @@ def test_a_run_goes_back_from_what_it_removes(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path, other) == steps / "step-4"
     entry = [entry for entry in other._log.entries if entry.stage == "checkpoint"][-1]
     assert entry.facts == {"step": 4, "removed": "checkpoints/step-6.tar.age"}
+
+
+@pytest.mark.parametrize("removed", [(6, 4, 2), (4, 6)])
+@pytest.mark.parametrize("writes", range(6))
+def test_a_crash_while_a_run_goes_back(
+    tmp_path: Path, removed: tuple[int, ...], writes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was written before a crash, log and directory agree on what is the newest; what went stays away."""
+    storage, steps = storage_in(tmp_path), tmp_path / "checkpoints"
+    for step in (2, 4, 6):
+        saved(storage, steps / f"step-{step}", step)
+    was = {path.name: path.read_bytes() for path in steps.iterdir()}
+    real, done = {"append": EvidenceLog.append, "unlink": Path.unlink}, list[str]()
+
+    def counted(name: str) -> Callable[..., Any]:
+        def write(*args: Any, **named: Any) -> Any:
+            if len(done) == writes:
+                raise KeyboardInterrupt
+            done.append(name)
+            return real[name](*args, **named)
+
+        return write
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(EvidenceLog, "append", counted("append"))
+        patch.setattr(Path, "unlink", counted("unlink"))
+        for step in removed:
+            storage.remove(steps / f"step-{step}")
+    for again in (False, True):  # and after somebody has put back what was removed
+        for name in was if again else ():
+            (steps / name).write_bytes(was[name])
+        other = storage_in(tmp_path)
+        other.recover()
+        other.check_newest()
+        lines = [entry for entry in other._log.entries if entry.stage == "checkpoint"]
+        found = checkpoint.newest(tmp_path, other)
+        expected = [f"checkpoints/{found.name}.tar.age"] if found else []
+        assert [name for name, _ in lines[-1].subjects] == expected
+        assert lines[-1].facts["step"] == (int(found.name.removeprefix("step-")) if found else 0)
 
 
 @pytest.mark.parametrize("complete", [True, False])
