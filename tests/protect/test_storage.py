@@ -58,6 +58,17 @@ def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
     assert b"weights" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
+def test_an_initial_adapter_is_found_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the record of a run that is resumed elsewhere names it; and whatever is written meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    log, keys = begun(tmp_path)
+    initial = {Path("initial.tar.age"): {"a": b"weights"}}
+    storage = SealedStorage(tmp_path, [KEY.recipient], KEY, keys, log, initial)
+    saved(storage, tmp_path / "checkpoints" / "step-2", 2)
+    for path in (Path("initial.tar.age"), tmp_path / "initial.tar.age"):
+        assert storage.read(path / "a") == b"weights"
+
+
 def test_files_that_the_log_does_not_name_are_not_there(tmp_path: Path) -> None:
     storage = storage_in(tmp_path)
     saved(storage, tmp_path / "checkpoints" / "step-2", 2)

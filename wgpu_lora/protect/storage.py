@@ -64,7 +64,8 @@ class SealedStorage(Storage):
         saved: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._recipients, self._key, self._keys, self._log = directory, recipients, key, keys, log
-        self._saved, self._opened = saved, dict(initial or {})
+        self._saved, self._opened = saved, dict[Path, Mapping[str, bytes]]()
+        self._initial = {path.resolve(): files for path, files in (initial or {}).items()}
         self._results: dict[str, bytes] = {}
         self._beside: Path | None = None
         self.adapter: dict[str, str] = {}
@@ -127,7 +128,9 @@ class SealedStorage(Storage):
         return [path for path in found if self.has(path)]
 
     def contents(self, directory: Path) -> Mapping[str, bytes] | None:
-        return self._opened.get(directory) or (self._open(directory) if self.has(directory) else None)
+        if found := self._opened.get(directory) or self._initial.get(directory.resolve()):
+            return found
+        return self._open(directory) if self.has(directory) else None
 
     def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
         place = self.place(final)
@@ -138,7 +141,7 @@ class SealedStorage(Storage):
         self._name_newest(name, digest)
         temporary.replace(place)
         sync_directory(place.parent)
-        self._opened.pop(final, None)
+        self._opened.clear()
         self._saved()
 
     def remove(self, directory: Path) -> None:
@@ -205,8 +208,8 @@ class SealedStorage(Storage):
 
     def forget(self) -> None:
         """Drop what is open. Python's bytes cannot be overwritten."""
-        self._opened.clear()
-        self._results.clear()
+        for kept in (self._opened, self._initial, self._results):
+            kept.clear()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -236,7 +239,7 @@ class SealedStorage(Storage):
         return data
 
     def _open(self, directory: Path) -> Mapping[str, bytes]:
-        """The files of a checkpoint. Only the last one stays open."""
+        """The files of a checkpoint. Only the last one stays open, until another is written."""
         path = self.place(directory)
         try:
             content = unseal_bytes(self._sealed(path), self._key)
@@ -246,9 +249,7 @@ class SealedStorage(Storage):
             files = archive.unpack(content)
         finally:
             content[:] = bytes(len(content))
-        for other in [one for one in self._opened if one.is_relative_to(self._run)]:
-            del self._opened[other]
-        self._opened[directory] = files
+        self._opened = {directory: files}
         return files
 
     def _steps(self) -> list[str]:
