@@ -168,6 +168,10 @@ def test_a_module_of_no_package_is_stated(module: Path) -> None:
     change(module)
     assert process.measure([])["unlisted"][str(module)] != before
     assert str(module) not in process.measure([os.path.realpath(module)])["unlisted"]
+    linked = module.with_name("linked.py")
+    linked.symlink_to(module)  # as installers link files to their cache
+    assert dependencies.accounted(str(linked), [str(linked)])
+    assert not dependencies.accounted(str(linked), [str(linked) + "x"])
 
 
 def test_a_module_made_at_run_time_is_stated(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:

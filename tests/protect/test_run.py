@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.attesting import quick
 from support.brokers import serving
@@ -29,7 +30,7 @@ from wgpu_lora.protect import job as jobs
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.check import Checked, check
 from wgpu_lora.protect.client import BrokerClient
-from wgpu_lora.protect.log import read_log
+from wgpu_lora.protect.log import EvidenceLog, read_log
 from wgpu_lora.protect.run import ProtectedRecord
 from wgpu_lora.protect.sealing import unseal_bytes
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
@@ -304,6 +305,7 @@ def test_what_fails_is_cleaned_up(ward: Ward) -> None:
         raise RuntimeError(SECRET)
 
     seen: list[FinetuneJob] = []
+    ward.monkeypatch.delenv("WGPU_LORA_NO_RUN_LOG", raising=False)
     with pytest.raises(RuntimeError):
         ward.train(watch=at_step(3, fail, seen), run_log=True)
     rows = seen[0].run.stream.prepared.rows
@@ -319,9 +321,22 @@ def test_what_fails_is_cleaned_up(ward: Ward) -> None:
 
 
 def test_leftovers_of_a_killed_session_are_found(ward: Ward) -> None:
-    """A checkpoint that the log names is completed; others go; an incomplete line of the log is cut off."""
-    interrupted(ward)
+    """A checkpoint that the log names is completed; others go; an incomplete line of the log is cut off.
+
+    It was killed in its cleanup, of which there is no record then.
+    """
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with ward.monkeypatch.context() as patch:
+        patch.setattr(EvidenceLog, "wiped", killed)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(ward)
+    assert "session 1 ended without a cleanup record" in ward.check().failures
     place = ward.place / "job"
+    for name in ("release-2.jwt", "tracking.json", "skipped_rows.jsonl.age"):
+        (place / f".{name}.a1b2c3d4.tmp").write_bytes(b"half")
     digest = next(
         entry for entry in read_log(place / "evidence.jsonl") if entry.subjects[:1] and entry.subjects[0][0] == STEPS[1]
     ).subjects[0][1]
@@ -505,3 +520,22 @@ def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.Capture
     assert "cannot be reached" in refused.err
     assert command("finetune", "--nonce", "x").code == 2
     assert command("finetune", "--protected", path, "--recipe", "demo").code == 2
+
+
+def test_a_run_goes_back_from_weights_that_are_not_finite(ward: Ward) -> None:
+    """As a plain run, it returns to the step before, and resumes from there; the newer checkpoint is gone."""
+    seen: list[FinetuneJob] = []
+
+    def poison() -> None:
+        norm = seen[0].session.model.decoder.final_norm.storage.buffer
+        ward._device.write(norm, np.full(norm.size // 4, np.nan, np.float32))
+
+    path = ward.hospital.job("job", URL, save_steps=1)
+    record = ward.train("job", path, watch=at_step(2, poison, seen))
+    assert (record.run.stop_reason, record.run.state.step, record.statement) == ("non-finite", 1, None)
+    assert [path.name for path in (ward.place / "job" / "checkpoints").iterdir()] == ["step-1.tar.age"]
+    assert ward.stages()[-2:] == ["failed", "wiped"]
+    assert ward.check().failures == []
+    resumed = ward.train("job", path, resume=True)
+    assert resumed.run.adapter_sha256 == ward.train("whole").run.adapter_sha256
+    assert ward.check().failures == []

@@ -32,6 +32,7 @@ class Checked:
         run: the run's id, "" if the log cannot be read. end: finished, failed, interrupted, or None.
         broker: the keyid that endorses the sessions; None if no broker's key was given.
         proven, claimed, failures: sentences.
+        session_key: of the last session, in PEM; it signed the adapter.
     """
 
     run: str
@@ -40,6 +41,7 @@ class Checked:
     proven: list[str]
     claimed: list[str]
     failures: list[str]
+    session_key: str | None = None
 
     @property
     def verified(self) -> bool:
@@ -107,7 +109,8 @@ def check(
     _check_anchor(entries, found)
     if found.failures:
         found.proven.clear()
-    return Checked(entries[0].chain, end, keyid, found.proven, found.claimed, found.failures)
+    key = sessions[-1].key.pem
+    return Checked(entries[0].chain, end, keyid, found.proven, found.claimed, found.failures, key)
 
 
 def _check_anchor(entries: Sequence[Entry], found: Findings) -> None:

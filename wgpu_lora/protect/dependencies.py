@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
@@ -26,8 +26,10 @@ from wgpu_lora.installed import NAME
 
 HASHES = {"sha256", "sha384", "sha512"}
 BY_INSTALLERS = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD")  # in .dist-info; they differ between machines
-PACKAGE = os.path.realpath(assets.DEMO_MODEL.parent.parent) + os.sep
-STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
+PACKAGE = os.path.normcase(os.path.realpath(assets.DEMO_MODEL.parent.parent)) + os.sep
+STANDARD = tuple(
+    os.path.normcase(os.path.realpath(sysconfig.get_path(name))) + os.sep for name in ("stdlib", "platstdlib")
+)
 INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 MOST_NAMED = 10  # files of a package that are named as changed
 
@@ -51,7 +53,7 @@ def installed() -> dict[str, Installed]:
     normalised names (PEP 503)."""
     found = {name: _measure(one) for name, one in _required().items()}
     listed = {path for one in found.values() for path in one.files}
-    missing = {path for path in map(os.path.realpath, loaded_files()) if path not in listed and not measured(path)}
+    missing = {path for file in loaded_files() if not accounted(file, listed) for path in _spellings(file)}
     for other in distributions() if missing else ():
         name = canonicalize_name(other.name or "")
         if name and name not in found and name != NAME and not missing.isdisjoint(_files(other)):
@@ -59,11 +61,18 @@ def installed() -> dict[str, Installed]:
     return found
 
 
-def measured(path: str) -> bool:
-    """Whether a file, given by its absolute path without links, is of this package or of Python's standard library, all
-    of whose files `measure` digests."""
-    inside = path.startswith(STANDARD) and not any(name in path for name in INSTALLED)
-    return inside or path.startswith(PACKAGE)
+def accounted(file: str, listed: Collection[str]) -> bool:
+    """Whether a file is one of those listed in RECORDs, or of this package or Python's standard library, all of whose
+    files `measure` digests."""
+    spelt = _spellings(file)
+    real = spelt[-1]
+    inside = real.startswith(STANDARD) and not any(name in real for name in INSTALLED)
+    return inside or real.startswith(PACKAGE) or any(path in listed for path in spelt)
+
+
+def _spellings(file: str) -> tuple[str, str]:
+    """A file's absolute path, with links (installers may link files to a cache) and without."""
+    return os.path.normcase(os.path.abspath(file)), os.path.normcase(os.path.realpath(file))
 
 
 def own_files() -> set[str]:
@@ -118,7 +127,10 @@ def _record(one: Distribution) -> dict[str, tuple[str, str]]:
     """
     root = os.path.realpath(str(one.locate_file("")))
     rows = csv.reader((one.read_text("RECORD") or "").splitlines())
-    return {row[0]: (os.path.normpath(os.path.join(root, row[0])), row[1]) for row in rows if len(row) >= 2}
+    paths = (
+        (row[0], os.path.normcase(os.path.normpath(os.path.join(root, row[0]))), row[1]) for row in rows if row[1:]
+    )
+    return {name: (path, stated) for name, path, stated in paths}
 
 
 def _files(one: Distribution) -> set[str]:

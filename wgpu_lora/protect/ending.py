@@ -70,6 +70,8 @@ class Ending:
 
     def _wipe(self) -> None:
         cleanup, keys = self.cleanup, self.beginning.keys
+        if self.storage:
+            self.storage.forget()
         keep = [storage.buffer for storage in self.model.decoder.storages() if storage.buffer is not None]
         cleanup.add("device buffers", lambda: of_device(self.wiper.wipe(keep)))
         if self.session:

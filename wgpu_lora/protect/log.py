@@ -11,7 +11,7 @@ Facts of the stages that `check` compares with other files:
     opened       rows, trained_rows; subjects: the sealed data
     started      options of the run; subjects: sealed rows that were skipped
     resumed      step; subjects: the checkpoint
-    checkpoint   step, loss, removed if the run went back; subjects: the sealed file
+    checkpoint   step, loss, removed if the run went back; subjects: the sealed file, none if it went back to its start
     evaluated    step, loss; subjects: the best adapter so far
     finished     the facts of `statement.RunFacts`; subjects: the sealed adapter
     failed       error

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.protect.dependencies import PACKAGE, loaded_files, measured
+from wgpu_lora.protect.dependencies import PACKAGE, accounted, loaded_files
 
 MAX_PYC, HEADER = 32 << 20, 16
 MOST_NAMED = 500  # files of each kind
@@ -39,12 +39,8 @@ def measure(listed: Collection[str]) -> dict[str, Any]:
         import_hooks: types of finders other than Python's own. traced: whether a debugger or tracer is attached.
     """
 
-    def accounted(path: str) -> bool:
-        real = os.path.realpath(path)
-        return real in listed or measured(real)
-
     modules = loaded_files()
-    others = [path for path in [*modules, *_pth_files()] if not accounted(path)]
+    others = [path for path in [*modules, *_pth_files()] if not accounted(path, listed)]
     found: dict[str, Any] = {
         "unlisted": _named({path: _digest(path) for path in others}),
         "fileless": _fileless(),
@@ -54,7 +50,7 @@ def measure(listed: Collection[str]) -> dict[str, Any]:
     }
     libraries = _libraries()
     if libraries is not None:
-        found["libraries"] = _named({path: _digest(path) for path in libraries if not accounted(path)})
+        found["libraries"] = _named({path: _digest(path) for path in libraries if not accounted(path, listed)})
     return found
 
 

@@ -14,7 +14,7 @@ from wgpu_lora.bounded import is_path, leads_out, printable
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.chain import read_bytes
 
-MAX_SHOWN = 60  # characters of a value in a message
+MAX_SHOWN = 70  # characters of a value in a message
 
 
 @dataclass
