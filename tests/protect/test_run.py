@@ -162,11 +162,15 @@ def test_resumed_after_sigterm_it_is_the_same_byte_for_byte(ward: Ward) -> None:
 
 
 def test_a_run_is_not_started_twice_in_one_directory(ward: Ward) -> None:
-    ward.train()
+    first = ward.train()
     with pytest.raises(UserError, match="already holds a protected run"):
         ward.train()
     with pytest.raises(UserError, match="no protected run"):
         ward.train("other", resume=True)
+    seen: list[FinetuneJob] = []
+    again = ward.train(resume=True, watch=at_step(0, lambda: None, seen))
+    assert again.run.adapter_sha256 == first.run.adapter_sha256
+    assert "resumed: already finished" in seen[0].run.notes  # other options would be another job
 
 
 def test_a_directory_that_is_in_use_or_has_another_run(ward: Ward) -> None:
