@@ -354,6 +354,22 @@ def test_leftovers_of_a_killed_session_are_found(ward: Ward) -> None:
     assert ward.check().failures == []
 
 
+def test_anchors_that_cannot_be_written(ward: Ward) -> None:
+    """Before the key is asked for, and, if that comes later, with what was open overwritten and nothing hidden."""
+    file = ward.place / "file"
+    file.write_text("")
+    with ward.monkeypatch.context() as patch:
+        patch.setenv("WGPU_LORA_DATA_DIR", str(file))
+        with pytest.raises(UserError, match="anchors"):
+            ward.train()
+        assert not (ward.place / "job").exists()
+        patch.setattr("wgpu_lora.protect.anchors.prepare", lambda: None)
+        with pytest.raises(UserError, match="anchors"):
+            ward.train()
+    assert ward.stages()[-2:] == ["failed", "wiped"]
+    assert ward.train().run.outcome == "finished"
+
+
 def test_a_killed_session_that_left_only_checkpoints_is_noticed(ward: Ward) -> None:
     with ward.monkeypatch.context() as patch:
         patch.setattr(ending.Ending, "run", lambda self: None)

@@ -21,7 +21,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events, Passing
 from wgpu_lora.gpu.wipe import Wiper
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.protect import archive
+from wgpu_lora.protect import anchors, archive
 from wgpu_lora.protect.cleanup import Cleanup, overwrite
 from wgpu_lora.protect.ending import Ending
 from wgpu_lora.protect.host import harden
@@ -92,6 +92,7 @@ def finetune(
         for sentence in host.facts["not_protected"]:
             say("note", sentence)
         stack.enter_context(_locked(job.output))
+        anchors.prepare()
         keys = SessionKeys.generate()
         stack.callback(keys.wipe)
         log = opened_log(job, keys, resume)
