@@ -21,6 +21,7 @@ from support.events import hearing
 from support.leaks import Pieces
 from support.protected import OPTIONS, SECRET, Hospital
 
+from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
@@ -498,6 +499,23 @@ def test_a_broker_that_cannot_be_reached_meanwhile_is_noted(ward: Ward) -> None:
     ward.monkeypatch.setattr(Broker, "progress", lost)
     assert ward.train().run.outcome == "finished"
     assert "the broker was not told" in dict(ward.said)["note"]
+
+
+def test_the_command_shows_no_message_of_an_unforeseen_error(
+    ward: Ward, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **given: Any) -> None:
+        try:
+            raise KeyError(SECRET)
+        except KeyError as error:
+            raise RuntimeError(SECRET) from error
+
+    monkeypatch.setattr(run, "finetune", fail)
+    assert main(["finetune", "--protected", str(ward.hospital.job("job", URL))]) == 1
+    said = capsys.readouterr()
+    assert "RuntimeError: a fault" in said.err
+    assert "in fail" in said.err
+    assert SECRET not in said.out + said.err
 
 
 def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.CaptureFixture[str]) -> None:
