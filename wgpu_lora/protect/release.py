@@ -19,7 +19,7 @@ import pyrage
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.claims import Evidence
-from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey
+from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey, parse_recipient
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.result import Appraisal
 
@@ -91,7 +91,7 @@ def make_release(
     """
     if not appraisal.passed:
         raise ValueError("the evidence has not passed")
-    recipient = pyrage.x25519.Recipient.from_str(evidence.recipient)
+    recipient = parse_recipient(evidence.recipient)
     claims = {
         "iss": broker_key.public.keyid,
         "aud": evidence.signing.keyid,

@@ -176,7 +176,7 @@ class Broker:
             nonce = None
         try:
             lines = known.lines if known else []
-            result = appraise(evidence, self.policy, nonce=nonce, now=now, head=known and known.newest)
+            result = appraise(evidence, self.policy, nonce=nonce, now=now, head=known.newest if known else None)
             failures += [*result.failures, *self._of_session(evidence, known is None)]
             if self._data_key is not None and not failures:
                 token = make_release(evidence, result, self.policy, self._data_key, self._signing, now, lines)
