@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from support.events import hearing
 from support.leaks import Pieces
 from support.protected import OPTIONS, SECRET, Hospital
 
+from wgpu_lora.atomic import file_digest
+from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
@@ -29,7 +32,9 @@ from wgpu_lora.protect import archive, ending, run, session
 from wgpu_lora.protect import job as jobs
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.check import Checked, check
+from wgpu_lora.protect.claims import attest, load_evidence
 from wgpu_lora.protect.client import BrokerClient
+from wgpu_lora.protect.keys import SessionKeys
 from wgpu_lora.protect.log import EvidenceLog, read_log
 from wgpu_lora.protect.run import ProtectedRecord
 from wgpu_lora.protect.sealing import unseal_bytes
@@ -100,8 +105,8 @@ def at_step(number: int, act: Callable[[], Any], jobs_seen: list[FinetuneJob] | 
     return watch
 
 
-def interrupted(ward: Ward, step: int = 4) -> ProtectedRecord:
-    record = ward.train(watch=at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+def interrupted(ward: Ward, step: int = 4, **given: Any) -> ProtectedRecord:
+    record = ward.train(**given, watch=at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert record.run.outcome == "interrupted"
     return record
 
@@ -251,6 +256,46 @@ def test_a_whole_directory_put_back_on_another_machine_is_noticed_by_the_broker(
         ward.train(resume=True)
     ward.monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "elsewhere"))
     with pytest.raises(UserError, match=r"evidence\.resume failed"):
+        ward.train(resume=True)
+
+
+def lengthen(ward: Ward, *lines: tuple[str, dict[str, Any], list[tuple[str, str]]]) -> None:
+    """A session whose keys nobody endorsed, at the end of the log: whoever can write to the directory can sign one."""
+    directory, keys = ward.place / "job", SessionKeys.generate()
+    log = EvidenceLog.resume(directory, keys)
+    claims = load_evidence(directory / "evidence-1.json").claims | {
+        "iat": int(time.time()),
+        "eat_nonce": "made up by the attacker",
+        "keys": {"recipient": keys.data.recipient, "signing": keys.signing.public.pem},
+        "resume": {"sequence": log.sequence, "head": log.head},
+    }
+    log.attested(attest(claims, keys, quote=False))
+    for line in lines:
+        log.append(*line)
+
+
+def test_an_older_directory_made_longer_is_noticed_by_the_broker_and_by_check(ward: Ward, tmp_path: Path) -> None:
+    interrupted(ward, 2)
+    shutil.copytree(ward.place / "job", tmp_path / "older")
+    interrupted(ward, 4, resume=True)
+    shutil.rmtree(ward.place / "job")
+    shutil.copytree(tmp_path / "older", ward.place / "job")
+    ward.monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "elsewhere"))
+    lengthen(ward, *[("leftovers", {}, [])] * 20)
+    with pytest.raises(UserError, match=r"does not have the line .* that the broker was told of"):
+        ward.train(resume=True)
+    ward.monkeypatch.setattr(session, "_check_known", lambda *given: None)  # a trainer that does not look
+    ward.train(resume=True)
+    assert any("the broker knew another line" in failure for failure in ward.check().failures)
+
+
+def test_a_log_that_others_went_on_with_is_not_resumed(ward: Ward, tmp_path: Path) -> None:
+    interrupted(ward, 2)
+    forged = ward.place / "job" / STEPS[1]
+    shutil.copy(ward.place / "job" / STEPS[0], forged)
+    ward.monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "elsewhere"))
+    lengthen(ward, ("checkpoint", {"step": 4, "loss": 1.0}, [(STEPS[1], file_digest(forged))]))
+    with pytest.raises(UserError, match=r"(?s)not what the job's broker answered.*before any release"):
         ward.train(resume=True)
 
 
@@ -502,6 +547,23 @@ def test_a_broker_that_cannot_be_reached_meanwhile_is_noted(ward: Ward) -> None:
     ward.monkeypatch.setattr(Broker, "progress", lost)
     assert ward.train().run.outcome == "finished"
     assert "the broker was not told" in dict(ward.said)["note"]
+
+
+def test_the_command_shows_no_message_of_an_unforeseen_error(
+    ward: Ward, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **given: Any) -> None:
+        try:
+            raise KeyError(SECRET)
+        except KeyError as error:
+            raise RuntimeError(SECRET) from error
+
+    monkeypatch.setattr(run, "finetune", fail)
+    assert main(["finetune", "--protected", str(ward.hospital.job("job", URL))]) == 1
+    said = capsys.readouterr()
+    assert "RuntimeError: a fault" in said.err
+    assert "in fail" in said.err
+    assert SECRET not in said.out + said.err
 
 
 def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.CaptureFixture[str]) -> None:

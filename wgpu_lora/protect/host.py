@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,30 @@ def harden() -> HostProtection:
     Memory is locked with MCL_ONFAULT: each page when it is first used, so that files are not read as a whole. Where
     there is a limit (RLIMIT_MEMLOCK), allocations beyond it would fail; then only data keys are locked (`lock_pages`).
     """
+    environment_at_start()  # a process that leaves no core dumps can no longer read it, unless it is root's
     done = HostProtection({})
     done.facts["core_dumps"] = _no_core_dumps(done)
     done.facts["memory"] = _lock_memory(done)
     done.facts["swap"] = swap_devices()
     done.facts["not_protected"] = list(_not_protected(done.facts))
     return done
+
+
+@cache
+def environment_at_start() -> dict[str, str]:
+    """The variables with which the process was started: as Linux keeps them, since a preloaded library can remove its
+    own, or, where that cannot be read, as Python found them."""
+    found: dict[bytes, bytes] = {}
+    if os.name == "posix":
+        import posix
+
+        found = posix.environ  # a snapshot, unlike os.environ
+    try:
+        lines = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        lines = []
+    pairs = (line.partition(b"=") for line in lines if b"=" in line)
+    return {os.fsdecode(name): os.fsdecode(value) for name, value in [*found.items(), *((a, b) for a, _, b in pairs)]}
 
 
 def lock_pages(address: int, size: int) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import pyrage
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.keys import DataKey, read_small
+from wgpu_lora.protect.keys import DataKey, parse_recipient, read_small
 
 VERSION, ARMOR = b"age-encryption.org/v1\n", b"-----BEGIN AGE ENCRYPTED FILE-----"
 # pyrage reads a header again from its start for each piece that arrives, so 16,000 short stanzas take it two minutes.
@@ -129,7 +129,7 @@ def parse_recipients(recipients: Sequence[str]) -> list[pyrage.x25519.Recipient]
         if text.upper().startswith("AGE-SECRET-KEY-"):  # it must not be repeated in a message
             raise UserError(f"A private key was given as a recipient: give the public half, {EXAMPLE}.")
         try:
-            parsed.append(pyrage.x25519.Recipient.from_str(text))
+            parsed.append(parse_recipient(text))
         except pyrage.RecipientError:
             raise UserError(f"{text!a:.80} is not an age X25519 recipient: give {EXAMPLE}.") from None
     return parsed
