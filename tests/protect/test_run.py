@@ -419,6 +419,17 @@ def test_anchors_that_cannot_be_written(ward: Ward) -> None:
     assert ward.train().run.outcome == "finished"
 
 
+def test_held_out_losses_do_not_fill_the_log(ward: Ward) -> None:
+    held = ward.hospital.seal("held", 6, seed=3)
+    ward.hospital.policy(ward.place / "train.jsonl.age", held)
+    path = ward.hospital.job("job", URL, 'eval_data = "held.jsonl.age"', eval_steps=1)
+    ward.monkeypatch.setattr("wgpu_lora.protect.chain.MAX_LOG_BYTES", 40_000)
+    assert ward.train(path=path).run.outcome == "finished"
+    losses = [e for e in read_log(ward.place / "job" / "evidence.jsonl") if e.stage == "evaluated" and not e.subjects]
+    assert 0 < len(losses) < 7
+    assert ward.check().failures == []
+
+
 def test_a_killed_session_that_left_only_checkpoints_is_noticed(ward: Ward) -> None:
     with ward.monkeypatch.context() as patch:
         patch.setattr(ending.Ending, "run", lambda self: None)
