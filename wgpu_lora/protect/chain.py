@@ -156,9 +156,7 @@ class Chain:
         if len(line) > MAX_LINE_BYTES:
             raise UserError(f"{self.path} would have a line of {len(line):,} bytes: record fewer facts in it.")
         if self.size + len(line) >= MAX_LOG_BYTES:
-            raise UserError(
-                f"{self.path} is full, at {MAX_LOG_BYTES:,} bytes: start a new run that evaluates less."
-            )
+            raise UserError(f"{self.path} is full, at {MAX_LOG_BYTES:,} bytes: start a new run that evaluates less.")
         self._write(line + b"\n")
         entry = Entry(**made, subjects=subjects, digest=_sha256(line), keyid=key.public.keyid)
         self.entries.append(entry)
