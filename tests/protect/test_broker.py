@@ -157,6 +157,14 @@ def test_malformed_evidence_is_refused_and_logged(owner: Owner, data: bytes) -> 
     assert stages(owner) == ["refused", "refused"]
 
 
+def test_a_recipient_that_everybody_could_open_is_refused(owner: Owner, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(owner)
+    trainer.keys.data.recipient = "age1qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq5cu47z"  # of low order
+    with owner.broker() as broker, pytest.raises(Refused, match="evidence failed"):
+        broker.decide(trainer.evidence(broker.nonce()))
+    assert "panicked" not in capfd.readouterr().err
+
+
 def test_a_stricter_policy_refuses_and_names_the_rules(owner: Owner) -> None:
     owner.write_policy('[training]\nmin_rows = 801\nmax_steps = 99\n[device]\nbackends = ["Metal"]\n')
     with owner.broker() as broker, pytest.raises(Refused) as caught:

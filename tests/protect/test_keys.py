@@ -4,10 +4,12 @@ import os
 import stat
 from pathlib import Path
 
+import pyrage
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey, write_private
+from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey, parse_recipient, write_private
+from wgpu_lora.protect.sealing import parse_recipients
 
 
 def test_a_data_key_survives_its_file_and_is_gone_after_wiping(tmp_path: Path) -> None:
@@ -106,7 +108,23 @@ def test_a_key_is_never_written_over_anything(tmp_path: Path) -> None:
             write_private(tmp_path / name, b"key")
     assert (tmp_path / "there").read_text() == "mine"
     with pytest.raises(UserError, match="cannot be written"):
-        write_private(tmp_path / "missing" / "key", b"key")
+        write_private(tmp_path / "there" / "key", b"key")
     for bad in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match=r"regular file|cannot be read"):
             DataKey.read(bad)
+
+
+@pytest.mark.parametrize(
+    "recipient",
+    [
+        "age1qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq5cu47z",  # 0
+        "age1qyqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqj7vrya",  # 1
+        "age1ur4h5lpmgxu2u9jku0a0r87ydtdqnr0tnsetrlvxvgz3vh6fhqqqzyt4v9",  # of order 8
+    ],
+)
+def test_points_of_low_order_are_no_recipients(recipient: str) -> None:
+    assert str(pyrage.x25519.Recipient.from_str(recipient)) == recipient
+    with pytest.raises(pyrage.RecipientError):
+        parse_recipient(recipient)
+    with pytest.raises(UserError, match="is not an age X25519 recipient"):
+        parse_recipients([recipient])

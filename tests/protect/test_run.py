@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.attesting import quick
 from support.brokers import serving
@@ -19,16 +22,19 @@ from support.events import hearing
 from support.leaks import Pieces
 from support.protected import OPTIONS, SECRET, Hospital
 
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
-from wgpu_lora.protect import archive, run, session
+from wgpu_lora.protect import archive, ending, run, session
 from wgpu_lora.protect import job as jobs
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.check import Checked, check
+from wgpu_lora.protect.claims import attest, load_evidence
 from wgpu_lora.protect.client import BrokerClient
+from wgpu_lora.protect.keys import SessionKeys
 from wgpu_lora.protect.log import EvidenceLog, read_log
 from wgpu_lora.protect.run import ProtectedRecord
 from wgpu_lora.protect.sealing import unseal_bytes
@@ -99,8 +105,8 @@ def at_step(number: int, act: Callable[[], Any], jobs_seen: list[FinetuneJob] | 
     return watch
 
 
-def interrupted(ward: Ward, step: int = 4) -> ProtectedRecord:
-    record = ward.train(watch=at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+def interrupted(ward: Ward, step: int = 4, **given: Any) -> ProtectedRecord:
+    record = ward.train(**given, watch=at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert record.run.outcome == "interrupted"
     return record
 
@@ -131,6 +137,8 @@ def test_a_run_is_that_of_the_data_in_the_clear_and_proven(ward: Ward, tmp_path:
     model.unload()
     assert whole.adapter_sha256 == record.run.adapter_sha256
     assert record.cleanup["complete"]
+    assert not any("checkpoint" in part["what"] for part in record.cleanup["wiped"])
+    assert {ending.DROPPED, ending.BASE} <= set(record.cleanup["not_wiped"])
     pieces = Pieces()
     pieces.text("the note", SECRET * 2)
     for row in rows:
@@ -247,6 +255,46 @@ def test_a_whole_directory_put_back_on_another_machine_is_noticed_by_the_broker(
         ward.train(resume=True)
 
 
+def lengthen(ward: Ward, *lines: tuple[str, dict[str, Any], list[tuple[str, str]]]) -> None:
+    """A session whose keys nobody endorsed, at the end of the log: whoever can write to the directory can sign one."""
+    directory, keys = ward.place / "job", SessionKeys.generate()
+    log = EvidenceLog.resume(directory, keys)
+    claims = load_evidence(directory / "evidence-1.json").claims | {
+        "iat": int(time.time()),
+        "eat_nonce": "made up by the attacker",
+        "keys": {"recipient": keys.data.recipient, "signing": keys.signing.public.pem},
+        "resume": {"sequence": log.sequence, "head": log.head},
+    }
+    log.attested(attest(claims, keys, quote=False))
+    for line in lines:
+        log.append(*line)
+
+
+def test_an_older_directory_made_longer_is_noticed_by_the_broker_and_by_check(ward: Ward, tmp_path: Path) -> None:
+    interrupted(ward, 2)
+    shutil.copytree(ward.place / "job", tmp_path / "older")
+    interrupted(ward, 4, resume=True)
+    shutil.rmtree(ward.place / "job")
+    shutil.copytree(tmp_path / "older", ward.place / "job")
+    ward.monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "elsewhere"))
+    lengthen(ward, *[("leftovers", {}, [])] * 20)
+    with pytest.raises(UserError, match=r"does not have the line .* that the broker was told of"):
+        ward.train(resume=True)
+    ward.monkeypatch.setattr(session, "_check_known", lambda *given: None)  # a trainer that does not look
+    ward.train(resume=True)
+    assert any("the broker knew another line" in failure for failure in ward.check().failures)
+
+
+def test_a_log_that_others_went_on_with_is_not_resumed(ward: Ward, tmp_path: Path) -> None:
+    interrupted(ward, 2)
+    forged = ward.place / "job" / STEPS[1]
+    shutil.copy(ward.place / "job" / STEPS[0], forged)
+    ward.monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "elsewhere"))
+    lengthen(ward, ("checkpoint", {"step": 4, "loss": 1.0}, [(STEPS[1], file_digest(forged))]))
+    with pytest.raises(UserError, match=r"(?s)not what the job's broker answered.*before any release"):
+        ward.train(resume=True)
+
+
 def test_other_sealed_data_are_refused(ward: Ward) -> None:
     other = ward.hospital.seal("other", seed=5)
     for path in (other, other.with_name(f"{other.name}.json")):
@@ -341,12 +389,67 @@ def test_leftovers_of_a_killed_session_are_found(ward: Ward) -> None:
     (place / "checkpoints" / f".step-6.tar.age.{'0' * 16}.tmp").write_bytes(b"half")
     with (place / "evidence.jsonl").open("ab") as file:
         file.write(b'{"payload"')
+    (place / ".cleanup.json.abcdefg8.tmp").write_bytes(b"{")
     ward.train(resume=True)
     found = next(entry for entry in read_log(place / "evidence.jsonl") if entry.stage == "leftovers")
     assert len(found.facts["files"]) == 2
     assert found.facts["log_bytes"] == 10
     assert "leftovers" in dict(ward.said)
     assert not list(place.rglob("*.tmp"))
+    assert ward.check().failures == []
+
+
+def test_anchors_that_cannot_be_written(ward: Ward) -> None:
+    """Before the key is asked for, and, if that comes later, with what was open overwritten and nothing hidden."""
+    file = ward.place / "file"
+    file.write_text("")
+    with ward.monkeypatch.context() as patch:
+        patch.setenv("WGPU_LORA_DATA_DIR", str(file))
+        with pytest.raises(UserError, match="anchors"):
+            ward.train()
+        assert not (ward.place / "job").exists()
+        patch.setattr("wgpu_lora.protect.anchors.prepare", lambda: None)
+        with pytest.raises(UserError, match="anchors"):
+            ward.train()
+    assert ward.stages()[-2:] == ["failed", "wiped"]
+    assert ward.train().run.outcome == "finished"
+
+
+def test_a_killed_session_that_left_only_checkpoints_is_noticed(ward: Ward) -> None:
+    with ward.monkeypatch.context() as patch:
+        patch.setattr(ending.Ending, "run", lambda self: None)
+        interrupted(ward)
+    for path in (ward.place / "job").glob("*.tmp"):
+        path.unlink()
+    ward.train(resume=True)
+    assert "wiped nothing" in dict(ward.said)["leftovers"]
+    assert "leftovers" in ward.stages()
+    assert ward.check().failures == []
+
+
+@pytest.mark.parametrize("name", ["adapter.tar.age", "statement.json", "job.toml"])
+def test_files_that_a_run_would_write_over_are_kept(ward: Ward, name: str) -> None:
+    path = ward.place / "job" / name
+    path.parent.mkdir()
+    path.write_text("mine")
+    with pytest.raises(UserError, match=f"{name} exists already"):
+        ward.train()
+    assert path.read_text() == "mine"
+    assert [one.name for one in path.parent.iterdir() if one.name != run.LOCK] == [name]
+
+
+def test_a_full_disk_leaves_no_part_of_a_checkpoint(ward: Ward) -> None:
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if "step-4" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    ward.monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="No space left"):
+        ward.train()
+    assert not list(ward.place.rglob("*.tmp"))
     assert ward.check().failures == []
 
 
@@ -413,6 +516,20 @@ def test_releases_by_files(ward: Ward) -> None:
     assert ward.check().failures == []
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_wait_for_a_release_that_was_given_up_is_begun_anew(ward: Ward, resume: bool) -> None:
+    path = ward.hospital.job("job")
+    with ward.owner.broker() as broker, ward.monkeypatch.context() as patch:
+        patch.setattr(session.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            ward.run(path, nonce=broker.nonce())
+    assert ward.stages() == ["attested", "interrupted", "wiped"]
+    path.unlink()
+    ward.train(resume=resume)
+    assert ward.check().failures == []
+    assert ward.stages().count("attested") == 1
+
+
 def test_a_job_that_changes_is_not_resumed(ward: Ward) -> None:
     interrupted(ward)
     with pytest.raises(UserError, match="max_steps"):
@@ -465,3 +582,22 @@ def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.Capture
     assert "cannot be reached" in refused.err
     assert command("finetune", "--nonce", "x").code == 2
     assert command("finetune", "--protected", path, "--recipe", "demo").code == 2
+
+
+def test_a_run_goes_back_from_weights_that_are_not_finite(ward: Ward) -> None:
+    """As a plain run, it returns to the step before, and resumes from there; the newer checkpoint is gone."""
+    seen: list[FinetuneJob] = []
+
+    def poison() -> None:
+        norm = seen[0].session.model.decoder.final_norm.storage.buffer
+        ward._device.write(norm, np.full(norm.size // 4, np.nan, np.float32))
+
+    path = ward.hospital.job("job", URL, save_steps=1)
+    record = ward.train("job", path, watch=at_step(2, poison, seen))
+    assert (record.run.stop_reason, record.run.state.step, record.statement) == ("non-finite", 1, None)
+    assert [path.name for path in (ward.place / "job" / "checkpoints").iterdir()] == ["step-1.tar.age"]
+    assert ward.stages()[-2:] == ["failed", "wiped"]
+    assert ward.check().failures == []
+    resumed = ward.train("job", path, resume=True)
+    assert resumed.run.adapter_sha256 == ward.train("whole").run.adapter_sha256
+    assert ward.check().failures == []

@@ -182,9 +182,7 @@ class Bench:
 
     def _train(self, name: str, **changes: Any) -> RunRecord:
         args = replace(self.args, output=str(self.place / "raw" / name), **changes)
-        record = prepare_job(args, self.model).train()
-        if record.stop_reason == "interrupt":
-            raise KeyboardInterrupt
+        record = _uninterrupted(prepare_job(args, self.model).train())
         self.trained = record.trainable_parameters
         return record
 
@@ -192,7 +190,7 @@ class Bench:
         """The segment, what became of its attestation, and its state at the end."""
         begin = time.perf_counter()
         done = run.finetune(job.read(self._job(name)), model=self.model)
-        segment = _segment(done.run, time.perf_counter() - begin)
+        segment = _segment(_uninterrupted(done.run), time.perf_counter() - begin)
         found = check(done.directory, self.owner.broker_public, Policy.read(self.policy))
         attestation = VERIFIED if found.verified else f"not verified ({found.failures[0]})"
         return segment, attestation, runtime_state(done.cleanup)
@@ -267,6 +265,12 @@ def runtime_state(cleanup: Mapping[str, Any]) -> str:
 def _parameters(model: LoadedModel) -> int:
     """Of the base model."""
     return sum(math.prod(shape) for shape in model.config.parameter_shapes().values())
+
+
+def _uninterrupted(record: RunRecord) -> RunRecord:
+    if record.stop_reason == "interrupt":  # a signal, which ends the benchmark
+        raise KeyboardInterrupt
+    return record
 
 
 def _segment(record: RunRecord, whole: float) -> Segment:

@@ -95,6 +95,8 @@ def check(
     sessions = sessions_of(entries)
     found.proven.append(f"the log's {len(entries)} lines are complete up to its end and in order")
     check_sessions(run, sessions, broker, policy, found)
+    if not sessions[-1].named("released"):  # an earlier session's lines are endorsed by the next one's release
+        found.fail(f"session {len(sessions)} has no release: nobody endorses its lines")
     check_files(run, sessions, found)
     check_cleanup(run, sessions, found)
     end = check_end(run, sessions, policy, adapter, found)

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pyrage
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 from wgpu_lora.installed import NAME
 from wgpu_lora.protect import envelope, quotes, tpm
 from wgpu_lora.protect.envelope import EnvelopeError
-from wgpu_lora.protect.keys import PublicKey, SessionKeys
+from wgpu_lora.protect.keys import PublicKey, SessionKeys, parse_recipient
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.devices import DeviceInfo
@@ -216,7 +216,7 @@ def read_evidence(data: bytes) -> Evidence:
         if signing.pem != claims["keys"]["signing"]:
             raise EnvelopeError("its signing key is not in the usual form")
         recipient = _text(claims, "keys", "recipient")
-        if str(pyrage.x25519.Recipient.from_str(recipient)) != recipient:
+        if str(parse_recipient(recipient)) != recipient:
             raise EnvelopeError("its recipient is not in the usual form")
         check_nonce(_text(claims, "eat_nonce"))
         quote = _quote(statement["predicate"], claims)
@@ -235,7 +235,7 @@ def load_evidence(path: str | Path) -> Evidence:
         with path.open("rb") as file:
             return read_evidence(file.read(MAX_BYTES + 1))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): check the path.") from None
+        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
 
 
 def _claims(statement: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from pyrage import RecipientError, x25519
+from pyrage import RecipientError
 
 from wgpu_lora.bounded import printable
+from wgpu_lora.protect.keys import parse_recipient
 
 MOST = 10_000  # items of a list or a table
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -90,7 +91,7 @@ _digest = _matching(DIGEST, "the 64 lower-case hexadecimal digits of a SHA-256")
 
 def _recipient(value: Any) -> str:
     try:
-        x25519.Recipient.from_str(value)
+        parse_recipient(value)
     except (RecipientError, TypeError):
         raise WrongValue(f"has {shown(value)}, but must be an age recipient (age1...)") from None
     return str(value)

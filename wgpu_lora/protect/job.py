@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.bounded import check_path, is_name, printable, read_bytes, read_toml
+from wgpu_lora.bounded import check_path, is_name, parse_toml, printable, toml_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import IN_FILE, flag, naming
 from wgpu_lora.protect.keys import PublicKey
@@ -130,7 +130,8 @@ def read(path: str | Path) -> Job:
     """
     path = Path(path)
     check_path(path)
-    tables, where = read_toml(path, "The job"), f"The job {path}"
+    content, where = toml_bytes(path, "The job"), f"The job {path}"  # read once: what is attested is what is run
+    tables = parse_toml(content, where)
     for name, table in tables.items():
         if name not in SECTIONS or not isinstance(table, dict):
             raise UserError(
@@ -140,7 +141,7 @@ def read(path: str | Path) -> Job:
     arguments, stated = _options(dict(tables.get("training", {})), own)
     job = Job(
         path=path,
-        content=read_bytes(path),
+        content=content,
         name=own.text("name", path.stem),
         data=own.file("data", ROWS),
         output=own.path("output"),

@@ -16,13 +16,15 @@ import pyrage
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 from wgpu_lora.protect.host import lock_pages
 
 MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients
 SECRET = b"AGE-SECRET-KEY-1"
+BECH32 = str.maketrans("qpzry9x8gf2tvdw0s3jn54khce6mua7l", "0123456789abcdefghijklmnopqrstuv")  # BIP 173
 
 
 class DataKey:
@@ -228,19 +230,39 @@ class SessionKeys:
         self.signing.wipe()
 
 
+def parse_recipient(text: str) -> pyrage.x25519.Recipient:
+    """An age recipient.
+
+    Raises:
+        pyrage.RecipientError: it is none, or a point of low order (RFC 7748, 6.1): anybody could open what is sealed
+            to it, and pyrage would panic.
+    """
+    found = pyrage.x25519.Recipient.from_str(text)
+    point = int(str(found)[4:-6].translate(BECH32), 32) >> 4  # 52 digits of 5 bits
+    try:
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(point.to_bytes(32, "big")))
+    except ValueError:
+        raise pyrage.RecipientError("a point of low order") from None
+    return found
+
+
 def write_private(path: str | Path, content: bytes) -> None:
     """Writes a new file that only its owner may read (mode 0600; on Windows, what its directory grants).
+
+    A directory that is missing is made, for its owner alone.
 
     Raises:
         UserError: the path exists, or cannot be written; then nothing is left of it.
     """
     path = Path(path)
     try:
+        if not path.parent.exists():
+            path.parent.mkdir(mode=0o700, parents=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
     except FileExistsError:
         raise UserError(f"{path} exists already: choose another name, a key is never overwritten.") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be written ({error}): choose another path.") from None
+        raise UserError(f"{path} cannot be written ({reason(error)}): choose another path.") from None
     try:
         with os.fdopen(descriptor, "wb", buffering=0) as file:
             view = memoryview(content)
@@ -273,7 +295,7 @@ def read_small(path: str | Path, what: str) -> bytearray:
             while found := file.readinto(memoryview(content)[size:]):
                 size += found
     except (OSError, ValueError) as error:
-        raise UserError(f"{what} {path} cannot be read ({error}): check the path.") from None
+        raise UserError(f"{what} {path} cannot be read ({reason(error)}): check the path.") from None
     if size > MAX_KEY_BYTES:
         raise UserError(f"{what} {path} is longer than {MAX_KEY_BYTES:,} bytes: give the path of a key file.")
     short = bytearray(memoryview(content)[:size])

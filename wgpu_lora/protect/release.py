@@ -19,7 +19,7 @@ import pyrage
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.claims import Evidence
-from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey
+from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey, parse_recipient
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.result import Appraisal
 
@@ -39,6 +39,7 @@ REQUIRED = {
     "recipient": str,  # of the data key
     "wrapped_key": str,
     "policy": dict,
+    "known": list,  # lines of the job's evidence log
 }
 AFFIRMING = "affirming"
 
@@ -72,7 +73,13 @@ class Release:
 
 
 def make_release(
-    evidence: Evidence, appraisal: Appraisal, policy: Policy, data_key: DataKey, broker_key: SigningKey, now: float
+    evidence: Evidence,
+    appraisal: Appraisal,
+    policy: Policy,
+    data_key: DataKey,
+    broker_key: SigningKey,
+    now: float,
+    known: Sequence[tuple[int, str]] = (),
 ) -> str:
     """A token that releases the data key to the session of this evidence, which must have passed the policy.
 
@@ -84,7 +91,7 @@ def make_release(
     """
     if not appraisal.passed:
         raise ValueError("the evidence has not passed")
-    recipient = pyrage.x25519.Recipient.from_str(evidence.recipient)
+    recipient = parse_recipient(evidence.recipient)
     claims = {
         "iss": broker_key.public.keyid,
         "aud": evidence.signing.keyid,
@@ -100,6 +107,7 @@ def make_release(
         "min_rows": policy.min_rows,
         "max_steps": policy.max_steps,
         "policy": policy.as_dict(),
+        "known": [{"sequence": number, "head": head} for number, head in known],
     }
     header = {"kid": broker_key.public.keyid}
     return jwt.encode(claims, broker_key.key, ALGORITHM, headers=header)
@@ -178,6 +186,26 @@ def _claims(token: str, broker: PublicKey | None) -> dict[str, Any]:
         raise UserError(f"The release cannot be read ({error!s:.100}): get the original.") from None
     _check_types(claims)
     return claims
+
+
+def missing_line(claims: Mapping[str, Any], log: Sequence[str]) -> int | None:
+    """The number, from 0, of a line of the job's evidence log that the broker knew and that the log does not have.
+
+    That evidence states a later line is not enough, since anybody can make an older log longer.
+
+    Args:
+        log: SHA-256 of the lines before the session.
+
+    Raises:
+        UserError: the claim names no lines.
+    """
+    for line in claims["known"]:
+        if not isinstance(line, dict) or [type(line.get(name)) for name in ("sequence", "head")] != [int, str]:
+            raise UserError("The release has no valid claim 'known': ask the broker again.")
+        number: int = line["sequence"]
+        if not 0 <= number < len(log) or log[number] != line["head"]:
+            return number
+    return None
 
 
 def _check_types(claims: Mapping[str, Any]) -> None:

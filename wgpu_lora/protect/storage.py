@@ -218,10 +218,14 @@ class SealedStorage(Storage):
         sealed = seal_bytes(data, self._recipients)
         digest = hashlib.sha256(sealed).hexdigest()
         temporary = place.with_name(f".{place.name}.{digest[:16]}.tmp")
-        with temporary.open("wb") as file:
-            file.write(sealed)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with temporary.open("wb") as file:
+                file.write(sealed)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            temporary.unlink(missing_ok=True)  # a full disk must have room for the record of the end
+            raise
         return digest, temporary
 
     def _sealed(self, path: Path) -> bytes:

@@ -150,10 +150,10 @@ class Broker:
             self._clock.now()
             facts = self._reported(signed)
             job = self._state.jobs[facts["job"]]
-            if (facts["sequence"], facts["head"]) == (job.sequence, job.head):
+            if (facts["sequence"], facts["head"]) == job.newest:
                 return  # asked twice
-            if facts["sequence"] <= job.sequence:
-                failure = Failure("sequence", f"more than {job.sequence}", str(facts["sequence"]))
+            if job.newest and facts["sequence"] <= job.newest[0]:
+                failure = Failure("sequence", f"more than {job.newest[0]}", str(facts["sequence"]))
                 self._refuse({"request": "progress", **facts}, [failure], 409)
             self._record("progress", facts)
 
@@ -175,11 +175,11 @@ class Broker:
             failures.append(Failure(NONCE, "a nonce of this broker, not used and not expired", "another"))
             nonce = None
         try:
-            at = (known.sequence, known.head) if known and known.head is not None else None
-            result = appraise(evidence, self.policy, nonce=nonce, now=now, head=at)
+            lines = known.lines if known else []
+            result = appraise(evidence, self.policy, nonce=nonce, now=now, head=known.newest if known else None)
             failures += [*result.failures, *self._of_session(evidence, known is None)]
             if self._data_key is not None and not failures:
-                token = make_release(evidence, result, self.policy, self._data_key, self._signing, now)
+                token = make_release(evidence, result, self.policy, self._data_key, self._signing, now, lines)
         except Exception as error:  # the nonce is used all the same
             self._refuse(facts, [Failure("appraisal", "a result", f"an error ({type(error).__name__})")], 500)
         if failures or not token:

@@ -8,6 +8,8 @@ from typing import Any
 
 from wgpu_lora.protect.chain import Entry
 
+MOST_LINES = 64  # of a job; the one that was reported stays
+
 
 @dataclass
 class JobState:
@@ -15,13 +17,18 @@ class JobState:
 
     Attributes:
         session, key: keyid and public key (PEM) of its newest session.
-        sequence, head: the newest line of its evidence log that is known; -1 and None before there is one.
+        lines: of its evidence log that are known, number and SHA-256: the newest that was reported, and those that
+            sessions stated since then when they resumed. A log that has all of them is not an older one, made longer.
     """
 
     session: str
     key: str
-    sequence: int = -1
-    head: str | None = None
+    lines: list[tuple[int, str]] = field(default_factory=list)
+
+    @property
+    def newest(self) -> tuple[int, str] | None:
+        """The line that a session must have reached."""
+        return self.lines[-1] if self.lines else None
 
 
 @dataclass
@@ -66,16 +73,19 @@ class State:
         name = facts["job"]
         self.sessions[facts["session"]] = name
         before = self.jobs.get(name)
-        at = (before.sequence, before.head) if before else (-1, None)
-        if facts["resume"] is not None:
-            at = facts["resume"]["sequence"], facts["resume"]["head"]
-        self.jobs[name] = JobState(facts["session"], facts["session_key"], *at)
+        lines = [*before.lines] if before else []
+        if (resume := facts["resume"]) is not None and (line := (resume["sequence"], resume["head"])) not in lines:
+            lines.append(line)
+        kept = lines if len(lines) <= MOST_LINES else [lines[0], *lines[1 - MOST_LINES :]]  # a release names them all
+        self.jobs[name] = JobState(facts["session"], facts["session_key"], kept)
 
     def _progress(self, facts: Mapping[str, Any]) -> None:
-        job = self.jobs[facts["job"]]
-        job.sequence, job.head = facts["sequence"], facts["head"]
+        self.jobs[facts["job"]].lines = [(facts["sequence"], facts["head"])]
 
     def _carried(self, facts: Mapping[str, Any]) -> None:
         state = facts["state"]
         self.nonces, self.sessions = dict(state["nonces"]), dict(state["sessions"])
-        self.jobs = {name: JobState(**job) for name, job in state["jobs"].items()}
+        self.jobs = {
+            name: JobState(job["session"], job["key"], [(number, head) for number, head in job["lines"]])
+            for name, job in state["jobs"].items()
+        }

@@ -18,7 +18,7 @@ from wgpu_lora.protect.checking.findings import Findings, digest_of, small_file
 from wgpu_lora.protect.claims import Evidence, read_evidence
 from wgpu_lora.protect.keys import PublicKey
 from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.release import AFFIRMING, SLACK, read_release
+from wgpu_lora.protect.release import AFFIRMING, SLACK, missing_line, read_release
 
 BEFORE_RELEASE = ("attested", "released", "leftovers", "failed", "interrupted", "wiped")
 ENDS = ("finished", "failed", "interrupted")
@@ -76,14 +76,13 @@ def check_sessions(
             _check_evidence(run, session, before, found)
         with found.part(f"release-{session.number}.jwt"):
             _check_release(run, session, broker, found)
+            _check_known(session, sessions, found)
         with found.part(f"session {session.number}"):
             _check_stages(session, sessions, found)
         if policy is not None and session.evidence is not None and session.release:
             with found.part(f"the policy for session {session.number}"):
                 _check_policy(session, before, policy, found)
         before = session.entries[-1]
-    if not sessions[-1].named("released"):  # an earlier session's lines are endorsed by the next one's release
-        found.fail(f"session {len(sessions)} has no release: nobody endorses its lines")
     _check_unlike(sessions, found)
     lines = [entry for session in sessions for entry in session.entries]
     for one, other in pairwise(lines):
@@ -138,6 +137,15 @@ def _check_release(run: Path, session: Session, broker: PublicKey | None, found:
         found.fail(f"{name} had expired {used - release['exp']:,.0f} s before it was used")
     if not asked - SLACK <= release["iat"] <= used + SLACK:
         found.fail(f"{name} was not issued between the attestation of session {number} and its use")
+
+
+def _check_known(session: Session, sessions: Sequence[Session], found: Findings) -> None:
+    """The log has the lines that the broker knew at a release; else it was put back, and went on otherwise."""
+    if not session.release:
+        return
+    lines = [entry.digest for one in sessions[: session.number - 1] for entry in one.entries]
+    if (missing := missing_line(session.release, lines)) is not None:
+        found.fail(f"the broker knew another line {missing + 1} before session {session.number} than the log has")
 
 
 def _check_stages(session: Session, sessions: Sequence[Session], found: Findings) -> None:
