@@ -160,9 +160,8 @@ def test_malformed_evidence_is_refused_and_logged(owner: Owner, data: bytes) -> 
 def test_a_recipient_that_everybody_could_open_is_refused(owner: Owner, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(owner)
     trainer.keys.data.recipient = "age1qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq5cu47z"  # of low order
-    with owner.broker() as broker:
-        with pytest.raises(Refused, match="evidence failed"):
-            broker.decide(trainer.evidence(broker.nonce()))
+    with owner.broker() as broker, pytest.raises(Refused, match="evidence failed"):
+        broker.decide(trainer.evidence(broker.nonce()))
     assert "panicked" not in capfd.readouterr().err
 
 
