@@ -38,3 +38,8 @@ class NotFiniteError(UserError):
 
 class NoRoomError(UserError):
     """A device has too little free memory for a request; a smaller one may fit."""
+
+
+def reason(error: Exception) -> str:
+    """What an error says; of the system's, without its number and the path, which sentences have already."""
+    return str(getattr(error, "strerror", None) or error)

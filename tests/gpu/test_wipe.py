@@ -75,6 +75,16 @@ def test_buffers_are_wiped_before_they_are_freed(fresh: Device, monkeypatch: pyt
     assert report.buffers == 2
 
 
+def test_buffers_of_others_are_left_alone(fresh: Device) -> None:
+    others = filled(fresh, 512, "another model")
+    with Wiper(fresh) as wiper:
+        own = filled(fresh, 64)
+        report = wiper.wipe()
+    assert (report.buffers, report.verified) == (1, True)
+    assert fresh.read(others).all()
+    assert not fresh.read(own).any()
+
+
 def test_buffers_that_were_dropped_are_said_not_to_be_wiped(fresh: Device) -> None:
     filled(fresh, 4096)  # nobody keeps it
     report = wipe(fresh)
@@ -86,9 +96,9 @@ def test_buffers_that_were_dropped_are_said_not_to_be_wiped(fresh: Device) -> No
 
 
 def test_a_lost_device_is_said_and_does_not_stop_a_cleanup(fresh: Device) -> None:
-    freed, _live = filled(fresh, 64), filled(fresh, 128)
-    fresh.raw.destroy()
     with Wiper(fresh) as wiper:
+        freed, _live = filled(fresh, 64), filled(fresh, 128)
+        fresh.raw.destroy()
         fresh.free(freed)
     assert fresh.allocated == 128
     report = wiper.wipe()

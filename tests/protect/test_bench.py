@@ -44,9 +44,10 @@ def test_rows_are_clean(own_device: Device, tmp_path: Path, orders: tuple[str, .
     for row in found["results"]:
         assert row["notClean"] == []
         assert (row["attestation"], row["runtimeState"]) == ("verified", "zeroized")
-        assert row["label"] == "mini (synthetic weights, 1 layers) 1s"
+        assert row["label"] == "mini (synthetic weights, 1 layer) 1s"
         assert row["stabilitySettings"]["computeDtype"] == "bf16"
         assert row["stabilitySettings"]["learningRate"] == 5e-5
+        assert row["stabilitySettings"]["saveSteps"] == 20
         assert row["trainableAdapterParams"] < row["totalParams"]
         for side in ("raw", "protected"):
             each = row[f"{side}ElapsedSec"] / row[f"{side}Steps"]

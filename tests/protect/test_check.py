@@ -200,9 +200,11 @@ def test_a_killed_run_has_no_end_and_its_next_session_says_so(fresh: Path) -> No
 
 
 def test_a_session_that_was_killed_and_resumed_has_no_cleanup_record(fresh: Path) -> None:
-    found = checked(make_run(fresh, OWNER, {"interrupted-1": lambda _: None, "cleanup-1": lambda _: None}))
-    assert found.verified
-    assert "session 1 was killed: it has no cleanup record" in found.claimed
+    for number, left_out in enumerate((["cleanup-1"], ["interrupted-1", "cleanup-1"])):
+        changes = {name: lambda _: None for name in left_out}
+        found = checked(make_run(fresh.with_name(f"run-{number}"), OWNER, changes, run=f"run-{number}"))
+        assert found.verified
+        assert "session 1 was killed: it has no cleanup record" in found.claimed
 
 
 @pytest.mark.parametrize("end", ["failed", "interrupted"])

@@ -106,7 +106,6 @@ LIES: dict[str, tuple[str, Change, str]] = {
     "another step": ("resumed-2", facts(step=2), "the step that session 2 resumed from is 2, expected 4"),
     "no end": ("finished-2", GONE, "the run has no end"),
     "no cleanup": ("cleanup-2", GONE, "session 2 ended without a cleanup record"),
-    "no cleanup before": ("cleanup-1", GONE, "session 1 ended without a cleanup record"),
     "nothing wiped": ("cleanup-2", record(wiped=[]), "does not say what was wiped"),
     "all wiped": ("cleanup-1", record(not_wiped=[]), "does not say what was not wiped"),
     "a wipe failed": ("cleanup-2", record(complete=False), "the cleanup of session 2 is not complete: .*immutable"),

@@ -108,7 +108,7 @@ def test_a_key_is_never_written_over_anything(tmp_path: Path) -> None:
             write_private(tmp_path / name, b"key")
     assert (tmp_path / "there").read_text() == "mine"
     with pytest.raises(UserError, match="cannot be written"):
-        write_private(tmp_path / "missing" / "key", b"key")
+        write_private(tmp_path / "there" / "key", b"key")
     for bad in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match=r"regular file|cannot be read"):
             DataKey.read(bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import statistics
@@ -17,6 +18,7 @@ from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.sealed_files import unseal_path
 
 ADAPTER = "adapter_model.safetensors"
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the server of commands forks")
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ def test_every_command_works(tmp_path: Path) -> None:
     assert script.count("wgpu-lora ") >= 9
     port = free_port()
     ready = f"until curl -s http://127.0.0.1:{port}/v1/health > health; do sleep 0.2; done"
+    script = script.replace("max_steps = 40", "max_steps = 3")
     script = script.replace(PORT, str(port)).replace("owner/broker.pem &", f"owner/broker.pem --port {port} &\n{ready}")
     command = tmp_path / "bin" / "wgpu-lora"
     command.parent.mkdir()

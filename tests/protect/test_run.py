@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.attesting import quick
 from support.brokers import serving
@@ -21,11 +23,12 @@ from support.leaks import Pieces
 from support.protected import OPTIONS, SECRET, Hospital
 
 from wgpu_lora.atomic import file_digest
+from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
-from wgpu_lora.protect import archive, run, session
+from wgpu_lora.protect import archive, ending, run, session
 from wgpu_lora.protect import job as jobs
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.check import Checked, check
@@ -134,6 +137,8 @@ def test_a_run_is_that_of_the_data_in_the_clear_and_proven(ward: Ward, tmp_path:
     model.unload()
     assert whole.adapter_sha256 == record.run.adapter_sha256
     assert record.cleanup["complete"]
+    assert not any("checkpoint" in part["what"] for part in record.cleanup["wiped"])
+    assert {ending.DROPPED, ending.BASE} <= set(record.cleanup["not_wiped"])
     pieces = Pieces()
     pieces.text("the note", SECRET * 2)
     for row in rows:
@@ -345,6 +350,7 @@ def test_what_fails_is_cleaned_up(ward: Ward) -> None:
         raise RuntimeError(SECRET)
 
     seen: list[FinetuneJob] = []
+    ward.monkeypatch.delenv("WGPU_LORA_NO_RUN_LOG", raising=False)
     with pytest.raises(RuntimeError):
         ward.train(watch=at_step(3, fail, seen), run_log=True)
     rows = seen[0].run.stream.prepared.rows
@@ -360,9 +366,22 @@ def test_what_fails_is_cleaned_up(ward: Ward) -> None:
 
 
 def test_leftovers_of_a_killed_session_are_found(ward: Ward) -> None:
-    """A checkpoint that the log names is completed; others go; an incomplete line of the log is cut off."""
-    interrupted(ward)
+    """A checkpoint that the log names is completed; others go; an incomplete line of the log is cut off.
+
+    It was killed in its cleanup, of which there is no record then.
+    """
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with ward.monkeypatch.context() as patch:
+        patch.setattr(EvidenceLog, "wiped", killed)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(ward)
+    assert "session 1 ended without a cleanup record" in ward.check().failures
     place = ward.place / "job"
+    for name in ("release-2.jwt", "tracking.json", "skipped_rows.jsonl.age"):
+        (place / f".{name}.a1b2c3d4.tmp").write_bytes(b"half")
     digest = next(
         entry for entry in read_log(place / "evidence.jsonl") if entry.subjects[:1] and entry.subjects[0][0] == STEPS[1]
     ).subjects[0][1]
@@ -370,12 +389,67 @@ def test_leftovers_of_a_killed_session_are_found(ward: Ward) -> None:
     (place / "checkpoints" / f".step-6.tar.age.{'0' * 16}.tmp").write_bytes(b"half")
     with (place / "evidence.jsonl").open("ab") as file:
         file.write(b'{"payload"')
+    (place / ".cleanup.json.abcdefg8.tmp").write_bytes(b"{")
     ward.train(resume=True)
     found = next(entry for entry in read_log(place / "evidence.jsonl") if entry.stage == "leftovers")
     assert len(found.facts["files"]) == 2
     assert found.facts["log_bytes"] == 10
     assert "leftovers" in dict(ward.said)
     assert not list(place.rglob("*.tmp"))
+    assert ward.check().failures == []
+
+
+def test_anchors_that_cannot_be_written(ward: Ward) -> None:
+    """Before the key is asked for, and, if that comes later, with what was open overwritten and nothing hidden."""
+    file = ward.place / "file"
+    file.write_text("")
+    with ward.monkeypatch.context() as patch:
+        patch.setenv("WGPU_LORA_DATA_DIR", str(file))
+        with pytest.raises(UserError, match="anchors"):
+            ward.train()
+        assert not (ward.place / "job").exists()
+        patch.setattr("wgpu_lora.protect.anchors.prepare", lambda: None)
+        with pytest.raises(UserError, match="anchors"):
+            ward.train()
+    assert ward.stages()[-2:] == ["failed", "wiped"]
+    assert ward.train().run.outcome == "finished"
+
+
+def test_a_killed_session_that_left_only_checkpoints_is_noticed(ward: Ward) -> None:
+    with ward.monkeypatch.context() as patch:
+        patch.setattr(ending.Ending, "run", lambda self: None)
+        interrupted(ward)
+    for path in (ward.place / "job").glob("*.tmp"):
+        path.unlink()
+    ward.train(resume=True)
+    assert "wiped nothing" in dict(ward.said)["leftovers"]
+    assert "leftovers" in ward.stages()
+    assert ward.check().failures == []
+
+
+@pytest.mark.parametrize("name", ["adapter.tar.age", "statement.json", "job.toml"])
+def test_files_that_a_run_would_write_over_are_kept(ward: Ward, name: str) -> None:
+    path = ward.place / "job" / name
+    path.parent.mkdir()
+    path.write_text("mine")
+    with pytest.raises(UserError, match=f"{name} exists already"):
+        ward.train()
+    assert path.read_text() == "mine"
+    assert [one.name for one in path.parent.iterdir() if one.name != run.LOCK] == [name]
+
+
+def test_a_full_disk_leaves_no_part_of_a_checkpoint(ward: Ward) -> None:
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if "step-4" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    ward.monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="No space left"):
+        ward.train()
+    assert not list(ward.place.rglob("*.tmp"))
     assert ward.check().failures == []
 
 
@@ -442,6 +516,20 @@ def test_releases_by_files(ward: Ward) -> None:
     assert ward.check().failures == []
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_wait_for_a_release_that_was_given_up_is_begun_anew(ward: Ward, resume: bool) -> None:
+    path = ward.hospital.job("job")
+    with ward.owner.broker() as broker, ward.monkeypatch.context() as patch:
+        patch.setattr(session.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            ward.run(path, nonce=broker.nonce())
+    assert ward.stages() == ["attested", "interrupted", "wiped"]
+    path.unlink()
+    ward.train(resume=resume)
+    assert ward.check().failures == []
+    assert ward.stages().count("attested") == 1
+
+
 def test_a_job_that_changes_is_not_resumed(ward: Ward) -> None:
     interrupted(ward)
     with pytest.raises(UserError, match="max_steps"):
@@ -455,6 +543,23 @@ def test_a_broker_that_cannot_be_reached_meanwhile_is_noted(ward: Ward) -> None:
     ward.monkeypatch.setattr(Broker, "progress", lost)
     assert ward.train().run.outcome == "finished"
     assert "the broker was not told" in dict(ward.said)["note"]
+
+
+def test_the_command_shows_no_message_of_an_unforeseen_error(
+    ward: Ward, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **given: Any) -> None:
+        try:
+            raise KeyError(SECRET)
+        except KeyError as error:
+            raise RuntimeError(SECRET) from error
+
+    monkeypatch.setattr(run, "finetune", fail)
+    assert main(["finetune", "--protected", str(ward.hospital.job("job", URL))]) == 1
+    said = capsys.readouterr()
+    assert "RuntimeError: a fault" in said.err
+    assert "in fail" in said.err
+    assert SECRET not in said.out + said.err
 
 
 def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.CaptureFixture[str]) -> None:
@@ -477,3 +582,22 @@ def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.Capture
     assert "cannot be reached" in refused.err
     assert command("finetune", "--nonce", "x").code == 2
     assert command("finetune", "--protected", path, "--recipe", "demo").code == 2
+
+
+def test_a_run_goes_back_from_weights_that_are_not_finite(ward: Ward) -> None:
+    """As a plain run, it returns to the step before, and resumes from there; the newer checkpoint is gone."""
+    seen: list[FinetuneJob] = []
+
+    def poison() -> None:
+        norm = seen[0].session.model.decoder.final_norm.storage.buffer
+        ward._device.write(norm, np.full(norm.size // 4, np.nan, np.float32))
+
+    path = ward.hospital.job("job", URL, save_steps=1)
+    record = ward.train("job", path, watch=at_step(2, poison, seen))
+    assert (record.run.stop_reason, record.run.state.step, record.statement) == ("non-finite", 1, None)
+    assert [path.name for path in (ward.place / "job" / "checkpoints").iterdir()] == ["step-1.tar.age"]
+    assert ward.stages()[-2:] == ["failed", "wiped"]
+    assert ward.check().failures == []
+    resumed = ward.train("job", path, resume=True)
+    assert resumed.run.adapter_sha256 == ward.train("whole").run.adapter_sha256
+    assert ward.check().failures == []

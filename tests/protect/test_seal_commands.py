@@ -67,12 +67,21 @@ def test_keygen_writes_keys_that_only_the_owner_can_read(here: Path, capsys: pyt
         assert {stat.S_IMODE(Path(name).stat().st_mode) for name in ("new.key", "broker.pem")} == {0o600}
 
 
-@pytest.mark.parametrize("arguments", ["data.key", "no/where.key", ".", "-", "x.pem --signing", "n" * 300])
+def test_keygen_makes_the_directory_that_is_missing(here: Path) -> None:
+    assert protect("keygen", "owner/keys/data.key") == 0
+    assert protect("keygen", "other/broker.pem", "--signing") == 0
+    if os.name != "nt":
+        assert stat.S_IMODE(Path("owner/keys").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("arguments", ["data.key", "data.key/new.key", ".", "-", "x.pem --signing", "n" * 300])
 def test_keygen_leaves_what_is_there(here: Path, capsys: pytest.CaptureFixture[str], arguments: str) -> None:
     Path("x.pem.pub").write_text("mine")
     before = names()
     assert protect("keygen", *arguments.split()) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert "Errno" not in said
     assert names() == before
     assert DataKey.read("data.key").text() == KEY.text()
 

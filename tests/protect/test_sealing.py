@@ -5,7 +5,9 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pyrage
@@ -99,6 +101,40 @@ def test_failures_of_either_end_are_raised_as_they_are() -> None:
             with pytest.raises(type(error)) as caught:
                 call(error)
             assert caught.value is error
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers that send signals")
+@pytest.mark.parametrize("opening", [False, True])
+def test_an_interrupt_at_any_time_is_raised_or_comes_after_the_end(opening: bool) -> None:
+    data = os.urandom(3 * CHUNK)
+    sealed = seal_bytes(data, [KEY.recipient])
+
+    def run(writer: io.BytesIO) -> None:
+        if opening:
+            unseal_stream(io.BytesIO(sealed), writer, KEY)
+        else:
+            seal_stream(io.BytesIO(data), writer, [KEY.recipient])
+
+    begin = time.perf_counter()
+    run(io.BytesIO())
+    usual = time.perf_counter() - begin
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupted = 0
+    try:
+        for number in range(40):
+            writer = io.BytesIO()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-5, usual * number / 30))
+                run(writer)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+                continue
+            assert (writer.getvalue() if opening else unseal_bytes(writer.getvalue(), KEY)) == data
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted
 
 
 @pytest.mark.parametrize("bad", [[], ["age1"], [""], ["ssh-ed25519 AAAA"], [KEY.recipient[:-1]], [KEY.recipient, "x"]])

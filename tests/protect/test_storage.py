@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +58,17 @@ def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
     assert b"weights" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
+def test_an_initial_adapter_is_found_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the record of a run that is resumed elsewhere names it; and whatever is written meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    log, keys = begun(tmp_path)
+    initial = {Path("initial.tar.age"): {"a": b"weights"}}
+    storage = SealedStorage(tmp_path, [KEY.recipient], KEY, keys, log, initial)
+    saved(storage, tmp_path / "checkpoints" / "step-2", 2)
+    for path in (Path("initial.tar.age"), tmp_path / "initial.tar.age"):
+        assert storage.read(path / "a") == b"weights"
+
+
 def test_files_that_the_log_does_not_name_are_not_there(tmp_path: Path) -> None:
     storage = storage_in(tmp_path)
     saved(storage, tmp_path / "checkpoints" / "step-2", 2)
@@ -75,6 +89,45 @@ def test_a_run_goes_back_from_what_it_removes(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path, other) == steps / "step-4"
     entry = [entry for entry in other._log.entries if entry.stage == "checkpoint"][-1]
     assert entry.facts == {"step": 4, "removed": "checkpoints/step-6.tar.age"}
+
+
+@pytest.mark.parametrize("removed", [(6, 4, 2), (4, 6)])
+@pytest.mark.parametrize("writes", range(6))
+def test_a_crash_while_a_run_goes_back(
+    tmp_path: Path, removed: tuple[int, ...], writes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was written before a crash, log and directory agree on what is the newest; what went stays away."""
+    storage, steps = storage_in(tmp_path), tmp_path / "checkpoints"
+    for step in (2, 4, 6):
+        saved(storage, steps / f"step-{step}", step)
+    was = {path.name: path.read_bytes() for path in steps.iterdir()}
+    real, done = {"append": EvidenceLog.append, "unlink": Path.unlink}, list[str]()
+
+    def counted(name: str) -> Callable[..., Any]:
+        def write(*args: Any, **named: Any) -> Any:
+            if len(done) == writes:
+                raise KeyboardInterrupt
+            done.append(name)
+            return real[name](*args, **named)
+
+        return write
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(EvidenceLog, "append", counted("append"))
+        patch.setattr(Path, "unlink", counted("unlink"))
+        for step in removed:
+            storage.remove(steps / f"step-{step}")
+    for again in (False, True):  # and after somebody has put back what was removed
+        for name in was if again else ():
+            (steps / name).write_bytes(was[name])
+        other = storage_in(tmp_path)
+        other.recover()
+        other.check_newest()
+        lines = [entry for entry in other._log.entries if entry.stage == "checkpoint"]
+        found = checkpoint.newest(tmp_path, other)
+        expected = [f"checkpoints/{found.name}.tar.age"] if found else []
+        assert [name for name, _ in lines[-1].subjects] == expected
+        assert lines[-1].facts["step"] == (int(found.name.removeprefix("step-")) if found else 0)
 
 
 @pytest.mark.parametrize("complete", [True, False])

@@ -37,7 +37,8 @@ def test_measured_rows_stand_beside_the_published_ones(tmp_path: Path, capsys: p
     ]
     assert main(["report", *map(str, files), "--output", str(tmp_path / "page")]) == 0
     out = capsys.readouterr().out
-    assert "overhead  Overhead over 3 rows: median +0.50%" in out
+    assert "overhead  demo 180s: Overhead over 2 rows: median +0.15%" in out
+    assert "overhead  0.5B <180s>: Overhead over 1 row: median +0.90%" in out
     page = page_of(tmp_path / "page")
     assert page.fetched == []
     said = " ".join(page.text)

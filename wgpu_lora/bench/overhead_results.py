@@ -24,7 +24,8 @@ LIMIT = 1.0  # per cent, of the median over all rows
 LIFECYCLE = ("attestation", "gated key release", "protected LoRA training", "evidence recording", "zeroized cleanup")
 METHODOLOGY: dict[str, Any] = {
     "comparison": "A raw and a protected segment run one after the other, in one process and on one device, on the "
-    "same rows with the same recipe and the same tilings. The broker is another process on the same machine.",
+    "same rows with the same recipe and the same tilings. The broker is another process on the same machine. "
+    "Protections of the host last as long as the protected segment.",
     "durationControl": "Each segment has a target in seconds. Elapsed seconds count from the begin of its first step "
     "to the end of its last, with everything that lies between: checkpoints, their sealing, the evidence log, and "
     "reports to the broker.",
@@ -77,7 +78,11 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def interpretation(rows: Sequence[Row]) -> list[str]:
-    """What the rows say, and what they do not."""
+    """What the rows say, and what they do not: sentences, for each training that they are of."""
+    labels = dict.fromkeys(row.label for row in rows)
+    if len(labels) > 1:
+        groups = {label: [row for row in rows if row.label == label] for label in labels}
+        return [f"{label}: {text}" for label, group in groups.items() for text in interpretation(group)]
     summary = summarised(rows)
     every, repeats = summary["all"], summary["spreadOfRepeats"]
     orders = "; ".join(f"{order} {found['median']:+.2f}%" for order, found in summary["byOrder"].items())

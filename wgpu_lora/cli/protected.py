@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 
 from wgpu_lora.cli.console import line
 from wgpu_lora.cli.options import refuse_idle
+from wgpu_lora.errors import UserError
 from wgpu_lora.installed import program
 
 if TYPE_CHECKING:
@@ -39,7 +41,16 @@ def protected_instead(
 
     resume = bool(given.pop("resume", False))
     job = jobs.read(path)
-    record = finetune(job, resume=resume, nonce=values.get("nonce"), watch=_watched, say=line, **given)
+    try:
+        record = finetune(job, resume=resume, nonce=values.get("nonce"), watch=_watched, say=line, **given)
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # terminals are logged, too
+        said = f"{type(error).__name__}: a fault of the program; its message may have something of the rows"
+        typer.echo(
+            "".join(traceback.format_tb(error.__traceback__)) + f"wgpu-lora: {said}, so it is left out", err=True
+        )
+        return 1
     begun = f"{program()} finetune --protected {shlex.quote(str(path))} --resume"
     code = report(record.run, begun, str(record.adapter))
     cleanup = record.cleanup

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import wgpu
 
@@ -55,10 +56,12 @@ class Wiper:
     def __init__(self, device: Device) -> None:
         self.device, self.report = device, WipeReport()
         self._dropped_before = 0  # bytes
+        self._others: WeakSet[Any] = WeakSet()  # buffers from before `with`, such as other models'
 
     def __enter__(self) -> Wiper:
         gc.collect()  # what others have dropped before is not of this run
         self._dropped_before = self._dropped()
+        self._others = WeakSet(self.device.live)
         self.device.before_free = lambda buffer: self._wipe([buffer])
         return self
 
@@ -68,10 +71,11 @@ class Wiper:
     def wipe(self, keep: Collection[Any] = ()) -> WipeReport:
         """Overwrites all live buffers except those in `keep` (the base's weights, which are public).
 
+        After `with`, those that were there before it are left alone: they are others', such as another model's.
         A device that is lost, or fails, is reported and raises nothing: the rest of a cleanup must go on.
         """
         kept = {id(buffer) for buffer in keep}
-        live = sorted(self.device.live, key=lambda buffer: -buffer.size)
+        live = sorted(self.device.live - self._others, key=lambda buffer: -buffer.size)
         left = [buffer for buffer in live if id(buffer) in kept]
         self.report.kept_buffers, self.report.kept_bytes = len(left), sum(buffer.size for buffer in left)
         self._wipe([buffer for buffer in live if id(buffer) not in kept])

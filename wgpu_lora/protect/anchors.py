@@ -7,7 +7,8 @@ on the machine that trained can, and so can the broker's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 from wgpu_lora.strict_json import built, to_json
 from wgpu_lora.track.runlog import LOCK_SECONDS, data_directory
 
@@ -57,18 +58,31 @@ def remember(run: str, sequence: int, head: str) -> None:
         UserError: it had come further before, or the anchor cannot be written.
     """
     path = _path(run)
+    with _turn():
+        known = find(run)
+        if known and (known.sequence > sequence or (known.sequence == sequence and known.head != head)):
+            raise _rolled_back(known, sequence)
+        write_bytes_atomic(path, to_json(asdict(Anchor(run, sequence, head))).encode())
+
+
+def prepare() -> None:
+    """Make the directory of anchors, before a run needs it. Raises UserError if it cannot be written."""
+    with _turn():
+        pass
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Keep other processes out of the anchors. Raises UserError if they cannot be written."""
+    directory = data_directory() / NAME
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with FileLock(path.parent / ".lock", timeout=LOCK_SECONDS):
-            known = find(run)
-            if known and (known.sequence > sequence or (known.sequence == sequence and known.head != head)):
-                raise _rolled_back(known, sequence)
-            write_bytes_atomic(path, to_json(asdict(Anchor(run, sequence, head))).encode())
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(directory / ".lock", timeout=LOCK_SECONDS):
+            yield
     except (OSError, Timeout) as error:
-        said = getattr(error, "strerror", None) or error
         raise UserError(
-            f"The anchor {path} cannot be written ({said}): make room or give write permission, or set "
-            "WGPU_LORA_DATA_DIR to another directory."
+            f"The anchors in {directory} cannot be written ({reason(error)}): make room or give write permission, or "
+            "set WGPU_LORA_DATA_DIR to another directory."
         ) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 import uuid
@@ -31,6 +32,7 @@ from wgpu_lora.protect.template import policy_for
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.records import RunRecord
+from wgpu_lora.words import counted
 
 STABILITY: dict[str, Any] = {"compute_dtype": "bf16", "learning_rate": 5e-5, "max_grad_norm": 1.0}  # as published
 ROWS, SAVE_STEPS = 64, 50  # of a shape: rows of its data, and steps between checkpoints
@@ -140,7 +142,7 @@ class Bench:
         work = self.measuring.work
         if not work.shape:
             return Path(self.model.name).name  # no paths
-        layers = f", {work.layers} layers" if work.layers else ""
+        layers = f", {counted(work.layers, 'layer')}" if work.layers else ""
         return f"{work.shape} (synthetic weights{layers})"
 
     # -- segments ------------------------------------------------------------------------------------------------------
@@ -180,9 +182,7 @@ class Bench:
 
     def _train(self, name: str, **changes: Any) -> RunRecord:
         args = replace(self.args, output=str(self.place / "raw" / name), **changes)
-        record = prepare_job(args, self.model).train()
-        if record.stop_reason == "interrupt":
-            raise KeyboardInterrupt
+        record = _uninterrupted(prepare_job(args, self.model).train())
         self.trained = record.trainable_parameters
         return record
 
@@ -190,7 +190,7 @@ class Bench:
         """The segment, what became of its attestation, and its state at the end."""
         begin = time.perf_counter()
         done = run.finetune(job.read(self._job(name)), model=self.model)
-        segment = _segment(done.run, time.perf_counter() - begin)
+        segment = _segment(_uninterrupted(done.run), time.perf_counter() - begin)
         found = check(done.directory, self.owner.broker_public, Policy.read(self.policy))
         attestation = VERIFIED if found.verified else f"not verified ({found.failures[0]})"
         return segment, attestation, runtime_state(done.cleanup)
@@ -239,7 +239,7 @@ def _training(measuring: Measuring, place: Path, device: Device | None) -> tuple
     usual |= {"max_steps": ROWS} if work.shape else {}
     args, model = prepared(replace(work, options={**usual, **work.options}), place, device)
     changes: dict[str, Any] = {"target_seconds": measuring.target_seconds, "max_steps": MOST_STEPS}
-    changes |= {"save_steps": SAVE_STEPS} if work.shape else {}
+    changes |= {"save_steps": work.options.get("save_steps", SAVE_STEPS)} if work.shape else {}
     return replace(args, **changes, run_log=False, report_to=None), model
 
 
@@ -263,15 +263,14 @@ def runtime_state(cleanup: Mapping[str, Any]) -> str:
 
 
 def _parameters(model: LoadedModel) -> int:
-    shapes = model.config.parameter_shapes().values()
-    return sum(_product(shape) for shape in shapes)
+    """Of the base model."""
+    return sum(math.prod(shape) for shape in model.config.parameter_shapes().values())
 
 
-def _product(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= int(length)
-    return size
+def _uninterrupted(record: RunRecord) -> RunRecord:
+    if record.stop_reason == "interrupt":  # a signal, which ends the benchmark
+        raise KeyboardInterrupt
+    return record
 
 
 def _segment(record: RunRecord, whole: float) -> Segment:

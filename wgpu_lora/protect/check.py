@@ -20,8 +20,14 @@ from wgpu_lora.protect.log import NAME, read_log
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.words import listed
 
-ENDED = {"finished": "the run finished", "failed": "the run failed", "interrupted": "the run was interrupted"}
-UNPROVABLE = "that this software ran unchanged and nothing else did, the machine's clock, and the run's figures"
+SIGNED = "its last session signed that the run"
+ENDED = {
+    "finished": f"{SIGNED} finished", "failed": f"{SIGNED} failed", "interrupted": f"{SIGNED} was interrupted",
+}  # fmt: skip
+UNPROVABLE = (
+    "that this software ran unchanged and nothing else did, so that what was signed is what happened, the machine's "
+    "clock, and the run's figures"
+)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pyrage
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 from wgpu_lora.installed import NAME
 from wgpu_lora.protect import envelope, quotes, tpm
 from wgpu_lora.protect.envelope import EnvelopeError
@@ -235,7 +235,7 @@ def load_evidence(path: str | Path) -> Evidence:
         with path.open("rb") as file:
             return read_evidence(file.read(MAX_BYTES + 1))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): check the path.") from None
+        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
 
 
 def _claims(statement: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ Overwritable = bytearray | memoryview | np.ndarray
 
 # Of any run: copies that neither this program nor the libraries that it uses can reach any more.
 UNREACHABLE = (
-    "texts of rows and keys in Python's immutable str and bytes objects, which are freed without being overwritten",
+    "texts of rows and keys, checkpoints and results in Python's immutable str and bytes objects, which are freed "
+    "without being overwritten",
     "pieces of 8 KiB in which the age library gives out what it has opened",
     "copies of inputs, results and checked values that NumPy and Python freed before the end",
     "buffers through which wgpu and the driver stage writes to the device and reads from it",

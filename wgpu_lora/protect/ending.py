@@ -9,12 +9,15 @@ from typing import Any
 from wgpu_lora.gpu.wipe import Wiper
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.protect.cleanup import Cleanup, of_device
+from wgpu_lora.protect.host import swapped
 from wgpu_lora.protect.session import Beginning, Session
 from wgpu_lora.protect.statement import RunFacts, write_statement
 from wgpu_lora.protect.storage import ADAPTER, SealedStorage
 from wgpu_lora.train.records import RunRecord
 
 SIGNING_KEY = "the session's signing key, which signs this record; it is dropped, and overwritten by OpenSSL, after it"
+DROPPED = "adapters and checkpoints that were opened or made, in immutable bytes, which are dropped"
+BASE = "the base model's weights, which are not secret"
 
 
 @dataclass
@@ -67,12 +70,17 @@ class Ending:
 
     def _wipe(self) -> None:
         cleanup, keys = self.cleanup, self.beginning.keys
+        if self.storage:
+            self.storage.forget()
         keep = [storage.buffer for storage in self.model.decoder.storages() if storage.buffer is not None]
         cleanup.add("device buffers", lambda: of_device(self.wiper.wipe(keep)))
         if self.session:
             cleanup.add("the data's key", self.session.release.key.wipe)
         cleanup.add("the session's key for the release", keys.data.wipe)
-        cleanup.note_unwipable(SIGNING_KEY)
+        if self.storage:
+            self.storage.forget()
+        for text in (SIGNING_KEY, DROPPED, BASE, *swapped(self.beginning.host.facts)):
+            cleanup.note_unwipable(text)
         self.cleanup_facts = cleanup.run()
 
     def _state(self) -> None:

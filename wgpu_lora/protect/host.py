@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,30 @@ def harden() -> HostProtection:
     Memory is locked with MCL_ONFAULT: each page when it is first used, so that files are not read as a whole. Where
     there is a limit (RLIMIT_MEMLOCK), allocations beyond it would fail; then only data keys are locked (`lock_pages`).
     """
+    environment_at_start()  # a process that leaves no core dumps can no longer read it, unless it is root's
     done = HostProtection({})
     done.facts["core_dumps"] = _no_core_dumps(done)
     done.facts["memory"] = _lock_memory(done)
     done.facts["swap"] = swap_devices()
     done.facts["not_protected"] = list(_not_protected(done.facts))
     return done
+
+
+@cache
+def environment_at_start() -> dict[str, str]:
+    """The variables with which the process was started: as Linux keeps them, since a preloaded library can remove its
+    own, or, where that cannot be read, as Python found them."""
+    found: dict[bytes, bytes] = {}
+    if os.name == "posix":
+        import posix
+
+        found = posix.environ  # a snapshot, unlike os.environ
+    try:
+        lines = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        lines = []
+    pairs = (line.partition(b"=") for line in lines if b"=" in line)
+    return {os.fsdecode(name): os.fsdecode(value) for name, value in [*found.items(), *((a, b) for a, _, b in pairs)]}
 
 
 def lock_pages(address: int, size: int) -> bool:
@@ -145,10 +164,15 @@ def _not_protected(facts: dict[str, Any]) -> Iterator[str]:
         .startswith(("|", "@") if not facts["core_dumps"]["limit_bytes"] else "@")
     ):
         yield "core dumps of child processes are given to what core_pattern names"
+    yield from swapped(facts)
+    yield "whoever controls this machine's kernel can read the memory of this process"
+
+
+def swapped(facts: dict[str, Any]) -> Iterator[str]:
+    """What of the memory can reach the disk, by the facts of `harden`."""
     if facts["memory"]["locked"] != "all" and facts["swap"] != []:
         unknown = " (whether there is swap is not known)" if facts["swap"] is None else ""
         yield f"rows, weights and signing keys in memory can be swapped out{unknown}: {facts['memory']['why']}"
     if facts["swap"] != []:
         yield "hibernation writes all memory to the swap, also what is locked"
         yield "memory of child processes, such as the tokenizer's, can be swapped out"
-    yield "whoever controls this machine's kernel can read the memory of this process"

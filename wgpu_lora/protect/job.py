@@ -133,7 +133,7 @@ def read(path: str | Path) -> Job:
     """
     path = Path(path)
     check_path(path)
-    content, where = toml_bytes(path, "The job"), f"The job {path}"
+    content, where = toml_bytes(path, "The job"), f"The job {path}"  # read once: what is attested is what is run
     tables = parse_toml(content, where)
     for name, table in tables.items():
         if name not in SECTIONS or not isinstance(table, dict):

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 from wgpu_lora.protect.host import lock_pages
 
 MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients
@@ -249,16 +249,20 @@ def parse_recipient(text: str) -> pyrage.x25519.Recipient:
 def write_private(path: str | Path, content: bytes) -> None:
     """Writes a new file that only its owner may read (mode 0600; on Windows, what its directory grants).
 
+    A directory that is missing is made, for its owner alone.
+
     Raises:
         UserError: the path exists, or cannot be written; then nothing is left of it.
     """
     path = Path(path)
     try:
+        if not path.parent.exists():
+            path.parent.mkdir(mode=0o700, parents=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
     except FileExistsError:
         raise UserError(f"{path} exists already: choose another name, a key is never overwritten.") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be written ({error}): choose another path.") from None
+        raise UserError(f"{path} cannot be written ({reason(error)}): choose another path.") from None
     try:
         with os.fdopen(descriptor, "wb", buffering=0) as file:
             view = memoryview(content)
@@ -291,7 +295,7 @@ def read_small(path: str | Path, what: str) -> bytearray:
             while found := file.readinto(memoryview(content)[size:]):
                 size += found
     except (OSError, ValueError) as error:
-        raise UserError(f"{what} {path} cannot be read ({error}): check the path.") from None
+        raise UserError(f"{what} {path} cannot be read ({reason(error)}): check the path.") from None
     if size > MAX_KEY_BYTES:
         raise UserError(f"{what} {path} is longer than {MAX_KEY_BYTES:,} bytes: give the path of a key file.")
     short = bytearray(memoryview(content)[:size])

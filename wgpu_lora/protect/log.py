@@ -11,7 +11,7 @@ Facts of the stages that `check` compares with other files:
     opened       rows, trained_rows; subjects: the sealed data
     started      options of the run; subjects: sealed rows that were skipped
     resumed      step; subjects: the checkpoint
-    checkpoint   step, loss, removed if the run went back; subjects: the sealed file
+    checkpoint   step, loss, removed if the run went back; subjects: the sealed file, none if it went back to its start
     evaluated    step, loss; subjects: the best adapter so far
     finished     the facts of `statement.RunFacts`; subjects: the sealed adapter
     failed       error
@@ -112,6 +112,13 @@ class EvidenceLog:
         """Bytes of an incomplete last line that were cut off when the log was opened."""
         return self._chain.cut
 
+    @property
+    def after_a_killed_session(self) -> bool:
+        """Whether the session before this one has no cleanup record."""
+        entries = self._chain.entries
+        first = max((number for number, entry in enumerate(entries) if entry.stage == "attested"), default=0)
+        return first > 0 and entries[first - 1].stage != "wiped"
+
     def attested(self, evidence: bytes) -> Entry:
         """Begin this session: write its evidence to evidence-N.json, and the line that names it and the session's key.
 
@@ -122,9 +129,7 @@ class EvidenceLog:
         self.keep(name, evidence)
         digest = hashlib.sha256(evidence).hexdigest()
         facts = {"key": self._keys.signing.public.pem, "evidence": name, "evidence_sha256": digest}
-        entry = self.append("attested", facts, [(name, digest)])
-        self.session += 1
-        return entry
+        return self.append("attested", facts, [(name, digest)])
 
     def released(self, token: str, facts: Mapping[str, Any] | None = None) -> Entry:
         """Record the release that the broker answered with, and keep it in release-N.jwt.
@@ -168,6 +173,7 @@ class EvidenceLog:
         if stage not in STAGES or (stage != "attested" and not self.session):
             raise ValueError(f"{stage!r} cannot be the next line of an evidence log")
         entry = self._chain.append(stage, facts, subjects, self._keys.signing)
+        self.session += stage == "attested"  # the line is there, whatever becomes of its anchor
         if stage in ANCHORED:
             anchors.remember(self.run, entry.sequence, entry.digest)
         return entry

@@ -24,6 +24,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.devices import native_library, native_version
 from wgpu_lora.installed import NAME
 from wgpu_lora.protect import dependencies, process
+from wgpu_lora.protect.host import environment_at_start
 
 PACKAGE = assets.DEMO_MODEL.parent.parent
 ASSETS = ("shaders", "recipes", "bricks")
@@ -118,7 +119,7 @@ def environment(now: Mapping[str, str] | None = None) -> dict[str, str]:
     Args:
         now: the variables; by default this process's.
     """
-    values = _at_start() | dict(os.environ) if now is None else dict(now)
+    values = environment_at_start() | dict(os.environ) if now is None else dict(now)
     return {
         name: hashlib.sha256(value.encode("utf-8", "surrogateescape")).hexdigest()
         for name, value in sorted(values.items())
@@ -160,19 +161,3 @@ def _stop(error: OSError) -> None:
 def _unreadable(error: OSError) -> UserError:
     why = f"{error.filename} cannot be measured ({error.strerror})"
     return UserError(f"{why}: make it readable, or install it again.")
-
-
-def _at_start() -> dict[str, str]:
-    """The variables with which the process was started: as Linux keeps them, since a preloaded library can remove its
-    own, or, where that cannot be read, as Python found them."""
-    found: dict[bytes, bytes] = {}
-    if os.name == "posix":
-        import posix
-
-        found = posix.environ  # a snapshot, unlike os.environ
-    try:
-        lines = Path("/proc/self/environ").read_bytes().split(b"\0")
-    except OSError:
-        lines = []
-    pairs = (line.partition(b"=") for line in lines if b"=" in line)
-    return {os.fsdecode(name): os.fsdecode(value) for name, value in [*found.items(), *((a, b) for a, _, b in pairs)]}

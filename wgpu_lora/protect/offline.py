@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.broker.run import default_state
 from wgpu_lora.protect.claims import MAX_BYTES
@@ -45,4 +45,4 @@ def _read(evidence: Path) -> bytes:
         with evidence.open("rb") as file:
             return file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise UserError(f"{evidence} cannot be read ({error}): check the path.") from None
+        raise UserError(f"{evidence} cannot be read ({reason(error)}): check the path.") from None

@@ -21,7 +21,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events, Passing
 from wgpu_lora.gpu.wipe import Wiper
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.protect import archive
+from wgpu_lora.protect import anchors, archive
 from wgpu_lora.protect.cleanup import Cleanup, overwrite
 from wgpu_lora.protect.ending import Ending
 from wgpu_lora.protect.host import harden
@@ -92,6 +92,7 @@ def finetune(
         for sentence in host.facts["not_protected"]:
             say("note", sentence)
         stack.enter_context(_locked(job.output))
+        anchors.prepare()
         keys = SessionKeys.generate()
         stack.callback(keys.wipe)
         log = opened_log(job, keys, resume)
@@ -121,10 +122,14 @@ def _train(session: Session, model: LoadedModel, ending: Ending, watch: Watch | 
     sources, initial = _opened(session, cleanup)
     storage = SealedStorage(job.output, job.recipients, release.key, session.keys, log, initial, saved=session.report)
     ending.storage = storage
-    cleanup.add("checkpoints and results in memory", storage.forget)
     left = storage.recover()
-    if left or log.cut:
-        session.say("leftovers", f"of a session that was killed, all sealed: {', '.join(left) or 'a part of a line'}")
+    if left or log.cut or log.after_a_killed_session:
+        unfinished = [*left, *(["a part of a line of the log"] if log.cut else [])]
+        session.say(
+            "leftovers",
+            "the session before was killed and wiped nothing; all that it left is sealed"
+            + (f", unfinished were {', '.join(unfinished)}" if unfinished else ""),
+        )
         log.append("leftovers", {"files": left, "log_bytes": log.cut})
     storage.check_newest()
     newest = checkpoint.newest(job.output, storage)

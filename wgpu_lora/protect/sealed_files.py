@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from wgpu_lora.atomic import file_digest, name_new
 from wgpu_lora.bounded import check_path, read_json
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 from wgpu_lora.protect import archive
 from wgpu_lora.protect.keys import DataKey
 from wgpu_lora.protect.sealing import Reader, parse_recipients, seal_stream, unseal_stream
@@ -58,7 +58,7 @@ def sealed_digest(path: str | Path) -> str:
             raise UserError(f"{path} does not exist or is not a file: give the path of a sealed file.")
         return file_digest(Path(path))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): check its permissions.") from None
+        raise UserError(f"{path} cannot be read ({reason(error)}): check its permissions.") from None
 
 
 def record_path(sealed: Path) -> Path:
@@ -143,7 +143,7 @@ def open_sealed(path: Path) -> IO[bytes]:
             raise UserError(f"{path} is not a file: give the path of a sealed file.")
         return path.open("rb")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): check the path.") from None
+        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
 
 
 def pieces(path: Path) -> Iterator[bytes]:
@@ -162,7 +162,7 @@ def pieces(path: Path) -> Iterator[bytes]:
             while piece := file.read(archive.PIECE):
                 yield piece
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): check the path.") from None
+        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
 
 
 class PieceReader:
@@ -216,7 +216,7 @@ def check_new(path: Path) -> None:
     try:
         taken = path.is_symlink() or path.exists()
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be written ({error}): choose another path.") from None
+        raise UserError(f"{path} cannot be written ({reason(error)}): choose another path.") from None
     if taken:
         raise UserError(f"{path} exists already: choose another name, or remove it.")
     if not path.parent.is_dir():
@@ -239,7 +239,7 @@ def _private(to: Path) -> Iterator[Path]:
     except FileExistsError:
         raise UserError(f"{to} exists already: choose another name, or remove it.") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{to} cannot be written ({error}): choose another path.") from None
+        raise UserError(f"{to} cannot be written ({reason(error)}): choose another path.") from None
 
 
 def _is_digest(text: Any) -> bool:

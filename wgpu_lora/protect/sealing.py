@@ -9,6 +9,7 @@ age says nothing about who sealed: anybody can seal to a recipient. Sealed files
 
 from __future__ import annotations
 
+import _thread
 import binascii
 import io
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ VERSION, ARMOR = b"age-encryption.org/v1\n", b"-----BEGIN AGE ENCRYPTED FILE----
 MAX_HEADER, MAX_LINES = 64 << 10, 1024  # bytes; a recipient takes about 100, in two lines
 MAX_RECIPIENTS = 256
 START = 2 * MAX_HEADER  # bytes that hold a whole header, in armor too
+STOPPING = 5.0  # seconds that a call of `read` or `write` may go on after an interrupt
 EXAMPLE = "age1..., which wgpu-lora protect keygen prints"
 
 
@@ -45,10 +47,12 @@ class _Noticed:
     """One end of a stream, which keeps its own failure apart from pyrage's: both can be OSError."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        self.inner, self.stopped = inner, False
         self.failure: BaseException | None = None
 
     def _call(self, done: Callable[[], Any]) -> Any:
+        if self.stopped:
+            raise BrokenPipeError  # Rust would call again after an InterruptedError, without end
         try:
             return done()
         except BaseException as failure:
@@ -154,7 +158,7 @@ def seal_stream(reader: Reader, writer: Writer, recipients: Sequence[str]) -> No
     """
     to, source, target = parse_recipients(recipients), _Noticed(reader), _Noticed(writer)
     try:
-        pyrage.encrypt_io(source, target, to)
+        _apart(lambda: pyrage.encrypt_io(source, target, to), source, target)
     except BaseException:
         _reraise(source, target)
         raise
@@ -175,7 +179,7 @@ def unseal_stream(reader: Reader, writer: Writer, key: DataKey, where: str = "Th
     """
     source, target = _Noticed(_Started(reader, where)), _Noticed(writer)
     try:
-        pyrage.decrypt_io(source, target, [key.identity()])
+        _apart(lambda: pyrage.decrypt_io(source, target, [key.identity()]), source, target)
     except (pyrage.DecryptError, OSError) as error:
         _reraise(source, target)
         if "No matching keys" in str(error):
@@ -236,6 +240,38 @@ class _From:
         piece = bytes(self._view[self._at :] if size < 0 else self._view[self._at : self._at + size])
         self._at += len(piece)
         return piece
+
+
+def _apart(work: Callable[[], None], *ends: _Noticed) -> None:
+    """Runs pyrage in a thread of its own, where no signal handler can raise.
+
+    Here one could in the middle of a call of `read` or `write`, before that has begun to notice failures, and pyrage
+    drops some of them or says them as its own. An interrupt of this thread stops the other at its next call.
+    """
+    done, begun, results = _thread.allocate_lock(), list[bool](), list[BaseException | None]()
+
+    def run() -> None:
+        begun.append(True)
+        try:
+            work()
+            results.append(None)
+        except BaseException as error:
+            results.append(error)
+        finally:
+            done.release()
+
+    done.acquire()
+    try:
+        _thread.start_new_thread(run, ())  # what waits in `threading` does not bear interrupts
+        done.acquire()
+    except BaseException:
+        for end in ends:
+            end.stopped = True
+        if begun and not results:  # one that has not begun does not get as far as a call
+            done.acquire(timeout=STOPPING)
+        raise
+    if results[0] is not None:
+        raise results[0]
 
 
 def _reraise(*ends: _Noticed) -> None:

@@ -20,6 +20,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.installed import program
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag
+from wgpu_lora.protect import anchors
 from wgpu_lora.protect.checking.findings import Findings
 from wgpu_lora.protect.checking.sessions import check_sessions, sessions_of
 from wgpu_lora.protect.claims import attest, base_facts, gather, load_evidence, read_evidence
@@ -27,10 +28,12 @@ from wgpu_lora.protect.client import BrokerClient
 from wgpu_lora.protect.host import HostProtection
 from wgpu_lora.protect.job import Job
 from wgpu_lora.protect.keys import SessionKeys
+from wgpu_lora.protect.log import CLEANUP, EvidenceLog, read_log
 from wgpu_lora.protect.log import NAME as LOG
-from wgpu_lora.protect.log import EvidenceLog
 from wgpu_lora.protect.progress import sign_progress
 from wgpu_lora.protect.release import MAX_TOKEN, Release, missing_line, open_release
+from wgpu_lora.protect.statement import NAME as STATEMENT
+from wgpu_lora.protect.storage import ADAPTER
 
 JOB_COPY = "job.toml"
 EVIDENCE, RELEASE = "evidence.json", "release.jwt"  # in a job's directory of files
@@ -182,11 +185,15 @@ def opened_log(job: Job, keys: SessionKeys, resume: bool) -> EvidenceLog | None:
             the one that this machine wrote.
     """
     path = job.output / LOG
-    if path.is_file() and b"\n" not in read_bytes(path, 1 << 20):  # killed in its first line, before anything else
+    fruitless = path.is_file() and not _released(path)
+    if fruitless:  # its sessions never had the key, and the broker may not know them
         path.unlink()
-    if not path.is_file():
+        (job.output / CLEANUP).unlink(missing_ok=True)
+    elif not path.is_file():
         if resume:
             raise UserError(f"There is no protected run in {job.output} to resume: start without {flag('resume')}.")
+        _check_unused(job)
+    if not path.is_file():
         return None
     if not resume:
         raise UserError(
@@ -208,6 +215,28 @@ def _check_endorsed(job: Job, log: EvidenceLog) -> None:
             f"The run in {job.output} cannot be resumed, since its evidence is not what the job's broker answered: "
             "restore its files, or start a new run in another directory.",
             found.failures,
+        )
+
+
+def _released(path: Path) -> bool:
+    """Whether a log says that a session got the key. Raises UserError if it is damaged, or older than it was."""
+    entries = read_log(path)
+    if entries:
+        anchors.check(entries[0].chain, [entry.digest for entry in entries])
+    return any(entry.stage == "released" for entry in entries)
+
+
+def _check_unused(job: Job) -> None:
+    """Raise UserError if a new run would write over other files, which may be the job's own."""
+    written = (ADAPTER, CLEANUP, STATEMENT, "evidence-1.json", "release-1.jwt")
+    taken = [job.output / name for name in written if (job.output / name).exists()]
+    copy = job.output / JOB_COPY
+    if copy.exists() and read_bytes(copy, len(job.content)) != job.content:
+        taken.append(copy)
+    if taken:
+        raise UserError(
+            f"{taken[0]} exists already, and the run would write over it: choose another output in {job.path}, or move "
+            "that file."
         )
 
 

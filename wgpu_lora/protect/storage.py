@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import sync_directory, write_bytes_atomic
+from wgpu_lora.atomic import sweep, sync_directory, write_bytes_atomic
 from wgpu_lora.bounded import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.account import SKIPPED
@@ -34,6 +34,9 @@ from wgpu_lora.train.storage import Storage
 ADAPTER = f"adapter{ARCHIVE}"
 SKIPPED_ROWS = f"{SKIPPED}.age"
 MADE = ("checkpoint", "evaluated", "finished", "interrupted", "failed")  # stages whose lines name sealed files
+_STEP = re.compile(f"{re.escape(STEPS)}/{NAME.pattern}{re.escape(ARCHIVE)}")
+# Names of files that are not sealed, and are written by renaming a temporary file.
+_BESIDE = re.compile(r"job\.toml|evidence-[0-9]+\.json|release-[0-9]+\.jwt|(cleanup|statement)\.json|.+\.jsonl\.age")
 UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 
 
@@ -61,25 +64,32 @@ class SealedStorage(Storage):
         saved: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._recipients, self._key, self._keys, self._log = directory, recipients, key, keys, log
-        self._saved, self._opened = saved, dict(initial or {})
+        self._saved, self._opened = saved, dict[Path, Mapping[str, bytes]]()
+        self._initial = {path.resolve(): files for path, files in (initial or {}).items()}
         self._results: dict[str, bytes] = {}
         self._beside: Path | None = None
         self.adapter: dict[str, str] = {}
         self.adapter_sha256: str | None = None
         self.skipped = [one for entry in log.entries for one in entry.subjects if one[0] == SKIPPED_ROWS]
-        # The newest digest of each sealed file, in the order of the log.
+        # The newest digest of each sealed file, in the order of the log, but of checkpoints that were left behind.
         self._named: dict[str, str] = {}
+        self._left_behind: set[str] = set()
         for entry in log.entries:
             if entry.stage in MADE:
                 for name, digest in entry.subjects:
-                    self._named.pop(name, None)
-                    self._named[name] = digest
+                    self._name_newest(name, digest)
+            if entry.stage == "checkpoint" and type(step := entry.facts.get("step")) is int:
+                for name in self._steps():
+                    if _step(name) > step:  # the run has gone back
+                        self._left_behind.add(name)
+                        del self._named[name]
 
     # -- what a killed session has left --------------------------------------------------------------------------------
 
     def recover(self) -> list[str]:
         """Complete or remove what a killed session left unfinished; returns the names of these files."""
         left = []
+        sweep(self._run, _BESIDE)
         for directory in (self._run, self._run / STEPS):
             for path in sorted(directory.iterdir()) if directory.is_dir() else []:
                 if not (found := UNFINISHED.fullmatch(path.name)) or not path.is_file():
@@ -90,12 +100,15 @@ class SealedStorage(Storage):
                     path.replace(final)
                 else:
                     path.unlink()
+        for name in sorted(self._left_behind):
+            if (self._run / name).is_file():
+                left.append(name)
+                (self._run / name).unlink()
         return left
 
     def check_newest(self) -> None:
         """Raise UserError unless the newest checkpoint that the log names is there as it was sealed."""
-        steps = [name for name in self._named if name.startswith(f"{STEPS}/")]
-        if not steps:
+        if not (steps := self._steps()):
             return
         path = self._run / steps[-1]
         if not path.is_file():
@@ -115,7 +128,9 @@ class SealedStorage(Storage):
         return [path for path in found if self.has(path)]
 
     def contents(self, directory: Path) -> Mapping[str, bytes] | None:
-        return self._opened.get(directory) or (self._open(directory) if self.has(directory) else None)
+        if found := self._opened.get(directory) or self._initial.get(directory.resolve()):
+            return found
+        return self._open(directory) if self.has(directory) else None
 
     def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
         place = self.place(final)
@@ -123,22 +138,21 @@ class SealedStorage(Storage):
         digest, temporary = self._seal(place, archive.pack(files))
         name = self._name(place)
         self._log.append("checkpoint" if final.parent.name == STEPS else "evaluated", _facts(files), [(name, digest)])
-        self._named.pop(name, None)
-        self._named[name] = digest
+        self._name_newest(name, digest)
         temporary.replace(place)
         sync_directory(place.parent)
-        self._opened.pop(final, None)
+        self._opened.clear()
         self._saved()
 
     def remove(self, directory: Path) -> None:
         place = self.place(directory)
-        name = self._name(place)
-        steps = [one for one in self._named if one.startswith(f"{STEPS}/")]
+        name, steps = self._name(place), self._steps()
+        if steps and steps[-1] == name:  # the run has gone back to the one before it, or to its start
+            newest = steps[-2:-1]
+            facts = {"step": _step(newest[0]) if newest else 0, "removed": name}
+            self._log.append("checkpoint", facts, [(one, self._named[one]) for one in newest])
         place.unlink()
         self._named.pop(name)
-        if steps and steps[-1] == name and len(steps) > 1:  # the run has gone back, so an older one is the newest again
-            step = int(_match(steps[-2])[1])
-            self._log.append("checkpoint", {"step": step, "removed": name}, [(steps[-2], self._named[steps[-2]])])
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -194,8 +208,8 @@ class SealedStorage(Storage):
 
     def forget(self) -> None:
         """Drop what is open. Python's bytes cannot be overwritten."""
-        self._opened.clear()
-        self._results.clear()
+        for kept in (self._opened, self._initial, self._results):
+            kept.clear()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -204,10 +218,14 @@ class SealedStorage(Storage):
         sealed = seal_bytes(data, self._recipients)
         digest = hashlib.sha256(sealed).hexdigest()
         temporary = place.with_name(f".{place.name}.{digest[:16]}.tmp")
-        with temporary.open("wb") as file:
-            file.write(sealed)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with temporary.open("wb") as file:
+                file.write(sealed)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            temporary.unlink(missing_ok=True)  # a full disk must have room for the record of the end
+            raise
         return digest, temporary
 
     def _sealed(self, path: Path) -> bytes:
@@ -221,7 +239,7 @@ class SealedStorage(Storage):
         return data
 
     def _open(self, directory: Path) -> Mapping[str, bytes]:
-        """The files of a checkpoint. Only the last one stays open."""
+        """The files of a checkpoint. Only the last one stays open, until another is written."""
         path = self.place(directory)
         try:
             content = unseal_bytes(self._sealed(path), self._key)
@@ -231,10 +249,17 @@ class SealedStorage(Storage):
             files = archive.unpack(content)
         finally:
             content[:] = bytes(len(content))
-        for other in [one for one in self._opened if one.is_relative_to(self._run)]:
-            del self._opened[other]
-        self._opened[directory] = files
+        self._opened = {directory: files}
         return files
+
+    def _steps(self) -> list[str]:
+        """The names of checkpoints, the newest last."""
+        return [name for name in self._named if _STEP.fullmatch(name)]
+
+    def _name_newest(self, name: str, digest: str) -> None:
+        self._named.pop(name, None)
+        self._left_behind.discard(name)
+        self._named[name] = digest
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._run).as_posix() if path.is_relative_to(self._run) else str(path)
@@ -246,10 +271,10 @@ def _facts(files: Mapping[str, bytes]) -> dict[str, Any]:
     return {"step": said["step"], "loss": said["losses"]["train"], "eval_loss": said["losses"]["held_out"]}
 
 
-def _match(name: str) -> re.Match[str]:
-    found = NAME.fullmatch(Path(name).name.removesuffix(ARCHIVE))
+def _step(name: str) -> int:
+    found = _STEP.fullmatch(name)
     assert found
-    return found
+    return int(found[1])
 
 
 def _digest_of(path: Path) -> str:

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 from wgpu_lora.protect import claims, envelope
 from wgpu_lora.protect.appraisal import appraise, failures_of
 from wgpu_lora.protect.claim_checks import Facts, Failed, claim
@@ -99,7 +99,7 @@ def read(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(envelope.MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): check the path.") from None
+        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
 
 
 def _signed(data: bytes, path: Path) -> tuple[dict[str, Any], Evidence]:

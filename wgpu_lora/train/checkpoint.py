@@ -35,7 +35,7 @@ NAME = re.compile(r"step-([0-9]{1,15})")
 EPOCH_NAME = re.compile(r"epoch-([0-9]{1,15})")
 # Names that a run or a pipeline writes by renaming a hidden temporary file.
 WRITTEN = re.compile(
-    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|constants\.safetensors|README\.md|log\.jsonl|(run|state|pipeline|member)\.json"
+    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|constants\.safetensors|README\.md|log\.jsonl|(run|state|pipeline|member|tracking)\.json"
     rf"|{LAST}|(last|best)-f(16|32)|\{NEXT}|{BEST}|epoch-[0-9]+|{TOKENIZER.pattern}|{TEMPLATE.pattern}"
 )
 

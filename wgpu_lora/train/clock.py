@@ -26,6 +26,7 @@ HELD_OUT, CHECKPOINT = "held-out loss", "checkpoint"  # what lies between steps 
 UNTIMED_SHARE = 0.02  # of the time, for such work that was not timed yet
 TIMED = 3  # steps that are timed before the number of steps is estimated
 RECENT = 32  # steps whose median is the time of the next one
+MOST = 1 << 52  # steps, which a run's state can hold; an estimate for an endless time would be more
 LEAST_SHARE = 0.01  # of the peak, at the beginning of a warm-up by time: no step trains nothing
 
 
@@ -33,7 +34,7 @@ def step_budget(state: RunState, args: TrainingArguments, each: float) -> int:
     """The total steps of a timed run whose remaining ones take `each` seconds."""
     assert args.target_seconds
     left = max(0.0, args.target_seconds - state.elapsed_seconds)
-    total = state.step + round(left / max(each, 1e-9))
+    total = min(state.step + round(left / max(each, 1e-9)), MOST)
     return min(total, args.max_steps) if args.max_steps > 0 else total
 
 

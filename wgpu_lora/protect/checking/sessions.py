@@ -45,11 +45,15 @@ class Session:
         return self.evidence.claims if self.evidence else {}
 
     def steps(self) -> list[Entry]:
-        """The lines about checkpoints of steps; after each, its checkpoint is the newest one."""
-        return [one for one in self.named("checkpoint") if one.subjects and one.subjects[0][0].startswith(STEPS)]
+        """The lines about checkpoints of steps; after each, its checkpoint is the newest one, or there is none."""
+        return [one for one in self.named("checkpoint") if _of_step(one)]
 
     def named(self, *stages: str) -> list[Entry]:
         return [entry for entry in self.entries if entry.stage in stages]
+
+
+def _of_step(entry: Entry) -> bool:
+    return entry.subjects[0][0].startswith(STEPS) if entry.subjects else REMOVED in entry.facts
 
 
 def sessions_of(entries: Sequence[Entry]) -> list[Session]:
@@ -184,12 +188,12 @@ def _check_steps(session: Session, sessions: Sequence[Session], found: Findings)
     what, most = f"session {session.number}", session.release.get("max_steps")
     earlier = [entry for one in sessions[: session.number - 1] for entry in one.steps()]
     for entry in session.named("resumed"):
-        if not earlier:
+        if not earlier or not earlier[-1].subjects:
             found.fail(f"{what} resumed from a checkpoint that no earlier session made")
         else:
             found.expect(f"the checkpoint that {what} resumed from", entry.subjects, earlier[-1].subjects)
             found.expect(f"the step that {what} resumed from", entry.facts.get("step"), earlier[-1].facts.get("step"))
-    if earlier and session.named("started"):
+    if earlier and earlier[-1].subjects and session.named("started"):
         found.fail(f"{what} started anew though there was a checkpoint")
     step = highest = earlier[-1].facts["step"] if earlier else 0
     for entry in [*session.steps(), *session.named("finished")]:
