@@ -83,7 +83,7 @@ def check(
         adapter: the directory of the opened adapter.
 
     Raises:
-        UserError: `run` is not a protected run's directory, or `adapter` is not a directory.
+        UserError: `run` is not a protected run's directory, or `adapter` is not a directory of files.
     """
     if not (run / NAME).exists():
         raise UserError(f"{run} has no {NAME}: give the output directory of a protected run.")
@@ -91,6 +91,9 @@ def check(
         raise UserError(
             f"{adapter} is not a directory: give the one into which wgpu-lora protect open put the adapter."
         )
+    for path in adapter.rglob("*") if adapter else ():
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # which could be read without an end
+            raise UserError(f"{path} is a link or a special file: open the sealed adapter anew.")
     found, keyid = Findings(), broker.keyid if broker else None
     try:
         entries = read_log(run / NAME)
