@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -176,3 +177,12 @@ def test_tuning_says_what_it_will_take_and_what_it_took(
         "tuned     2 kernel sizes in 9 s; the other 1, with the least work, keep their defaults",
     ]
     assert said.err.splitlines() == ["tuning: matmul_nt, tiling 5 of 12: 3 of 7 s after 3 s, about 4 s left"]
+
+
+def test_json_has_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+    value = {"run\x9b2J": ["\x1b[2J", "\x7f", "\u202e", "\U000e0001", "Stra\u00dfe"]}
+    console.print_json(value)
+    said = capsys.readouterr().out
+    assert json.loads(said) == value
+    assert all(c.isprintable() or c == "\n" for c in said)
+    assert "Stra\u00dfe" in said

@@ -157,6 +157,20 @@ def test_malformed_evidence_is_refused_and_logged(owner: Owner, data: bytes) -> 
     assert stages(owner) == ["refused", "refused"]
 
 
+def test_no_more_sessions_than_the_policy_allows_get_the_key_under_any_name(owner: Owner) -> None:
+    text = owner.policy.read_text()
+    owner.policy.write_text(text.replace("[release]\n", "[release]\nsessions = 2\n"))
+    for number in range(3):
+        trainer = Trainer(owner, job=f"job-{number}")
+        with owner.broker() as broker:  # the count is in its log
+            evidence = trainer.evidence(broker.nonce())
+            if number < 2:
+                assert broker.decide(evidence)
+                continue
+            with pytest.raises(Refused, match=r"release\.sessions"):
+                broker.decide(evidence)
+
+
 def test_a_recipient_that_everybody_could_open_is_refused(owner: Owner, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(owner)
     trainer.keys.data.recipient = "age1qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq5cu47z"  # of low order

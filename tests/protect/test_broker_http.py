@@ -49,6 +49,12 @@ def test_a_session_from_nonce_to_progress(owner: Owner, client: TestClient) -> N
     assert client.get("/v1/health").json()["recipient"] == owner.data.recipient
 
 
+def test_browsers_are_refused(client: TestClient) -> None:
+    for origin in ("null", "http://127.0.0.1:8713", "https://example.org"):
+        answer = client.post("/v1/nonce", headers={"Origin": origin})
+        assert (answer.status_code, list(answer.json())) == (403, ["error", "failures"])
+
+
 def test_refusals_name_the_rules_and_no_secret(owner: Owner, client: TestClient) -> None:
     nonce = client.post("/v1/nonce").json()["nonce"]
     trainer = Trainer(owner)

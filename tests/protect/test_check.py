@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -251,3 +252,12 @@ def test_the_command(run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert (code, out, err.count("\n")) == (2, "", 1), wrong
     (run.directory / NAME).unlink()
     assert answer()[0] == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+def test_an_adapter_with_links_or_special_files_is_not_read(run: Made) -> None:
+    for make in (lambda path: path.symlink_to("/dev/zero"), os.mkfifo, lambda path: path.symlink_to(".")):
+        make(run.adapter / "extra")
+        with pytest.raises(UserError, match="extra is a link or a special file"):
+            checked(run)
+        (run.adapter / "extra").unlink()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.protected import Hospital
 
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect import job as jobs
@@ -50,6 +51,20 @@ def test_digests_of_recipes_are_of_what_is_trained(hospital: Hospital) -> None:
     assert changed.recipe_sha256 == read(hospital, lora_r=8).recipe_sha256
     assert changed.options["lora_r"] == 8
     assert job.with_options({}) is job
+
+
+def test_the_digest_of_a_job_is_of_all_that_it_is_given(hospital: Hospital) -> None:
+    job = read(hospital)
+    assert job.sha256 == file_digest(job.path)
+    assert job.with_options({"device": "0"}).sha256 == job.sha256
+    given = [job.with_options({"lora_r": 8}), job.with_options({"lora_r": 16})]
+    for rank in (2, 3):
+        (hospital.place / "mine.toml").write_text(f"lora_r = {rank}\nlearning_rate = 0.5\n")
+        given.append(read(hospital, recipe="mine.toml"))
+    assert len({job.sha256, *(one.sha256 for one in given)}) == 5
+    assert b'# Options of the command line: {"lora_r": 8}' in given[0].content
+    bundled = read(hospital, recipe="demo")
+    assert bundled.sha256 == file_digest(bundled.path)
 
 
 def test_a_recipe_below_the_options(hospital: Hospital) -> None:

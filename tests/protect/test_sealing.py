@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -271,3 +272,15 @@ def test_records_that_are_none(tmp_path: Path, change: dict[str, object]) -> Non
     path.write_text(json.dumps(good | change))
     with pytest.raises(UserError, match="not the record"):
         SealRecord.read(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+def test_what_was_opened_is_for_its_owner_alone(tmp_path: Path) -> None:
+    key = DataKey.generate()
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "a.json").write_text("{}")
+    for name, suffix, mode in (("rows.jsonl", ".age", 0o600), ("adapter", ".tar.age", 0o700)):
+        seal_path(tmp_path / name, tmp_path / f"{name}{suffix}", [key.recipient])
+        unseal_path(tmp_path / f"{name}{suffix}", tmp_path / f"opened-{name}", key)
+        assert stat.S_IMODE((tmp_path / f"opened-{name}").stat().st_mode) == mode

@@ -134,6 +134,7 @@ seconds = 300
 skew = 5
 [release]
 seconds = 3600
+sessions = 10
 recipients = ["{OWNER}"]
 [attestation]
 level = "quoted"

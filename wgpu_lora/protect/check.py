@@ -20,8 +20,14 @@ from wgpu_lora.protect.log import NAME, read_log
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.words import listed
 
-ENDED = {"finished": "the run finished", "failed": "the run failed", "interrupted": "the run was interrupted"}
-UNPROVABLE = "that this software ran unchanged and nothing else did, the machine's clock, and the run's figures"
+SIGNED = "its last session signed that the run"
+ENDED = {
+    "finished": f"{SIGNED} finished", "failed": f"{SIGNED} failed", "interrupted": f"{SIGNED} was interrupted",
+}  # fmt: skip
+UNPROVABLE = (
+    "that this software ran unchanged and nothing else did, so that what was signed is what happened, the machine's "
+    "clock, and the run's figures"
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def check(
         adapter: the directory of the opened adapter.
 
     Raises:
-        UserError: `run` is not a protected run's directory, or `adapter` is not a directory.
+        UserError: `run` is not a protected run's directory, or `adapter` is not a directory of files.
     """
     if not (run / NAME).exists():
         raise UserError(f"{run} has no {NAME}: give the output directory of a protected run.")
@@ -85,6 +91,9 @@ def check(
         raise UserError(
             f"{adapter} is not a directory: give the one into which wgpu-lora protect open put the adapter."
         )
+    for path in adapter.rglob("*") if adapter else ():
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # which could be read without an end
+            raise UserError(f"{path} is a link or a special file: open the sealed adapter anew.")
     found, keyid = Findings(), broker.keyid if broker else None
     try:
         entries = read_log(run / NAME)

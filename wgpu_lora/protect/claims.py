@@ -32,7 +32,8 @@ from wgpu_lora.errors import UserError, reason
 from wgpu_lora.installed import NAME
 from wgpu_lora.protect import envelope, quotes, tpm
 from wgpu_lora.protect.envelope import EnvelopeError
-from wgpu_lora.protect.keys import PublicKey, SessionKeys, parse_recipient
+from wgpu_lora.protect.keys import PublicKey, SessionKeys
+from wgpu_lora.protect.sealing import parse_recipient
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.devices import DeviceInfo

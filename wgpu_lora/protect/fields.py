@@ -15,7 +15,7 @@ from packaging.version import Version
 from pyrage import RecipientError
 
 from wgpu_lora.bounded import printable
-from wgpu_lora.protect.keys import parse_recipient
+from wgpu_lora.protect.sealing import parse_recipient
 
 MOST = 10_000  # items of a list or a table
 DIGEST = re.compile(r"[0-9a-f]{64}")

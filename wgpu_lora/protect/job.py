@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.assets import asset_dir
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.bounded import check_path, is_name, parse_toml, printable, toml_bytes
 from wgpu_lora.errors import UserError
@@ -56,7 +57,8 @@ class Job:
     """A job that has been read and checked.
 
     Attributes:
-        path: of its file. content: the file's bytes. name: the file's stem, if it states none.
+        path: of its file. content: the file's bytes, and as a comment options from elsewhere: of a recipe file that is
+            not a bundled one, and of the command line. name: the file's stem, if it states none.
         data, eval_data, init_adapter: sealed files. output: the run's directory.
         recipients: to whom checkpoints and results are sealed.
         broker: its URL; ca: certificates for it. files: a directory to exchange files with a broker out of reach.
@@ -82,7 +84,7 @@ class Job:
 
     @property
     def sha256(self) -> str:
-        """Of the file, in hexadecimal."""
+        """Of the content, in hexadecimal."""
         return hashlib.sha256(self.content).hexdigest()
 
     @property
@@ -119,7 +121,8 @@ class Job:
                 raise UserError(f"{flag(name)} cannot be given beside a protected job: {_why(name)}.")
         arguments = from_values(values, "The command line", self.arguments)
         _check(arguments, "The command line")
-        return replace(self, arguments=arguments, stated={**self.stated, **values})
+        content = _noted(self.content, "of the command line", values)
+        return replace(self, content=content, arguments=arguments, stated={**self.stated, **values})
 
 
 def read(path: str | Path) -> Job:
@@ -138,10 +141,10 @@ def read(path: str | Path) -> Job:
                 f"{where} has an unknown entry '{printable(name)[:60]}': its sections are [protected] and [training]."
             )
     own = _Table(path, tables.get("protected", {}), where)
-    arguments, stated = _options(dict(tables.get("training", {})), own)
+    arguments, stated, beside = _options(dict(tables.get("training", {})), own)
     job = Job(
         path=path,
-        content=content,
+        content=_noted(content, "of its recipe file", beside),
         name=own.text("name", path.stem),
         data=own.file("data", ROWS),
         output=own.path("output"),
@@ -225,17 +228,24 @@ class _Table:
         return tuple(dict.fromkeys(value))
 
 
-def _options(values: dict[str, Any], own: _Table) -> tuple[TrainingArguments, dict[str, Any]]:
-    """[training]: options over those of its recipe, and those that are stated."""
+def _noted(content: bytes, source: str, values: Mapping[str, Any]) -> bytes:
+    """A job's content with options from elsewhere, so that whoever allows its digest allows them, too."""
+    kept = {name: value for name, value in sorted(values.items()) if name not in LOCAL}
+    return content + f"\n# Options {source}: {to_json(kept)}\n".encode() if kept else content
+
+
+def _options(values: dict[str, Any], own: _Table) -> tuple[TrainingArguments, dict[str, Any], dict[str, Any]]:
+    """[training]: options over those of its recipe, those that are stated, and those of a recipe file."""
     where = f"{own._where}, [training]"
-    base, stated = TrainingArguments(), dict[str, Any]()
+    base, stated, of_file = TrainingArguments(), dict[str, Any](), dict[str, Any]()
     with naming(IN_FILE):
         recipe = values.pop("recipe", None)
         if recipe is not None:
             if not isinstance(recipe, str):
                 raise UserError(f"{where}: recipe must be the name of a recipe or a file, not {recipe!a:.60}.")
             beside = own.beside(recipe)
-            base = recipe_arguments(beside if beside.is_file() else find_recipe(recipe))
+            found = beside if beside.is_file() else find_recipe(recipe)
+            base = recipe_arguments(found)
             usual = TrainingArguments().as_dict()
             if base.init_adapter:
                 raise UserError(
@@ -245,14 +255,16 @@ def _options(values: dict[str, Any], own: _Table) -> tuple[TrainingArguments, di
             for name in ("data", "eval_data", "output"):  # of another run on other data
                 stated.pop(name, None)
             base = replace(base, data=None, eval_data=None, output=None)
+            if found.parent != asset_dir("recipes"):  # which the package's digest covers
+                of_file = dict(stated)
         given = named(values, where)
         for name in (*SEALED, *REFUSED):
             if name in given:
                 raise UserError(f"{where}: {name} cannot be given here: {_why(name)}.")
         for name in PATHS:
-            if isinstance(found := given.get(name), str) and own.beside(found).exists():
-                given[name] = str(own.beside(found))
-        return from_values(given, where, base), {**stated, **given}
+            if isinstance(named_path := given.get(name), str) and own.beside(named_path).exists():
+                given[name] = str(own.beside(named_path))
+        return from_values(given, where, base), {**stated, **given}, of_file
 
 
 def _why(name: str) -> str:

@@ -16,7 +16,6 @@ import pyrage
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
 from wgpu_lora.errors import UserError, reason
@@ -24,7 +23,6 @@ from wgpu_lora.protect.host import lock_pages
 
 MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients
 SECRET = b"AGE-SECRET-KEY-1"
-BECH32 = str.maketrans("qpzry9x8gf2tvdw0s3jn54khce6mua7l", "0123456789abcdefghijklmnopqrstuv")  # BIP 173
 
 
 class DataKey:
@@ -228,22 +226,6 @@ class SessionKeys:
     def wipe(self) -> None:
         self.data.wipe()
         self.signing.wipe()
-
-
-def parse_recipient(text: str) -> pyrage.x25519.Recipient:
-    """An age recipient.
-
-    Raises:
-        pyrage.RecipientError: it is none, or a point of low order (RFC 7748, 6.1): anybody could open what is sealed
-            to it, and pyrage would panic.
-    """
-    found = pyrage.x25519.Recipient.from_str(text)
-    point = int(str(found)[4:-6].translate(BECH32), 32) >> 4  # 52 digits of 5 bits
-    try:
-        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(point.to_bytes(32, "big")))
-    except ValueError:
-        raise pyrage.RecipientError("a point of low order") from None
-    return found
 
 
 def write_private(path: str | Path, content: bytes) -> None:

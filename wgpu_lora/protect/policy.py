@@ -7,6 +7,7 @@ says so; those without which a key must never be released are required.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -30,6 +31,7 @@ SETTINGS: dict[tuple[str, str], tuple[Field, Any]] = {
     ("nonce", "seconds"): (fields.seconds(1, DAY), 300.0),  # from a nonce's issue to its use, and the evidence's age
     ("nonce", "skew"): (fields.seconds(0, 300), 5.0),  # by which the trainer's clock may be ahead of the verifier's
     ("release", "seconds"): (fields.seconds(1, 30 * DAY), 3600.0),
+    ("release", "sessions"): (fields.LIMIT, math.inf),  # that get the key, of all jobs together
 }
 KINDS: dict[tuple[str, str], Field] = {key: kind for key, (kind, _) in SETTINGS.items()} | {
     (rule.section, rule.key): rule.field for rule in RULES
@@ -104,6 +106,11 @@ class Policy:
     def release_seconds(self) -> float:
         """From a release to its expiry."""
         return float(self._setting("release", "seconds"))
+
+    @property
+    def sessions(self) -> float:
+        """To how many sessions a broker releases the key, those of all jobs and those that resume."""
+        return float(self._setting("release", "sessions"))
 
     @property
     def recipients(self) -> tuple[str, ...]:

@@ -19,9 +19,10 @@ import pyrage
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.claims import Evidence
-from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey, parse_recipient
+from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey
 from wgpu_lora.protect.policy import Policy
 from wgpu_lora.protect.result import Appraisal
+from wgpu_lora.protect.sealing import parse_recipient
 
 ALGORITHM = "ES256"
 MAX_TOKEN = 32 << 10  # characters; a release has 3,000

@@ -122,18 +122,25 @@ def unseal_path(sealed: str | Path, to: str | Path, key: DataKey) -> None:
 
 
 def unseal_file(source: Reader, to: Path, key: DataKey, where: str, unpack: bool = False) -> None:
-    """As `unseal_path`, for sealed data that `source` gives. unpack: they are an archive, for a new directory."""
+    """As `unseal_path`, for sealed data that `source` gives. unpack: they are an archive, for a new directory.
+
+    What is opened can be read by this user only (on Windows, by whom its directory says).
+    """
     check_new(to)
     with _private(to) as private:
         whole = private / "opened"
-        with whole.open("xb") as file:
+        with open(whole, "xb", opener=_for_owner) as file:
             unseal_stream(source, file, key, where)
         if not unpack:
             name_new(whole, to)
             return
-        (private / to.name).mkdir()
+        (private / to.name).mkdir(mode=0o700)
         _extract(whole, private / to.name)
         (private / to.name).rename(to)  # fails if something is there by now
+
+
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def open_sealed(path: Path) -> IO[bytes]:

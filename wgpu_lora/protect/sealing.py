@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pyrage
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.keys import DataKey, parse_recipient, read_small
+from wgpu_lora.protect.keys import DataKey, read_small
 
 VERSION, ARMOR = b"age-encryption.org/v1\n", b"-----BEGIN AGE ENCRYPTED FILE-----"
 # pyrage reads a header again from its start for each piece that arrives, so 16,000 short stanzas take it two minutes.
@@ -28,6 +29,7 @@ MAX_HEADER, MAX_LINES = 64 << 10, 1024  # bytes; a recipient takes about 100, in
 MAX_RECIPIENTS = 256
 START = 2 * MAX_HEADER  # bytes that hold a whole header, in armor too
 STOPPING = 5.0  # seconds that a call of `read` or `write` may go on after an interrupt
+BECH32 = str.maketrans("qpzry9x8gf2tvdw0s3jn54khce6mua7l", "0123456789abcdefghijklmnopqrstuv")  # BIP 173
 EXAMPLE = "age1..., which wgpu-lora protect keygen prints"
 
 
@@ -112,6 +114,22 @@ class _Into:
         self.view[self.size : self.size + len(data)] = data
         self.size += len(data)
         return len(data)
+
+
+def parse_recipient(text: str) -> pyrage.x25519.Recipient:
+    """An age recipient.
+
+    Raises:
+        pyrage.RecipientError: it is none, or a point of low order (RFC 7748, 6.1): anybody could open what is sealed
+            to it, and pyrage would panic.
+    """
+    found = pyrage.x25519.Recipient.from_str(text)
+    point = int(str(found)[4:-6].translate(BECH32), 32) >> 4  # 52 digits of 5 bits
+    try:
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(point.to_bytes(32, "big")))
+    except ValueError:
+        raise pyrage.RecipientError("a point of low order") from None
+    return found
 
 
 def parse_recipients(recipients: Sequence[str]) -> list[pyrage.x25519.Recipient]:

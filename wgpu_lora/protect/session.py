@@ -117,8 +117,12 @@ class Beginning:
             token = self._by_files(evidence)
         sha256 = hashlib.sha256(evidence).hexdigest()
         release = open_release(token, job.broker_key, sha256, nonce, self.keys, clock.now(), job.recipients)
-        _check_known(log, release)
-        log.released(token, release.facts())
+        try:
+            _check_known(log, release)
+            log.released(token, release.facts())
+        except BaseException:
+            release.key.wipe()  # no cleanup knows of it yet
+            raise
         self.say("released", f"the data's key, by the broker {job.broker_key.keyid[:16]}, for the job {job.name}")
         return Session(job, self.keys, log, claims, clock, release, client, self.say)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
 
 PolicyOption = Annotated[Path, typer.Option(metavar="FILE", help="policy.toml: what evidence must state.")]
@@ -43,5 +44,5 @@ def broker(
     if (tls_cert is None) != (tls_key is None):
         raise UserError("--tls-cert and --tls-key belong together: give both, or none.")
     tls = (tls_cert, tls_key) if tls_cert and tls_key else None
-    run(policy, key, signing_key, host, port, tls, state, lambda text: typer.echo(text))
+    run(policy, key, signing_key, host, port, tls, state, lambda text: typer.echo(printable(text, "\n")))
     return 0

@@ -37,6 +37,8 @@ def make_app(broker: Broker, tell: Callable[[str], None] = lambda line: None, ra
     async def act(request: Request, limit: int, does: Callable[[bytes], dict[str, Any]]) -> Response:
         address = request.client.host if request.client else ""
         rate.take(address)
+        if "origin" in request.headers:  # a page in the owner's browser can reach a loopback address, too
+            raise Refused("The broker answers no browsers: ask with wgpu-lora.")
         body = await read_body(request, limit)
         async with turns:
             try:

@@ -198,6 +198,8 @@ class Broker:
             yield Failure(HEAD, "the first session of a job that this broker does not know", "one that resumes")
         if evidence.signing.keyid in self._state.sessions:
             yield Failure(KEYS, "new ephemeral keys", "those of an earlier session")
+        if (released := len(self._state.sessions)) >= self.policy.sessions:
+            yield Failure("release.sessions", f"at most {self.policy.sessions:g} releases", f"{released:,} before")
         if self.recipient not in _job(evidence).get("recipients", ()):
             yield Failure("release.recipients", f"{self.recipient}, the data key's, among the job's", "it is not")
 
