@@ -277,6 +277,16 @@ def test_a_resumed_run_goes_on_along_its_schedule(time: Time) -> None:
     )
 
 
+def test_a_resumed_run_knows_how_long_its_held_out_losses_take(time: Time) -> None:
+    """One that began shortly before the target, as the session's first, would end far beyond it."""
+    loop = Loop(time, timed())
+    loop.session(PACES["even"], lambda step: {HELD_OUT: 5.0} if step == 20 else {}, most=450)
+    late = loop.state.step + 40  # 2.1 s before the target
+    loop.session(PACES["even"], lambda step: {HELD_OUT: 5.0} if step == late else {})
+    assert loop.did == [(HELD_OUT, 20)]
+    assert abs(loop.state.elapsed_seconds - loop.target) <= 0.1
+
+
 def test_steps_that_come_before_the_time_end_the_schedule_too(time: Time) -> None:
     loop = Loop(time, timed(1000.0, max_steps=50, lr_scheduler_type="linear", warmup_ratio=0.1))
     loop.session(PACES["even"], most=50)

@@ -48,7 +48,6 @@ class Clock:
     _steps: int = 0  # of this session
     _gaps: float = 0.0  # seconds between the steps of this session
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    _took: dict[str, float] = field(default_factory=dict)  # seconds of what lay between steps, the last time
 
     @staticmethod
     def now() -> float:
@@ -96,7 +95,7 @@ class Clock:
         """Times what lies between two steps."""
         begin = self.now()
         yield
-        self._took[work] = self.now() - begin
+        self.run.state.between_seconds[work] = self.now() - begin
 
     # -- the end of a timed run ------------------------------------------------------------------------------------
 
@@ -110,7 +109,7 @@ class Clock:
         target = self.run.args.target_seconds
         if not target:
             return True
-        took = self._took.get(work, UNTIMED_SHARE * target)
+        took = self.run.state.between_seconds.get(work, UNTIMED_SHARE * target)
         return self.elapsed() + took + self.run.state.step_seconds / 2 <= target
 
     # -- the learning rate of a timed run --------------------------------------------------------------------------

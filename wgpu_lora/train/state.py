@@ -36,6 +36,7 @@ class RunState:
     warming_seconds: float = 0.0  # of warm-up so far
     warmed_seconds: float | None = None  # elapsed_seconds at the end of the warm-up
     warmed_step: int = 0
+    between_seconds: dict[str, float] = field(default_factory=dict)  # of held-out losses and checkpoints, the last time
     ending: bool = False  # whether the last steps, if the subject has any, have begun
     unrounded_eval_loss: float | None = None  # of the model before it was rounded (train/unrounded.py)
     first_eval_loss: float | None = None  # before the first step
@@ -104,6 +105,10 @@ def _is_losses(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_number, value))
 
 
+def _is_times(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_seconds, value.values()))
+
+
 def _is_tiles(value: Any) -> bool:
     try:
         choices_from_json(value)
@@ -130,6 +135,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     ),
     "warmed_seconds": lambda value: value is None or _is_seconds(value),
     **dict.fromkeys(("calibrated", "ending"), lambda value: isinstance(value, bool)),
+    "between_seconds": _is_times,
     "tiles": _is_tiles,
     "pending": _is_losses,
 }
