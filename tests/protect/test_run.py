@@ -167,11 +167,15 @@ def test_resumed_after_sigterm_it_is_the_same_byte_for_byte(ward: Ward) -> None:
 
 
 def test_a_run_is_not_started_twice_in_one_directory(ward: Ward) -> None:
-    ward.train()
+    first = ward.train()
     with pytest.raises(UserError, match="already holds a protected run"):
         ward.train()
     with pytest.raises(UserError, match="no protected run"):
         ward.train("other", resume=True)
+    seen: list[FinetuneJob] = []
+    again = ward.train(resume=True, watch=at_step(0, lambda: None, seen))
+    assert again.run.adapter_sha256 == first.run.adapter_sha256
+    assert "resumed: already finished" in seen[0].run.notes  # other options would be another job
 
 
 def test_a_directory_that_is_in_use_or_has_another_run(ward: Ward) -> None:
@@ -413,6 +417,17 @@ def test_anchors_that_cannot_be_written(ward: Ward) -> None:
             ward.train()
     assert ward.stages()[-2:] == ["failed", "wiped"]
     assert ward.train().run.outcome == "finished"
+
+
+def test_held_out_losses_do_not_fill_the_log(ward: Ward) -> None:
+    held = ward.hospital.seal("held", 6, seed=3)
+    ward.hospital.policy(ward.place / "train.jsonl.age", held)
+    path = ward.hospital.job("job", URL, 'eval_data = "held.jsonl.age"', eval_steps=1)
+    ward.monkeypatch.setattr("wgpu_lora.protect.chain.MAX_LOG_BYTES", 40_000)
+    assert ward.train(path=path).run.outcome == "finished"
+    losses = [e for e in read_log(ward.place / "job" / "evidence.jsonl") if e.stage == "evaluated" and not e.subjects]
+    assert 0 < len(losses) < 7
+    assert ward.check().failures == []
 
 
 def test_a_killed_session_that_left_only_checkpoints_is_noticed(ward: Ward) -> None:

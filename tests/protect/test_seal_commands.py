@@ -18,7 +18,10 @@ from support.brokers import Owner, Trainer
 from typer.main import get_command
 
 from wgpu_lora.cli import app, main
+from wgpu_lora.lasting import lasting
 from wgpu_lora.protect.keys import DataKey, PublicKey, SigningKey, write_private
+from wgpu_lora.protect.sealed_files import seal_path
+from wgpu_lora.protect.sealed_streams import open_to, seal_to
 
 ROWS = '{"prompt": "a", "completion": "b"}\n' * 3
 KEY = DataKey.generate()
@@ -106,6 +109,18 @@ def test_a_directory_sealed_and_opened(here: Path) -> None:
     assert protect("seal", "adapter", "--to", KEY.recipient) == 0
     assert protect("open", "adapter.tar.age", "--key", "data.key", "-o", "again") == 0
     assert Path("again/sub/weights").read_bytes() == bytes(1000)
+
+
+def test_a_reader_of_standard_output_that_goes_away_is_no_success(here: Path) -> None:
+    seal_path("rows.jsonl", "rows.jsonl.age", [KEY.recipient])
+    for command in (
+        lambda out: seal_to("rows.jsonl", "-", [KEY.recipient], None, out),
+        lambda out: open_to("rows.jsonl.age", "-", KEY, None, out),
+    ):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as file, pytest.raises(BrokenPipeError):
+            command(lasting(file))
 
 
 def test_standard_input_and_output(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

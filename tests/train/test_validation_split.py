@@ -11,6 +11,7 @@ from support.cli import QWEN2, SMALL, Run, commands, flags
 from support.data import chat, small_tokenizer, write_jsonl
 
 from wgpu_lora.data import hold_out, prepare
+from wgpu_lora.data.in_memory import MemorySource
 from wgpu_lora.data.preferences import PAIRS
 from wgpu_lora.data.preparing import Preparation, prepare_files
 from wgpu_lora.errors import UserError
@@ -107,6 +108,16 @@ def test_rows_that_belong_together_stay_together(tmp_path: Path) -> None:
     assert {row.index for row in [*train.rows, *heldout.rows]} == set(range(10))
     with pytest.raises(UserError, match="leaves no rows to train on, of 1 row"):
         hold_out(prepare(write_jsonl(tmp_path / "c.jsonl", TEXTS[0]), small_tokenizer("chatml"), max_length=64), 0.5, 1)
+
+
+def test_the_digest_of_held_out_rows_tells_nothing_of_sealed_ones() -> None:
+    """Else whoever guesses a row could find out, from run.json, whether it is there."""
+    found = set()
+    for first, sealed in ((1, "a"), (2, "a"), (2, "b")):
+        text = "".join(json.dumps({"input_ids": [first + n, 2, 3]}) + "\n" for n in range(4))
+        source = MemorySource(bytearray(text.encode()), "rows.jsonl.age", sealed)
+        found.add((sealed, hold_out(prepare(source, None, max_length=8, vocab_size=40), 1, 1)[1].digest))
+    assert len(found) == 2
 
 
 def test_plans_of_shorter_rows(tmp_path: Path) -> None:

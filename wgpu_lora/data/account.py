@@ -110,7 +110,10 @@ class Account:
             return
         what = f"{self.source.called} has {counted(self.bad_count, 'row')} that cannot be used"
         if self.source.private:
-            raise UserError(f"{what}{self._bad_places()}: mend it before it is sealed, or use {flag('skip_bad_rows')}.")
+            raise UserError(
+                f"{what}{self._bad_places()}: mend the unsealed file, about which wgpu-lora data stats says more, "
+                f"or use {flag('skip_bad_rows')}."
+            )
         if len(self.bad) == 1:
             [(place, problem)] = self.bad
             raise UserError(f"{self.source.where(place)}: {problem.reason}")

@@ -28,8 +28,11 @@ def hold_out(prepared: Prepared, amount: float, seed: int) -> tuple[Prepared, Pr
     count, total = int(mask.sum()), len(mask)
     note = f"{count:,} of {counted(total, 'row')} are held out ({setting('validation_split', amount)})"
     train = _only(prepared, ~mask, notes=(*prepared.notes, note))
-    digest = hashlib.sha256(np.sort(prepared.keys[mask]).tobytes()).hexdigest()
     source = prepared.account.source
+    which = np.sort(prepared.keys[mask]).tobytes()
+    if source.private:  # records have the digest, by which somebody could try what the rows are
+        which = f"{prepared.digest} {amount} {seed}".encode()
+    digest = hashlib.sha256(which).hexdigest()
     return train, _only(prepared, mask, digest=digest, account=Account(source, examples=count), notes=())
 
 

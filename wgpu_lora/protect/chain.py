@@ -79,6 +79,11 @@ class Chain:
     size: int = 0
     cut: int = 0
 
+    @property
+    def crowded(self) -> bool:
+        """Whether the rest of the log is to be kept for lines that a run needs."""
+        return self.size > MAX_LOG_BYTES // 2
+
     @classmethod
     def create(cls, path: Path, name: str, kind: str) -> Chain:
         """A new, empty log; an existing file may have no complete line, as a process killed at once leaves it.
@@ -148,8 +153,10 @@ class Chain:
         }
         link = (f"{self.path.name}:{self.sequence}", self.head)
         line = envelope.sign(envelope.statement(self.kind, [link, *subjects], made), key)
-        if len(line) > MAX_LINE_BYTES or self.size + len(line) >= MAX_LOG_BYTES:
+        if len(line) > MAX_LINE_BYTES:
             raise UserError(f"{self.path} would have a line of {len(line):,} bytes: record fewer facts in it.")
+        if self.size + len(line) >= MAX_LOG_BYTES:
+            raise UserError(f"{self.path} is full, at {MAX_LOG_BYTES:,} bytes: start a new run that evaluates less.")
         self._write(line + b"\n")
         entry = Entry(**made, subjects=subjects, digest=_sha256(line), keyid=key.public.keyid)
         self.entries.append(entry)

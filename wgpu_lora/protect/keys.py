@@ -229,9 +229,7 @@ class SessionKeys:
 
 
 def write_private(path: str | Path, content: bytes) -> None:
-    """Writes a new file that only its owner may read (mode 0600; on Windows, what its directory grants).
-
-    A directory that is missing is made, for its owner alone.
+    """Writes a new file, in a directory that is made if missing, that only its owner may read (except on Windows).
 
     Raises:
         UserError: the path exists, or cannot be written; then nothing is left of it.
@@ -251,11 +249,10 @@ def write_private(path: str | Path, content: bytes) -> None:
             while view:
                 view = view[file.write(view) :]
             os.fsync(file.fileno())
-    except OSError as error:
+    except BaseException as error:
         path.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written ({error.strerror}): choose another path.") from None
-    except BaseException:
-        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise UserError(f"{path} cannot be written ({error.strerror}): choose another path.") from None
         raise
 
 
@@ -268,12 +265,11 @@ def read_small(path: str | Path, what: str) -> bytearray:
     Raises:
         UserError: the file is missing, unreadable, not a regular file, or too long.
     """
-    path, content = Path(path), bytearray(MAX_KEY_BYTES + 1)
+    path, content, size = Path(path), bytearray(MAX_KEY_BYTES + 1), 0
     try:
         if path.exists() and not path.is_file():  # opening a pipe would block
             raise UserError(f"{what} {path} is not a regular file: give the path of a key file.")
         with path.open("rb", buffering=0) as file:
-            size = 0
             while found := file.readinto(memoryview(content)[size:]):
                 size += found
     except (OSError, ValueError) as error:

@@ -108,6 +108,11 @@ class EvidenceLog:
         return self._chain.head
 
     @property
+    def crowded(self) -> bool:
+        """Whether the rest of the log is to be kept for checkpoints and the end."""
+        return self._chain.crowded
+
+    @property
     def cut(self) -> int:
         """Bytes of an incomplete last line that were cut off when the log was opened."""
         return self._chain.cut

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -53,7 +54,7 @@ def seal_to(
         raise UserError("Standard input has no name: give -o FILE, or -o - for standard output.")
     source = _all_of(_bytes_of(stdin, "input")) if path == STANDARD else None
     if output == STANDARD:
-        target = _bytes_of(stdout, "output")
+        target = _output(stdout)
         seal_stream(PieceReader(source or pieces(Path(path))), target, recipients)
         target.flush()
         return None
@@ -77,13 +78,24 @@ def open_to(sealed: str, output: str, key: DataKey, stdin: TextIO | None, stdout
         unseal_path(sealed, output, key)
         return
     where = "Standard input" if sealed == STANDARD else sealed
-    target = _bytes_of(stdout, "output") if output == STANDARD else None
+    target = _output(stdout) if output == STANDARD else None
     with nullcontext(_bytes_of(stdin, "input")) if sealed == STANDARD else open_sealed(Path(sealed)) as source:
         if target is not None:
             unseal_stream(source, target, key, where)
             target.flush()
         else:
             unseal_file(source, Path(output), key, where)
+
+
+def _output(stdout: TextIO | None) -> BinaryIO | io.FileIO:
+    """Standard output, not buffered. A reader that goes away is an error here: a part of the data is no success."""
+    target = _bytes_of(stdout, "output")
+    try:
+        number = target.fileno()
+    except (OSError, ValueError):  # not a file
+        return target
+    target.flush()
+    return io.FileIO(number, "w", closefd=False)
 
 
 def _bytes_of(stream: TextIO | None, what: str) -> BinaryIO:

@@ -178,7 +178,8 @@ def _standing(stream: DataStream, own: Collection[str], storage: Storage) -> lis
         return []
     state, identity = checkpoint.check(newest, storage)
     planned = plan_of(identity["options"], stream.args, newest, storage)
-    return [f"resumed: {resume_note(state, planned, stream, [name for name in PLAN if name in own])}"]
+    extensible = storage is PLAIN  # a protected run's options are attested
+    return [f"resumed: {resume_note(state, planned, stream, [name for name in PLAN if name in own], extensible)}"]
 
 
 def with_options(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:

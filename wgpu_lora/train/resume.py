@@ -140,10 +140,13 @@ def extended(state: RunState, planned: TrainingArguments, stream: DataStream) ->
     return total
 
 
-def resume_note(state: RunState, planned: TrainingArguments, stream: DataStream, own: Sequence[str] = ()) -> str:
+def resume_note(
+    state: RunState, planned: TrainingArguments, stream: DataStream, own: Sequence[str] = (), extensible: bool = True
+) -> str:
     """What a resumed run will do, as text for the user.
 
     Args:
+        extensible: whether a finished run can be continued with other options.
         own: options of PLAN that the adapters file sets for it, which override those of all adapters.
 
     Raises:
@@ -153,7 +156,7 @@ def resume_note(state: RunState, planned: TrainingArguments, stream: DataStream,
     if args.target_seconds:
         left = args.target_seconds - state.elapsed_seconds
         if left < state.step_seconds / 2 or 0 < args.max_steps <= state.step:
-            return f"already finished; a larger {flag('target_seconds')} extends it"
+            return "already finished" + (f"; a larger {flag('target_seconds')} extends it" if extensible else "")
         text = f"continues after step {state.step:,}, for {left:,.1f} s more"
         if args.target_seconds == planned.target_seconds or LR_SCHEDULES[args.lr_scheduler_type].decay is None:
             return text
@@ -163,7 +166,7 @@ def resume_note(state: RunState, planned: TrainingArguments, stream: DataStream,
         more = either("num_train_epochs", "max_steps")
         if own:
             more = f"{' or '.join(repr('epochs' if name == PLAN[0] else name) for name in own)} in the adapters file"
-        done = f"already finished; a larger {more} extends it"
+        done = "already finished" + (f"; a larger {more} extends it" if extensible else "")
         return done if state.step >= total else text
     text += f", up to {total:,} steps"
     kind = args.lr_scheduler_type
