@@ -241,8 +241,9 @@ def test_a_library_of_no_package_is_stated(tmp_path: Path, monkeypatch: pytest.M
 
 def test_variables_that_change_behaviour_are_stated_by_digest() -> None:
     names = ("WGPU_LORA_NO_CHECK", "LD_PRELOAD", "PYTHONPATH", "VK_DRIVER_FILES", "vk_icd_filenames", "WGPU_LIB_PATH",
-             "LP_NUM_THREADS", "GLIBC_TUNABLES", "DYLD_INSERT_LIBRARIES", "https_proxy")  # fmt: skip
-    found = measure.environment(dict.fromkeys([*names, "SECRET_TOKEN", "EDITOR"], "secret"))
+             "LP_NUM_THREADS", "GLIBC_TUNABLES", "GCONV_PATH", "TU_DEBUG", "DYLD_INSERT_LIBRARIES",
+             "https_proxy")  # fmt: skip
+    found = measure.environment(dict.fromkeys([*names, "SECRET_TOKEN", "EDITOR", "PANTRY"], "secret"))
     assert sorted(found) == sorted(names)
     assert set(found.values()) == {hashlib.sha256(b"secret").hexdigest()}
 
