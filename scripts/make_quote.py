@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.tpm import extend, rsa_key, software_tpm  # noqa: E402
 
-from wgpu_lora.protect import tpm  # noqa: E402
+from wgpu_lora.protect.attestation import tpm  # noqa: E402
 
 
 def main() -> None:

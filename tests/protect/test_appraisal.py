@@ -24,10 +24,10 @@ from support.policies import (
     recipient,
 )
 
-from wgpu_lora.protect.appraisal import appraise
-from wgpu_lora.protect.policy import KINDS, SETTINGS, Policy
-from wgpu_lora.protect.result import Appraisal
-from wgpu_lora.protect.rules import RULES
+from wgpu_lora.protect.policies.appraisal import appraise
+from wgpu_lora.protect.policies.policy import KINDS, SETTINGS, Policy
+from wgpu_lora.protect.policies.result import Appraisal
+from wgpu_lora.protect.policies.rules import RULES
 
 STRICT, LEAST_STRICT = Policy.parse(ALL_RULES.encode()), Policy.parse(LEAST.encode())
 HEAD = (9, digest("head"))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import archive
+from wgpu_lora.protect.sealed import archive
 
 FILES = {"adapter_model.safetensors": bytes(range(256)) * 5, "a/b/deep.json": b"{}", "empty": b"", "ä" * 40: b"x" * 512}
 

@@ -14,14 +14,14 @@ from support.brokers import JOB, Owner, Trainer
 from support.policies import digest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import envelope
+from wgpu_lora.protect.attestation.claims import attest
 from wgpu_lora.protect.broker import decide, log
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.broker.log import HEAD_FILE
+from wgpu_lora.protect.broker.progress import sign_progress
 from wgpu_lora.protect.broker.refusal import Refused
-from wgpu_lora.protect.claims import attest
-from wgpu_lora.protect.keys import DataKey, SigningKey
-from wgpu_lora.protect.progress import sign_progress
+from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
 
 @pytest.fixture
@@ -504,7 +504,7 @@ def test_nothing_is_released_if_it_cannot_be_recorded(owner: Owner, monkeypatch:
         nonce = broker.nonce()
         evidence = Trainer(owner).evidence(nonce)
         with monkeypatch.context() as patch:
-            patch.setattr("wgpu_lora.protect.chain.os.fsync", full)
+            patch.setattr("wgpu_lora.protect.evidence.chain.os.fsync", full)
             with pytest.raises(UserError, match="No space"):
                 broker.decide(evidence)
         broker.decide(evidence)  # it was not decided

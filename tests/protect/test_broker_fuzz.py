@@ -15,11 +15,12 @@ from support.fuzz.mutators import of_json
 from support.policies import digest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import claims, envelope
+from wgpu_lora.protect.attestation import claims
 from wgpu_lora.protect.broker import decide
+from wgpu_lora.protect.broker.progress import sign_progress
 from wgpu_lora.protect.broker.refusal import Refused
-from wgpu_lora.protect.progress import sign_progress
-from wgpu_lora.protect.release import open_release, read_release
+from wgpu_lora.protect.broker.release import open_release, read_release
+from wgpu_lora.protect.evidence import envelope
 
 INPUTS = int(os.environ.get("WGPU_LORA_FUZZ_INPUTS", "60"))
 

@@ -16,8 +16,8 @@ from support.policies import digest
 from wgpu_lora.protect.broker import decide, limits
 from wgpu_lora.protect.broker.app import MAX_EVIDENCE, make_app
 from wgpu_lora.protect.broker.limits import MEDIA_TYPES, Rate
+from wgpu_lora.protect.broker.progress import sign_progress
 from wgpu_lora.protect.broker.refusal import Refused
-from wgpu_lora.protect.progress import sign_progress
 
 DSSE = {"Content-Type": MEDIA_TYPES[0]}
 
@@ -165,7 +165,7 @@ def test_errors_of_the_brokers_machine_are_told_to_its_owner_alone(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("wgpu_lora.protect.chain.os.fsync", full)
+    monkeypatch.setattr("wgpu_lora.protect.evidence.chain.os.fsync", full)
     answer = client.post("/v1/nonce")
     assert answer.status_code == 503
     assert client.get("/v1/health").status_code == 200  # the next one may be recorded

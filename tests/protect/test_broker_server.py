@@ -28,11 +28,11 @@ from support.policies import digest
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import envelope
 from wgpu_lora.protect.broker import serve
-from wgpu_lora.protect.client import BrokerClient
-from wgpu_lora.protect.offline import release_by_files
-from wgpu_lora.protect.progress import sign_progress
+from wgpu_lora.protect.broker.client import BrokerClient
+from wgpu_lora.protect.broker.offline import release_by_files
+from wgpu_lora.protect.broker.progress import sign_progress
+from wgpu_lora.protect.evidence import envelope
 
 T = TypeVar("T")
 

@@ -16,11 +16,11 @@ from support.protected_runs import DataOwner, Made, checked_run, make_run
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.check import Checked, check
-from wgpu_lora.protect.claims import attest, read_evidence
-from wgpu_lora.protect.keys import SessionKeys, SigningKey
-from wgpu_lora.protect.log import NAME, EvidenceLog
-from wgpu_lora.protect.policy import Policy
+from wgpu_lora.protect.attestation.claims import attest, read_evidence
+from wgpu_lora.protect.checking.check import Checked, check
+from wgpu_lora.protect.evidence.log import NAME, EvidenceLog
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey
 
 OWNER = DataOwner()
 

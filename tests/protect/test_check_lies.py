@@ -13,9 +13,9 @@ from support.protected_runs import Change, DataOwner, Made, checked_run, make_ru
 
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.claims import read_evidence
-from wgpu_lora.protect.log import NAME, EvidenceLog
-from wgpu_lora.protect.statement import RunFacts, write_statement
+from wgpu_lora.protect.attestation.claims import read_evidence
+from wgpu_lora.protect.evidence.log import NAME, EvidenceLog
+from wgpu_lora.protect.evidence.statement import RunFacts, write_statement
 
 OWNER = DataOwner()
 

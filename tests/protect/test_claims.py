@@ -19,8 +19,9 @@ from support.attesting import MEASURED, NONCE, Job, claimed, quick
 from support.tpm import MISSING, software_tpm
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import claims, envelope, measure, quotes, tpm
-from wgpu_lora.protect.keys import DataKey, SessionKeys
+from wgpu_lora.protect.attestation import claims, measure, quotes, tpm
+from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 
 KEYS, OTHERS = SessionKeys.generate(), SessionKeys.generate()
 CLAIMS = claimed(KEYS, Job([KEYS.data.recipient]))
@@ -217,7 +218,7 @@ def test_long_claims_are_refused_before_they_are_sent() -> None:
 
 
 def test_reading_evidence_does_not_load_wgpu() -> None:
-    code = "import sys, wgpu_lora.protect.claims; sys.exit('wgpu' in sys.modules)"
+    code = "import sys, wgpu_lora.protect.attestation.claims; sys.exit('wgpu' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wgpu_lora.gpu.wipe import WipeReport
-from wgpu_lora.protect.cleanup import UNREACHABLE, Cleanup, WipeFacts, of_device, overwrite
+from wgpu_lora.protect.hygiene.cleanup import UNREACHABLE, Cleanup, WipeFacts, of_device, overwrite
 
 
 def test_every_part_runs_once_whatever_happens_to_the_others() -> None:

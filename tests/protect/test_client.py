@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import client as module
-from wgpu_lora.protect.client import MAX_ANSWER, TRIES, BrokerClient
-from wgpu_lora.protect.keys import SigningKey
+from wgpu_lora.protect.broker import client as module
+from wgpu_lora.protect.broker.client import MAX_ANSWER, TRIES, BrokerClient
+from wgpu_lora.protect.sealed.keys import SigningKey
 
 KEY = SigningKey.generate().public
 NONCE = "n" * 43

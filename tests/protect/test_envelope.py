@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from securesystemslib.dsse import Envelope
 
-from wgpu_lora.protect import envelope
-from wgpu_lora.protect.envelope import EnvelopeError
-from wgpu_lora.protect.keys import PublicKey, SigningKey
+from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.evidence.envelope import EnvelopeError
+from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
 
 OURS, OTHER = SigningKey.generate(), SigningKey.generate()
 FACTS = {"sequence": 2**60 + 1, "loss": 0.1, "text": "é", "none": None, "list": [1, {"a": False}]}

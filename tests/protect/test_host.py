@@ -12,8 +12,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from support.tokenizers import document
 
-from wgpu_lora.protect import host, keys
-from wgpu_lora.protect.host import HostProtection, harden
+from wgpu_lora.protect.hygiene import host
+from wgpu_lora.protect.hygiene.host import HostProtection, harden
+from wgpu_lora.protect.sealed import keys
 from wgpu_lora.tokens.process import Child
 
 BECH32 = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
@@ -60,7 +61,7 @@ def test_core_dumps_are_off_and_can_be_turned_on_again() -> None:
 CRASH = "import os; os.abort()"
 HARDENED = f"""
 import subprocess, sys
-from wgpu_lora.protect.host import harden
+from wgpu_lora.protect.hygiene.host import harden
 harden()
 subprocess.run([sys.executable, "-c", {CRASH!r}])
 {CRASH}
@@ -139,7 +140,7 @@ def test_swap_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CHILD = """
-from wgpu_lora.protect.keys import SessionKeys
+from wgpu_lora.protect.sealed.keys import SessionKeys
 keys = SessionKeys.generate()
 number = keys.signing.key.private_numbers().private_value
 masked = bytes(byte ^ 0x55 for byte in number.to_bytes(32, "big"))

@@ -12,8 +12,8 @@ from support.protected import Hospital
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import job as jobs
-from wgpu_lora.protect.job import Job
+from wgpu_lora.protect.runs import job as jobs
+from wgpu_lora.protect.runs.job import Job
 
 URL = "http://127.0.0.1:1"
 

@@ -12,10 +12,10 @@ import pytest
 from support.killing import OPTIONS, Site, make_site
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.protect.check import check
-from wgpu_lora.protect.keys import DataKey
-from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.sealed_files import unseal_path
+from wgpu_lora.protect.checking.check import check
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.sealed.files import unseal_path
+from wgpu_lora.protect.sealed.keys import DataKey
 
 ADAPTER = "adapter_model.safetensors"
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the server of commands forks")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import anchors
-from wgpu_lora.protect.chain import MAX_LINE_BYTES, Chain, DamagedError
-from wgpu_lora.protect.keys import SessionKeys
-from wgpu_lora.protect.log import KIND, NAME, EvidenceLog, read_log
+from wgpu_lora.protect.evidence import anchors
+from wgpu_lora.protect.evidence.chain import MAX_LINE_BYTES, Chain, DamagedError
+from wgpu_lora.protect.evidence.log import KIND, NAME, EvidenceLog, read_log
+from wgpu_lora.protect.sealed.keys import SessionKeys
 
 Lines = list[bytes]
 OTHER = b"ab" * 32

@@ -23,7 +23,7 @@ import pytest
 
 from wgpu_lora import assets
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import dependencies, measure, process
+from wgpu_lora.protect.attestation import dependencies, measure, process
 
 
 def change(path: Path) -> None:
@@ -254,7 +254,7 @@ def test_this_machine_can_be_measured() -> None:
     assert found["dependencies"]["wgpu"]["intact"] is True
     assert found["wgpu"]["native_sha256"] == hashlib.sha256(measure.native_library().read_bytes()).hexdigest()
     assert found["python"]["version"] == ".".join(map(str, sys.version_info[:3]))
-    assert "wgpu_lora/protect/measure.py" in found["package"]["files"]
+    assert "wgpu_lora/protect/attestation/measure.py" in found["package"]["files"]
     assert any(name.startswith("shaders/") and name.endswith(".wgsl") for name in found["package"]["files"])
     assert found["kernel"]["system"]
     assert found["process"]["compiled_otherwise"] == []
@@ -263,7 +263,9 @@ def test_this_machine_can_be_measured() -> None:
 
 MODIFIED = """
 import json, sys
-from wgpu_lora.protect import dependencies, measure, process
+from wgpu_lora.protect.attestation import dependencies
+from wgpu_lora.protect.attestation import measure
+from wgpu_lora.protect.attestation import process
 print(json.dumps([process.measure(dependencies.own_files()), measure.environment()]))
 """
 

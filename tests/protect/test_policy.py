@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.policies import ALL_RULES, LEAST, OWNER, TPM, digest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.fields import LONGEST, WrongValue, matches, shown
-from wgpu_lora.protect.policy import KINDS, REQUIRED, Policy
+from wgpu_lora.protect.policies.fields import LONGEST, WrongValue, matches, shown
+from wgpu_lora.protect.policies.policy import KINDS, REQUIRED, Policy
 
 
 def refused(text: str) -> str:

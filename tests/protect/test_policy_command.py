@@ -15,14 +15,15 @@ from support.policies import GIVEN
 
 from wgpu_lora.cli import main
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.protect import job as jobs
-from wgpu_lora.protect import measure, reference
-from wgpu_lora.protect.claims import attest, read_evidence
-from wgpu_lora.protect.host import HostProtection
-from wgpu_lora.protect.keys import DataKey, SessionKeys, SigningKey
-from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.reference import job_claims
-from wgpu_lora.protect.sealed_files import seal_path
+from wgpu_lora.protect.attestation import measure
+from wgpu_lora.protect.attestation.claims import attest, read_evidence
+from wgpu_lora.protect.hygiene.host import HostProtection
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.runs import job as jobs
+from wgpu_lora.protect.runs import reference
+from wgpu_lora.protect.runs.reference import job_claims
+from wgpu_lora.protect.sealed.files import seal_path
+from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys, SigningKey
 
 MEASURED = ("package", "wgpu", "python", "dependencies", "process", "kernel", "environment")
 Run = Callable[..., tuple[int, str, str]]

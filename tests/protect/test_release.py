@@ -17,11 +17,19 @@ import pytest
 from support.brokers import JOB, Owner, Trainer
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.appraisal import appraise
-from wgpu_lora.protect.claims import read_evidence
-from wgpu_lora.protect.keys import DataKey, SessionKeys, SigningKey
-from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.release import MAX_TOKEN, REQUIRED, SLACK, Release, make_release, open_release, read_release
+from wgpu_lora.protect.attestation.claims import read_evidence
+from wgpu_lora.protect.broker.release import (
+    MAX_TOKEN,
+    REQUIRED,
+    SLACK,
+    Release,
+    make_release,
+    open_release,
+    read_release,
+)
+from wgpu_lora.protect.policies.appraisal import appraise
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys, SigningKey
 
 NONCE = "n" * 43
 

@@ -28,16 +28,17 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
-from wgpu_lora.protect import archive, ending, run, session
-from wgpu_lora.protect import job as jobs
+from wgpu_lora.protect.attestation.claims import attest, load_evidence
+from wgpu_lora.protect.broker.client import BrokerClient
 from wgpu_lora.protect.broker.decide import Broker
-from wgpu_lora.protect.check import Checked, check
-from wgpu_lora.protect.claims import attest, load_evidence
-from wgpu_lora.protect.client import BrokerClient
-from wgpu_lora.protect.keys import SessionKeys
-from wgpu_lora.protect.log import EvidenceLog, read_log
-from wgpu_lora.protect.run import ProtectedRecord
-from wgpu_lora.protect.sealing import unseal_bytes
+from wgpu_lora.protect.checking.check import Checked, check
+from wgpu_lora.protect.evidence.log import EvidenceLog, read_log
+from wgpu_lora.protect.runs import ending, run, session
+from wgpu_lora.protect.runs import job as jobs
+from wgpu_lora.protect.runs.run import ProtectedRecord
+from wgpu_lora.protect.sealed import archive
+from wgpu_lora.protect.sealed.keys import SessionKeys
+from wgpu_lora.protect.sealed.streams import unseal_bytes
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.gather import gather
 from wgpu_lora.train.options.arguments import TrainingArguments
@@ -412,7 +413,7 @@ def test_anchors_that_cannot_be_written(ward: Ward) -> None:
         with pytest.raises(UserError, match="anchors"):
             ward.train()
         assert not (ward.place / "job").exists()
-        patch.setattr("wgpu_lora.protect.anchors.prepare", lambda: None)
+        patch.setattr("wgpu_lora.protect.evidence.anchors.prepare", lambda: None)
         with pytest.raises(UserError, match="anchors"):
             ward.train()
     assert ward.stages()[-2:] == ["failed", "wiped"]
@@ -423,7 +424,7 @@ def test_held_out_losses_do_not_fill_the_log(ward: Ward) -> None:
     held = ward.hospital.seal("held", 6, seed=3)
     ward.hospital.policy(ward.place / "train.jsonl.age", held)
     path = ward.hospital.job("job", URL, 'eval_data = "held.jsonl.age"', eval_steps=1)
-    ward.monkeypatch.setattr("wgpu_lora.protect.chain.MAX_LOG_BYTES", 40_000)
+    ward.monkeypatch.setattr("wgpu_lora.protect.evidence.chain.MAX_LOG_BYTES", 40_000)
     assert ward.train(path=path).run.outcome == "finished"
     losses = [e for e in read_log(ward.place / "job" / "evidence.jsonl") if e.stage == "evaluated" and not e.subjects]
     assert 0 < len(losses) < 7
@@ -474,7 +475,7 @@ def test_bad_rows_are_named_by_place_and_sealed(ward: Ward) -> None:
     plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for path in ("train.jsonl.age", "train.jsonl.age.json"):
         (ward.place / path).unlink()
-    from wgpu_lora.protect.sealed_files import seal_path
+    from wgpu_lora.protect.sealed.files import seal_path
 
     seal_path(plain, ward.place / "train.jsonl.age", [ward.owner.data.recipient])
     plain.unlink()

@@ -19,9 +19,9 @@ from typer.main import get_command
 
 from wgpu_lora.cli import app, main
 from wgpu_lora.lasting import lasting
-from wgpu_lora.protect.keys import DataKey, PublicKey, SigningKey, write_private
-from wgpu_lora.protect.sealed_files import seal_path
-from wgpu_lora.protect.sealed_streams import open_to, seal_to
+from wgpu_lora.protect.sealed.files import seal_path
+from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey, write_private
+from wgpu_lora.protect.sealed.pipes import open_to, seal_to
 
 ROWS = '{"prompt": "a", "completion": "b"}\n' * 3
 KEY = DataKey.generate()
@@ -31,7 +31,9 @@ BUILT = get_command(app)  # once, since Typer builds all commands anew for each 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("wgpu_lora.cli.app", BUILT)
-    monkeypatch.setattr("wgpu_lora.protect.host.harden", lambda: None)  # of this process, which runs other tests
+    monkeypatch.setattr(
+        "wgpu_lora.protect.hygiene.host.harden", lambda: None
+    )  # of this process, which runs other tests
     monkeypatch.chdir(tmp_path)
     write_private("data.key", KEY.file_text())
     Path("rows.jsonl").write_text(ROWS)
@@ -180,7 +182,7 @@ def test_what_cannot_be_sealed(
 def test_what_cannot_be_opened(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str
 ) -> None:
-    from wgpu_lora.protect.sealing import seal_bytes
+    from wgpu_lora.protect.sealed.streams import seal_bytes
 
     monkeypatch.setattr("sys.stdin", Standard())
     sealed = seal_bytes(ROWS.encode(), [KEY.recipient])

@@ -15,10 +15,10 @@ import pyrage
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import sealed_files
-from wgpu_lora.protect.keys import DataKey
-from wgpu_lora.protect.sealed_files import SealRecord, record_path, seal_path, sealed_digest, unseal_path
-from wgpu_lora.protect.sealing import (
+from wgpu_lora.protect.sealed import files as sealed_files
+from wgpu_lora.protect.sealed.files import SealRecord, record_path, seal_path, sealed_digest, unseal_path
+from wgpu_lora.protect.sealed.keys import DataKey
+from wgpu_lora.protect.sealed.streams import (
     TamperedError,
     read_recipients,
     seal_bytes,
@@ -161,7 +161,7 @@ def test_recipients_files(tmp_path: Path) -> None:
 
 
 def test_what_had_been_opened_before_an_error_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wgpu_lora.protect import sealing
+    from wgpu_lora.protect.sealed import streams as sealing
 
     buffers = []
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.keys import DataKey, SessionKeys
-from wgpu_lora.protect.log import NAME as LOG
-from wgpu_lora.protect.log import EvidenceLog
-from wgpu_lora.protect.storage import SealedStorage
+from wgpu_lora.protect.evidence.log import NAME as LOG
+from wgpu_lora.protect.evidence.log import EvidenceLog
+from wgpu_lora.protect.runs.storage import SealedStorage
+from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.storage import EVIDENCE
 

@@ -14,10 +14,10 @@ from support import FIXTURES
 from support.policies import GIVEN, JSON, NONCE, NOW, Given, digest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import quotes
-from wgpu_lora.protect.appraisal import appraise
-from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.template import policy_for, toml
+from wgpu_lora.protect.attestation import quotes
+from wgpu_lora.protect.policies.appraisal import appraise
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.policies.template import policy_for, toml
 
 
 def _paths(path: str, value: Any) -> list[str]:

@@ -17,7 +17,7 @@ from support import FIXTURES
 from support.tpm import MISSING, extend, rsa_key, software_tpm
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import quotes, tpm
+from wgpu_lora.protect.attestation import quotes, tpm
 
 RECORDED = json.loads((FIXTURES / "protect" / "quotes.json").read_text())
 DIGEST, KINDS = bytes.fromhex(RECORDED["digest"]), sorted(RECORDED["quotes"])

@@ -15,11 +15,11 @@ from support.policies import GIVEN, LEAST, NONCE, digest
 from support.protected_runs import DataOwner, make_run
 
 from wgpu_lora.cli import main
-from wgpu_lora.protect import envelope
-from wgpu_lora.protect.claims import LEVELS, PROFILE, attest
-from wgpu_lora.protect.keys import SessionKeys, SigningKey
-from wgpu_lora.protect.statement import RUN
-from wgpu_lora.protect.verify import verify
+from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest
+from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.evidence.statement import RUN
+from wgpu_lora.protect.policies.verify import verify
+from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey
 
 Run = Callable[..., tuple[int, str, str]]
 

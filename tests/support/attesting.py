@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.protect import claims, measure
-from wgpu_lora.protect.keys import SessionKeys
+from wgpu_lora.protect.attestation import claims, measure
+from wgpu_lora.protect.sealed.keys import SessionKeys
 
 NONCE = "nonce-of-a-test"
 A, B, C, D = (letter * 64 for letter in "abcd")

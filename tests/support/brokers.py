@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from support.policies import GIVEN, LEAST, OWNER
+from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest
 from wgpu_lora.protect.broker.decide import Broker
-from wgpu_lora.protect.claims import LEVELS, PROFILE, attest
-from wgpu_lora.protect.keys import DataKey, SessionKeys, SigningKey, write_private
-from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.release import Release, open_release
+from wgpu_lora.protect.broker.release import Release, open_release
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys, SigningKey, write_private
 
 JOB = "ward-7"
 

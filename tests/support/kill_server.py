@@ -17,7 +17,8 @@ from typing import Any
 
 
 def main() -> None:
-    from wgpu_lora.protect import keys, run
+    from wgpu_lora.protect.runs import run
+    from wgpu_lora.protect.sealed import keys
 
     assert run  # with everything that it imports
 
@@ -51,7 +52,7 @@ def _warm() -> None:
     from wgpu.backends.wgpu_native._api import ffi
 
     from wgpu_lora.gpu.kernel import _environment as templates
-    from wgpu_lora.protect import measure
+    from wgpu_lora.protect.attestation import measure
 
     measured = measure.everything()
     measure.everything = lambda: copy.deepcopy(measured)

@@ -13,16 +13,16 @@ from typing import Any
 import jwt
 
 from support.policies import GIVEN, LEAST, OWNER, digest
-from wgpu_lora.protect.appraisal import appraise
-from wgpu_lora.protect.check import Checked, check
-from wgpu_lora.protect.claims import LEVELS, PROFILE, attest, read_evidence
-from wgpu_lora.protect.keys import DataKey, PublicKey, SessionKeys, SigningKey
-from wgpu_lora.protect.log import EvidenceLog
-from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.release import make_release
-from wgpu_lora.protect.signing import NAME as MODEL_SIG
-from wgpu_lora.protect.signing import sign_model
-from wgpu_lora.protect.statement import RunFacts, write_statement
+from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest, read_evidence
+from wgpu_lora.protect.broker.release import make_release
+from wgpu_lora.protect.checking.check import Checked, check
+from wgpu_lora.protect.evidence.log import EvidenceLog
+from wgpu_lora.protect.evidence.signing import NAME as MODEL_SIG
+from wgpu_lora.protect.evidence.signing import sign_model
+from wgpu_lora.protect.evidence.statement import RunFacts, write_statement
+from wgpu_lora.protect.policies.appraisal import appraise
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SessionKeys, SigningKey
 
 ADAPTER = {"adapter_model.safetensors": b"weights", "adapter_config.json": b"{}"}
 JOB = b"[protected]\n"

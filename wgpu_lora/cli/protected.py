@@ -36,8 +36,8 @@ def protected_instead(
 
     check_libraries()
     from wgpu_lora.cli.finetune import report
-    from wgpu_lora.protect import job as jobs
-    from wgpu_lora.protect.run import finetune
+    from wgpu_lora.protect.runs import job as jobs
+    from wgpu_lora.protect.runs.run import finetune
 
     resume = bool(given.pop("resume", False))
     job = jobs.read(path)

@@ -23,12 +23,13 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag
-from wgpu_lora.protect import claims, job, run
-from wgpu_lora.protect.check import check
-from wgpu_lora.protect.keys import SessionKeys
+from wgpu_lora.protect.attestation import claims
+from wgpu_lora.protect.checking.check import check
 from wgpu_lora.protect.owner import Owner
-from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.template import policy_for
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.policies.template import policy_for
+from wgpu_lora.protect.runs import job, run
+from wgpu_lora.protect.sealed.keys import SessionKeys
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.records import RunRecord

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from wgpu_lora.assets import ROOT
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.keys import DataKey, PublicKey, SigningKey, write_private
-from wgpu_lora.protect.sealed_files import seal_path
+from wgpu_lora.protect.sealed.files import seal_path
+from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey, write_private
 
 LISTENING = "Listening on "
 PATIENCE = 30.0  # seconds for a broker to start, or to end

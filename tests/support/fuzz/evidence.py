@@ -9,8 +9,9 @@ from pathlib import Path
 from securesystemslib.dsse import Envelope
 
 from support.attesting import Job, claimed
-from wgpu_lora.protect import claims, envelope
-from wgpu_lora.protect.keys import SessionKeys
+from wgpu_lora.protect.attestation import claims
+from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.sealed.keys import SessionKeys
 
 
 @cache

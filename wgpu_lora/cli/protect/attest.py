@@ -35,9 +35,9 @@ def attest(
     from wgpu_lora.atomic import write_bytes_atomic
     from wgpu_lora.errors import UserError
     from wgpu_lora.gpu.devices import choose
-    from wgpu_lora.protect import claims
-    from wgpu_lora.protect.host import harden
-    from wgpu_lora.protect.keys import SessionKeys
+    from wgpu_lora.protect.attestation import claims
+    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.sealed.keys import SessionKeys
 
     claims.check_nonce(nonce)
     host, keys = harden(), SessionKeys.generate()
@@ -45,8 +45,8 @@ def attest(
         if job is None:
             gathered = claims.gather(choose(device)[0], nonce=nonce, keys=keys, host=host.facts)
         else:
-            from wgpu_lora.protect import job as jobs
-            from wgpu_lora.protect.reference import job_claims
+            from wgpu_lora.protect.runs import job as jobs
+            from wgpu_lora.protect.runs.reference import job_claims
 
             gathered = {**job_claims(jobs.read(job), nonce=nonce, keys=keys, device=device), "host": host.facts}
         evidence = claims.attest(gathered, keys, quote)

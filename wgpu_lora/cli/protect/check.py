@@ -32,9 +32,9 @@ def check(
     if a part fails.
     """
     check_libraries()
-    from wgpu_lora.protect.check import check as check_run
-    from wgpu_lora.protect.keys import PublicKey
-    from wgpu_lora.protect.policy import Policy
+    from wgpu_lora.protect.checking.check import check as check_run
+    from wgpu_lora.protect.policies.policy import Policy
+    from wgpu_lora.protect.sealed.keys import PublicKey
 
     found = check_run(
         run,

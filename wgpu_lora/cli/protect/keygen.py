@@ -26,8 +26,8 @@ def keygen(
     from wgpu_lora.protect.extra import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect.host import harden
-    from wgpu_lora.protect.new_keys import new_data_key, new_signing_key
+    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.sealed.new_keys import new_data_key, new_signing_key
 
     harden()
     if signing:

@@ -15,9 +15,9 @@ def nonce(policy: PolicyOption, signing_key: SigningOption, state: StateOption =
     from wgpu_lora.protect.extra import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect.host import harden
-    from wgpu_lora.protect.keys import SigningKey
-    from wgpu_lora.protect.offline import nonce_for_files
+    from wgpu_lora.protect.broker.offline import nonce_for_files
+    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.sealed.keys import SigningKey
 
     harden()
     typer.echo(nonce_for_files(policy, SigningKey.read(signing_key), state))

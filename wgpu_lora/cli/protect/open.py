@@ -32,9 +32,9 @@ def open_sealed(
     from wgpu_lora.protect.extra import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect.host import harden
-    from wgpu_lora.protect.keys import DataKey
-    from wgpu_lora.protect.sealed_streams import open_to
+    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.sealed.keys import DataKey
+    from wgpu_lora.protect.sealed.pipes import open_to
 
     harden()
     data_key = DataKey.read(key)

@@ -28,8 +28,8 @@ def policy(
     from wgpu_lora.protect.extra import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect.reference import reference_claims
-    from wgpu_lora.protect.template import policy_for
+    from wgpu_lora.protect.policies.template import policy_for
+    from wgpu_lora.protect.runs.reference import reference_claims
 
     claims, quote = reference_claims(source, device)
     typer.echo(policy_for(claims, quote, strict), nl=False)

@@ -65,7 +65,7 @@ def seal(
     for name, value in (("policy", policy), ("signing-key", signing_key), ("state", state)):
         if value is not None:
             raise UserError(f"--{name} is of --offline, which is missing: give both, or neither.")
-    from wgpu_lora.protect.sealed_streams import recipients_of, seal_to
+    from wgpu_lora.protect.sealed.pipes import recipients_of, seal_to
 
     if output == "-" and is_terminal(sys.stdout):
         raise UserError("Sealed data would be written to the terminal: give -o FILE, or redirect standard output.")
@@ -105,10 +105,10 @@ def _release(
     if policy is None or signing_key is None or output is None or output == "-":
         raise UserError("--offline needs --policy, --signing-key and --output, each a file: give all three.")
     from wgpu_lora.atomic import write_new_bytes
-    from wgpu_lora.protect.host import harden
-    from wgpu_lora.protect.keys import DataKey, SigningKey
-    from wgpu_lora.protect.offline import release_by_files
-    from wgpu_lora.protect.sealed_files import check_new
+    from wgpu_lora.protect.broker.offline import release_by_files
+    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.sealed.files import check_new
+    from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
     check_new(Path(output))  # before the nonce is used up
     harden()

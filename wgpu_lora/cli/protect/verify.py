@@ -36,8 +36,8 @@ def verify(
     from wgpu_lora.protect.extra import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect import verify as verifying
-    from wgpu_lora.protect.policy import Policy
+    from wgpu_lora.protect.policies import verify as verifying
+    from wgpu_lora.protect.policies.policy import Policy
 
     now = time.time() if at is None else _time(at)
     rules = Policy.read(policy)

@@ -15,18 +15,18 @@ from filelock import FileLock, Timeout
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.appraisal import HEAD, KEYS, NONCE, appraise
+from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
 from wgpu_lora.protect.broker.clock import Clock
 from wgpu_lora.protect.broker.log import DecisionLog
+from wgpu_lora.protect.broker.progress import read_progress, session_of
 from wgpu_lora.protect.broker.refusal import Refused
+from wgpu_lora.protect.broker.release import make_release, token_digest
 from wgpu_lora.protect.broker.state import State
-from wgpu_lora.protect.claims import Evidence, read_evidence
-from wgpu_lora.protect.fields import shown
-from wgpu_lora.protect.keys import DataKey, PublicKey, SigningKey
-from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.progress import read_progress, session_of
-from wgpu_lora.protect.release import make_release, token_digest
-from wgpu_lora.protect.result import Failure
+from wgpu_lora.protect.policies.appraisal import HEAD, KEYS, NONCE, appraise
+from wgpu_lora.protect.policies.fields import shown
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.policies.result import Failure
+from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey
 
 MAX_NONCES = 1000  # open at the same time
 NONCE_BYTES = 32

@@ -9,9 +9,17 @@ from typing import Any, NamedTuple
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect import envelope
-from wgpu_lora.protect.chain import MAX_LINE_BYTES, Chain, DamagedError, Entry, first_link, read_bytes, read_lines
-from wgpu_lora.protect.keys import SigningKey
+from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.evidence.chain import (
+    MAX_LINE_BYTES,
+    Chain,
+    DamagedError,
+    Entry,
+    first_link,
+    read_bytes,
+    read_lines,
+)
+from wgpu_lora.protect.sealed.keys import SigningKey
 from wgpu_lora.strict_json import to_json
 
 KIND = "https://example.org/wgpu-lora/broker-decision/v1"

@@ -7,7 +7,7 @@ from typing import Any
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.result import Failure
+from wgpu_lora.protect.policies.result import Failure
 
 LONGEST, MOST = 200, 20  # characters of a value, and failures, in a log or an answer
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from wgpu_lora.protect import host as machine
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.broker.serve import serve
-from wgpu_lora.protect.keys import DataKey, SigningKey
-from wgpu_lora.protect.policy import Policy
+from wgpu_lora.protect.hygiene import host as machine
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
 
 def default_state(policy: Path) -> Path:

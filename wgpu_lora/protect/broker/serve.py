@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.broker.app import make_app
 from wgpu_lora.protect.broker.decide import Broker
-from wgpu_lora.protect.loopback import is_loopback, resolve
+from wgpu_lora.protect.broker.loopback import is_loopback, resolve
 from wgpu_lora.signals import handled
 
 CONNECTIONS = 64  # at the same time; further ones get the status 503

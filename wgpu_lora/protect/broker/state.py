@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from wgpu_lora.protect.chain import Entry
+from wgpu_lora.protect.evidence.chain import Entry
 
 MOST_LINES = 64  # of a job; the one that was reported stays
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.protect import envelope, statement
-from wgpu_lora.protect.chain import Entry
 from wgpu_lora.protect.checking.findings import Findings, digest_of, small_file
 from wgpu_lora.protect.checking.sessions import ENDS, Session
-from wgpu_lora.protect.log import CLEANUP
-from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.signing import verify_model
-from wgpu_lora.protect.statement import ADAPTER, RunFacts
-from wgpu_lora.protect.verify import appraise_statement
+from wgpu_lora.protect.evidence import envelope, statement
+from wgpu_lora.protect.evidence.chain import Entry
+from wgpu_lora.protect.evidence.log import CLEANUP
+from wgpu_lora.protect.evidence.signing import verify_model
+from wgpu_lora.protect.evidence.statement import ADAPTER, RunFacts
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.policies.verify import appraise_statement
 
 
 def check_end(

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wgpu_lora.bounded import printable
-from wgpu_lora.protect import envelope
 from wgpu_lora.protect.checking.findings import Findings, digest_in, digest_of, small_file
 from wgpu_lora.protect.checking.sessions import ENDS, Session
-from wgpu_lora.protect.log import CLEANUP, CLEANUP_KIND
+from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.evidence.log import CLEANUP, CLEANUP_KIND
 
 # Stages whose subjects the run itself sealed.
 MADE = ("started", "checkpoint", "evaluated", "finished", "failed", "interrupted")

@@ -12,7 +12,7 @@ from typing import Any
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.bounded import is_path, leads_out, printable
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.chain import read_bytes
+from wgpu_lora.protect.evidence.chain import read_bytes
 
 MAX_SHOWN = 70  # characters of a value in a message
 

@@ -12,13 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.protect.appraisal import appraise
-from wgpu_lora.protect.chain import Entry
+from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
+from wgpu_lora.protect.broker.release import AFFIRMING, SLACK, missing_line, read_release
 from wgpu_lora.protect.checking.findings import Findings, digest_of, small_file
-from wgpu_lora.protect.claims import Evidence, read_evidence
-from wgpu_lora.protect.keys import PublicKey
-from wgpu_lora.protect.policy import Policy
-from wgpu_lora.protect.release import AFFIRMING, SLACK, missing_line, read_release
+from wgpu_lora.protect.evidence.chain import Entry
+from wgpu_lora.protect.policies.appraisal import appraise
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.sealed.keys import PublicKey
 
 BEFORE_RELEASE = ("attested", "released", "leftovers", "failed", "interrupted", "wiped")
 ENDS = ("finished", "failed", "interrupted")

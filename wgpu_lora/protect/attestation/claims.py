@@ -1,0 +1,272 @@
+"""Evidence about a session, in the sense of RATS (RFC 9334): claims by the names of the Entity Attestation Token (EAT,
+RFC 9711), signed with the session's ephemeral key.
+
+EAT's own claims are `eat_profile`, `eat_nonce`, `iat`, `swname` and `swversion`; the rest is the profile's:
+
+    level         "self-reported" or "quoted", and level_note, what this means; no_quote: why there is no quote
+    keys          the ephemeral public keys: recipient (age) and signing (P-256, PEM)
+    package, wgpu, python, dependencies, process, kernel, environment   `measure`
+    device        the device that is used
+    base          the base model: sha256 of what `hashed` says, config_sha256, and weights_sha256 once it is loaded
+    job           name, sha256 (of its file), recipe_sha256, options, recipients, and data: the sealed files, each with
+                  role, name, sha256, bytes and rows as its seal record states them
+    resume        sequence and head of the evidence log that the session goes on with; absent at a first start
+    host          what keeps secrets off the disk
+
+Digests are SHA-256 in lower-case hexadecimal. What is not known is absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pyrage
+
+from wgpu_lora.errors import UserError, reason
+from wgpu_lora.installed import NAME
+from wgpu_lora.protect.attestation import quotes, tpm
+from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.evidence.envelope import EnvelopeError
+from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
+from wgpu_lora.protect.sealed.streams import parse_recipient
+
+if TYPE_CHECKING:
+    from wgpu_lora.gpu.devices import DeviceInfo
+
+PROFILE = "https://example.org/wgpu-lora/attestation/v1"  # EAT profile and in-toto predicate type
+MAX_BYTES = 2 << 20  # of evidence; it takes 0.15 MB
+NONCE = range(8, 89)  # characters, RFC 9711, 4.1
+LEVELS = {
+    "self-reported": "Measured and stated by the program that these claims describe: "
+    "a changed program could state the same.",
+    "quoted": "A TPM signed these claims' digest together with its PCRs, which say what the machine booted; the claims "
+    "themselves were measured and stated by the program that they describe.",
+}
+HASHED = "names, types and shapes of all tensors; of each file its size and its first and last 64 KiB"
+
+
+class Job(Protocol):
+    """What the claims say about a job (`protect.job.Job`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def sha256(self) -> str: ...
+    @property
+    def recipe_sha256(self) -> str: ...
+    @property
+    def recipients(self) -> Sequence[str]: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+    def digests(self) -> Mapping[str, Mapping[str, Any]]:
+        """The sealed files by role ("data", "eval_data", "init_adapter"): name, sha256, bytes, and rows if known."""
+
+
+class _Digested(Protocol):
+    def digest(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Evidence whose signature fits the key that it binds. Nothing is said yet about who has this key.
+
+    Attributes:
+        statement: the in-toto statement. claims: its claims.
+        quote: the TPM's quote, verified: `quotes.verify`; None if the claims are self-reported.
+        signing, recipient: the session's public keys.
+        sha256: of the whole signed envelope.
+    """
+
+    statement: dict[str, Any]
+    claims: dict[str, Any]
+    quote: dict[str, Any] | None
+    signing: PublicKey
+    recipient: str
+    sha256: str
+
+
+def gather(
+    device: DeviceInfo | None,
+    *,
+    nonce: str,
+    keys: SessionKeys,
+    job: Job | None = None,
+    base: Mapping[str, Any] | None = None,
+    resume: tuple[int, str] | None = None,
+    host: Mapping[str, Any] | None = None,
+    now: float | None = None,
+) -> dict[str, Any]:
+    """The claims of a session. It reads all files of the package and its dependencies.
+
+    Args:
+        nonce: the verifier's, which shows that the claims are fresh.
+        base: `base_facts`. resume: sequence and head of the log. host: `HostProtection.facts`.
+        now: Unix time in seconds; by default the clock's.
+
+    Raises:
+        UserError: the nonce is unusable, or a file cannot be read.
+    """
+    from wgpu_lora.protect.attestation import measure  # with wgpu, which a broker that reads evidence does not need
+
+    check_nonce(nonce)
+    measured = measure.everything()
+    claims: dict[str, Any] = {
+        "eat_profile": PROFILE,
+        "eat_nonce": nonce,
+        "iat": int(time.time() if now is None else now),
+        "swname": NAME,
+        "swversion": [measured["package"]["version"]],
+        "level": "self-reported",
+        "level_note": LEVELS["self-reported"],
+        "keys": {"recipient": keys.data.recipient, "signing": keys.signing.public.pem},
+        **measured,
+    }
+    if device is not None:
+        claims["device"] = asdict(device)
+    if base:
+        claims["base"] = dict(base)
+    if job is not None:
+        claims["job"] = {
+            "name": job.name,
+            "sha256": job.sha256,
+            "recipe_sha256": job.recipe_sha256,
+            "options": dict(job.options),
+            "recipients": list(job.recipients),
+            "data": [{"role": role, **facts} for role, facts in job.digests().items()],
+        }
+    if resume is not None:
+        claims["resume"] = {"sequence": resume[0], "head": resume[1]}
+    if host:
+        claims["host"] = dict(host)
+    # As a verifier reads them; file names may be any bytes, which Python has as characters that UTF-8 does not.
+    text = json.dumps(claims, allow_nan=False, ensure_ascii=False).encode("utf-8", "xmlcharrefreplace")
+    plain: dict[str, Any] = json.loads(text)
+    return plain
+
+
+def base_facts(
+    name: str, checkpoint: _Digested, config: _Digested, weights_sha256: str | None = None
+) -> dict[str, Any]:
+    """What the claims say about a base model.
+
+    Args:
+        checkpoint: whose digest does not cover the middle of its files, so that a large model need not be read twice.
+        weights_sha256: of all values, known once they are loaded.
+    """
+    facts = {"name": name, "sha256": checkpoint.digest(), "hashed": HASHED, "config_sha256": config.digest()}
+    return facts if weights_sha256 is None else {**facts, "weights_sha256": weights_sha256}
+
+
+def check_nonce(nonce: str) -> None:
+    """Raises UserError unless a nonce can stand in claims (RFC 9711, 4.1)."""
+    if len(nonce) not in NONCE or not nonce.isascii() or not nonce.isprintable():
+        raise UserError(
+            f"The nonce {nonce!a:.100} is unusable: give the one that the broker printed, of {NONCE.start} to "
+            f"{NONCE.stop - 1} ASCII characters."
+        )
+
+
+def digest(claims: Mapping[str, Any]) -> str:
+    """SHA-256 of claims as JSON with sorted keys and without spaces, which a TPM's quote and the subject state."""
+    return hashlib.sha256(json.dumps(claims, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def attest(claims: Mapping[str, Any], keys: SessionKeys, quote: bool | None = None) -> bytes:
+    """Evidence: the claims in an in-toto statement and a DSSE envelope, signed by the session's key.
+
+    Args:
+        quote: whether a TPM signs the claims' digest; by default if there is one that can be used.
+
+    Raises:
+        UserError: a quote was asked for and there is no usable TPM, or the claims are too long.
+    """
+    stated, signed = dict(claims), None
+    if quote is not False:
+        quoted = {**stated, "level": "quoted", "level_note": LEVELS["quoted"]}
+        try:
+            signed = tpm.quote(bytes.fromhex(digest(quoted)))
+            stated = quoted
+        except tpm.NoQuoteError as error:
+            if quote:
+                raise
+            stated["no_quote"] = error.problem
+    predicate = {"claims": stated} if signed is None else {"claims": stated, "quote": signed}
+    evidence = envelope.sign(envelope.statement(PROFILE, [("claims", digest(stated))], predicate), keys.signing)
+    if len(evidence) > MAX_BYTES:
+        raise UserError(f"The evidence is longer than {MAX_BYTES:,} bytes: shorten the job's options.")
+    return evidence
+
+
+def read_evidence(data: bytes) -> Evidence:
+    """Read evidence, and verify its signature by the key that it binds, and the quote if there is one.
+
+    Raises:
+        UserError: it is no evidence, is damaged, or one of the two does not fit.
+    """
+    if len(data) > MAX_BYTES:
+        raise UserError(f"The evidence is longer than {MAX_BYTES:,} bytes: give the file that protect attest wrote.")
+    try:
+        signing = PublicKey.parse(_text(_claims(envelope.peek(data)), "keys", "signing"))
+        statement = envelope.verify(data, signing)
+        claims = _claims(statement)
+        if signing.pem != claims["keys"]["signing"]:
+            raise EnvelopeError("its signing key is not in the usual form")
+        recipient = _text(claims, "keys", "recipient")
+        if str(parse_recipient(recipient)) != recipient:
+            raise EnvelopeError("its recipient is not in the usual form")
+        check_nonce(_text(claims, "eat_nonce"))
+        quote = _quote(statement["predicate"], claims)
+    except (UserError, pyrage.RecipientError) as error:
+        why = error.problem if isinstance(error, UserError) else "its recipient is no age recipient"
+        raise UserError(f"This is no valid evidence ({why}): ask for it again.") from None
+    return Evidence(statement, claims, quote, signing, recipient, hashlib.sha256(data).hexdigest())
+
+
+def load_evidence(path: str | Path) -> Evidence:
+    """The same from a file."""
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():  # opening a pipe would block
+            raise UserError(f"{path} is not a regular file: give the file that protect attest wrote.")
+        with path.open("rb") as file:
+            return read_evidence(file.read(MAX_BYTES + 1))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
+
+
+def _claims(statement: Mapping[str, Any]) -> dict[str, Any]:
+    """The claims in a statement of this profile, whose subject is their digest."""
+    predicate = statement["predicate"]
+    claims = predicate.get("claims")
+    if statement["predicateType"] != PROFILE or not isinstance(claims, dict) or set(predicate) - {"claims", "quote"}:
+        raise EnvelopeError("it is another kind of statement")
+    if claims.get("eat_profile") != PROFILE:
+        raise EnvelopeError("its claims have another profile")
+    if statement["subject"] != [{"name": "claims", "digest": {"sha256": digest(claims)}}]:
+        raise EnvelopeError("its subject is not the digest of its claims")
+    return claims
+
+
+def _quote(predicate: Mapping[str, Any], claims: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The verified quote, if the claims' level is "quoted"; otherwise there must be none."""
+    level = _text(claims, "level")
+    if level not in LEVELS or (level == "quoted") != ("quote" in predicate):
+        raise EnvelopeError("its level does not say whether there is a quote")
+    if claims.get("level_note") != LEVELS[level]:
+        raise EnvelopeError("its note does not say what its level means")
+    return quotes.verify(predicate["quote"], bytes.fromhex(digest(claims))) if level == "quoted" else None
+
+
+def _text(claims: Mapping[str, Any], *path: str) -> str:
+    found: Any = claims
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    if not isinstance(found, str):
+        raise EnvelopeError(f"it does not state {'.'.join(path)}")
+    return found

@@ -1,0 +1,1 @@
+"""Signed statements, and the log that chains them."""

@@ -1,0 +1,1 @@
+"""What keeps secrets off the disk, and overwrites them at the end."""

@@ -1,0 +1,1 @@
+"""Policies, and the appraisal of evidence by them."""

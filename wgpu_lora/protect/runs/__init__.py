@@ -1,0 +1,1 @@
+"""Protected runs: their jobs, sessions and files."""

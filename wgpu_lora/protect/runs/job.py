@@ -1,0 +1,296 @@
+"""A job: what a protected run trains on, to whom its results are sealed, and with what options, from JOB.toml.
+
+    [protected]
+    data = "train.jsonl.age"          # sealed, as are eval_data and init_adapter (adapter.tar.age), if given
+    output = "run"
+    recipients = ["age1..."]          # the data key's own among them
+    broker = "https://broker.example:8443"   # or files = "exchange", for releases by files
+    broker_key = "broker.pub"
+
+    [training]                        # the options of a recipe file
+    recipe = "qlora"
+    max_steps = 500
+
+Relative paths are relative to the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.assets import asset_dir
+from wgpu_lora.atomic import file_digest
+from wgpu_lora.bounded import check_path, is_name, parse_toml, printable, toml_bytes
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import IN_FILE, flag, naming
+from wgpu_lora.protect.sealed.files import ARCHIVE, SealRecord, record_path
+from wgpu_lora.protect.sealed.keys import PublicKey
+from wgpu_lora.protect.sealed.streams import parse_recipients
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.train.options.arguments import FREE_ON_RESUME, PATHS, TrainingArguments, from_values, named
+from wgpu_lora.train.options.recipes import find_recipe, recipe_arguments
+
+ROWS = ".jsonl.age"
+MAX_NAME = 100
+SECTIONS = ("protected", "training")
+SEALED = ("data", "eval_data", "init_adapter")  # options whose files are sealed, and given in [protected]
+# Options that would read rows from elsewhere, or write or send what is learnt from them in the clear.
+REFUSED = {
+    "split": "rows come from a sealed file, not from a dataset",
+    "eval_split": "rows come from a sealed file, not from a dataset",
+    "dataset_config": "rows come from a sealed file, not from a dataset",
+    "teacher_cache": "its answers to the rows would lie on the disk in the clear: use a live teacher",
+    "eval_teacher_cache": "its answers to the rows would lie on the disk in the clear: use a live teacher",
+    "report_to": "trackers would send facts of the run elsewhere",
+    "output": "it belongs into [protected]",
+    "resume": "it is given on the command line",
+}
+LOCAL = {*PATHS, *FREE_ON_RESUME}  # options of this machine, which claims leave out
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has been read and checked.
+
+    Attributes:
+        path: of its file. content: the file's bytes, and as a comment options from elsewhere: of a recipe file that is
+            not a bundled one, and of the command line. name: the file's stem, if it states none.
+        data, eval_data, init_adapter: sealed files. output: the run's directory.
+        recipients: to whom checkpoints and results are sealed.
+        broker: its URL; ca: certificates for it. files: a directory to exchange files with a broker out of reach.
+        broker_key: what signs releases, read from broker_file.
+        arguments: the options of the training. stated: those of them that the job states.
+    """
+
+    path: Path
+    content: bytes
+    name: str
+    data: Path
+    output: Path
+    recipients: tuple[str, ...]
+    broker_key: PublicKey
+    broker_file: Path
+    arguments: TrainingArguments
+    stated: Mapping[str, Any]
+    eval_data: Path | None = None
+    init_adapter: Path | None = None
+    broker: str | None = None
+    files: Path | None = None
+    ca: Path | None = None
+
+    @property
+    def sha256(self) -> str:
+        """Of the content, in hexadecimal."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def recipe_sha256(self) -> str:
+        """Of the stated options that affect what is trained, as JSON with sorted keys; in hexadecimal."""
+        kept = {name: value for name, value in sorted(self.stated.items()) if name not in FREE_ON_RESUME}
+        return hashlib.sha256(to_json(kept).encode()).hexdigest()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options of the training but those of this machine, as claims and the evidence log state them."""
+        return {name: value for name, value in self.arguments.as_dict().items() if name not in LOCAL}
+
+    def sealed(self) -> dict[str, Path]:
+        """The sealed files by their roles."""
+        found = {name: getattr(self, name) for name in SEALED}
+        return {name: path for name, path in found.items() if path is not None}
+
+    def digests(self) -> dict[str, dict[str, Any]]:
+        """Of each sealed file, by role: name, sha256, bytes and, if its record states them, rows.
+
+        Raises:
+            UserError: a file cannot be read, or is not the one that its record is about.
+        """
+        return {role: _digest(path) for role, path in self.sealed().items()}
+
+    def with_options(self, given: Mapping[str, Any]) -> Job:
+        """The job with options of the command line or Python over its own. Raises UserError if one is not allowed."""
+        if not given:
+            return self
+        values = named(given, "The command line")
+        for name in (*SEALED, *REFUSED):
+            if name in values:
+                raise UserError(f"{flag(name)} cannot be given beside a protected job: {_why(name)}.")
+        arguments = from_values(values, "The command line", self.arguments)
+        _check(arguments, "The command line")
+        content = _noted(self.content, "of the command line", values)
+        return replace(self, content=content, arguments=arguments, stated={**self.stated, **values})
+
+
+def read(path: str | Path) -> Job:
+    """Read JOB.toml.
+
+    Raises:
+        UserError: it cannot be read, a key is unknown, missing or invalid, or an option does not go with sealed data.
+    """
+    path = Path(path)
+    check_path(path)
+    content, where = toml_bytes(path, "The job"), f"The job {path}"  # read once: what is attested is what is run
+    tables = parse_toml(content, where)
+    for name, table in tables.items():
+        if name not in SECTIONS or not isinstance(table, dict):
+            raise UserError(
+                f"{where} has an unknown entry '{printable(name)[:60]}': its sections are [protected] and [training]."
+            )
+    own = _Table(path, tables.get("protected", {}), where)
+    arguments, stated, beside = _options(dict(tables.get("training", {})), own)
+    job = Job(
+        path=path,
+        content=_noted(content, "of its recipe file", beside),
+        name=own.text("name", path.stem),
+        data=own.file("data", ROWS),
+        output=own.path("output"),
+        recipients=own.recipients(),
+        broker_key=PublicKey.read(own.path("broker_key")),
+        broker_file=own.path("broker_key"),
+        arguments=arguments,
+        stated=stated,
+        eval_data=own.file("eval_data", ROWS) if "eval_data" in own else None,
+        init_adapter=own.file("init_adapter", ARCHIVE) if "init_adapter" in own else None,
+        broker=own.text("broker") if "broker" in own else None,
+        files=own.path("files") if "files" in own else None,
+        ca=own.path("ca") if "ca" in own else None,
+    )
+    if (job.broker is None) == (job.files is None):
+        both = "both" if job.broker else "neither"
+        raise UserError(
+            f"{where} has {both} of 'broker' and 'files': give the broker's URL, or a directory for releases by files."
+        )
+    if not job.name.isprintable() or len(job.name) > MAX_NAME:
+        raise UserError(f"{where} has a name that is not printable text of at most {MAX_NAME} characters: shorten it.")
+    with naming(IN_FILE):
+        sealed: dict[str, Any] = {name: str(path) for name, path in job.sealed().items()}
+        arguments = replace(arguments, output=str(job.output), **sealed)
+        _check(arguments, where)
+    return replace(job, arguments=arguments)
+
+
+class _Table:
+    """[protected], read key by key."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], where: str):
+        self._values, self._where, self._beside = values, where, path.parent
+        known = {field.name for field in fields(Job)} - {"path", "content", "broker_file", "arguments", "stated"}
+        for name in values:
+            if name not in known:
+                raise UserError(
+                    f"{where} has the unknown key '{printable(name)[:60]}' in [protected]: the known ones are "
+                    f"{', '.join(sorted(known))}."
+                )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._values.get(name, default)
+        if value is None:
+            raise UserError(f"{self._where} has no '{name}' in [protected], which is required: add it.")
+        if not isinstance(value, str) or not value.strip() or not is_name(value):
+            raise UserError(f"{self._where}: '{name}' in [protected] must be text, not {value!a:.60}.")
+        return value
+
+    def path(self, name: str) -> Path:
+        value = self.text(name)
+        check_path(value)
+        return self.beside(value)
+
+    def beside(self, value: str) -> Path:
+        return self._beside / value
+
+    def file(self, name: str, suffix: str) -> Path:
+        found = self.path(name)
+        if not found.name.endswith(suffix):
+            raise UserError(
+                f"{self._where}: '{name}' in [protected] is {found.name}, but must be a sealed file named *{suffix}: "
+                "seal it with wgpu-lora protect seal."
+            )
+        if not found.is_file():
+            raise UserError(
+                f"{self._where}: {found} does not exist, or is not a file: correct '{name}' in [protected]."
+            )
+        return found
+
+    def recipients(self) -> tuple[str, ...]:
+        value = self._values.get("recipients")
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise UserError(
+                f"{self._where}: 'recipients' in [protected] must be a list of age recipients, such as [\"age1...\"]."
+            )
+        parse_recipients(value)
+        return tuple(dict.fromkeys(value))
+
+
+def _noted(content: bytes, source: str, values: Mapping[str, Any]) -> bytes:
+    """A job's content with options from elsewhere, so that whoever allows its digest allows them, too."""
+    kept = {name: value for name, value in sorted(values.items()) if name not in LOCAL}
+    return content + f"\n# Options {source}: {to_json(kept)}\n".encode() if kept else content
+
+
+def _options(values: dict[str, Any], own: _Table) -> tuple[TrainingArguments, dict[str, Any], dict[str, Any]]:
+    """[training]: options over those of its recipe, those that are stated, and those of a recipe file."""
+    where = f"{own._where}, [training]"
+    base, stated, of_file = TrainingArguments(), dict[str, Any](), dict[str, Any]()
+    with naming(IN_FILE):
+        recipe = values.pop("recipe", None)
+        if recipe is not None:
+            if not isinstance(recipe, str):
+                raise UserError(f"{where}: recipe must be the name of a recipe or a file, not {recipe!a:.60}.")
+            beside = own.beside(recipe)
+            found = beside if beside.is_file() else find_recipe(recipe)
+            base = recipe_arguments(found)
+            usual = TrainingArguments().as_dict()
+            if base.init_adapter:
+                raise UserError(
+                    f"{where}: the recipe {recipe} has an init_adapter: seal it, and name it in [protected]."
+                )
+            stated = {name: value for name, value in base.as_dict().items() if value != usual[name]}
+            for name in ("data", "eval_data", "output"):  # of another run on other data
+                stated.pop(name, None)
+            base = replace(base, data=None, eval_data=None, output=None)
+            if found.parent != asset_dir("recipes"):  # which the package's digest covers
+                of_file = dict(stated)
+        given = named(values, where)
+        for name in (*SEALED, *REFUSED):
+            if name in given:
+                raise UserError(f"{where}: {name} cannot be given here: {_why(name)}.")
+        for name in PATHS:
+            if isinstance(named_path := given.get(name), str) and own.beside(named_path).exists():
+                given[name] = str(own.beside(named_path))
+        return from_values(given, where, base), {**stated, **given}, of_file
+
+
+def _why(name: str) -> str:
+    return "it belongs into [protected]" if name in SEALED else REFUSED[name]
+
+
+def _check(args: TrainingArguments, where: str) -> None:
+    """Raise UserError for options that do not keep what is learnt sealed."""
+    usual = TrainingArguments()
+    for name, reason in REFUSED.items():
+        if name not in ("output", "resume") and getattr(args, name) != getattr(usual, name):
+            raise UserError(f"{where}: {flag(name)} cannot be used in a protected run: {reason}.")
+    if args.train == "quant-scales":
+        raise UserError(f"{where}: a protected run trains an adapter, not the base: leave {flag('train')} out.")
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = {"name": path.name, "sha256": file_digest(path), "bytes": path.stat().st_size}
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from None
+    beside = record_path(path)
+    if beside.exists():
+        record = SealRecord.read(beside)
+        if record.sha256 != found["sha256"]:
+            raise UserError(f"{path} is not the file that {beside.name} is about: restore the file that was sealed.")
+        if record.rows is not None:
+            found["rows"] = record.rows
+    return found

@@ -1,0 +1,255 @@
+"""Protected fine-tuning: a run whose data, checkpoints and results are in the clear in memory only."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from wgpu_lora.bounded import read_bytes
+from wgpu_lora.data.account import SKIPPED, skipped_rows
+from wgpu_lora.data.in_memory import MemorySource
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Evaluating, Events, Passing
+from wgpu_lora.gpu.wipe import Wiper
+from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.protect.evidence import anchors
+from wgpu_lora.protect.hygiene.cleanup import Cleanup, overwrite
+from wgpu_lora.protect.hygiene.host import harden
+from wgpu_lora.protect.runs.ending import Ending
+from wgpu_lora.protect.runs.job import Job
+from wgpu_lora.protect.runs.session import Beginning, Say, Session, opened_log
+from wgpu_lora.protect.runs.storage import ADAPTER, SealedStorage
+from wgpu_lora.protect.sealed import archive
+from wgpu_lora.protect.sealed.keys import SessionKeys
+from wgpu_lora.protect.sealed.streams import TamperedError, unseal_bytes
+from wgpu_lora.signals import handled
+from wgpu_lora.train import checkpoint
+from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.records import RunRecord
+from wgpu_lora.train.resume import refuse_used
+from wgpu_lora.words import counted
+
+LOCK = ".session.lock"
+Watch = Callable[[FinetuneJob], AbstractContextManager[Events]]
+
+
+@dataclass(frozen=True)
+class ProtectedRecord:
+    """The result of a protected run.
+
+    Attributes:
+        run: the contents of run.json. directory: of the run. adapter: the sealed adapter.
+        cleanup: as `Cleanup.run` gives it. statement: the signed statement; None unless the run finished.
+    """
+
+    run: RunRecord
+    directory: Path
+    adapter: Path
+    cleanup: dict[str, Any]
+    statement: Path | None
+
+
+def finetune(
+    job: Job,
+    *,
+    resume: bool = False,
+    nonce: str | None = None,
+    model: LoadedModel | None = None,
+    watch: Watch | None = None,
+    say: Say = lambda label, text: None,
+    **options: Any,
+) -> ProtectedRecord:
+    """Train an adapter on sealed data: attest, open the data in memory, train, seal, and overwrite what was in memory.
+
+    Args:
+        job: as `job.read` reads it.
+        resume: go on with the run in the job's directory.
+        nonce: the data owner's, for releases by files.
+        model: an opened model to train on, instead of the one in the job.
+        watch: gives the listener of a job that is ready to be trained.
+        say: told what happens before and after training, as a label and a text.
+        options: of the training, over those of the job.
+
+    Raises:
+        UserError: the job cannot be run, the broker refuses, or a sealed file is not what it must be. Nothing of the
+            data is on the disk in the clear, whatever is raised, and all that can be overwritten has been.
+    """
+    job = job.with_options(options)
+    with ExitStack() as stack:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it would end the process without a cleanup
+            stack.enter_context(handled(_interrupt))
+        host = harden()
+        stack.callback(host.restore)
+        for sentence in host.facts["not_protected"]:
+            say("note", sentence)
+        stack.enter_context(_locked(job.output))
+        anchors.prepare()
+        keys = SessionKeys.generate()
+        stack.callback(keys.wipe)
+        log = opened_log(job, keys, resume)
+        if log is None:
+            refuse_used(job.output)
+        model = model or open_model(job.arguments.model or "demo", job.arguments.device, job.arguments.base_dtype)
+        wiper = stack.enter_context(Wiper(model.device))
+        beginning = Beginning(job, keys, host, log, say)
+        ending = Ending(beginning, wiper, model)
+        try:
+            session = beginning.attest(model, nonce)
+            ending.session = session
+            ending.record = _train(session, model, ending, watch)
+        except BaseException as error:
+            ending.error = error
+            raise
+        finally:
+            with handled(lambda number: None):  # the cleanup is not interrupted
+                ending.run()
+        assert ending.record is not None
+        return ProtectedRecord(ending.record, job.output, job.output / ADAPTER, ending.cleanup_facts, ending.statement)
+
+
+def _train(session: Session, model: LoadedModel, ending: Ending, watch: Watch | None) -> RunRecord:
+    job, log, release, cleanup = session.job, session.log, session.release, ending.cleanup
+    session.check_expired()
+    sources, initial = _opened(session, cleanup)
+    storage = SealedStorage(job.output, job.recipients, release.key, session.keys, log, initial, saved=session.report)
+    ending.storage = storage
+    left = storage.recover()
+    if left or log.cut or log.after_a_killed_session:
+        unfinished = [*left, *(["a part of a line of the log"] if log.cut else [])]
+        session.say(
+            "leftovers",
+            "the session before was killed and wiped nothing; all that it left is sealed"
+            + (f", unfinished were {', '.join(unfinished)}" if unfinished else ""),
+        )
+        log.append("leftovers", {"files": left, "log_bytes": log.cut})
+    storage.check_newest()
+    newest = checkpoint.newest(job.output, storage)
+    args = job.arguments
+    if newest:
+        args = replace(args, resume=True)
+    prepared = prepare_job(args, model, rows=sources, storage=storage)
+    run = prepared.run
+    kept = [data for data in (run.stream.prepared, run.heldout) if data]
+    cleanup.add(
+        "rows as tokens",
+        lambda: overwrite(array for data in kept for row in data.rows for array in (row.input_ids, row.labels)),
+    )
+    for source in sources.values():
+        source.wipe()  # they are tokens now
+    account = run.stream.prepared.account
+    ending.rows = account.examples
+    _check_limits(session, prepared)
+    data = [(item["name"], item["sha256"]) for item in session.claims["job"]["data"]]
+    log.append("opened", {"rows": account.examples, "trained_rows": _trained(prepared)}, data)
+    _say_start(session, storage, newest, kept)
+    session.check_expired()
+    with watch(prepared) if watch else nullcontext(SILENT) as events:
+        return prepared.train(Passing(events, _Logged(session)))
+
+
+def _opened(session: Session, cleanup: Cleanup) -> tuple[dict[str, Any], dict[Path, Mapping[str, bytes]]]:
+    """Open the sealed files of a job in memory: sources of rows, and adapters by path."""
+    sources: dict[str, Any] = {}
+    initial: dict[Path, Mapping[str, bytes]] = {}
+    attested = {item["role"]: item["sha256"] for item in session.claims["job"]["data"]}
+    for role, path in session.job.sealed().items():
+        sealed = read_bytes(path)
+        if hashlib.sha256(sealed).hexdigest() != attested[role]:
+            raise UserError(f"{path} has changed since it was attested: start again when nobody writes to it.")
+        try:
+            content = unseal_bytes(sealed, session.release.key)
+        except TamperedError as error:
+            raise TamperedError(f"{path}: {error.problem}") from None
+        cleanup.add(f"{role} in memory", partial(overwrite, [content]))
+        if role == "init_adapter":
+            initial[path] = archive.unpack(content)
+        else:
+            sources[role] = MemorySource(content, path.name, attested[role])
+    return sources, initial
+
+
+def _trained(prepared: FinetuneJob) -> int:
+    """Rows of the data that are trained on."""
+    data = prepared.run.stream.prepared
+    return min(data.account.examples, len(data.samples))
+
+
+def _check_limits(session: Session, prepared: FinetuneJob) -> None:
+    """Raise UserError unless a run keeps to the limits of its release."""
+    release, rows = session.release, _trained(prepared)
+    if release.min_rows is not None and rows < release.min_rows:
+        raise UserError(
+            f"The data leave {counted(rows, 'row')} to train on, and the release asks for at least {release.min_rows:,}"
+            ": raise max_length, or ask the data owner."
+        )
+    most, planned = release.max_steps, prepared.run.args.max_steps
+    if most is not None and not 0 < planned <= most:
+        raise UserError(
+            f"The release allows at most {counted(most, 'step')}, and the job's max_steps is {planned}: lower it."
+        )
+    stated = {item["role"]: item.get("rows") for item in session.claims["job"]["data"]}
+    found = prepared.run.stream.prepared.account.examples
+    held_out = prepared.run.heldout
+    if stated["data"] is not None and stated["data"] != found and not (held_out and "eval_data" not in stated):
+        raise UserError(
+            f"{session.job.data} holds {counted(found, 'row')}, but its record says {stated['data']:,}: seal it again."
+        )
+
+
+def _say_start(session: Session, storage: SealedStorage, newest: Path | None, kept: list[Any]) -> None:
+    """Log what the training begins with, and seal the rows that were skipped."""
+    log = session.log
+    if newest:
+        last = next(entry for entry in reversed(log.entries) if entry.stage == "checkpoint")
+        log.append("resumed", {"step": last.facts["step"]}, last.subjects)
+        return
+    storage.write(session.job.output / SKIPPED, skipped_rows([data.account for data in kept]))
+    log.append("started", {"options": session.job.options}, storage.skipped)
+
+
+class _Logged(Events):
+    """Puts held-out losses into the evidence log, until it is half full; checkpoints' lines have theirs, too."""
+
+    def __init__(self, session: Session):
+        self._log = session.log
+
+    def evaluating(self, evaluating: Evaluating) -> None:
+        if evaluating.loss is not None and not self._log.crowded:
+            self._log.append("evaluated", {"step": evaluating.step, "loss": evaluating.loss})
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep other sessions out of a run's directory, which is made, and removed again if it stays empty."""
+    lock, made = FileLock(directory / LOCK), not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"Another session is at work in {directory}: wait for it, or choose another output.") from None
+    except OSError as error:
+        raise UserError(
+            f"The output directory {directory} cannot be used ({error.strerror}): choose another."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        if made and {path.name for path in directory.iterdir()} <= {LOCK}:
+            with suppress(OSError):
+                (directory / LOCK).unlink(missing_ok=True)
+                directory.rmdir()
+
+
+def _interrupt(number: int) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,264 @@
+"""A session's beginning: attestation with ephemeral keys, and the release that the broker answers with.
+
+In the order of RATS' background-check model (RFC 9334, 5.2): nonce, evidence, appraisal by the broker, key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.bounded import read_bytes
+from wgpu_lora.errors import UserError
+from wgpu_lora.installed import program
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.names.naming import flag
+from wgpu_lora.protect.attestation.claims import attest, base_facts, gather, load_evidence, read_evidence
+from wgpu_lora.protect.broker.client import BrokerClient
+from wgpu_lora.protect.broker.progress import sign_progress
+from wgpu_lora.protect.broker.release import MAX_TOKEN, Release, missing_line, open_release
+from wgpu_lora.protect.checking.findings import Findings
+from wgpu_lora.protect.checking.sessions import check_sessions, sessions_of
+from wgpu_lora.protect.evidence import anchors
+from wgpu_lora.protect.evidence.log import CLEANUP, EvidenceLog, read_log
+from wgpu_lora.protect.evidence.log import NAME as LOG
+from wgpu_lora.protect.evidence.statement import NAME as STATEMENT
+from wgpu_lora.protect.hygiene.host import HostProtection
+from wgpu_lora.protect.runs.job import Job
+from wgpu_lora.protect.runs.storage import ADAPTER
+from wgpu_lora.protect.sealed.keys import SessionKeys
+
+JOB_COPY = "job.toml"
+EVIDENCE, RELEASE = "evidence.json", "release.jwt"  # in a job's directory of files
+POLL = 0.5  # seconds between two looks for a release
+Say = Callable[[str, str], None]  # a label and a text, for the user
+
+
+class Clock:
+    """The time, which a clock that is set back does not take back."""
+
+    def __init__(self) -> None:
+        self._wall, self._passed = time.time(), time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since 1970."""
+        return max(time.time(), self._wall + time.monotonic() - self._passed)
+
+
+@dataclass
+class Session:
+    """A session that has the data key.
+
+    Attributes:
+        claims: of its evidence. client: None if releases come as files.
+    """
+
+    job: Job
+    keys: SessionKeys
+    log: EvidenceLog
+    claims: dict[str, Any]
+    clock: Clock
+    release: Release
+    client: BrokerClient | None
+    say: Say
+
+    def check_expired(self) -> None:
+        """Raise UserError if the release has expired."""
+        self.release.check_expired(self.clock.now())
+
+    def report(self) -> None:
+        """Tell the broker how far the log has come, as far as it can be reached."""
+        if self.client is None:
+            return
+        try:
+            report = sign_progress(self.job.name, self.log.sequence, self.log.head, self.keys.signing)
+            self.client.report(report)
+        except UserError as error:
+            self.say("note", f"the broker was not told of this checkpoint: {error.problem}")
+
+
+@dataclass
+class Beginning:
+    """What a session begins with. log: of the run that it goes on with; None for a new run, until it is attested."""
+
+    job: Job
+    keys: SessionKeys
+    host: HostProtection
+    log: EvidenceLog | None
+    say: Say
+
+    def attest(self, model: LoadedModel, nonce: str | None) -> Session:
+        """Attest to the broker, and open its release.
+
+        Raises:
+            UserError: the broker cannot be reached, refuses, or answers with what is not a release for this session.
+        """
+        job, clock = self.job, Clock()
+        client = BrokerClient(job.broker, job.broker_key, job.ca) if job.broker else None
+        if nonce is None:
+            if client is None:
+                raise UserError(
+                    f"Releases by files need {flag('nonce')}: the data owner prints one with wgpu-lora protect nonce."
+                )
+            nonce = client.nonce()
+        claims, evidence = self._evidence(model, nonce)
+        if client is not None:
+            token = client.release(evidence)  # nothing is on the disk if it is refused
+            log = self._attested(evidence)
+        else:
+            log = self._attested(evidence)
+            token = self._by_files(evidence)
+        sha256 = hashlib.sha256(evidence).hexdigest()
+        release = open_release(token, job.broker_key, sha256, nonce, self.keys, clock.now(), job.recipients)
+        try:
+            _check_known(log, release)
+            log.released(token, release.facts())
+        except BaseException:
+            release.key.wipe()  # no cleanup knows of it yet
+            raise
+        self.say("released", f"the data's key, by the broker {job.broker_key.keyid[:16]}, for the job {job.name}")
+        return Session(job, self.keys, log, claims, clock, release, client, self.say)
+
+    def _evidence(self, model: LoadedModel, nonce: str) -> tuple[dict[str, Any], bytes]:
+        log, base = self.log, base_facts(model.name, model.checkpoint, model.config)
+        claims = gather(
+            model.device.info,
+            nonce=nonce,
+            keys=self.keys,
+            job=self.job,
+            base=base,
+            resume=(log.sequence, log.head) if log and log.entries else None,
+            host=self.host.facts,
+        )
+        if log and log.entries:
+            _same_job(self.job.output, claims)
+        evidence = attest(claims, self.keys)
+        stated = read_evidence(evidence).claims
+        self.say("attested", f"with {stated['level']} claims")
+        return stated, evidence
+
+    def _attested(self, evidence: bytes) -> EvidenceLog:
+        """The log, with this session's first line."""
+        output = self.job.output
+        if self.log is None:
+            write_bytes_atomic(output / JOB_COPY, self.job.content)
+            stem = f"{self.job.name}-{hashlib.sha256(evidence).hexdigest()[:16]}"
+            self.log = EvidenceLog.create(output, self.keys, stem)
+        self.log.attested(evidence)
+        return self.log
+
+    def _by_files(self, evidence: bytes) -> str:
+        """Write the evidence, and wait for the release."""
+        files = self.job.files
+        assert files is not None
+        answer = files / RELEASE
+        try:
+            files.mkdir(parents=True, exist_ok=True)
+            answer.unlink(missing_ok=True)  # of an earlier session
+            write_bytes_atomic(files / EVIDENCE, evidence)
+        except OSError as error:
+            raise UserError(f"{files} cannot be written ({error.strerror}): choose another directory.") from None
+        self.say("waiting", f"for {answer}, in answer to {files / EVIDENCE}; the keys are in memory only")
+        while not answer.is_file():
+            time.sleep(POLL)
+        return read_bytes(answer, MAX_TOKEN).decode("ascii", "replace").strip()
+
+
+def _check_known(log: EvidenceLog, release: Release) -> None:
+    """Raise UserError unless the log has the lines that the broker knows of it."""
+    missing = missing_line(release.claims, [entry.digest for entry in log.entries[:-1]])
+    if missing is not None:
+        raise UserError(
+            f"{log.directory / LOG} does not have the line {missing + 1} that the broker was told of, so that its "
+            "directory is an older state or another run: restore the newest one."
+        )
+
+
+def opened_log(job: Job, keys: SessionKeys, resume: bool) -> EvidenceLog | None:
+    """The log of the run in a job's directory, verified; None if there is no run.
+
+    Raises:
+        UserError: there is a run and it is not to be resumed, or none to resume; or the log is damaged or older than
+            the one that this machine wrote.
+    """
+    path = job.output / LOG
+    fruitless = path.is_file() and not _released(path)
+    if fruitless:  # its sessions never had the key, and the broker may not know them
+        path.unlink()
+        (job.output / CLEANUP).unlink(missing_ok=True)
+    elif not path.is_file():
+        if resume:
+            raise UserError(f"There is no protected run in {job.output} to resume: start without {flag('resume')}.")
+        _check_unused(job)
+    if not path.is_file():
+        return None
+    if not resume:
+        raise UserError(
+            f"The output directory {job.output} already holds a protected run: choose another in {job.path}, or "
+            f"continue it with {program()} finetune --protected {job.path} --resume."
+        )
+    log = EvidenceLog.resume(job.output, keys)
+    if log.entries:
+        _check_endorsed(job, log)
+    return log
+
+
+def _check_endorsed(job: Job, log: EvidenceLog) -> None:
+    """Raise UserError unless the sessions in a log had their keys from the job's broker: anybody can write a log."""
+    found = Findings()
+    check_sessions(job.output, sessions_of(log.entries), job.broker_key, None, found)
+    if found.failures:
+        raise UserError(
+            f"The run in {job.output} cannot be resumed, since its evidence is not what the job's broker answered: "
+            "restore its files, or start a new run in another directory.",
+            found.failures,
+        )
+
+
+def _released(path: Path) -> bool:
+    """Whether a log says that a session got the key. Raises UserError if it is damaged, or older than it was."""
+    entries = read_log(path)
+    if entries:
+        anchors.check(entries[0].chain, [entry.digest for entry in entries])
+    return any(entry.stage == "released" for entry in entries)
+
+
+def _check_unused(job: Job) -> None:
+    """Raise UserError if a new run would write over other files, which may be the job's own."""
+    written = (ADAPTER, CLEANUP, STATEMENT, "evidence-1.json", "release-1.jwt")
+    taken = [job.output / name for name in written if (job.output / name).exists()]
+    copy = job.output / JOB_COPY
+    if copy.exists() and read_bytes(copy, len(job.content)) != job.content:
+        taken.append(copy)
+    if taken:
+        raise UserError(
+            f"{taken[0]} exists already, and the run would write over it: choose another output in {job.path}, or move "
+            "that file."
+        )
+
+
+def _same_job(output: Path, claims: dict[str, Any]) -> None:
+    """Raise UserError unless a resumed run's job is what its first session attested."""
+    before: Any = None
+    with suppress(UserError, LookupError, TypeError):
+        before = load_evidence(output / "evidence-1.json").claims["job"]
+    if before is None:
+        raise UserError(f"{output / 'evidence-1.json'} is missing or damaged: restore it, or start a new run.")
+    now = json.loads(json.dumps(claims["job"]))
+    for name in sorted(now, key=lambda name: name != "options"):
+        if before.get(name) != now[name]:
+            what = "the file" if name == "sha256" else name
+            if name == "options":
+                changed = [option for option in now[name] if before[name].get(option) != now[name][option]]
+                what = ", ".join(map(flag, changed)) or name
+            raise UserError(
+                f"The job has changed since the run in {output} started ({what}): restore it, or start a new run in "
+                "another directory."
+            )

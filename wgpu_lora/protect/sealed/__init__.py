@@ -1,0 +1,1 @@
+"""Keys, and files sealed in the age format."""

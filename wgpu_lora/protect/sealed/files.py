@@ -1,0 +1,253 @@
+"""Sealed files and directories on disk, and the records beside them, by whose digest they are believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from wgpu_lora.atomic import file_digest, name_new
+from wgpu_lora.bounded import check_path, read_json
+from wgpu_lora.errors import UserError, reason
+from wgpu_lora.protect.sealed import archive
+from wgpu_lora.protect.sealed.keys import DataKey
+from wgpu_lora.protect.sealed.streams import Reader, parse_recipients, seal_stream, unseal_stream
+
+ARCHIVE = ".tar.age"
+
+
+@dataclass(frozen=True)
+class SealRecord:
+    """What a sealed file is, in NAME.age.json beside it: nothing that says what is in it.
+
+    Attributes:
+        sha256: digest of the sealed file. bytes: its size.
+        rows: of a JSONL file, lines that are not blank; None for other files.
+        recipients: who can open it.
+    """
+
+    sha256: str
+    bytes: int
+    rows: int | None
+    recipients: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> SealRecord:
+        """Reads NAME.age.json. Raises UserError if it is not such a record."""
+        found = read_json(path)
+        rows, recipients = found.get("rows"), found.get("recipients")
+        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (found.get("bytes"), rows or 0))
+        named = isinstance(recipients, list) and all(isinstance(text, str) for text in recipients)
+        if set(found) != set(cls.__dataclass_fields__) or not whole or not named or not _is_digest(found["sha256"]):
+            raise UserError(f"{path} is not the record of a sealed file: seal the file again.")
+        return cls(found["sha256"], found["bytes"], rows, tuple(found["recipients"]))
+
+
+def sealed_digest(path: str | Path) -> str:
+    """SHA-256 of a sealed file, in hexadecimal. Raises UserError if it cannot be read."""
+    try:
+        if not Path(path).is_file():
+            raise UserError(f"{path} does not exist or is not a file: give the path of a sealed file.")
+        return file_digest(Path(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({reason(error)}): check its permissions.") from None
+
+
+def record_path(sealed: Path) -> Path:
+    return sealed.with_name(sealed.name + ".json")
+
+
+def seal_path(path: str | Path, to: str | Path, recipients: Sequence[str]) -> SealRecord:
+    """Seals a file, or a directory as an archive, to a new file, and writes its record beside it.
+
+    Raises:
+        UserError: a recipient is not one; the path cannot be read, or holds links; or `to` exists or cannot be written.
+            Then nothing is left of it.
+    """
+    path, to = Path(path), Path(to)
+    check_path(path)
+    check_path(to)
+    if path.is_dir() and to.resolve().is_relative_to(path.resolve()):
+        raise UserError(f"{to} would be in the directory that it seals: choose a path elsewhere.")
+    return seal_pieces(pieces(path), to, recipients, rows=path.suffix == ".jsonl")
+
+
+def seal_pieces(source: Iterator[bytes], to: Path, recipients: Sequence[str], rows: bool) -> SealRecord:
+    """As `seal_path`, for content in pieces. rows: whether to count its lines that are not blank."""
+    parse_recipients(recipients)
+    check_path(to)
+    for one in (to, record_path(to)):
+        check_new(one)
+    counting = PieceReader(source)
+    with _private(to) as private:
+        with (private / to.name).open("xb") as file:
+            hashing = _Hashing(file)
+            seal_stream(counting, hashing, recipients)
+            file.flush()
+            os.fsync(file.fileno())
+        unique = tuple(dict.fromkeys(recipients))
+        record = SealRecord(hashing.digest.hexdigest(), hashing.size, counting.rows if rows else None, unique)
+        beside = record_path(to)
+        (private / beside.name).write_text(json.dumps(asdict(record), indent=2) + "\n")
+        name_new(private / beside.name, beside)
+        try:
+            name_new(private / to.name, to)
+        except BaseException:
+            beside.unlink()
+            raise
+    return record
+
+
+def unseal_path(sealed: str | Path, to: str | Path, key: DataKey) -> None:
+    """Opens a sealed file to a new file, or an archive (NAME.tar.age) to a new directory, unless that is named *.tar.
+
+    Until everything has been authenticated, it is in a private directory beside `to`.
+
+    Raises:
+        TamperedError: see `unseal_stream`. UserError: a path cannot be read or written, or an archive is unsafe.
+            In both cases nothing is left.
+    """
+    sealed, to = Path(sealed), Path(to)
+    check_new(to)
+    with open_sealed(sealed) as source:
+        unseal_file(source, to, key, str(sealed), unpack=sealed.name.endswith(ARCHIVE) and to.suffix != ".tar")
+
+
+def unseal_file(source: Reader, to: Path, key: DataKey, where: str, unpack: bool = False) -> None:
+    """As `unseal_path`, for sealed data that `source` gives. unpack: they are an archive, for a new directory.
+
+    What is opened can be read by this user only (on Windows, by whom its directory says).
+    """
+    check_new(to)
+    with _private(to) as private:
+        whole = private / "opened"
+        with open(whole, "xb", opener=_for_owner) as file:
+            unseal_stream(source, file, key, where)
+        if not unpack:
+            name_new(whole, to)
+            return
+        (private / to.name).mkdir(mode=0o700)
+        _extract(whole, private / to.name)
+        (private / to.name).rename(to)  # fails if something is there by now
+
+
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def open_sealed(path: Path) -> IO[bytes]:
+    """A sealed file, for `unseal_stream`. Raises UserError if it cannot be read."""
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a file: give the path of a sealed file.")
+        return path.open("rb")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
+
+
+def pieces(path: Path) -> Iterator[bytes]:
+    """The content of a file, or the archive of a directory. Raises UserError if it cannot be read, or is empty."""
+    try:
+        if path.is_dir():
+            yield from archive.stream(path)
+            return
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a file or directory: seal a file, or standard input with -.")
+        with path.open("rb") as file:
+            first = file.read(archive.PIECE)
+            if not first:
+                raise UserError(f"{path} is empty: there is nothing to seal.")
+            yield first
+            while piece := file.read(archive.PIECE):
+                yield piece
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
+
+
+class PieceReader:
+    """A reader of pieces that counts lines that are not blank."""
+
+    def __init__(self, source: Iterator[bytes]) -> None:
+        self._source, self._rest, self._inside = source, b"", False
+        self.rows = 0
+
+    def read(self, size: int = -1) -> bytes:
+        if not self._rest:
+            self._rest = next(self._source, b"")
+            self._count(self._rest)
+        piece = self._rest if size < 0 else self._rest[:size]
+        self._rest = self._rest[len(piece) :]
+        return piece
+
+    def _count(self, data: bytes) -> None:
+        for number, line in enumerate(data.split(b"\n")):
+            if number:
+                self._inside = False
+            if not self._inside and line.strip():
+                self.rows += 1
+                self._inside = True
+
+
+class _Hashing:
+    """A writer that knows the digest and size of what was written."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.digest, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        self._file.write(data)
+        self.digest.update(data)
+        self.size += len(data)
+        return len(data)
+
+
+def _extract(whole: Path, directory: Path) -> None:
+    with whole.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        view = memoryview(mapped)
+        try:
+            archive.extract(view, directory)
+        finally:
+            view.release()
+
+
+def check_new(path: Path) -> None:
+    """Raises UserError unless a file or directory can be made there."""
+    try:
+        taken = path.is_symlink() or path.exists()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be written ({reason(error)}): choose another path.") from None
+    if taken:
+        raise UserError(f"{path} exists already: choose another name, or remove it.")
+    if not path.parent.is_dir():
+        raise UserError(f"{path.parent} is not a directory: make it, or choose another path.")
+
+
+@contextmanager
+def _private(to: Path) -> Iterator[Path]:
+    """A directory beside `to` that only this user can enter, and that goes with what is left in it.
+
+    Raises:
+        UserError: for OSError, which is about `to` here.
+    """
+    try:
+        private = Path(tempfile.mkdtemp(prefix=f".{to.name}.", suffix=".tmp", dir=to.parent))  # mode 0700
+        try:
+            yield private
+        finally:
+            shutil.rmtree(private, ignore_errors=True)
+    except FileExistsError:
+        raise UserError(f"{to} exists already: choose another name, or remove it.") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{to} cannot be written ({reason(error)}): choose another path.") from None
+
+
+def _is_digest(text: Any) -> bool:
+    return isinstance(text, str) and len(text) == 64 and set(text) <= set("0123456789abcdef")

@@ -1,0 +1,281 @@
+"""Keys: age X25519 identities (age-encryption.org/v1), to which data are sealed, and P-256 keys, which sign.
+
+Private keys of a run exist in its memory alone. Only `protect keygen` writes keys, with `write_private`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+import pyrage
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from securesystemslib.signer import CryptoSigner, SSlibKey
+
+from wgpu_lora.errors import UserError, reason
+from wgpu_lora.protect.hygiene.host import lock_pages
+
+MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients
+SECRET = b"AGE-SECRET-KEY-1"
+
+
+class DataKey:
+    """An age X25519 identity; whoever has it opens all that was sealed to its recipient.
+
+    The key is in pyrage's object alone, which overwrites it when it is dropped, and whose page is locked in memory
+    where the system allows it. Its text exists only where it is asked for or parsed: Python's immutable str and bytes,
+    and copies in the libraries, cannot be overwritten.
+
+    Attributes:
+        recipient: the public half, "age1...".
+        locked: whether the key cannot be swapped out.
+    """
+
+    def __init__(self, identity: pyrage.x25519.Identity) -> None:
+        self._identity: pyrage.x25519.Identity | None = identity
+        self.recipient = str(identity.to_public())
+        self.locked = lock_pages(id(identity), sys.getsizeof(identity))  # it holds the key itself, not a pointer
+
+    def __repr__(self) -> str:  # the key itself must not come into messages
+        return f"DataKey({self.recipient})"
+
+    @classmethod
+    def generate(cls) -> Self:
+        return cls(pyrage.x25519.Identity.generate())
+
+    @classmethod
+    def parse(cls, text: str | bytes | bytearray | memoryview, where: str = "The key") -> Self:
+        """An identity from an age identity file's text: lines of "#" and one of "AGE-SECRET-KEY-1...".
+
+        Args:
+            where: start of messages. They never contain the text.
+
+        Raises:
+            UserError: there is no identity, or more than one, or it is damaged.
+        """
+        data = text.encode() if isinstance(text, str) else text
+        lines = [line.strip() for line in bytes(data).splitlines()]
+        found = [line for line in lines if line and not line.startswith(b"#")]
+        if len(found) != 1 or not found[0].upper().startswith(SECRET):
+            several = "has several lines that are not comments" if len(found) > 1 else "has no age identity"
+            raise UserError(
+                f"{where} {several}: give a file as wgpu-lora protect keygen or age-keygen makes it, with one line "
+                "that starts with AGE-SECRET-KEY-1."
+            )
+        try:
+            return cls(pyrage.x25519.Identity.from_str(found[0].decode("ascii").upper()))
+        except (pyrage.IdentityError, UnicodeDecodeError):
+            raise UserError(f"{where} holds a damaged age identity: restore it from a copy.") from None
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Reads an age identity file. Raises UserError, as `parse`, or if it cannot be read."""
+        content = read_small(path, "The key")
+        try:
+            return cls.parse(content, str(path))
+        finally:
+            content[:] = bytes(len(content))
+
+    def identity(self) -> pyrage.x25519.Identity:
+        """pyrage's object. Raises ValueError after `wipe`."""
+        if self._identity is None:
+            raise ValueError("the key has been wiped")
+        return self._identity
+
+    def text(self) -> bytes:
+        """AGE-SECRET-KEY-1..., as a copy that cannot be wiped. Raises ValueError after `wipe`."""
+        return str(self.identity()).encode()
+
+    def file_text(self, now: datetime | None = None) -> bytes:
+        """An identity file as age-keygen writes it."""
+        created = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return b"# created: %s\n# public key: %s\n%s\n" % (created.encode(), self.recipient.encode(), self.text())
+
+    def wipe(self) -> None:
+        """Drops the key, which pyrage overwrites then; it cannot be used afterwards."""
+        self._identity = None
+
+
+@dataclass(frozen=True)
+class PublicKey:
+    """A P-256 public key that verifies signatures.
+
+    Attributes:
+        pem: SubjectPublicKeyInfo in PEM, in one spelling for each key.
+        keyid: as securesystemslib computes it: SHA-256, in hexadecimal, of the key in canonical JSON.
+    """
+
+    pem: str
+    keyid: str
+
+    @classmethod
+    def parse(cls, pem: str | bytes, where: str = "The public key") -> Self:
+        """A key from PEM. Raises UserError if it is not a P-256 public key."""
+        data = pem.encode() if isinstance(pem, str) else pem
+        try:
+            if len(data) > MAX_KEY_BYTES:
+                raise ValueError("too long")
+            key = serialization.load_pem_public_key(data)
+        except (ValueError, UnsupportedAlgorithm):
+            raise UserError(
+                f"{where} is not a public key in PEM: give the .pub file that wgpu-lora protect keygen --signing wrote."
+            ) from None
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise UserError(f"{where} is not a P-256 key: make one with wgpu-lora protect keygen --signing.")
+        return cls.of(key)
+
+    @classmethod
+    def of(cls, key: ec.EllipticCurvePublicKey) -> Self:
+        found = SSlibKey.from_crypto(key)
+        return cls(found.keyval["public"], found.keyid)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Reads a PEM file. Raises UserError, as `parse`, or if it cannot be read."""
+        return cls.parse(bytes(read_small(path, "The public key")), str(path))
+
+    def crypto_key(self) -> ec.EllipticCurvePublicKey:
+        key = serialization.load_pem_public_key(self.pem.encode())
+        assert isinstance(key, ec.EllipticCurvePublicKey)
+        return key
+
+    def ssl_key(self) -> SSlibKey:
+        """securesystemslib's object, which verifies DSSE signatures."""
+        return SSlibKey.from_crypto(self.crypto_key(), self.keyid)
+
+
+class SigningKey:
+    """An ECDSA key on P-256 (FIPS 186-5, SHA-256). OpenSSL overwrites it when it is dropped.
+
+    Attributes:
+        public: what verifies its signatures.
+    """
+
+    def __init__(self, key: ec.EllipticCurvePrivateKey) -> None:
+        self._key: ec.EllipticCurvePrivateKey | None = key
+        self.public = PublicKey.of(key.public_key())
+
+    def __repr__(self) -> str:
+        return f"SigningKey({self.public.keyid})"
+
+    @classmethod
+    def generate(cls) -> Self:
+        return cls(ec.generate_private_key(ec.SECP256R1()))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Reads a P-256 private key in PEM, without a password.
+
+        Raises:
+            UserError: the file cannot be read, or holds no such key.
+        """
+        content = read_small(path, "The signing key")
+        try:
+            key = serialization.load_pem_private_key(content, password=None)
+        except TypeError:
+            raise UserError(f"{path} is protected by a password: give a key without one.") from None
+        except (ValueError, UnsupportedAlgorithm):
+            raise UserError(
+                f"{path} is not a private key in PEM: give the file that wgpu-lora protect keygen --signing wrote."
+            ) from None
+        finally:
+            content[:] = bytes(len(content))
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise UserError(f"{path} is not a P-256 key: make one with wgpu-lora protect keygen --signing.")
+        return cls(key)
+
+    @property
+    def key(self) -> ec.EllipticCurvePrivateKey:
+        """cryptography's object. Raises ValueError after `wipe`."""
+        if self._key is None:
+            raise ValueError("the key has been wiped")
+        return self._key
+
+    @property
+    def signer(self) -> CryptoSigner:
+        """securesystemslib's object, which makes DSSE signatures. Raises ValueError after `wipe`."""
+        return CryptoSigner(self.key, self.public.ssl_key())
+
+    def private_pem(self) -> bytes:
+        """PKCS #8 in PEM. Raises ValueError after `wipe`."""
+        no_password = serialization.NoEncryption()
+        return self.key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, no_password)
+
+    def wipe(self) -> None:
+        """Drops the key, which OpenSSL overwrites then; it cannot be used afterwards."""
+        self._key = None
+
+
+@dataclass
+class SessionKeys:
+    """The two ephemeral keys of a session: the data key is released to `data`, and `signing` signs its evidence."""
+
+    data: DataKey
+    signing: SigningKey
+
+    @classmethod
+    def generate(cls) -> Self:
+        return cls(DataKey.generate(), SigningKey.generate())
+
+    def wipe(self) -> None:
+        self.data.wipe()
+        self.signing.wipe()
+
+
+def write_private(path: str | Path, content: bytes) -> None:
+    """Writes a new file, in a directory that is made if missing, that only its owner may read (except on Windows).
+
+    Raises:
+        UserError: the path exists, or cannot be written; then nothing is left of it.
+    """
+    path = Path(path)
+    try:
+        if not path.parent.exists():
+            path.parent.mkdir(mode=0o700, parents=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+    except FileExistsError:
+        raise UserError(f"{path} exists already: choose another name, a key is never overwritten.") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be written ({reason(error)}): choose another path.") from None
+    try:
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            view = memoryview(content)
+            while view:
+                view = view[file.write(view) :]
+            os.fsync(file.fileno())
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise UserError(f"{path} cannot be written ({error.strerror}): choose another path.") from None
+        raise
+
+
+def read_small(path: str | Path, what: str) -> bytearray:
+    """The content of a file of keys, in a buffer that can be overwritten.
+
+    Args:
+        what: what kind of file it is; starts the error messages.
+
+    Raises:
+        UserError: the file is missing, unreadable, not a regular file, or too long.
+    """
+    path, content, size = Path(path), bytearray(MAX_KEY_BYTES + 1), 0
+    try:
+        if path.exists() and not path.is_file():  # opening a pipe would block
+            raise UserError(f"{what} {path} is not a regular file: give the path of a key file.")
+        with path.open("rb", buffering=0) as file:
+            while found := file.readinto(memoryview(content)[size:]):
+                size += found
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what} {path} cannot be read ({reason(error)}): check the path.") from None
+    if size > MAX_KEY_BYTES:
+        raise UserError(f"{what} {path} is longer than {MAX_KEY_BYTES:,} bytes: give the path of a key file.")
+    short = bytearray(memoryview(content)[:size])
+    content[:] = bytes(len(content))
+    return short
