@@ -22,6 +22,7 @@ from wgpu_lora.protect.broker.release import (
     MAX_TOKEN,
     REQUIRED,
     SLACK,
+    TYPE,
     Release,
     make_release,
     open_release,
@@ -56,10 +57,10 @@ class Made:
     def claims(self) -> dict[str, Any]:
         return dict(jwt.decode(self.token, options={"verify_signature": False}))
 
-    def signed(self, **changed: Any) -> str:
+    def signed(self, kind: str | None = TYPE, **changed: Any) -> str:
         """The token with other claims, signed by the broker; `...` leaves one out."""
         claims = {name: value for name, value in {**self.claims(), **changed}.items() if value is not ...}
-        return jwt.PyJWS().encode(json.dumps(claims).encode(), self.owner.signing.key, "ES256")
+        return jwt.PyJWS().encode(json.dumps(claims).encode(), self.owner.signing.key, "ES256", headers={"typ": kind})
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,13 @@ def test_only_the_brokers_algorithm_is_accepted(made: Made) -> None:
             made.open(token)
         with pytest.raises(UserError):
             read_release(token, made.owner.signing.public)
+
+
+def test_another_token_that_the_broker_signed_is_no_release(made: Made) -> None:
+    assert made.open(made.signed()).job
+    for kind in ("JWT", "at+jwt", None):
+        with pytest.raises(UserError, match="not a release"):
+            made.open(made.signed(kind))
 
 
 def test_any_byte_changed_is_noticed(made: Made) -> None:

@@ -14,7 +14,7 @@ import jwt
 
 from support.policies import GIVEN, LEAST, OWNER, digest
 from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest, read_evidence
-from wgpu_lora.protect.broker.release import make_release
+from wgpu_lora.protect.broker.release import TYPE, make_release
 from wgpu_lora.protect.checking.check import Checked, check
 from wgpu_lora.protect.evidence.log import EvidenceLog
 from wgpu_lora.protect.evidence.signing import NAME as MODEL_SIG
@@ -170,4 +170,4 @@ def _token(owner: DataOwner, data: bytes, number: int, changed: Callable[[str, A
     appraisal = replace(appraisal, failures=[])  # a broker may have been deceived
     token = make_release(evidence, appraisal, policy, owner.data, owner.signing, time.time())
     claims = changed("release", jwt.decode(token, options={"verify_signature": False}))
-    return jwt.encode(claims, owner.signing.key, "ES256", headers={"kid": owner.public.keyid})
+    return jwt.encode(claims, owner.signing.key, "ES256", headers={"kid": owner.public.keyid, "typ": TYPE})

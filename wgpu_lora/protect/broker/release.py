@@ -25,6 +25,7 @@ from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SessionKeys, Signi
 from wgpu_lora.protect.sealed.streams import parse_recipient
 
 ALGORITHM = "ES256"
+TYPE = "wgpu-lora-release+jwt"  # explicit typing (RFC 8725, 3.11): no other token of this key is a release
 MAX_TOKEN = 32 << 10  # characters; a release has 3,000
 SLACK = 120.0  # seconds between the clocks of broker and trainer
 REQUIRED = {
@@ -110,7 +111,7 @@ def make_release(
         "policy": policy.as_dict(),
         "known": [{"sequence": number, "head": head} for number, head in known],
     }
-    header = {"kid": broker_key.public.keyid}
+    header = {"kid": broker_key.public.keyid, "typ": TYPE}
     return jwt.encode(claims, broker_key.key, ALGORITHM, headers=header)
 
 
@@ -181,10 +182,13 @@ def _claims(token: str, broker: PublicKey | None) -> dict[str, Any]:
     try:
         key = "" if broker is None else broker.crypto_key()
         claims = jwt.decode(token, key, [ALGORITHM], options)
+        kind = jwt.get_unverified_header(token).get("typ")
     except jwt.InvalidSignatureError:
         raise UserError("The release is not signed by this broker's key: get the original, or the right key.") from None
     except (jwt.PyJWTError, ValueError, RecursionError) as error:
         raise UserError(f"The release cannot be read ({error!s:.100}): get the original.") from None
+    if kind != TYPE:
+        raise UserError(f"The token is not a release, whose type is {TYPE}: get the broker's answer to this evidence.")
     _check_types(claims)
     return claims
 

@@ -166,9 +166,13 @@ class Beginning:
         except OSError as error:
             raise UserError(f"{files} cannot be written ({error.strerror}): choose another directory.") from None
         self.say("waiting", f"for {answer}, in answer to {files / EVIDENCE}; the keys are in memory only")
-        while not answer.is_file():
+        before = None
+        while True:  # until it is there, and whole: copying it may take a while
+            found = read_bytes(answer, MAX_TOKEN) if answer.is_file() else None
+            if found and found == before:
+                return found.decode("ascii", "replace").strip()
+            before = found
             time.sleep(POLL)
-        return read_bytes(answer, MAX_TOKEN).decode("ascii", "replace").strip()
 
 
 def _check_known(log: EvidenceLog, release: Release) -> None:
