@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -536,7 +537,8 @@ def test_releases_by_files(ward: Ward) -> None:
 def test_a_wait_for_a_release_that_was_given_up_is_begun_anew(ward: Ward, resume: bool) -> None:
     path = ward.hospital.job("job")
     with ward.owner.broker() as broker, ward.monkeypatch.context() as patch:
-        patch.setattr(session.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+        stopped = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: signal.raise_signal(signal.SIGINT)})
+        patch.setattr(session, "time", stopped)  # others may sleep
         with pytest.raises(KeyboardInterrupt):
             ward.run(path, nonce=broker.nonce())
     assert ward.stages() == ["attested", "interrupted", "wiped"]
