@@ -169,7 +169,7 @@ MISSTATED: dict[str, tuple[Change, str]] = {
         f"another {name}": (stated(3, replacing(**{name: value})), rf"annotations.{name} is")
         for name, value in {
             "steps": 9, "elapsed_seconds": 9.0, "stop_reason": "max_steps", "target_seconds": 9.0, "budget_steps": 9,
-            "initial_loss": 9.0, "final_loss": 0.1, "best_loss": 0.1, "rows": 9, "tokens": 9,
+            "initial_loss": 9.0, "final_loss": 0.1, "best_loss": 0.1, "rows": 9, "tokens": 9, "weights_sha256": SOME,
         }.items()
     },
 }  # fmt: skip

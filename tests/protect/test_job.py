@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.runs import job as jobs
 from wgpu_lora.protect.runs.job import Job
+from wgpu_lora.protect.runs.run import _check_beside
 
 URL = "http://127.0.0.1:1"
 
@@ -150,6 +154,30 @@ def test_a_record_of_another_file(hospital: Hospital) -> None:
         job.digests()
     job.data.with_name(f"{job.data.name}.json").unlink()
     assert "rows" not in job.digests()["data"]
+
+
+def test_models_beside_the_base_are_measured(hospital: Hospital) -> None:
+    adapter = hospital.place / "reference"
+    (adapter / "more").mkdir(parents=True)
+    for name in ("b.json", "a.safetensors", "more/c"):
+        (adapter / name).write_text(name)
+    job = read(hospital, objective="dpo", reference_adapter="reference")
+    lines = [f"{file_digest(adapter / name)}  {name}\n" for name in ("a.safetensors", "b.json", "more/c")]
+    found = job.digests()
+    digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+    assert found["reference_adapter"] == {"name": "reference", "sha256": digest, "bytes": 25}
+    attested: Any = SimpleNamespace(
+        job=job, claims={"job": {"data": [{"role": role, **facts} for role, facts in found.items()]}}
+    )
+    _check_beside(attested)
+    (adapter / "more" / "c").write_text("another")
+    with pytest.raises(UserError, match="changed since it was attested"):
+        _check_beside(attested)
+    shutil.rmtree(adapter)
+    with pytest.raises(UserError, match="cannot be attested"):
+        job.digests()
+    taught = read(hospital, objective="kd", teacher="demo").digests()["teacher"]
+    assert (taught["name"], len(taught["sha256"])) == ("model", 64)
 
 
 def test_every_key_is_a_field() -> None:

@@ -30,7 +30,7 @@ from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.protect.attestation.claims import attest, load_evidence
-from wgpu_lora.protect.broker.client import BrokerClient
+from wgpu_lora.protect.broker.client import BrokerClient, RefusedByBroker
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.checking.check import Checked, check
 from wgpu_lora.protect.evidence.log import EvidenceLog, read_log
@@ -561,6 +561,22 @@ def test_a_broker_that_cannot_be_reached_meanwhile_is_noted(ward: Ward) -> None:
     ward.monkeypatch.setattr(Broker, "progress", lost)
     assert ward.train().run.outcome == "finished"
     assert "the broker was not told" in dict(ward.said)["note"]
+
+
+def test_a_session_ends_when_the_broker_refuses_its_reports(ward: Ward) -> None:
+    """As it does when another session goes on with the job."""
+
+    def older(self: Any, signed: bytes) -> None:
+        raise RefusedByBroker("It is not of the job's newest session: end the older one.")
+
+    ward.monkeypatch.setattr(Broker, "progress", older)
+    with pytest.raises(RefusedByBroker, match="newest session"):
+        ward.train()
+    assert ward.stages()[-2:] == ["failed", "wiped"]
+    ward.monkeypatch.undo()
+    quick(ward.monkeypatch)
+    assert ward.train(resume=True).run.outcome == "finished"
+    assert ward.check().failures == []
 
 
 def test_the_command_shows_no_message_of_an_unforeseen_error(

@@ -128,6 +128,7 @@ def _session(
     facts = RunFacts(
         steps=4 * number, elapsed_seconds=3.5, stop_reason="target", target_seconds=3.5, budget_steps=4 * number,
         initial_loss=4.0, final_loss=0.5, best_loss=0.5, rows=800, tokens=4096,
+        weights_sha256="d" * 64,
     )  # fmt: skip
     adapter = sealed("adapter.tar.age", b"sealed adapter") if end == "finished" else None
     line(end, facts.to_json() if adapter else {"reason": "test"}, [adapter] if adapter else [])

@@ -7,9 +7,9 @@ EAT's own claims are `eat_profile`, `eat_nonce`, `iat`, `swname` and `swversion`
     keys          the ephemeral public keys: recipient (age) and signing (P-256, PEM)
     package, wgpu, python, dependencies, process, kernel, environment   `measure`
     device        the device that is used
-    base          the base model: sha256 of what `hashed` says, config_sha256, and weights_sha256 once it is loaded
+    base          the base model: sha256 of what `hashed` says, and config_sha256; all weights are in a run's statement
     job           name, sha256 (of its file), recipe_sha256, options, recipients, and data: the sealed files, each with
-                  role, name, sha256, bytes and rows as its seal record states them
+                  role, name, sha256, bytes and rows as its seal record states them, and teacher and reference adapters
     resume        sequence and head of the evidence log that the session goes on with; absent at a first start
     host          what keeps secrets off the disk
 
@@ -65,7 +65,7 @@ class Job(Protocol):
     @property
     def options(self) -> Mapping[str, Any]: ...
     def digests(self) -> Mapping[str, Mapping[str, Any]]:
-        """The sealed files by role ("data", "eval_data", "init_adapter"): name, sha256, bytes, and rows if known."""
+        """Files by role ("data", "eval_data", "init_adapter", "teacher" ...): name, sha256, bytes, and rows if known."""
 
 
 class _Digested(Protocol):
@@ -150,17 +150,13 @@ def gather(
     return plain
 
 
-def base_facts(
-    name: str, checkpoint: _Digested, config: _Digested, weights_sha256: str | None = None
-) -> dict[str, Any]:
+def base_facts(name: str, checkpoint: _Digested, config: _Digested) -> dict[str, Any]:
     """What the claims say about a base model.
 
     Args:
         checkpoint: whose digest does not cover the middle of its files, so that a large model need not be read twice.
-        weights_sha256: of all values, known once they are loaded.
     """
-    facts = {"name": name, "sha256": checkpoint.digest(), "hashed": HASHED, "config_sha256": config.digest()}
-    return facts if weights_sha256 is None else {**facts, "weights_sha256": weights_sha256}
+    return {"name": name, "sha256": checkpoint.digest(), "hashed": HASHED, "config_sha256": config.digest()}
 
 
 def check_nonce(nonce: str) -> None:

@@ -23,7 +23,12 @@ TIMEOUT = httpx.Timeout(30, connect=10)  # seconds
 ANSWER_SECONDS = 60.0  # for a whole answer; httpx counts from one part to the next
 TRIES, PAUSE = 4, 0.5  # of requests that may be repeated; seconds before the second one, doubled each time
 BUSY = (429, 503)
+DECIDED = (400, 403, 409)  # the broker has looked at what it was sent
 _NONCE = re.compile(r"[\w-]{22,88}", re.ASCII)  # RFC 9711 has 8 to 88 characters
+
+
+class RefusedByBroker(UserError):
+    """The broker answers, and refuses; asking again does not help."""
 
 
 class BrokerClient:
@@ -82,9 +87,12 @@ class BrokerClient:
         return token
 
     def report(self, progress: bytes) -> None:
-        """Tell the broker how far the job has come, with what `sign_progress` makes. Raises UserError, as `release`.
+        """Tell the broker how far the job has come, with what `sign_progress` makes.
 
         The training waits meanwhile, so a broker that cannot be reached is tried only twice.
+
+        Raises:
+            RefusedByBroker: for example, another session goes on with the job. UserError: it cannot be reached.
         """
         self._ask("/v1/progress", progress, repeated=True, tries=2)
 
@@ -134,7 +142,7 @@ class BrokerClient:
         if not isinstance(error, str):
             raise UserError(f"The broker at {self._said} answers with the status {status}: check the URL.")
         lines = [_line(failure) for failure in failures[:100]] if isinstance(failures, list) else []
-        raise UserError(printable(error)[:500], lines)
+        raise (RefusedByBroker if status in DECIDED else UserError)(printable(error)[:500], lines)
 
     def _wait(self, seconds: float) -> None:
         self._sleep(seconds)

@@ -37,7 +37,7 @@ class RunFacts:
         elapsed_seconds: from its first to its last step. steps: optimizer steps. tokens: trained tokens.
         stop_reason: why it ended.
         initial_loss, final_loss, best_loss: of held-out rows, or of training rows if there are none.
-        rows: of the training data.
+        rows: of the training data. weights_sha256: of all values of the base, as they were loaded.
     """
 
     steps: int
@@ -50,6 +50,7 @@ class RunFacts:
     best_loss: float | None = None
     rows: int | None = None
     tokens: int | None = None
+    weights_sha256: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The facts as the line `finished` and the statement have them."""
@@ -93,7 +94,7 @@ def provenance(
             "buildType": BUILD_TYPE,
             "externalParameters": parameters(claims),
             "internalParameters": {name: claims[name] for name in ("device", "kernel") if name in claims},
-            "resolvedDependencies": materials(claims),
+            "resolvedDependencies": materials(claims, facts.get("weights_sha256")),
         },
         "runDetails": {
             "builder": {"id": BUILDER, "version": {"wgpu-lora": str(package.get("version", ""))}},
@@ -117,15 +118,19 @@ def parameters(claims: Mapping[str, Any]) -> dict[str, Any]:
     return {name: job[name] for name in ("name", "sha256", "options", "recipients") if name in job}
 
 
-def materials(claims: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What claims say a run was made of, as in-toto resource descriptors: base, data, recipe, package, wgpu-native."""
-    return [{"name": name, "digest": {"sha256": digest}} for name, digest in _materials(claims) if digest]
+def materials(claims: Mapping[str, Any], weights: str | None) -> list[dict[str, Any]]:
+    """What a run was made of, as in-toto resource descriptors: base, data, recipe, package, wgpu-native.
+
+    Args:
+        claims: of its last session's evidence. weights: SHA-256 of the base's values, which is known at the end.
+    """
+    return [{"name": name, "digest": {"sha256": digest}} for name, digest in _materials(claims, weights) if digest]
 
 
-def _materials(claims: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+def _materials(claims: Mapping[str, Any], weights: str | None) -> Iterator[tuple[str, str | None]]:
     base, job = claims.get("base", {}), claims.get("job", {})
     yield f"base:{base.get('name', '')}", base.get("sha256")
-    yield f"weights:{base.get('name', '')}", base.get("weights_sha256")
+    yield f"weights:{base.get('name', '')}", weights
     for data in job.get("data", []):
         yield f"{data['role']}:{data['name']}", data.get("sha256")
     yield "recipe", job.get("recipe_sha256")

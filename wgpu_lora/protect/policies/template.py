@@ -27,7 +27,7 @@ SECTIONS = {
     "nonce": "Seconds from a nonce's issue to its use, and by which the trainer's clock may be ahead.",
     "release": "Seconds for which a release can be used, and to whom checkpoints and the adapter may be sealed.",
     "attestation": "What the evidence must be: self-reported, or quoted by a TPM with one of tpm_keys.",
-    "data": "Digests of the sealed files: training data, held-out data and initial adapter.",
+    "data": "Digests of the sealed files, and of a teacher and a reference adapter.",
     "environment": "Variables by name; in [environment.only], those that may be set, with their values' digests.",
     "host": "What keeps the trainer's memory off its disk.",
     "process": "What may be loaded that belongs to no package.",

@@ -126,8 +126,10 @@ def _run(statement: Mapping[str, Any]) -> Any:
 
 
 def _materials(facts: Facts) -> Iterator[Failed]:
-    if claim(facts, "statement.buildDefinition.resolvedDependencies", list) != materials(facts["claims"]):
-        yield "the base, data, recipe and package of the evidence", "others"
+    run = facts["run"]
+    weights = run.get("weights_sha256") if isinstance(run, Mapping) else None
+    if claim(facts, "statement.buildDefinition.resolvedDependencies", list) != materials(facts["claims"], weights):
+        yield "the base, data, recipe and package of the evidence, and the weights of the run", "others"
 
 
 def _parameters(facts: Facts) -> Iterator[Failed]:

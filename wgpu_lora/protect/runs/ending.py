@@ -49,7 +49,7 @@ class Ending:
                 log.wiped(self.cleanup_facts)
                 self._state()
                 if self.session:
-                    self.session.report()
+                    self.session.report(ended=True)
 
     def _say_end(self) -> None:
         log, record = self.beginning.log, self.record
@@ -109,4 +109,5 @@ class Ending:
             best_loss=state.best_eval_loss,
             rows=self.rows,
             tokens=state.tokens,
+            weights_sha256=self.record.base_sha256,
         )

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.assets import asset_dir
-from wgpu_lora.atomic import file_digest
 from wgpu_lora.bounded import check_path, is_name, parse_toml, printable, toml_bytes
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.names.naming import IN_FILE, flag, naming
-from wgpu_lora.protect.sealed.files import ARCHIVE, SealRecord, record_path
+from wgpu_lora.protect.runs.inputs import BESIDE, model_facts, sealed_facts
+from wgpu_lora.protect.sealed.files import ARCHIVE
 from wgpu_lora.protect.sealed.keys import PublicKey
 from wgpu_lora.protect.sealed.streams import parse_recipients
 from wgpu_lora.strict_json import to_json
@@ -103,13 +104,19 @@ class Job:
         found = {name: getattr(self, name) for name in SEALED}
         return {name: path for name, path in found.items() if path is not None}
 
+    def beside(self) -> dict[str, Path]:
+        """Models and adapters beside the base, by their options."""
+        found = {name: getattr(self.arguments, name) for name in BESIDE}
+        return {name: resolve_model(at) if name == "teacher" else Path(at) for name, at in found.items() if at}
+
     def digests(self) -> dict[str, dict[str, Any]]:
-        """Of each sealed file, by role: name, sha256, bytes and, if its record states them, rows.
+        """Of each sealed file, and each model and adapter beside the base, by role: as `inputs` states them.
 
         Raises:
-            UserError: a file cannot be read, or is not the one that its record is about.
+            UserError: a file cannot be read, is not the one that its record is about, or not on this machine.
         """
-        return {role: _digest(path) for role, path in self.sealed().items()}
+        sealed = {role: sealed_facts(path) for role, path in self.sealed().items()}
+        return sealed | {name: model_facts(name, path) for name, path in self.beside().items()}
 
     def with_options(self, given: Mapping[str, Any]) -> Job:
         """The job with options of the command line or Python over its own. Raises UserError if one is not allowed."""
@@ -279,18 +286,3 @@ def _check(args: TrainingArguments, where: str) -> None:
             raise UserError(f"{where}: {flag(name)} cannot be used in a protected run: {reason}.")
     if args.train == "quant-scales":
         raise UserError(f"{where}: a protected run trains an adapter, not the base: leave {flag('train')} out.")
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = {"name": path.name, "sha256": file_digest(path), "bytes": path.stat().st_size}
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from None
-    beside = record_path(path)
-    if beside.exists():
-        record = SealRecord.read(beside)
-        if record.sha256 != found["sha256"]:
-            raise UserError(f"{path} is not the file that {beside.name} is about: restore the file that was sealed.")
-        if record.rows is not None:
-            found["rows"] = record.rows
-    return found

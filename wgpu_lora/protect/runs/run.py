@@ -25,6 +25,7 @@ from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.hygiene.cleanup import Cleanup, overwrite
 from wgpu_lora.protect.hygiene.host import harden
 from wgpu_lora.protect.runs.ending import Ending
+from wgpu_lora.protect.runs.inputs import model_facts
 from wgpu_lora.protect.runs.job import Job
 from wgpu_lora.protect.runs.session import Beginning, Say, Session, opened_log
 from wgpu_lora.protect.runs.storage import ADAPTER, SealedStorage
@@ -149,6 +150,7 @@ def _train(session: Session, model: LoadedModel, ending: Ending, watch: Watch | 
     account = run.stream.prepared.account
     ending.rows = account.examples
     _check_limits(session, prepared)
+    _check_beside(session)
     data = [(item["name"], item["sha256"]) for item in session.claims["job"]["data"]]
     log.append("opened", {"rows": account.examples, "trained_rows": _trained(prepared)}, data)
     _say_start(session, storage, newest, kept)
@@ -176,6 +178,14 @@ def _opened(session: Session, cleanup: Cleanup) -> tuple[dict[str, Any], dict[Pa
         else:
             sources[role] = MemorySource(content, path.name, attested[role])
     return sources, initial
+
+
+def _check_beside(session: Session) -> None:
+    """Raise UserError if a model or an adapter beside the base is no longer the one that was attested."""
+    attested = {item["role"]: item["sha256"] for item in session.claims["job"]["data"]}
+    for name, path in session.job.beside().items():
+        if model_facts(name, path)["sha256"] != attested[name]:
+            raise UserError(f"{path} has changed since it was attested: start again when nobody writes to it.")
 
 
 def _trained(prepared: FinetuneJob) -> int:

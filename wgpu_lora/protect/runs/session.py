@@ -21,7 +21,7 @@ from wgpu_lora.installed import program
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag
 from wgpu_lora.protect.attestation.claims import attest, base_facts, gather, load_evidence, read_evidence
-from wgpu_lora.protect.broker.client import BrokerClient
+from wgpu_lora.protect.broker.client import BrokerClient, RefusedByBroker
 from wgpu_lora.protect.broker.progress import sign_progress
 from wgpu_lora.protect.broker.release import MAX_TOKEN, Release, missing_line, open_release
 from wgpu_lora.protect.checking.findings import Findings
@@ -73,15 +73,21 @@ class Session:
         """Raise UserError if the release has expired."""
         self.release.check_expired(self.clock.now())
 
-    def report(self) -> None:
-        """Tell the broker how far the log has come, as far as it can be reached."""
+    def report(self, ended: bool = False) -> None:
+        """Tell the broker how far the log has come, as far as it can be reached.
+
+        Raises:
+            RefusedByBroker: another session goes on with the job, unless this one has ended anyway.
+        """
         if self.client is None:
             return
         try:
             report = sign_progress(self.job.name, self.log.sequence, self.log.head, self.keys.signing)
             self.client.report(report)
         except UserError as error:
-            self.say("note", f"the broker was not told of this checkpoint: {error.problem}")
+            if isinstance(error, RefusedByBroker) and not ended:
+                raise
+            self.say("note", f"the broker was not told how far this run is: {error.problem}")
 
 
 @dataclass
