@@ -43,8 +43,9 @@ class Segment:
 class Row:
     """A row of a result file; its fields are named in camelCase there. None: not known, as in published rows.
 
-    The second group of fields is not in published rows. equal_digests: why both adapters are the same; None if they are
-    not, or if there is no reason. not_clean: the reasons why clean_model_artifact is false.
+    The second group of fields is not in published rows. protection_sec: of the protected segment's time, for sealing,
+    log lines and reports, without deducting what the raw one takes to save. equal_digests: why both adapters are the
+    same; None if they are not, or if there is no reason. not_clean: the reasons why clean_model_artifact is false.
     """
 
     label: str
@@ -74,6 +75,7 @@ class Row:
     protected_stop_reason: str | None = None
     raw_outside_sec: float | None = None
     protected_outside_sec: float | None = None
+    protection_sec: float | None = None
     initial_adapter_sha256: str | None = None
     equal_digests: str | None = None
     not_clean: list[str] = field(default_factory=list)

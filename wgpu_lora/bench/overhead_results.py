@@ -104,6 +104,13 @@ def interpretation(rows: Sequence[Row]) -> list[str]:
             f"Repeats in the same order differ by up to {repeats:.2f} points, "
             + ("so the overhead cannot be told from noise." if more else "less than the median overhead.")
         )
+    timed = [row for row in rows if row.protection_sec is not None and row.protected_elapsed_sec]
+    if timed:
+        most = max(100 * (row.protection_sec or 0.0) / (row.protected_elapsed_sec or 1.0) for row in timed)
+        said.append(
+            f"Timed where it is done, the protection (sealing, log lines, reports) took at most {most:.2f}% of a "
+            "protected segment; what a row has beyond that is the machine's."
+        )
     if len(summary["byOrder"]) < len(ORDERS):
         said.append("Only one order was run: what the second segment gains or loses by its place is not known.")
     for row in rows:

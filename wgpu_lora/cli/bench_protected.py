@@ -101,4 +101,5 @@ class _Shown(Events):
             for side in ("raw", "protected")
         )
         clean = "clean" if record["cleanModelArtifact"] else f"not clean: {'; '.join(record['notClean'])}"
-        line("row", f"{record['label']}, {record['order']}: {', '.join(sides)}; {record['overheadPct']:+.2f}%; {clean}")
+        found = f"{record['overheadPct']:+.2f}%, protecting took {record['protectionSec']:,.2f} s"
+        line("row", f"{record['label']}, {record['order']}: {', '.join(sides)}; {found}; {clean}")

@@ -8,7 +8,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from wgpu_lora.bench.results import Writer, header
 from wgpu_lora.bench.step import TRAINING, own_words
 from wgpu_lora.bench.training import Work, prepared
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import SILENT, Events
+from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag
@@ -157,15 +157,16 @@ class Bench:
     def row(self, name: str, order: str) -> Row:
         if order == RAW_FIRST:
             raw = self.raw(name)
-            protected, attestation, runtime_state = self.protected(name)
+            protected, spent, attestation, runtime_state = self.protected(name)
         else:
-            protected, attestation, runtime_state = self.protected(name)
+            protected, spent, attestation, runtime_state = self.protected(name)
             raw = self.raw(name)
         return row_of(
             raw,
             protected,
             attestation=attestation,
             runtime_state=runtime_state,
+            protection_sec=spent,
             label=f"{self._name()} {self.measuring.target_seconds:g}s",
             model=self._name(),
             gpu_model=self.model.device.info.name,
@@ -187,14 +188,15 @@ class Bench:
         self.trained = record.trainable_parameters
         return record
 
-    def protected(self, name: str) -> tuple[Segment, str, str]:
-        """The segment, what became of its attestation, and its state at the end."""
-        begin = time.perf_counter()
-        done = run.finetune(job.read(self._job(name)), model=self.model)
+    def protected(self, name: str) -> tuple[Segment, float, str, str]:
+        """The segment, seconds of it for the protection, what became of its attestation, and its state at the end."""
+        begin, steps = time.perf_counter(), _Steps()
+        done = run.finetune(job.read(self._job(name)), model=self.model, watch=lambda job: nullcontext(steps))
         segment = _segment(_uninterrupted(done.run), time.perf_counter() - begin)
         found = check(done.directory, self.owner.broker_public, Policy.read(self.policy))
         attestation = VERIFIED if found.verified else f"not verified ({found.failures[0]})"
-        return segment, attestation, runtime_state(done.cleanup)
+        spent = sum(seconds for at, seconds in done.spent if at < steps.last)
+        return segment, spent, attestation, runtime_state(done.cleanup)
 
     # -- the owner's files ---------------------------------------------------------------------------------------------
 
@@ -231,6 +233,15 @@ class Bench:
             keys.wipe()
         jobs = [f"{NAME}-{name}" for name, _ in self.measuring.segments()]  # each segment is a job of its own
         return policy_for(found).replace(json.dumps([stated.name]), json.dumps(jobs))
+
+
+class _Steps(Events):
+    """Notes the time of the last step."""
+
+    last = 0.0
+
+    def step(self, result: StepResult) -> None:
+        self.last = time.perf_counter()
 
 
 def _training(measuring: Measuring, place: Path, device: Device | None) -> tuple[TrainingArguments, LoadedModel]:

@@ -16,7 +16,10 @@ from wgpu_lora.report.facts import DIGEST
 from wgpu_lora.report.page import PAGE, made
 
 HEAD = ["row", "model", "device", "order", "target", "raw steps", "protected steps", "overhead", "clean"]
-SEGMENTS = ["row", "segment", "elapsed", "outside the clock", "steps", "step budget", "ended", "final loss", "adapter"]
+SEGMENTS = [
+    "row", "segment", "elapsed", "outside the clock", "protecting", "steps", "step budget", "ended", "final loss",
+    "adapter",
+]  # fmt: skip
 UNKNOWN = "not known"
 
 
@@ -89,6 +92,7 @@ def _segment(row: Row, side: str) -> list[str]:
         side,
         _known(of("elapsed_sec"), "{:,.2f} s"),
         _known(of("outside_sec"), "{:,.1f} s"),
+        _known(row.protection_sec, "{:,.2f} s") if side == "protected" else "",
         _known(of("steps"), "{:,}"),
         _known(of("step_budget"), "{:,}"),
         of("stop_reason") or UNKNOWN,

@@ -65,7 +65,7 @@ class Job(Protocol):
     @property
     def options(self) -> Mapping[str, Any]: ...
     def digests(self) -> Mapping[str, Mapping[str, Any]]:
-        """Files by role ("data", "eval_data", "init_adapter", "teacher" ...): name, sha256, bytes, and rows if known."""
+        """Files by role ("data", "eval_data", "teacher" and so on): name, sha256, bytes, and rows if known."""
 
 
 class _Digested(Protocol):

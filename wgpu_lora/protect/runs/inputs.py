@@ -33,7 +33,7 @@ def sealed_facts(path: Path) -> dict[str, Any]:
 
 
 def model_facts(option: str, path: Path) -> dict[str, Any]:
-    """Of a model or an adapter: name, bytes and sha256, for a directory that of the lines which sha256sum prints for it.
+    """Of a model or an adapter: name, bytes and sha256; of a directory, of the lines which sha256sum prints for it.
 
     Raises:
         UserError: it is not on this machine, or a file cannot be read.

@@ -50,6 +50,7 @@ class ProtectedRecord:
     Attributes:
         run: the contents of run.json. directory: of the run. adapter: the sealed adapter.
         cleanup: as `Cleanup.run` gives it. statement: the signed statement; None unless the run finished.
+        spent: (begin, seconds) of each sealing, log line and report while it trained, by `time.perf_counter`.
     """
 
     run: RunRecord
@@ -57,6 +58,7 @@ class ProtectedRecord:
     adapter: Path
     cleanup: dict[str, Any]
     statement: Path | None
+    spent: list[tuple[float, float]]
 
 
 def finetune(
@@ -115,14 +117,17 @@ def finetune(
             with handled(lambda number: None):  # the cleanup is not interrupted
                 ending.run()
         assert ending.record is not None
-        return ProtectedRecord(ending.record, job.output, job.output / ADAPTER, ending.cleanup_facts, ending.statement)
+        facts, spent = ending.cleanup_facts, ending.session.spent if ending.session else []
+        return ProtectedRecord(ending.record, job.output, job.output / ADAPTER, facts, ending.statement, spent)
 
 
 def _train(session: Session, model: LoadedModel, ending: Ending, watch: Watch | None) -> RunRecord:
     job, log, release, cleanup = session.job, session.log, session.release, ending.cleanup
     session.check_expired()
     sources, initial = _opened(session, cleanup)
-    storage = SealedStorage(job.output, job.recipients, release.key, session.keys, log, initial, saved=session.report)
+    storage = SealedStorage(
+        job.output, job.recipients, release.key, session.keys, log, initial, session.report, session.timed
+    )
     ending.storage = storage
     left = storage.recover()
     if left or log.cut or log.after_a_killed_session:
@@ -231,11 +236,12 @@ class _Logged(Events):
     """Puts held-out losses into the evidence log, until it is half full; checkpoints' lines have theirs, too."""
 
     def __init__(self, session: Session):
-        self._log = session.log
+        self._session, self._log = session, session.log
 
     def evaluating(self, evaluating: Evaluating) -> None:
         if evaluating.loss is not None and not self._log.crowded:
-            self._log.append("evaluated", {"step": evaluating.step, "loss": evaluating.loss})
+            with self._session.timed():
+                self._log.append("evaluated", {"step": evaluating.step, "loss": evaluating.loss})
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Session:
 
     Attributes:
         claims: of its evidence. client: None if releases come as files.
+        spent: (begin, seconds) of what protecting the training took while it ran, by `time.perf_counter`.
     """
 
     job: Job
@@ -68,6 +69,16 @@ class Session:
     release: Release
     client: BrokerClient | None
     say: Say
+    spent: list[tuple[float, float]] = field(default_factory=list)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Counts what is done within as spent."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent.append((begin, time.perf_counter() - begin))
 
     def check_expired(self) -> None:
         """Raise UserError if the release has expired."""

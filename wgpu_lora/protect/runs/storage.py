@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class SealedStorage(Storage):
     Args:
         recipients: to whom files are sealed. key: opens what earlier sessions have sealed. keys: of the session.
         initial: sealed adapters that the run may start from, already opened, by path.
-        saved: called when a checkpoint is in place.
+        saved: called when a checkpoint is in place. timed: around all that sealing one takes.
 
     Attributes:
         adapter: after `complete`, SHA-256 of the files in the sealed adapter, by name; adapter_sha256: of itself.
@@ -62,7 +63,9 @@ class SealedStorage(Storage):
         log: EvidenceLog,
         initial: Mapping[Path, Mapping[str, bytes]] | None = None,
         saved: Callable[[], None] = lambda: None,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._timed = timed
         self._run, self._recipients, self._key, self._keys, self._log = directory, recipients, key, keys, log
         self._saved, self._opened = saved, dict[Path, Mapping[str, bytes]]()
         self._initial = {path.resolve(): files for path, files in (initial or {}).items()}
@@ -133,16 +136,17 @@ class SealedStorage(Storage):
         return self._open(directory) if self.has(directory) else None
 
     def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
-        place = self.place(final)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        digest, temporary = self._seal(place, archive.pack(files))
-        name = self._name(place)
-        self._log.append("checkpoint" if final.parent.name == STEPS else "evaluated", _facts(files), [(name, digest)])
-        self._name_newest(name, digest)
-        temporary.replace(place)
-        sync_directory(place.parent)
-        self._opened.clear()
-        self._saved()
+        with self._timed():
+            place = self.place(final)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            digest, temporary = self._seal(place, archive.pack(files))
+            name, stage = self._name(place), "checkpoint" if final.parent.name == STEPS else "evaluated"
+            self._log.append(stage, _facts(files), [(name, digest)])
+            self._name_newest(name, digest)
+            temporary.replace(place)
+            sync_directory(place.parent)
+            self._opened.clear()
+            self._saved()
 
     def remove(self, directory: Path) -> None:
         place = self.place(directory)
