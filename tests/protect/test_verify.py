@@ -209,4 +209,8 @@ def test_a_run_stated_twice_is_not_believed(tmp_path: Path) -> None:
     products.append(next(one for one in products if one["name"] == RUN))
     path.write_bytes(envelope.sign(statement, made.keys[0].signing))
     found = verify(path, owner.policy, None, time.time())
-    assert {one.rule for one in found.appraisal.failures} == {"training.min_rows", "training.max_steps"}
+    assert {one.rule for one in found.appraisal.failures} == {
+        "statement.materials",
+        "training.min_rows",
+        "training.max_steps",
+    }
