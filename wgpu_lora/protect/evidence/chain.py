@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import sync_directory
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.evidence import envelope
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
@@ -95,7 +96,7 @@ class Chain:
             if path.exists() and b"\n" in read_bytes(path):
                 raise UserError(f"{path} exists already: resume that run, or choose another directory.")
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         except OSError as error:
             raise _unwritable(path, error) from None
         return cls(path, name, kind)
@@ -281,13 +282,3 @@ def _sha256(data: bytes) -> str:
 
 def _unwritable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path} cannot be written ({error.strerror}): make room or give write permission, then resume.")
-
-
-def _sync_directory(directory: Path) -> None:
-    if os.name == "nt":  # cannot open directories
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
