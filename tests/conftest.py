@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import shutil
 import signal
 import tempfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,15 +43,6 @@ os.environ["WGPU_LORA_DATA_DIR"] = tempfile.mkdtemp(dir=shares or os.environ[SHA
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-@pytest.fixture(autouse=True)
-def collecting() -> Iterator[None]:
-    """Garbage collection, which ledgers turn off while they are locked, is on again after each test."""
-    yield
-    if not gc.isenabled():
-        gc.enable()
-        pytest.fail("this test left garbage collection off")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,14 @@ import pytest
 from wgpu_lora.share import Ledger
 from wgpu_lora.share import ledger as module
 from wgpu_lora.share.lease import take
+
+
+def collected_again() -> bool:
+    """Whether garbage is collected, once other leases of this process, which are renewed meanwhile, let it be."""
+    until = time.monotonic() + 30
+    while not gc.isenabled() and time.monotonic() < until:
+        time.sleep(0.001)
+    return gc.isenabled()
 
 
 @pytest.fixture
@@ -41,7 +50,7 @@ def test_no_garbage_is_collected_while_a_ledger_is_locked(
     assert not gc.isenabled()
     done.set()
     thread.join()
-    assert gc.isenabled()
+    assert collected_again()
     assert seen == [False, False]
 
 
@@ -58,7 +67,7 @@ def test_what_interrupts_the_taking_of_the_lock_does_not_keep_it(
     monkeypatch.setattr(module, "LOCK_SECONDS", 0.0)
     with Ledger("gpu", ledger.directory).changing():
         pass
-    assert gc.isenabled()
+    assert collected_again()
 
 
 def test_the_free_memory_is_asked_for_before_the_ledger_is_locked(
