@@ -26,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A site with a broker, and a server of commands."""
     made = make_site(tmp_path_factory.mktemp("killed"))
     policy = made.write_policy()
-    with made.owner.broker(policy) as broker, made.serving():
+    with made.owner.broker(policy, "--requests-per-minute", "100000") as broker, made.serving():
         made.broker = broker
         yield made
 

@@ -63,15 +63,18 @@ class Owner:
         return sealed
 
     @contextmanager
-    def broker(self, policy: Path) -> Iterator[str]:
+    def broker(self, policy: Path, *options: str) -> Iterator[str]:
         """A broker process with this policy; gives its URL.
+
+        Args:
+            options: of the command, besides those for the owner's files.
 
         Raises:
             UserError: the broker did not start.
         """
         command = [
             *(sys.executable, "-m", "wgpu_lora", "protect", "broker", "--port", "0", "--policy", str(policy)),
-            *("--key", str(self.key), "--signing-key", str(self.signing_key)),
+            *("--key", str(self.key), "--signing-key", str(self.signing_key), *options),
         ]
         said = self.place / "broker.log"
         with said.open("w") as log:  # not a pipe, which would fill

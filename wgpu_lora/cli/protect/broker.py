@@ -29,6 +29,9 @@ def broker(
     tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate chain in PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's private key in PEM.")] = None,
     state: StateOption = None,
+    requests_per_minute: Annotated[
+        int, typer.Option(help="Requests from one address; a refusal counts as five. [x>=1]")
+    ] = 60,
 ) -> int:
     """Release a data key to trainers whose evidence passes a policy, until Ctrl-C.
 
@@ -41,8 +44,20 @@ def broker(
 
     if not 0 <= port <= 65535:
         raise UserError(f"--port must be between 0 and 65535, not {port}.")
+    if requests_per_minute < 1:
+        raise UserError(f"--requests-per-minute must be at least 1, not {requests_per_minute}.")
     if (tls_cert is None) != (tls_key is None):
         raise UserError("--tls-cert and --tls-key belong together: give both, or none.")
     tls = (tls_cert, tls_key) if tls_cert and tls_key else None
-    run(policy, key, signing_key, host, port, tls, state, lambda text: typer.echo(printable(text, "\n")))
+    run(
+        policy,
+        key,
+        signing_key,
+        host,
+        port,
+        tls,
+        state,
+        lambda text: typer.echo(printable(text, "\n")),
+        requests_per_minute,
+    )
     return 0

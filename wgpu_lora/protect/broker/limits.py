@@ -13,6 +13,7 @@ from wgpu_lora.protect.broker.refusal import Refused
 MEDIA_TYPES = ("application/vnd.dsse.envelope.v1+json", "application/json")
 BODY_SECONDS = 10.0
 MAX_ADDRESSES = 4096
+PER_MINUTE = 60  # requests from an address; from all of them ten times as many
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -51,7 +52,7 @@ class Rate:
         one, all_: requests per minute, which may also come at once.
     """
 
-    def __init__(self, one: int = 60, all_: int = 600) -> None:
+    def __init__(self, one: int = PER_MINUTE, all_: int = 10 * PER_MINUTE) -> None:
         self._one, self._all_ = one, all_
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what is left, and when that was
         self._total = float(all_), time.monotonic()

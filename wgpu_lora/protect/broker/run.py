@@ -26,11 +26,13 @@ def run(
     tls: tuple[Path, Path] | None,
     state: Path | None,
     tell: Callable[[str], None],
+    per_minute: int,
 ) -> None:
     """Serve until a signal ends the process; then the keys are wiped.
 
     Args:
-        policy, key, signing: files. host, port, tls: as `serve` takes them. state: None takes `default_state`.
+        policy, key, signing: files. state: None takes `default_state`.
+        host, port, tls, per_minute: as `serve` takes them.
         tell: called with lines for the broker's owner.
 
     Raises:
@@ -48,7 +50,7 @@ def run(
                 tell(f"Log {directory} at {broker.head}.")
                 broker.note("started", {"host": facts, "recipient": data_key.recipient})
                 try:
-                    serve(broker, host, port, tls, tell)
+                    serve(broker, host, port, tls, tell, per_minute)
                 finally:
                     broker.note("stopped", {})
                     tell(f"Stopped; the log is at {broker.head}.")

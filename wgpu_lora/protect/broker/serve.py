@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.broker.app import make_app
 from wgpu_lora.protect.broker.decide import Broker
+from wgpu_lora.protect.broker.limits import PER_MINUTE, Rate
 from wgpu_lora.protect.broker.loopback import is_loopback, resolve
 from wgpu_lora.signals import handled
 
@@ -50,12 +51,14 @@ def serve(
     port: int,
     tls: tuple[Path, Path] | None = None,
     tell: Callable[[str], None] = print,
+    per_minute: int = PER_MINUTE,
 ) -> None:
     """Answer requests until a signal ends the process.
 
     Args:
         port: 0 takes a free one. tls: certificate chain and private key, in PEM.
         tell: called with lines about the server and its requests; the first one has its URL.
+        per_minute: requests from an address, and ten times as many from all of them.
 
     Raises:
         UserError: the address cannot be used, or is not loopback and there is no certificate; or TLS cannot be set up.
@@ -64,7 +67,7 @@ def serve(
     sockets = listen(host, port, context is not None)
     try:
         config = Config(
-            make_app(broker, tell),
+            make_app(broker, tell, Rate(per_minute, 10 * per_minute)),
             http=_Brief,
             ws="none",
             lifespan="off",
