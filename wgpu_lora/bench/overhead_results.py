@@ -109,7 +109,7 @@ def interpretation(rows: Sequence[Row]) -> list[str]:
         most = max(100 * (row.protection_sec or 0.0) / (row.protected_elapsed_sec or 1.0) for row in timed)
         said.append(
             f"Timed where it is done, the protection (sealing, log lines, reports) took at most {most:.2f}% of a "
-            "protected segment; what a row has beyond that is the machine's."
+            "protected segment; the rest of a row's difference is not from this work."
         )
     if len(summary["byOrder"]) < len(ORDERS):
         said.append("Only one order was run: what the second segment gains or loses by its place is not known.")
