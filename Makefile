@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-rare test-reference test-drivers test-proof test-exchange test-tpm test-wheel fuzz prove-wgpu bench bench-reference bench-gpu gpu-compilers test-gpu-compilers lint
+.PHONY: help setup demo test test-fast test-rare test-reference test-drivers test-proof test-exchange test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-gpu gpu-compilers test-gpu-compilers lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -94,6 +94,11 @@ test-exchange: setup .venv/exchange  ## compare llama.cpp on exported GGUF files
 
 test-tpm: setup .venv/tpm  ## quotes of a TPM in software (swtpm), which `make test` skips without one
 	$(PYTEST) tests/protect/test_tpm.py tests/protect/test_claims.py tests/protect/test_attest_command.py
+
+# Ray with nodes as namespaces; what cannot run here is skipped. Each test bounds its own waits.
+test-cluster: setup  ## clusters on Ray: eight adapters over three hosts, kills, up and down (minutes)
+	scripts/install_cluster.sh
+	$(PYTEST) --durations=10 tests/cluster/runs
 
 test-wheel: setup  ## build the wheel, install it into an empty environment and run the demo there
 	scripts/check_wheel.sh

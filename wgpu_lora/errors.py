@@ -40,6 +40,10 @@ class NoRoomError(UserError):
     """A device has too little free memory for a request; a smaller one may fit."""
 
 
+class StorageError(UserError):
+    """A disk refuses to be written to; the same job may run elsewhere."""
+
+
 def reason(error: Exception) -> str:
     """What an error says; of the system's, without its number and the path, which sentences have already."""
     return str(getattr(error, "strerror", None) or error)

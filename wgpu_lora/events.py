@@ -150,6 +150,12 @@ class Events:
     def saved(self, directory: Path, step: int, adapter: str | None) -> None:
         """A checkpoint has been written. adapter: its name in a pipeline."""
 
+    def retired(self, reason: str, adapter: str | None) -> None:
+        """An adapter's training has ended for one of `train.ending.STOP_TEXT`, and its results have been written.
+
+        adapter: its name in a pipeline, whose others may go on.
+        """
+
     def text(self, piece: str) -> None:
         """A piece of the answer as it is generated, if there is only one prompt."""
 

@@ -27,3 +27,13 @@ def handled(act: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """The first ending signal that is received in the block acts after it, unless an exception leaves it."""
+    numbers: list[int] = []
+    with handled(numbers.append):
+        yield
+    if numbers:
+        signal.raise_signal(numbers[0])

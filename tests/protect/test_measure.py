@@ -23,6 +23,7 @@ import pytest
 
 from wgpu_lora import assets
 from wgpu_lora.errors import UserError
+from wgpu_lora.package_files import ASSETS
 from wgpu_lora.protect.attestation import dependencies, measure, process
 
 
@@ -41,7 +42,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("bounded.py", "errors.py"):
         shutil.copy(measure.PACKAGE / name, tmp_path / "wgpu_lora" / name)
     (tmp_path / "wgpu_lora" / "demo" / "odd name").write_bytes(b"12")
-    for folder in measure.ASSETS:
+    for folder in ASSETS:
         (tmp_path / folder / "sub").mkdir(parents=True)
         (tmp_path / folder / "sub" / "file").write_bytes(folder.encode())
     monkeypatch.setattr(measure, "PACKAGE", tmp_path / "wgpu_lora")
@@ -72,7 +73,7 @@ def test_every_file_of_the_package_counts(package: Path) -> None:
 
 def test_a_wheel_measures_as_the_checkout_it_was_built_from(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = measure.package()
-    for folder in measure.ASSETS:
+    for folder in ASSETS:
         shutil.move(package / folder, package / "wgpu_lora" / "_assets" / folder)
     monkeypatch.setattr(assets, "asset_dir", lambda name: package / "wgpu_lora" / "_assets" / name)
     (package / "wgpu_lora" / "__pycache__").mkdir()

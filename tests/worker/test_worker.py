@@ -97,7 +97,7 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ({"job": "zork"}, "has an unknown kind 'zork': choose one of finetune, evaluate, generate, "),
+        ({"job": "zork"}, "has an unknown kind 'zork': choose one of finetune, pipeline, plan, "),
         ({"job": "evaluate"}, "lacks 'data': the job 'evaluate' requires it."),
         ({"job": "evaluate", "options": {"data": "x", "max_lenght": 3}}, "did you mean 'max_length'?"),
         ({"job": "evaluate", "options": {"data": 3}}, "'data' must be text or a list of objects, not 3."),
@@ -110,7 +110,7 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
         ({"job": "finetune", "options": {"port": 3}}, "has an unknown option 'port'"),
         (
             {"job": "finetune", "options": {"where": 3}},
-            "takes recipe and the options in 'wgpu-lora finetune --help-all'.",
+            "takes recipe, helpers, requests and the options in 'wgpu-lora finetune --help-all'.",
         ),
         (
             {"job": "generate", "options": {"prompts": ["a"], "where": 3}},
@@ -159,7 +159,8 @@ def test_a_number_of_nothing_is_refused(kind: str) -> None:
     """Rather than doing nothing and ending as if all were well."""
     parameters = inspect.signature(KINDS[kind]).parameters.values()
     needed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name != "where"]
-    options = {name: ["x"] if name == "prompts" else "x" for name in needed}
+    lists: dict[str, list[Any]] = {"prompts": ["x"], "adapters": [{}], "tasks": [{}]}
+    options = {name: lists.get(name, "x") for name in needed}
     for name, hint in get_type_hints(KINDS[kind]).items():
         kinds = {hint, *get_args(hint)}
         for wrong in (0, -1) if kinds & {int, float} and name != "device" else ():

@@ -22,7 +22,7 @@ from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.tasks import AdapterTask, task_of
 
 
-def _task(values: Any, where: str, shared: Mapping[str, Source]) -> AdapterTask:
+def adapter_task(values: Any, where: str, shared: Mapping[str, Source]) -> AdapterTask:
     """An adapter whose data may be rows; `shared` are the data of adapters without their own."""
     if isinstance(values, AdapterTask):
         return values
@@ -69,7 +69,7 @@ class MultiAdapterPipeline:
             raise UserError(
                 f"The adapters must be a list of dicts with 'data' and 'checkpoint', not {adapters!r:.100}."
             )
-        tasks = [_task(task, f"Adapter {number}", shared) for number, task in enumerate(adapters, 1)]
+        tasks = [adapter_task(task, f"Adapter {number}", shared) for number, task in enumerate(adapters, 1)]
         given = {name: plain(value, name, "MultiAdapterPipeline()") for name, value in options.items()}
         opened = model if isinstance(model, LoadedModel) else None
         if opened:

@@ -102,10 +102,13 @@ class SlotStep:
             for ids, (slot, _) in zip(rows, self._rows, strict=True)
         ]
 
-    def check(self, rng: np.random.Generator, found: Checked) -> Checked:
-        """Compare every kind of dispatch with its reference, on new rows and a plausible state of training."""
+    def fill_random(self, rng: np.random.Generator) -> None:
         vocab = self.session.model.config.vocab_size
         self.fill([rng.integers(0, vocab, length) for _, length in self._rows])
+
+    def check(self, rng: np.random.Generator, found: Checked) -> Checked:
+        """Compare every kind of dispatch with its reference, on new rows and a plausible state of training."""
+        self.fill_random(rng)
         batch = self.session.batch_for(self._groups)
         make_up(self.session, rng)
         batch.upload(self._groups)

@@ -16,6 +16,7 @@ import typer
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.bench import bench
 from wgpu_lora.cli.chat import chat
+from wgpu_lora.cli.cluster import cluster
 from wgpu_lora.cli.commands import Command, Group, dashes
 from wgpu_lora.cli.completion import dashed
 from wgpu_lora.cli.data import data
@@ -103,6 +104,7 @@ app.command(cls=Command)(prove)
 app.command(cls=Command)(report)
 app.command(cls=Command)(runs)
 app.add_typer(bench)
+app.add_typer(cluster)
 app.command(cls=Command)(worker)
 app.add_typer(data)
 app.add_typer(export)

@@ -53,13 +53,13 @@ def folded(text: str, indent: int = 0) -> str:
 
 def table(
     columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Iterable[Sequence[Any]],
     left: Collection[str] = (),
     styles: Iterable[str | None] = repeat(None),
 ) -> Any:
     """A table without borders. The columns in `left` are left-aligned and fold, the others are numbers.
 
-    styles: one per row.
+    rows: of text with rich's markup, or of what rich renders. styles: one per row.
     """
     from rich.table import Table
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -82,6 +82,8 @@ class TrainingCommand(Command):
     --wait may be given without a number, which means 0.
     """
 
+    most_used: ClassVar[Sequence[str]] = MOST_USED
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         following = [*args[1:], "-"][: len(args)]
         bare = [
@@ -96,7 +98,7 @@ class TrainingCommand(Command):
             return
         by_name = {parameter.name: parameter for parameter in self.get_params(ctx)}
         with formatter.section(MOST):
-            formatter.write_dl([by_name[name].get_help_record(ctx) for name in MOST_USED])
+            formatter.write_dl([by_name[name].get_help_record(ctx) for name in self.most_used])
         with formatter.section(REST):
             formatter.write_dl([by_name[name].get_help_record(ctx) for name in ("help_all", "help")])
 
@@ -131,8 +133,7 @@ def training_options(run: Callable[..., int], instead: Instead | None = None) ->
             refuse_idle(ctx, OF_SEVERAL, "without --adapters or --adapters-config")
         beside = _first_checkpoint(**values) if own_data and given.get("resume") else None
         args, path = gather(given, recipe, "The command line", demo=not own_data, beside=beside)
-        for text in idle(given, args):
-            typer.echo(f"wgpu-lora: note: {text}", err=True)
+        note_idle(given, args)
         note = None
         if path is not None:
             note = f"{path}" if recipe else f"{path}: no --data is given, so the demo model is trained on its own data"
@@ -142,7 +143,7 @@ def training_options(run: Callable[..., int], instead: Instead | None = None) ->
     parameters = [
         _parameter("ctx", typer.Context, inspect.Parameter.empty),
         _parameter("recipe", Annotated[str | None, _recipe()], None),
-        *map(_option, sorted(fields(TrainingArguments), key=lambda f: PANELS.index(f.metadata["panel"]))),
+        *map(option_parameter, sorted(fields(TrainingArguments), key=lambda f: PANELS.index(f.metadata["panel"]))),
         *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own),
         _parameter("help_all", Annotated[bool, _help_all(len(names) + len(own) + 1)], False),
     ]
@@ -150,6 +151,12 @@ def training_options(run: Callable[..., int], instead: Instead | None = None) ->
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
+
+
+def note_idle(given: Collection[str], args: TrainingArguments) -> None:
+    """Print a note for each given option that does nothing."""
+    for text in idle(given, args):
+        typer.echo(f"wgpu-lora: note: {text}", err=True)
 
 
 def _first_checkpoint(adapters: list[str] | None, adapters_config: Path | None, **others: Any) -> str:
@@ -168,7 +175,8 @@ def _help_all(options: int) -> Any:
     return typer.Option("--help-all", help=text, is_eager=True, callback=_show_all, rich_help_panel=OPTIONS)
 
 
-def _option(item: Any) -> inspect.Parameter:
+def option_parameter(item: Any) -> inspect.Parameter:
+    """The parameter of a command for a declared field (`train.declared.option`)."""
     parts, metadata = kinds(item), item.metadata
     kind: Any = KINDS[parts[0]]
     name = f"--{item.name.replace('_', '-')}"

@@ -14,9 +14,9 @@ def worker(
 ) -> int:
     """Run a job for another program, with JSON lines as output.
 
-    A job is {"job": KIND, "options": {...}}: finetune, evaluate, generate, import, bench, bench-training or step, each
-    with its options by name. Each event is a JSON object on a line of standard output; the last one is 'result' or
-    'error'.
+    A job is {"job": KIND, "options": {...}}: finetune, pipeline, plan, evaluate, generate, import, bench,
+    bench-training, step or speed, each with its options by name. Each event is a JSON object on a line of standard
+    output; the last one is 'result' or 'error'.
     """
     from wgpu_lora.worker.child import work
 

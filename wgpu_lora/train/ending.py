@@ -12,6 +12,7 @@ STOP_TEXT = {
     "target seconds": "the time budget is used",
     "interrupt": "a signal or Ctrl-C",
     "callback": "stopped by the callback",
+    "request": "ended by request",
     "non-finite": "the loss or the gradient is not finite; the update was not applied, and the adapter is the last "
     "good one",
     "diverged": f"the update would have left weights not finite or larger than {MAX_PARAMETER:,.0f}; it was not "
@@ -24,6 +25,7 @@ OUTCOMES = {
     **dict.fromkeys(FINISHED, "finished"),
     "interrupt": "interrupted",
     "callback": "stopped early",
+    "request": "stopped early",
     "non-finite": "failed",
     "diverged": "failed",
 }

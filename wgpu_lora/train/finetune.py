@@ -36,6 +36,7 @@ from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
 from wgpu_lora.train.rows import read_rows, sources_of
 from wgpu_lora.train.session import Session
+from wgpu_lora.train.sharing import Sharing, check_shared
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.storage import PLAIN, Storage
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
@@ -49,7 +50,9 @@ from wgpu_lora.train.unrounded import loss_of, unrounded
 
 @dataclass(repr=False)
 class FinetuneJob(Job[RunRecord]):
-    """The run of a single adapter, in slot 0."""
+    """The run of a single adapter, in slot 0. sharing: with helpers on other devices."""
+
+    sharing: Sharing | None = None
 
     def begin(self, events: Events) -> None:
         run, session = self.run, self.session
@@ -58,7 +61,9 @@ class FinetuneJob(Job[RunRecord]):
             run.state.unrounded_eval_loss = loss_of(before, run, events)
 
     def finish(self, events: Events) -> RunRecord:
-        return Trainer(self.session, self.runs, StepKeeper(self.run), events).train()[self.run.slot]
+        trainer = Trainer(self.session, self.runs, StepKeeper(self.run), events)
+        trainer.requests, trainer.sharing = self.requests, self.sharing
+        return trainer.train()[self.run.slot]
 
 
 def with_demo_data(args: TrainingArguments) -> TrainingArguments:
@@ -81,6 +86,7 @@ def prepare_job(
     planning: bool = False,
     rows: Mapping[str, Source] | None = None,
     storage: Storage = PLAIN,
+    sharing: Sharing | None = None,
 ) -> FinetuneJob:
     """Read the data and the model's files, and record the programs. Allocates nothing on the device.
 
@@ -88,6 +94,7 @@ def prepare_job(
         model: an opened model to train on, instead of the one in the options.
         planning: the job will not be run, so --output may be in use.
         rows: rows from Python, by option (data or eval_data).
+        sharing: helpers on other devices, which compute parts of its steps.
         storage: of the run's files.
 
     Raises:
@@ -102,12 +109,13 @@ def prepare_job(
     args = as_stored(args, model)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
     run = read_run(args, model, rows=rows, storage=storage)
+    recorded = shared_session if sharing else single_session
 
     def replan(changes: Mapping[str, Any]) -> int:
         other = with_options(run, changes)
-        return session_of(declared_as(model, other.args.base_dtype), [other]).memory().guarded
+        return recorded(declared_as(model, other.args.base_dtype), other).memory().guarded
 
-    return FinetuneJob(session_of(model, [run]), [run], replan)
+    return FinetuneJob(recorded(model, run), [run], replan, sharing)
 
 
 def as_stored(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
@@ -232,6 +240,17 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
     """
     buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
     return _session(model, runs, trained_by(model, [run.subject for run in runs]), buckets, buckets[-1])
+
+
+def single_session(model: LoadedModel, run: AdapterRun) -> Session:
+    """The session of one run."""
+    return session_of(model, [run])
+
+
+def shared_session(model: LoadedModel, run: AdapterRun) -> Session:
+    """The session of a run whose steps are shared (train/sharing.py), with programs for parts of its batches."""
+    check_shared(run.args)
+    return session_of(model, [run], run.stream.buckets()[-1])
 
 
 def evaluating_session(model: LoadedModel, run: AdapterRun) -> Session:

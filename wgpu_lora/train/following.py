@@ -159,7 +159,7 @@ def _begun(run: Run, device: DeviceInfo, home: Path, git: Git | None, sampler: S
         "finetune",
         run_name(args.base_dtype, True, args.use_rslora, args.objective, args.compute_dtype),
         args.run_log,
-        resumed=_id_in(run.directory) if args.resume else None,
+        resumed=logged_id(run.directory) if args.resume else None,
         objective=args.objective,
         adapter=run.name,
         pipeline=str(home.resolve()) if run.name is not None else None,
@@ -179,7 +179,7 @@ def _file(prepared: Prepared) -> DataFile:
     return DataFile(prepared.path, prepared.digest)
 
 
-def _id_in(directory: Path) -> str | None:
+def logged_id(directory: Path) -> str | None:
     """The id of a directory's run; None if it has none, or a damaged one."""
     with suppress(UserError):
         found = read_json(directory / FILE).get("id")

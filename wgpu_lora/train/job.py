@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import StorageError, UserError
 from wgpu_lora.events import SILENT, Events, Passing
 from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.tuner import Tuner, wanted
@@ -21,6 +21,7 @@ from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.train.following import following
 from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.records import PipelineRecord, RunRecord
+from wgpu_lora.train.requests import Requests
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 
@@ -30,11 +31,15 @@ Record = TypeVar("Record", RunRecord, PipelineRecord)  # its result
 
 @dataclass(repr=False)
 class Job(Generic[Record]):
-    """A session and the runs of its slots; nothing is allocated yet."""
+    """A session and the runs of its slots; nothing is allocated yet.
+
+    requests: of other threads, while it trains.
+    """
 
     session: Session
     runs: Sequence[AdapterRun]
     replan: Replan
+    requests: Requests = field(default_factory=Requests, kw_only=True)
 
     @property
     def run(self) -> AdapterRun:
@@ -116,7 +121,7 @@ class Job(Generic[Record]):
         except (OSError, SafetensorError) as error:  # safetensors raises its own error if the disk is full
             reason = getattr(error, "strerror", None) or error
             where = getattr(error, "filename", None) or self.directories()[-1]
-            raise UserError(
+            raise StorageError(
                 f"Writing to {where} failed ({reason}): fix that and continue with {setting('resume', True)}; earlier "
                 "checkpoints are intact."
             ) from error

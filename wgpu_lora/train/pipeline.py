@@ -57,7 +57,7 @@ class PipelineJob(Job[PipelineRecord]):
     def finish(self, events: Events) -> PipelineRecord:
         policy = make_policy(self.schedule, self.state.policy or None)
         keeper = PipelineKeeper(self.home, self.run.args.save_steps, self.state)
-        trainer = Trainer(self.session, self.runs, keeper, events, policy, self.state.step)
+        trainer = Trainer(self.session, self.runs, keeper, events, policy, self.state.step, requests=self.requests)
         trainer.end(self.state.ended)
         trainer.train()
         return write_pipeline(self.home, trainer, self.args, self.schedule, self.batch_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,10 @@ class Progress:
         self._line = {"loss": loss, "learning_rate": rate, "grad_norm": norm, **metrics}
         self._metrics, self._seconds, self._tokens, self._processed = metrics, seconds, tokens, processed
         self.step = next(self._steps)
+
+    def note(self, facts: Mapping[str, float]) -> None:
+        """Add to the log line of the step that was taken."""
+        self._line |= facts
 
     @property
     def epoch_done(self) -> int | None:

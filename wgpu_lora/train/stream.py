@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -127,13 +127,24 @@ class DataStream:
         weight = 1 / self.units(step.samples)
         return self._grouped(step.micro_batches, weight, slot, step.epoch)
 
+    def part(self, step: Step, begin: int, end: int, slot: int = 0) -> list[list[Group]]:
+        """Those groups of a step whose samples are [begin, end) of `Step.samples`, in their micro-batches."""
+        weight = 1 / self.units(step.samples)
+        return self._grouped(step.micro_batches, weight, slot, step.epoch, set(step.samples[begin:end]))
+
     def heldout_groups(self, batches: Sequence[Sequence[int]], slot: int) -> list[list[Group]]:
         """Batches of samples as groups of weight 1, without dropout."""
         return self._grouped(batches, 1.0, slot, None)
 
     def _grouped(
-        self, batches: Sequence[Sequence[int]], weight: float, slot: int, epoch: int | None
+        self,
+        batches: Sequence[Sequence[int]],
+        weight: float,
+        slot: int,
+        epoch: int | None,
+        only: Collection[int] | None = None,
     ) -> list[list[Group]]:
+        """only: samples of which groups are made; the others are only what those are compared with."""
         order = [sample for batch in batches for sample in batch]
         shared = self.objective.shared([self.prepared.samples[sample] for sample in order])
         before = dict(zip(order, order[-1:] + order[:-1], strict=True))
@@ -145,7 +156,8 @@ class DataStream:
             return replace(made, mismatched=self._mismatched(sample, before[sample], slot)) if mismatched else made
 
         mismatched = self.objective.mismatched
-        return [[group(sample) for sample in batch] for batch in batches]
+        chosen = [[sample for sample in batch if only is None or sample in only] for batch in batches]
+        return [[group(sample) for sample in batch] for batch in chosen if batch]
 
     def group(self, sample: int, weight: float, slot: int, epoch: int | None = None) -> Group:
         """A sample as a group of a batch; `epoch` keys its dropout, None turns dropout off."""

@@ -103,7 +103,7 @@ def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
         )
     checkpoint = str(values["checkpoint"])
     options = {OPTIONS[key]: _plain(value) for key, value in values.items() if key in OPTIONS}
-    name = values.get("name") or Path(checkpoint).resolve().name
+    name = values.get("name") or os.path.basename(os.path.realpath(checkpoint))  # pathlib refuses links in a circle
     return AdapterTask(str(values["data"]), checkpoint, name, float(weight), options)
 
 
@@ -228,3 +228,11 @@ def check_apart(tasks: Sequence[AdapterTask]) -> None:
                 f"{task.checkpoint} is inside another adapter's directory, {around[0]}: put them side by side."
             )
         names[task.name], places[place] = task, f"adapter '{task.name}'"
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Training options, by their names, as those that an adapter of a pipeline may have of its own, with `data`, and
+    those that all its adapters share."""
+    own = {"data", *OPTIONS.values()}
+    kept = {name: value for name, value in options.items() if name in own}
+    return kept, {name: value for name, value in options.items() if name not in own}

@@ -18,7 +18,9 @@ from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.policy import Policy, Standing, Synchronized
 from wgpu_lora.train.progress import Progress
 from wgpu_lora.train.records import RunRecord
+from wgpu_lora.train.requests import Requests
 from wgpu_lora.train.session import Session
+from wgpu_lora.train.sharing import Sharing
 from wgpu_lora.train.slot import AdapterRun
 
 
@@ -65,6 +67,8 @@ class Trainer:
         step: steps of the session, by any slot.
         signal: name of the signal that interrupted training.
         records: of the runs that have ended, by slot.
+        sharing: helpers that compute parts of the steps of a single run.
+        requests: which slots to end while the others go on.
     """
 
     session: Session
@@ -75,6 +79,8 @@ class Trainer:
     step: int = 0
     signal: str | None = None
     records: dict[int, RunRecord] = field(default_factory=dict)
+    sharing: Sharing | None = None
+    requests: Requests = field(default_factory=Requests)
     _stop: threading.Event = field(default_factory=threading.Event)
     _asked: bool = False  # whether `events.step` stopped it
 
@@ -103,6 +109,7 @@ class Trainer:
             if reason:
                 progress.ended = reason
                 self.records[progress.run.slot] = progress.run.finish(self.session, reason)
+                self.events.retired(reason, progress.run.name)
 
     def _measure_start(self) -> None:
         """Measure the initial held-out losses, the baseline for people and policies."""
@@ -117,9 +124,12 @@ class Trainer:
 
     def _live(self) -> list[Progress]:
         """The slots with work left; ends the others if not done yet."""
-        reasons = {p.run.slot: p.reason_to_end() for p in self.all if not p.ended}
+        reasons = {p.run.slot: p.reason_to_end() or self._asked_to_end(p.run) for p in self.all if not p.ended}
         self._retire({slot: reason for slot, reason in reasons.items() if reason})
         return [p for p in self.all if not p.ended]
+
+    def _asked_to_end(self, run: AdapterRun) -> str | None:
+        return "request" if self.requests.ending(run.name) else None
 
     def _take(self, live: list[Progress]) -> None:
         """Take one optimizer step of the slots that the policy chooses; one that would diverge is not updated."""
@@ -129,7 +139,10 @@ class Trainer:
         begin = time.perf_counter()
         for progress in chosen:
             progress.begin()
-        self._accumulate(self._batches(chosen))
+        if self.sharing:
+            self.sharing.accumulate(self.session, chosen[0].run, chosen[0].step)
+        else:
+            self._accumulate(self._batches(chosen))
         updates = {p.run.slot: p.update() for p in chosen}
         reports = optimizer.apply(device, updates)
         seconds = time.perf_counter() - begin
@@ -139,6 +152,8 @@ class Trainer:
         for progress in advanced:  # all of them first, since held-out losses overwrite the step's totals
             slot = progress.run.slot
             progress.advance(reports[slot], updates[slot], seconds * progress.trained_tokens / tokens)
+            if self.sharing:
+                progress.note(self.sharing.facts())
         for progress in advanced:
             self._after(progress)
         bad = [progress for progress in chosen if not reports[progress.run.slot].applied]
@@ -197,6 +212,7 @@ class Trainer:
             assert progress.ended
             interrupted = self.signal if progress.ended == "interrupt" else None
             self.records[progress.run.slot] = progress.run.finish(self.session, progress.ended, interrupted)
+            self.events.retired(progress.ended, progress.run.name)
 
     @property
     def interrupted(self) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TextIO, get_type_hints
 
@@ -19,6 +20,8 @@ from wgpu_lora.names.naming import IN_JSON, naming
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.worker.job import SCHEMA, arguments, checked, read_job
 from wgpu_lora.worker.registry import KINDS
+
+ORPHANED = 129  # the exit code of a job whose parent is gone, as after SIGHUP
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,13 @@ class Port(Events):
     epoch, and the event's values, named after the parameters of the methods of Events."""
 
     def __init__(self, out: TextIO, requests: TextIO | None = None):
-        self._out, self._requests = out, requests
+        self._out, self._requests, self._lock = out, requests, threading.Lock()
 
     def emit(self, event: str, **facts: Any) -> None:
-        self._out.write(
-            to_json({"schema": SCHEMA, "event": event, "time": time.time(), **facts}, default=_plain) + "\n"
-        )
-        self._out.flush()
+        line = to_json({"schema": SCHEMA, "event": event, "time": time.time(), **facts}, default=_plain) + "\n"
+        with self._lock:  # `listen` answers on another thread
+            self._out.write(line)
+            self._out.flush()
 
     def answer(self, side: Any) -> None:
         """Answer requests, JSON lines on standard input, by calling functions of `side`, until the input ends.
@@ -49,13 +52,40 @@ class Port(Events):
         Raises:
             UserError: a line is not a request, or `side` has no such method, or one with other arguments.
         """
-        methods = {name: run for name, run in inspect.getmembers(side, inspect.isroutine) if not name.startswith("_")}
         for line in self._requests or ():
-            request = parse_object(line.encode("utf-8", "replace"), "The request on standard input", cure="correct it")
-            name = request.pop("request", None)
-            if not isinstance(name, str) or name not in methods:
-                raise UserError(f"The request {name!r:.60} is not known: choose one of {', '.join(methods)}.")
-            self.emit("answer", **methods[name](**_taken(name, methods[name], request)))
+            self.emit("answer", **_answer(side, line))
+
+    def listen(self, side: Any) -> None:
+        """Answer requests while the job runs, on a thread of its own, until the input ends, which ends the process at
+        once: its parent is gone. One that cannot be answered gets the reason, as `refused`.
+
+        Raises:
+            UserError: there is no input to read requests from.
+        """
+        if self._requests is None:
+            raise UserError("Requests are read from standard input, where this job is: give it in a file.")
+        threading.Thread(target=self._listen, args=(self._requests, side), daemon=True).start()
+
+    def _listen(self, requests: TextIO, side: Any) -> None:
+        with suppress(OSError, ValueError):  # ValueError: what is written there is not text, so by nobody we know
+            for line in requests:
+                try:
+                    answer = _answer(side, line)
+                except UserError as error:
+                    answer = {"refused": str(error)}
+                self.emit("answer", **answer)
+        os._exit(ORPHANED)  # also while a kernel runs
+
+
+def _answer(side: Any, line: str) -> dict[str, Any]:
+    """The answer of a function of `side` to a request. Raises UserError as `Port.answer` does."""
+    methods = {name: run for name, run in inspect.getmembers(side, inspect.isroutine) if not name.startswith("_")}
+    request = parse_object(line.encode("utf-8", "replace"), "The request on standard input", cure="correct it")
+    name = request.pop("request", None)
+    if not isinstance(name, str) or name not in methods:
+        raise UserError(f"The request {name!r:.60} is not known: choose one of {', '.join(methods)}.")
+    found: dict[str, Any] = methods[name](**_taken(name, methods[name], request))
+    return found
 
 
 def _taken(name: str, method: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Worker:
     Args:
         name: for its files and error messages. program: the command, to which the job's file is appended.
         environment: changes to this process's own. timeout: seconds in total.
-        asked: whether `ask` will send requests to it.
+        asked: whether `ask` or `request` will send requests to it.
     """
 
     def __init__(
@@ -104,12 +104,16 @@ class Worker:
             self.last = event
         return event
 
-    def ask(self, request: str, **values: Any) -> Event:
-        """Send a request and return the answer. Raises WorkerFailed if the worker ends or times out."""
+    def request(self, request: str, **values: Any) -> None:
+        """Send a request without waiting for its answer, which is one of the events."""
         assert self.process.stdin
         with suppress(OSError):  # if it has ended, its events say so
             self.process.stdin.write((json.dumps({"request": request, **values}) + "\n").encode())
             self.process.stdin.flush()
+
+    def ask(self, request: str, **values: Any) -> Event:
+        """Send a request and return the answer. Raises WorkerFailed if the worker ends or times out."""
+        self.request(request, **values)
         for event in self.events():
             if event["event"] == "answer":
                 return {name: value for name, value in event.items() if name not in ("schema", "event", "time")}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from wgpu_lora.bench.workload import Context, Workload
-from wgpu_lora.bench.workloads import adapters, layer, serving, training
+from wgpu_lora.bench.workloads import adapters, layer, serving, speed, training
 
 
 def one(make: Callable[[Context], Workload]) -> Callable[[Context], Iterator[Workload]]:
@@ -22,6 +22,7 @@ WORKLOADS: dict[str, Callable[[Context], Iterator[Workload]]] = {
     "train_step": one(training.TrainStep),
     "multi_adapter_step": one(adapters.MultiAdapterStep),
     "multi_adapter_memory": one(adapters.MultiAdapterMemory),
+    "device_speed": one(speed.DeviceSpeed),
     "ttft": serving.ttft,
     "throughput": serving.throughput,
     "batch": serving.batch,

@@ -14,21 +14,19 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora import assets
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.devices import native_library, native_version
 from wgpu_lora.installed import NAME
+from wgpu_lora.package_files import PACKAGE, combined, package_files, walk
 from wgpu_lora.protect.attestation import dependencies, process
 from wgpu_lora.protect.hygiene.host import environment_at_start
 
-PACKAGE = assets.DEMO_MODEL.parent.parent
-ASSETS = ("shaders", "recipes", "bricks")
-CACHES = "__pycache__"
 FLAGS = ("optimize", "isolated", "no_site", "ignore_environment")
 # Variables of this package, Python, the loader, the Vulkan loader, drivers, wgpu, NumPy's libraries and the network.
 BEHAVIOUR = re.compile(
@@ -65,10 +63,8 @@ def package() -> dict[str, Any]:
 
     The names, and so the digest, are the same for a checkout and for the wheel that is built from it.
     """
-    files = {f"wgpu_lora/{name}": path for name, path in _walk(PACKAGE, ("_assets",))}
-    for folder in ASSETS:
-        files |= {f"{folder}/{name}": path for name, path in _walk(assets.asset_dir(folder))}
-    digests = {name: digest(path) for name, path in sorted(files.items())}
+    with _measuring():
+        digests = {name: file_digest(path) for name, path in package_files(PACKAGE).items()}
     try:
         found = version(NAME)
     except PackageNotFoundError:  # run from source
@@ -85,7 +81,8 @@ def python() -> dict[str, Any]:
     """The interpreter: its executable, its standard library, and flags that change what code means."""
     files: dict[str, Path] = {}
     for name in ("stdlib", "platstdlib"):
-        files |= dict(_walk(Path(sysconfig.get_path(name)), ("site-packages", "dist-packages", "test")))
+        with _measuring():
+            files |= dict(walk(Path(sysconfig.get_path(name)), ("site-packages", "dist-packages", "test")))
     return {
         "version": platform.python_version(),
         "implementation": platform.python_implementation(),
@@ -130,35 +127,15 @@ def environment(now: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def digest(path: Path) -> str:
     """A file's SHA-256. Raises UserError if it cannot be read."""
-    try:
+    with _measuring():
         return file_digest(path)
+
+
+@contextmanager
+def _measuring() -> Iterator[None]:
+    """Raises a UserError for a file that cannot be read."""
+    try:
+        yield
     except OSError as error:
-        raise _unreadable(error) from None
-
-
-def combined(digests: Mapping[str, str]) -> str:
-    """One SHA-256 over files: of lines "digest  name", as sha256sum prints them, sorted by name."""
-    lines = (f"{digests[name]}  {name}\n" for name in sorted(digests))
-    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _walk(root: Path, without: tuple[str, ...] = ()) -> Iterator[tuple[str, Path]]:
-    """(name relative to the root, path) of all files, except compiled ones, which `process` compares with the sources.
-
-    without: names of folders to leave out.
-    """
-    for folder, folders, names in os.walk(root, onerror=_stop):
-        folders[:] = sorted(set(folders) - {CACHES, *without})
-        for name in names:
-            path = Path(folder, name)
-            if path.is_file():
-                yield path.relative_to(root).as_posix(), path
-
-
-def _stop(error: OSError) -> None:
-    raise _unreadable(error)
-
-
-def _unreadable(error: OSError) -> UserError:
-    why = f"{error.filename} cannot be measured ({error.strerror})"
-    return UserError(f"{why}: make it readable, or install it again.")
+        why = f"{error.filename} cannot be measured ({error.strerror})"
+        raise UserError(f"{why}: make it readable, or install it again.") from None

@@ -1,0 +1,103 @@
+"""Thirty random kills of workers, nodes and the network between them: every adapter is trained once, to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from support.cli import flags
+from support.cluster_runs import cluster, rows_of, status
+from support.hosts import Host, Hosts, namespaces_allowed, until
+
+from wgpu_lora.train.output import LOG, read_log
+
+pytestmark = pytest.mark.skipif(not namespaces_allowed(), reason="namespaces cannot be made here")
+
+ADAPTERS, STEPS, KILLS, SEED = 6, 400, 30, 12
+ROWS = 8  # of each adapter, one per step
+WAIT = 600  # seconds, for all that is left to do after the kills
+OPTIONS = {
+    "model": "demo",
+    "max_length": 16,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "lora_r": 4,
+    "logging_steps": 1,
+    "max_steps": STEPS,
+}
+# Two kinds of damage leave their host to Ray and take seconds to be noticed; a killed worker is noticed at once.
+KINDS = ("worker",) * 6 + ("node", "network")
+
+
+def workers(host: Host) -> list[int]:
+    """Processes that train on a host."""
+    return [pid for pid, line in host.processes().items() if "wgpu_lora worker" in line and "cluster" not in line]
+
+
+def harm(hosts: Hosts, random: Random) -> str | None:
+    """One kill, of something that trains now; None if nothing does."""
+    kind = random.choice(KINDS)
+    busy = [host for host in hosts if workers(host)]
+    others = [host for host in busy if host.index]  # what is lost with the head is said in docs/cluster.md
+    if kind == "worker" or not others:
+        if not busy:
+            return None
+        pids = workers(random.choice(busy))
+        if not pids:
+            return None
+        with suppress(ProcessLookupError):
+            os.kill(random.choice(pids), signal.SIGKILL)
+        return "worker"
+    host = random.choice(others)
+    if kind == "node":
+        host.kill_node()
+        host.restart_node()
+    else:
+        host.partition()
+        time.sleep(random.uniform(1, 20))  # shorter and longer than Ray takes to notice
+        host.heal()
+        if not any("raylet" in line for line in host.processes().values()):
+            host.restart_node()  # a node that was declared dead ends itself
+    return kind
+
+
+def test_thirty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
+    random = Random(SEED)
+    data = [rows_of(tmp_path, number) for number in range(ADAPTERS)]
+    outputs = [tmp_path / "made" / f"a{number}" for number in range(ADAPTERS)]
+    named = [word for rows, output in zip(data, outputs, strict=True) for word in ("--adapters", f"{rows}:{output}")]
+    with Hosts(3, shared=tmp_path) as hosts:
+        for host in hosts:
+            host.start_node(env={"WGPU_LORA_CLUSTER_LEASE": "6"})
+        until(lambda: len(status(hosts)["devices"]) == 3, 300)
+        said = ["--name", "chaos", "--mirror-steps", "20", "--join", "never", "--detach"]
+        cluster(hosts, "run", *said, *named, *flags(**OPTIONS))
+        done: list[str] = []
+        while len(done) < KILLS:
+            until(lambda: any(workers(host) for host in hosts), 300)
+            time.sleep(random.uniform(0.5, 3))
+            if kind := harm(hosts, random):
+                done.append(kind)
+        seen = until(lambda: _over(hosts), WAIT, 2)
+        cluster(hosts, "attach", "chaos")  # fetches the results
+    assert [task["state"] for task in seen["tasks"]] == ["finished"] * ADAPTERS, seen["events"]
+    assert {"worker", "node", "network"} <= set(done)
+    for output in outputs:
+        entries = read_log(output / LOG)
+        assert [entry["step"] for entry in entries] == list(range(1, STEPS + 1))
+        counted = [entry["tokens"] for entry in entries]  # since the beginning; an epoch has ROWS steps
+        assert counted[ROWS - 1 :: ROWS] == [counted[ROWS - 1] * epoch for epoch in range(1, STEPS // ROWS + 1)]
+        state: dict[str, Any] = json.loads((output / "run.json").read_text())["state"]
+        assert (state["step"], state["tokens"]) == (STEPS, counted[-1])
+
+
+def _over(hosts: Hosts) -> dict[str, Any] | None:
+    seen = status(hosts)
+    return seen if all(run["over"] for run in seen["runs"]) else None

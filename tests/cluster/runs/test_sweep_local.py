@@ -1,0 +1,75 @@
+"""A sweep on this machine, whole: a grid in one pipeline, poor adapters ended by ASHA, and the list of results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray.tune")
+SECONDS = 400
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Of a user who has nothing yet; whatever Ray has started for it is ended."""
+    own = {
+        "WGPU_LORA_CLUSTER_DIR": "cluster",
+        "WGPU_LORA_CLUSTER_LOCAL_DIR": "local",
+        "WGPU_LORA_SHARE_DIR": "share",
+        "WGPU_LORA_DATA_DIR": "data",
+        "XDG_CACHE_HOME": "cache",
+    }
+    made = {**os.environ, **{name: str(tmp_path / path) for name, path in own.items()}}
+    made |= {"WGPU_LORA_NO_RUN_LOG": "1", "WGPU_LORA_NO_TUNE": "1", "WGPU_LORA_NO_CHECK": "1"}
+    yield made
+    wgpu_lora(made, tmp_path, "down", "--local")
+
+
+def wgpu_lora(environment: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "wgpu_lora", "cluster", *words]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+def test_a_grid_is_trained_and_listed_the_best_first(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "rows").mkdir()
+    rows = [json.dumps({"prompt": f"Say {i}.", "completion": f"It is {i * i % 7}."}) for i in range(24)]
+    (tmp_path / "rows/train.jsonl").write_text("\n".join(rows))
+    (tmp_path / "rows/valid.jsonl").write_text("\n".join(rows[:4]))
+    words = ("sweep", "--local", "--data", "rows", "--model", "demo", "--max-length", "64", "--max-steps", "16")
+    words += ("--param", "lora_r=4,8", "--param", "learning_rate=1e-6,2e-3", "--output", "out", "--join", "always")
+    words += ("--scheduler", "asha", "--grace-period", "4", "--reduction-factor", "2", "--mirror-steps", "8")
+    done = wgpu_lora(environment, tmp_path, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    found = json.loads((tmp_path / "out/sweep.json").read_text())
+    trials = found["adapters"]
+    assert found["over"]
+    assert sorted(json.dumps(trial["params"]) for trial in trials) == sorted(
+        json.dumps({"lora_r": r, "learning_rate": rate}) for r in (4, 8) for rate in (1e-6, 2e-3)
+    )
+    assert [trial["value"] for trial in trials] == sorted(trial["value"] for trial in trials)
+    assert trials[0]["params"]["learning_rate"] == 2e-3
+    assert (trials[0]["state"], trials[0]["step"]) == ("finished", 16)
+    poor = [trial for trial in trials if trial["params"]["learning_rate"] == 1e-6]
+    assert [trial["state"] for trial in poor] == ["stopped", "stopped"]
+    assert all(4 <= trial["step"] < 16 for trial in poor)
+    for trial in trials:  # the ended ones keep their results, too
+        directory = Path(trial["output"])
+        assert directory.parent == tmp_path / "out"
+        assert (directory / "adapter_model.safetensors").exists()
+        log = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+        steps = [line["step"] for line in log if "loss" in line]
+        assert steps == sorted(set(steps))
+        assert steps[-1] == trial["step"]
+
+    again = wgpu_lora(environment, tmp_path, *words)
+    assert again.returncode == 2
+    assert "already holds a sweep's sweep.json" in again.stderr

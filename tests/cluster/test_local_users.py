@@ -1,0 +1,129 @@
+"""Ray of this user here: who uses it, when it ends, and what a start that was killed has left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from wgpu_lora.cli.cluster import running
+from wgpu_lora.cluster.client import local
+from wgpu_lora.cluster.client.connect import Target
+from wgpu_lora.cluster.client.local import Local
+from wgpu_lora.cluster.client.users import end_unused, using
+from wgpu_lora.cluster.facts import Task
+from wgpu_lora.cluster.launcher.processes import MARK
+from wgpu_lora.cluster.spec.run_options import RunOptions
+from wgpu_lora.errors import UserError
+from wgpu_lora.strict_json import to_json
+
+USER = """
+from wgpu_lora.cluster.client.users import using
+with using():
+    print("using", flush=True)
+    input()
+"""
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(local.DIRECTORY, str(tmp_path / "state"))
+    monkeypatch.setenv("WGPU_LORA_CLUSTER_DIR", str(tmp_path / "cluster"))
+    (tmp_path / "state").mkdir()
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def ray(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Local:
+    """One that answers, though no process runs."""
+    place = tmp_path / "wgl-x"
+    place.mkdir()
+    (place / "token").write_text("t")
+    made = Local("127.0.0.1:1", str(place), psutil.boot_time())
+    (state / "local.json").write_text(to_json(asdict(made)))
+    monkeypatch.setattr(Local, "alive", lambda self: Path(self.place).is_dir())
+    monkeypatch.setattr(local, "_answers", lambda one: True)
+    return made
+
+
+def another() -> subprocess.Popen[str]:
+    """A program that uses it."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", USER], stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "using\n"
+    return process
+
+
+def test_the_last_program_ends_it(ray: Local) -> None:
+    with using():
+        process = another()
+        end_unused(lambda: True)
+        assert local.found() == ray
+        process.communicate("\n")
+        end_unused(lambda: False)
+        assert local.found() == ray
+        end_unused(lambda: True)
+    assert local.found() is None
+    assert not Path(ray.place).exists()
+
+
+def test_a_killed_program_counts_no_more(ray: Local) -> None:
+    process = another()
+    process.kill()
+    process.wait()
+    with using():
+        end_unused(lambda: True)
+    assert local.found() is None
+
+
+def test_a_start_that_was_killed_leaves_no_process(state: Path, tmp_path: Path) -> None:
+    place = tmp_path / "wgl-y"
+    place.mkdir()
+    (place / "token").write_text("t")
+    began = Local("", str(place), psutil.boot_time())
+    (state / "local.json").write_text(to_json(asdict(began)))
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: f"{began.mark}/1"}) as process:
+        assert local.found() is None
+        assert process.wait(60) != 0
+    assert not place.exists()
+
+
+def test_a_state_directory_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(local.DIRECTORY, str(tmp_path / "file"))
+    with pytest.raises(UserError, match="cannot be used"):
+        local.found()
+
+
+@pytest.mark.parametrize(("joined", "over", "stays"), [(False, False, False), (True, False, True), (True, True, False)])
+def test_a_refused_run_ends_what_nobody_else_uses(
+    ray: Local, monkeypatch: pytest.MonkeyPatch, joined: bool, over: bool, stays: bool
+) -> None:
+    join = local.started
+
+    def refused(*arguments: object) -> str:
+        if joined:  # by another program, which has left already
+            assert join(dict) == (ray, False)
+        raise UserError("The run is refused.")
+
+    monkeypatch.setattr(local, "started", lambda resources, dashboard: (ray, True))
+    monkeypatch.setattr(running, "connected", lambda what: nullcontext())
+    monkeypatch.setattr(running, "_begun", refused)
+    monkeypatch.setattr(running, "_all_done", lambda cluster: over)
+    with pytest.raises(UserError, match="is refused"):
+        running.run_tasks(Target(here=True), [], RunOptions())
+    assert (local.found() is not None) == stays
+
+
+def test_data_is_looked_for_before_ray_is_started(tmp_path: Path) -> None:
+    lacking = Task("a", {"data": str(tmp_path / "no.jsonl")}, str(tmp_path / "out"))
+    with pytest.raises(UserError, match=r"no\.jsonl of a cannot be used, since it does not exist"):
+        running.run_tasks(Target(here=True), [lacking], RunOptions())
+    assert local.found() is None

@@ -1,0 +1,204 @@
+"""Which adapter goes where: good sense, for people's clusters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from wgpu_lora.cluster.placement.place import place
+from wgpu_lora.cluster.placement.refuse import refusal
+from wgpu_lora.cluster.placement.types import MOST_JOINED, Place, Placement, Waiting
+
+GIB = 2**30
+
+
+def task(name: str = "a", work: float = 1000.0, needed: int = 4 * GIB, **options) -> Waiting:
+    return Waiting(name, {"x": needed, "y": needed}, work=work, base="base", base_bytes=2 * GIB, **options)
+
+
+def device(device_id: str, speed: float | None = 10.0, free: int | None = 16 * GIB, **options) -> Place:
+    return Place(device_id, options.pop("plan_class", "x"), free=free, speed=speed, budget=free, **options)
+
+
+def busy(name: str, speed: float, seconds: float, memory: int = 16 * GIB, **options) -> Place:
+    return device(name, speed, 0, active=1, held=memory, busy_seconds=seconds, **options)
+
+
+def where(found: list[Placement]) -> dict[str, str]:
+    return {name: one.devices[0] for one in found for name in one.tasks}
+
+
+def test_the_score_chooses_among_devices_of_the_same_speed():
+    large, local = device("large", free=32 * GIB), device("local", bases=frozenset({"base"}))
+    assert where(place([task()], [device("small"), large])) == {"a": "large"}
+    assert where(place([task()], [device("other"), local])) == {"a": "local"}
+    assert place([task()], [large])[0].score == 32 / 4 * 10.0  # free / needed x tokens/s
+    unknown = device("unknown", free=None)  # fits, and has no more room than that
+    assert place([task()], [unknown])[0].score == 10.0
+    shared = replace(large, active=1, jobs_per_device=2)
+    assert place([task()], [shared])[0].score == 32 / 4 * 10.0 / 2
+
+
+def test_data_on_the_host_decide_only_between_similar_devices():
+    chosen = task(data=frozenset({"rows", "more"}))
+    has = device("z", data=frozenset({"rows"}))
+    assert where(place([chosen], [device("b"), has])) == {"a": "z"}
+    assert where(place([chosen], [device("b", 20.0), has])) == {"a": "b"}
+
+
+def test_a_large_slow_card_does_not_draw_everything():
+    slow, fast = device("slow", 1.0, 80 * GIB), device("fast", 8.0, 8 * GIB)
+    assert where(place([task()], [slow, fast])) == {"a": "fast"}
+
+
+def test_the_longest_goes_to_the_fastest():
+    places = [device("fast", 10.0), device("slow", 1.0)]
+    assert where(place([task("short", 5.0), task("long", 100.0)], places)) == {"long": "fast", "short": "slow"}
+    assert where(place([task("a", 50.0), task("long", 100.0)], places)) == {"long": "fast"}  # 15 s, not 50
+
+
+def test_a_long_task_waits_for_a_fast_device_when_it_ends_earlier_so():
+    slow = device("slow", 1.0)
+    assert place([task(work=1000.0)], [slow, busy("fast", 10.0, 100.0)]) == []  # 200 s, not 1,000
+    assert where(place([task(work=1000.0)], [slow, busy("fast", 10.0, 5000.0)])) == {"a": "slow"}
+    assert where(place([task(work=1000.0)], [slow, busy("fast", 10.0, math.inf)])) == {"a": "slow"}
+
+
+def test_no_device_is_idle_for_nothing():
+    tasks = [task(f"t{number}") for number in range(9)]
+    found = place(tasks, [device("slow", 1.0), busy("fast", 10.0, 50.0)])
+    assert len(found) == 1  # the first would end earlier on the fast one, but not all of them
+
+
+def test_what_others_hold_is_not_waited_for():
+    fast = device("fast", 100.0, GIB)  # idle, but people at the machine hold its memory
+    assert where(place([task()], [device("slow", 1.0), fast])) == {"a": "slow"}
+    assert place([task()], [fast]) == []
+
+
+def test_scarce_memory_is_left_to_those_that_need_it():
+    small, large = device("small", free=8 * GIB), device("large", free=32 * GIB)
+    tasks = [task("anywhere", 1100.0), task("needy", 1000.0, needed=20 * GIB)]
+    assert where(place(tasks, [small, large])) == {"needy": "large", "anywhere": "small"}
+
+
+def test_devices_that_are_avoided_or_out_get_nothing():
+    assert place([task(avoid=frozenset({"d"}))], [device("d")]) == []
+    assert place([task()], [device("d", out="quarantined")]) == []
+    assert place([Waiting("a", {"z": 1})], [device("d")]) == []  # no plan for its class
+    assert place([Waiting("a", {"z": 1})], [device("d", free=None)]) == []
+
+
+def test_unmeasured_devices_count_as_the_usual_one():
+    unmeasured = device("c", None, free=32 * GIB)
+    assert where(place([task()], [device("a", 10.0), device("b", 10.0), unmeasured])) == {"a": "c"}
+    assert where(place([task()], [device("only", None)])) == {"a": "only"}
+
+
+def test_who_has_waited_long_goes_before_more_work():
+    tasks = [task("new", 5000.0), task("old", 10.0, waited=1000.0)]
+    assert where(place(tasks, [device("d", 10.0)])) == {"old": "d"}
+
+
+def test_several_jobs_per_device():
+    tasks = [task(name) for name in "abc"]
+    found = place(tasks, [device("d", jobs_per_device=2)])
+    assert [one.tasks for one in found] == [("a",), ("b",)]
+    assert len(place(tasks, [device("d", free=7 * GIB, jobs_per_device=2)])) == 1
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+def joining(name: str, speedup: float = 1.3, **options) -> Place:
+    return device(name, joined_speedup=speedup, **options)
+
+
+@pytest.mark.parametrize(
+    ("count", "devices", "sizes"), [(8, 8, [1] * 8), (8, 1, [4]), (12, 3, [4] * 3), (9, 8, [2] + [1] * 7)]
+)
+def test_tasks_are_joined_as_far_as_all_devices_are_busy(count, devices, sizes):
+    found = place([task(f"t{number}") for number in range(count)], [joining(f"d{number}") for number in range(devices)])
+    assert sorted((len(one.tasks) for one in found), reverse=True) == sizes
+    assert max(sizes) <= MOST_JOINED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"join": "never"},
+        {"tasks": ("a", "b")},
+        {"seconds": 100.0},
+    ],
+)
+def test_tasks_that_are_not_joined(change):
+    tasks = [replace(task(f"t{number}"), **change) for number in range(4)]
+    found = place(tasks, [joining("d")])
+    assert [len(one.tasks) for one in found] == [len(tasks[0].members)]
+
+
+def test_only_what_is_measured_to_be_faster_is_joined():
+    tasks = [task(f"t{number}") for number in range(4)]
+    for speedup in (None, 0.9, 1.0):
+        assert len(place(tasks, [device("d", joined_speedup=speedup)])[0].tasks) == 1
+    always = [replace(one, join="always") for one in tasks]
+    assert len(place(always, [device("d", joined_speedup=0.9)])[0].tasks) == 4
+
+
+def test_only_tasks_of_one_run_and_base_are_joined():
+    tasks = [task("a"), replace(task("b"), run="other"), replace(task("c"), base="other"), task("d")]
+    assert [one.tasks for one in place(tasks, [joining("x")])] == [("a", "d")]
+
+
+def test_a_pipeline_has_its_base_once():
+    tasks = [task(f"t{number}") for number in range(4)]  # 2 GiB of base, and 2 GiB each
+    found = place(tasks, [joining("d", free=8 * GIB)])
+    assert [(len(one.tasks), one.needed) for one in found] == [(3, 8 * GIB)]
+
+
+def test_the_bytes_of_a_pipeline_count_its_largest_task_for_each():
+    tasks = [task("a", needed=6 * GIB), task("b", needed=3 * GIB)]  # slots are as large as the largest
+    assert len(place(tasks, [joining("d", free=9 * GIB)])[0].tasks) == 1
+    assert place(tasks, [joining("d", free=10 * GIB)])[0].needed == 10 * GIB
+
+
+# -- several devices per task ------------------------------------------------------------------------------------------
+
+
+def test_a_task_of_several_devices_takes_them_at_once_the_fastest_leading():
+    places = [device("a", 5.0), device("b", 10.0), device("c", 1.0)]
+    assert [one.devices for one in place([task(devices=2)], places)] == [("b", "a")]
+    assert place([task(devices=4)], places) == []
+
+
+def test_devices_are_kept_for_a_task_of_several_but_not_for_nothing():
+    places = [device("a"), busy("b", 10.0, 60.0)]
+    wide = task("wide", 20_000.0, devices=2)  # begins in 60 s, when b is free
+    assert place([wide, task("long", 1000.0)], places) == []  # it would end in 100 s
+    assert where(place([wide, task("short", 500.0)], places)) == {"short": "a"}
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_fits_nowhere_is_refused_with_the_bytes_and_the_nearest_device():
+    places = [device("small"), device("large", free=24 * GIB, name="host2:0")]
+    sentence = refusal("big", {"x": 32 * GIB}, places)
+    assert sentence is not None
+    assert "34,359,738,368 bytes" in sentence
+    assert "host2:0, has 24.0 GiB" in sentence
+
+
+def test_what_fits_somewhere_waits():
+    assert refusal("a", {"x": GIB}, [replace(busy("d", 1.0, 60.0), budget=16 * GIB)]) is None
+    assert refusal("a", {"x": GIB}, [device("d", free=None)]) is None
+
+
+def test_refusals_say_what_is_missing():
+    out = device("d", name="host1:0", out="quarantined")
+    assert "host1:0, which is quarantined" in str(refusal("a", {"x": GIB}, [out]))
+    assert "no device" in str(refusal("a", {"x": GIB}, []))
+    assert "any of the cluster's devices" in str(refusal("a", {"z": GIB}, [device("d")]))
+    assert "2 devices" in str(refusal("a", {"x": GIB}, [device("d"), out], devices=2))

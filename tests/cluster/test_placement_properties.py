@@ -1,0 +1,177 @@
+"""What holds of every placement, and of every simulated cluster."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wgpu_lora.cluster.placement.place import place
+from wgpu_lora.cluster.placement.simulation.bound import lower_bound
+from wgpu_lora.cluster.placement.simulation.measured import Measured
+from wgpu_lora.cluster.placement.simulation.run import Outcome, simulate
+from wgpu_lora.cluster.placement.simulation.scenario import Scenario, draw
+from wgpu_lora.cluster.placement.types import JOINS, MOST_JOINED, Place, Placement, Waiting
+
+CLASSES = ("x", "y")
+ids = st.integers(0, 7).map("d{}".format)
+numbers = st.floats(0.01, 1e6)
+
+
+@st.composite
+def waitings(draw: st.DrawFn) -> list[Waiting]:
+    count = draw(st.integers(0, 12))
+    return [
+        Waiting(
+            f"t{number}",
+            draw(st.dictionaries(st.sampled_from(CLASSES), st.integers(1, 30), max_size=2)),
+            base=draw(st.sampled_from(("a", "b"))),
+            base_bytes=draw(st.integers(0, 20)),
+            work=draw(numbers),
+            data=draw(st.frozensets(st.sampled_from("pq"))),
+            avoid=draw(st.frozensets(ids, max_size=2)),
+            devices=draw(st.sampled_from((1, 1, 1, 2, 3))),
+            tasks=draw(st.sampled_from(((), (), (f"t{number}", f"other{number}")))),
+            run=draw(st.sampled_from(("r", "s"))),
+            join=draw(st.sampled_from(JOINS)),
+            seconds=draw(st.none() | numbers),
+            waited=draw(st.floats(0, 1e5)),
+        )
+        for number in range(count)
+    ]
+
+
+@st.composite
+def some_places(draw: st.DrawFn) -> list[Place]:
+    found = []
+    for name in draw(st.lists(ids, unique=True)):
+        slots = draw(st.integers(1, 3))
+        active = draw(st.integers(0, slots))
+        found.append(
+            Place(
+                name,
+                draw(st.sampled_from(CLASSES)),
+                draw(st.sampled_from("uv")),
+                free=draw(st.none() | st.integers(0, 80)),
+                speed=draw(st.none() | numbers),
+                active=active,
+                busy_seconds=draw(numbers | st.just(math.inf)) if active else 0.0,
+                bases=draw(st.frozensets(st.sampled_from("ab"))),
+                data=draw(st.frozensets(st.sampled_from("pq"))),
+                joined_speedup=draw(st.none() | st.floats(0.5, 3.0)),
+                jobs_per_device=slots,
+                held=draw(st.integers(0, 80)) if active else 0,
+                out=draw(st.sampled_from(("", "", "", "gone"))),
+            )
+        )
+    return found
+
+
+@settings(max_examples=30, deadline=None)
+@given(waitings(), some_places(), st.randoms(use_true_random=False))
+def test_every_placement_is_possible(waiting, places, random):
+    found = place(waiting, places)
+    by_id, by_task = {one.id: one for one in places}, {one.task: one for one in waiting}
+    free = {one.id: math.inf if one.free is None else one.free for one in places}
+    jobs = {one.id: one.active for one in places}
+    assert max(Counter(name for one in found for name in one.tasks).values(), default=1) == 1
+    for placement in found:
+        members = [by_task[name] for name in placement.tasks if name in by_task]
+        assert members
+        assert set(placement.tasks) == {name for one in members for name in one.members}
+        assert len(set(placement.devices)) == len(placement.devices) == members[0].devices
+        assert len(members) <= MOST_JOINED
+        assert placement.score > 0
+        if len(members) > 1:
+            assert len({(one.run, one.base) for one in members}) == 1
+            assert all(one.joinable for one in members)
+        for name in placement.devices:
+            device = by_id[name]
+            assert not device.out
+            assert all(name not in one.avoid and device.plan_class in one.needed for one in members)
+            assert (
+                placement.needed >= max(one.needed[device.plan_class] for one in members) or len(placement.devices) > 1
+            )
+            free[name] -= placement.needed if len(placement.devices) == 1 else members[0].needed[device.plan_class]
+            jobs[name] += 1
+    assert all(bytes_left >= 0 for name, bytes_left in free.items() if jobs[name] > by_id[name].active)
+    assert all(jobs[name] <= by_id[name].jobs_per_device for name in jobs)
+    random.shuffle(waiting)
+    random.shuffle(places)
+    assert place(waiting, places) == found
+
+
+@settings(max_examples=30, deadline=None)
+@given(waitings(), some_places())
+def test_idle_clusters_start_something(waiting, places):
+    """Where nothing runs that anything could wait for, a task that fits is started."""
+    idle = [replace(one, active=0, busy_seconds=0.0, held=0) for one in places]
+    single = [replace(one, devices=1) for one in waiting]
+    fits = any(
+        not device.out
+        and device.id not in one.avoid
+        and one.needed.get(device.plan_class, math.inf) <= (1e20 if device.free is None else device.free)
+        for one in single
+        for device in idle
+    )
+    assert bool(place(single, idle)) == fits
+
+
+KINDS = [Measured(f"kind{number}", 100.0 * 2**number, 1 + 0.1 * number, 0.9, 1.1) for number in range(4)]
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(1, 30),
+    st.integers(1, 9),
+    st.integers(0, 1000),
+    st.sampled_from(JOINS),
+    st.sampled_from((0.0, 2.0, 10.0)),
+)
+def test_every_simulated_cluster_trains_everything_once(adapters, devices, seed, join, crashes):
+    scenario = Scenario(adapters, devices, crashes=crashes, outages=crashes / 4, join=join, seed=seed)
+    outcome = simulate(scenario, KINDS)
+    drawn = draw(scenario, KINDS)
+    memory = {one.id: one.memory for one in drawn.machines}
+    ended = Counter(name for span in outcome.spans for name in span.ended)
+    assert ended == {one.task: 1 for one in drawn.tasks}
+    assert all(span.needed <= memory[span.device] for span in outcome.spans)
+    _check_apart(outcome, lambda span: [span.device])
+    _check_apart(outcome, lambda span: list(span.tasks))
+    for machine in drawn.machines:  # nothing runs while its host is down
+        for begin, end in machine.outages:
+            assert not any(s.device == machine.id and s.begin < end and s.end > begin for s in outcome.spans)
+    assert outcome.makespan >= outcome.bound * (1 - 1e-9)
+    again = simulate(scenario, KINDS)
+    assert (again.makespan, again.spans, again.lost) == (outcome.makespan, outcome.spans, outcome.lost)
+
+
+def _check_apart(outcome: Outcome, of) -> None:
+    """Nothing is used twice at the same time."""
+    spans: dict[str, list] = {}
+    for span in outcome.spans:
+        for name in of(span):
+            spans.setdefault(name, []).append(span)
+    for found in spans.values():
+        found.sort(key=lambda span: (span.begin, span.end))
+        assert all(before.end <= after.begin for before, after in pairwise(found))
+
+
+def test_the_bound_is_what_an_ideal_cluster_takes():
+    scenario = Scenario(1, 1, crashes=0, outages=0, loading=0)
+    exact = [Measured("exact", 100.0, 1.0, 1.0, 1.0)]
+    outcome = simulate(scenario, exact)
+    assert outcome.makespan == pytest.approx(outcome.bound)
+    drawn = draw(scenario, exact)
+    down = replace(drawn.machines[0], outages=((10.0, 60.0),))
+    assert lower_bound(drawn.tasks, [down], "never") == pytest.approx(outcome.bound + 50)
+    assert lower_bound(drawn.tasks * 2, [down], "never") == pytest.approx(2 * outcome.bound + 50)
+
+
+def test_a_placement_is_equal_by_what_it_says():
+    assert Placement(("a",), ("d",), 1.0) == Placement(("a",), ("d",), 1.0)

@@ -1,0 +1,27 @@
+"""Commands of a person on a cluster of hosts that are namespaces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from support.cli import write_rows
+from support.hosts import Hosts
+
+
+def rows_of(shared: Path, number: int) -> Path:
+    """Rows of token ids that differ from adapter to adapter."""
+    rows = [{"input_ids": [(7 * i + 3 * j + 5 * number) % 40 + 1 for j in range(6 + i % 7)]} for i in range(8)]
+    return write_rows(shared / f"rows{number}.jsonl", rows)
+
+
+def cluster(hosts: Hosts, command: str, *words: Any, check: bool = True) -> Any:
+    """A command on the head."""
+    argv = ["-m", "wgpu_lora", "cluster", command, "--address", hosts.address, *map(str, words)]
+    return hosts[0].python(*argv, timeout=400, check=check)
+
+
+def status(hosts: Hosts) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(cluster(hosts, "status", "--json").stdout)
+    return found

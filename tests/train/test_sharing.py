@@ -1,0 +1,312 @@
+"""Data-parallel training: parts of steps on several devices give what one device gives, to float rounding."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.models import save_golden_adapter
+from support.sharing import LocalLink, Reply, helped
+from support.sources import written
+from support.training import golden_arguments, model_dir, random_rows
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events, StepResult
+from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.loaded import open_model
+from wgpu_lora.train import exchange
+from wgpu_lora.train.asking import Helper
+from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.records import RunRecord
+from wgpu_lora.train.shares import KEPT, SETTLING, Shares, divided
+from wgpu_lora.train.sharing import Sharing, check_shared
+
+VOCAB = 301
+Case = Callable[[Path], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def helpers_device() -> Device:
+    return Device()
+
+
+def answers(path: Path, kind: str, count: int = 7) -> str:
+    rng = np.random.default_rng(0)
+
+    def ids(least: int, most: int) -> list[int]:
+        return rng.integers(0, VOCAB, rng.integers(least, most)).tolist()
+
+    def row(number: int) -> dict[str, Any]:
+        if kind == "kto":
+            return {"prompt_ids": ids(1, 5), "completion_ids": ids(2, 7), "label": bool(number % 2)}
+        return {"prompt_ids": ids(1, 5), "chosen_ids": ids(2, 7), "rejected_ids": ids(2, 7)}
+
+    return str(written(path / f"{kind}.jsonl", [row(i) for i in range(count)]))
+
+
+CASES: dict[str, Case] = {
+    "dropout": lambda path: {"lora_dropout": 0.1, "gradient_accumulation_steps": 2},
+    "packed": lambda path: {"packing": True},
+    "a single row": lambda path: {"per_device_train_batch_size": 1},
+    "dpo, precomputed": lambda path: {
+        "objective": "dpo",
+        "data": answers(path, "dpo"),
+        "precompute_ref_log_probs": True,
+        "reference_adapter": str(save_golden_adapter("qwen2", path / "frozen", scale=2.0)),
+    },
+    "kto": lambda path: {"objective": "kto", "data": answers(path, "kto")},
+    "kd": lambda path: {
+        "objective": "kd",
+        "teacher": str(model_dir("qwen2")),
+        "teacher_adapter": str(save_golden_adapter("qwen2", path / "teacher", scale=4.0)),
+        "teacher_top_k": 8,
+    },
+    "dora": lambda path: {"init_adapter": None, "use_dora": True, "lora_r": 4},
+    "pissa": lambda path: {"init_adapter": None, "init_lora_weights": "pissa", "lora_r": 4},
+}
+
+
+def arguments(path: Path, case: str = "dropout", **changes: Any) -> TrainingArguments:
+    path.mkdir(exist_ok=True)
+    options: dict[str, Any] = {
+        "base_dtype": "f32",
+        "data": str(random_rows(path / "rows.jsonl", 9, VOCAB)),
+        "per_device_train_batch_size": 4,
+    }
+    return golden_arguments(path, "qwen2", **options | CASES[case](path) | changes)
+
+
+def prepared(device: Device, args: TrainingArguments, sharing: Sharing | None = None) -> FinetuneJob:
+    return prepare_job(args, open_model(str(args.model), device, "f32"), sharing=sharing)
+
+
+def sums(job: FinetuneJob, sharing: Sharing, count: int = 3) -> list[dict[str, np.ndarray]]:
+    """Gradients and totals of the first steps, without updates between them."""
+    found, steps = [], job.run.stream.steps()
+    for _ in range(count):
+        sharing.accumulate(job.session, job.run, next(steps))
+        found.append(exchange.sums(job.session))
+        exchange.clear_gradients(job.session)
+    return found
+
+
+def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], case: str) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert np.abs(values).max() > 0, case
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=2e-6 * np.abs(values).max(), err_msg=case)
+
+
+OFTEN = ("dropout", "dpo, precomputed", "kto")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.rare) for case in CASES]
+)
+def test_parts_sum_to_the_gradients_of_one_device(
+    device: Device, helpers_device: Device, tmp_path: Path, case: str
+) -> None:
+    args = arguments(tmp_path, case)
+    with helped(args, 2 if case == "dropout" else 1, helpers_device) as (sharing, links):
+        job = prepared(device, args, sharing)
+        job.session.allocate()
+        job.run.prepare_directory()
+        job.run.place(job.session)
+        job.run.precompute(job.session)
+        alone = sums(job, Sharing([]))
+        together = sums(job, sharing)
+        job.session.close()
+    assert not any(link.refused for link in links)
+    assert sum(link.asked for link in links) >= 2
+    for found, expected in zip(together, alone, strict=True):
+        assert_close(found, expected, case)
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+class Until(Events):
+    """Stops a run after a step."""
+
+    def __init__(self, last: int):
+        self._last = last
+
+    def step(self, result: StepResult) -> bool:
+        return result.step == self._last
+
+
+def trained(
+    device: Device, args: TrainingArguments, sharing: Sharing | None = None, events: Events = SILENT
+) -> RunRecord:
+    return prepared(device, args, sharing).train(events)
+
+
+def whole(path: Path, output: str, **changes: Any) -> TrainingArguments:
+    """Six steps with all that a leader alone has: clipping, LoRA+, 8-bit states, held-out rows, checkpoints."""
+    options: dict[str, Any] = {
+        "max_steps": 6,
+        "eval_data": str(random_rows(path / "heldout.jsonl", 3, VOCAB, seed=1)),
+        "optim": "adamw_8bit",
+        "loraplus_lr_ratio": 4.0,
+        "max_grad_norm": 0.5,
+        "save_steps": 2,
+    }
+    return arguments(path, **options | changes, output=str(path / output))
+
+
+def assert_same_run(found: RunRecord, expected: RunRecord) -> None:
+    """To the rounding of a few steps."""
+    assert (found.outcome, found.steps, found.state.tokens) == (expected.outcome, expected.steps, expected.state.tokens)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-4)
+    assert found.eval_loss == pytest.approx(expected.eval_loss, rel=1e-4)
+    (_, own), (_, other) = (read_adapter(record.directory) for record in (found, expected))
+    for module, pair in other.items():
+        for a, b in zip(own[module], pair, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-3 * max(np.abs(b).max(), 1e-3))
+
+
+@pytest.fixture(scope="module")
+def alone(device: Device, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    return trained(device, whole(tmp_path_factory.mktemp("alone"), "run"))
+
+
+def shares(record: RunRecord) -> list[list[float]]:
+    lines = [line for line in read_log(record.directory / LOG) if line["step"]]
+    return [[line[name] for name in sorted(line) if name.startswith("share/")] for line in lines]
+
+
+def test_a_shared_run_ends_as_alone_and_resumes(
+    device: Device, helpers_device: Device, tmp_path: Path, alone: RunRecord
+) -> None:
+    """Its first four steps have equal shares, so that they give the same bytes twice."""
+    args = whole(tmp_path, "run")
+    first = []
+    for output in ("again", "run"):
+        with helped(args, 1, helpers_device) as (sharing, _):
+            first.append(trained(device, replace(args, output=str(tmp_path / output)), sharing, Until(4)))
+    assert first[0].adapter_sha256 == first[1].adapter_sha256
+    with helped(args, 1, helpers_device) as (sharing, links):
+        record = trained(device, replace(args, resume=True), sharing)
+    assert_same_run(record, alone)
+    assert links[0].asked == 2
+    assert all(len(one) == 2 and sum(one) == pytest.approx(1, abs=1e-3) for one in shares(record))
+
+
+def test_what_a_helper_does_not_compute_its_leader_does(
+    device: Device, helpers_device: Device, tmp_path: Path, alone: RunRecord
+) -> None:
+    """The first helper is lost at its second part and comes back; the second one's values are not finite."""
+    asked = dict.fromkeys((1, 2), 0)
+
+    def wrong(number: int, reply: Reply) -> Reply:
+        def answer(question: bytes) -> bytes:
+            asked[number] += 1
+            if (number, asked[number]) == (1, 2):
+                return exchange.message({"say": exchange.LOST})
+            said, arrays = exchange.read_message(reply(question))
+            if number == 2:
+                arrays["sums 0"] = np.where(np.arange(arrays["sums 0"].size) == 7, np.nan, arrays["sums 0"])
+            return exchange.message(said, {name: np.float32(values) for name, values in arrays.items()})
+
+        return answer
+
+    args = whole(tmp_path, "run")
+    with (
+        helped(args, 2, helpers_device, wrong) as (sharing, _),
+        pytest.warns(UserWarning, match="helper 2 .* answers with values that are not finite"),
+    ):
+        record = trained(device, args, sharing)
+    assert_same_run(record, alone)
+    members = [len(one) for one in shares(record)]
+    assert members == [2, 1, 2, 2, 2, 2]
+    assert asked == {1: 6, 2: 1}
+
+
+def test_helpers_of_another_run_refuse_and_the_leader_goes_on(
+    device: Device, helpers_device: Device, tmp_path: Path, alone: RunRecord
+) -> None:
+    args = whole(tmp_path, "run")
+    other = replace(args, data=str(random_rows(tmp_path / "others.jsonl", 9, VOCAB, seed=5)))
+    with helped(other, 1, helpers_device) as (sharing, links):
+        record = trained(device, args, sharing)
+    assert "This machine does not have the rows of the leader" in links[0].refused
+    assert_same_run(record, alone)
+    assert shares(record) == [[1.0]] * 6
+
+
+def test_scales_of_a_base_are_not_shared() -> None:
+    with pytest.raises(UserError, match="train='quant-scales' cannot be trained on several devices at once"):
+        check_shared(TrainingArguments(train="quant-scales"))
+
+
+# -- shares and helpers ------------------------------------------------------------------------------------------------
+
+
+def test_parts_follow_each_other_and_their_shares(rng: np.random.Generator) -> None:
+    for members in (1, 2, 3, 5):
+        sizes = rng.integers(1, 100, 40).tolist()
+        speeds = rng.uniform(0.5, 4, members).tolist()
+        spans = divided(sizes, speeds)
+        assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
+        assert spans[-1][1] == 40
+        for (begin, end), speed in zip(spans, speeds, strict=True):
+            assert sum(sizes[begin:end]) == pytest.approx(sum(sizes) * speed / sum(speeds), abs=100)
+    assert divided([5], [0.4, 0.6]) == [(0, 0), (0, 1)]
+
+
+def test_shares_follow_speeds_and_are_kept() -> None:
+    found = Shares()
+    assert found.of([0, 1]) == [0.5, 0.5]
+    for _ in range(SETTLING - 1):
+        found.took(0, 100, 1.0)
+        found.took(1, 100, 3.0)
+        assert found.of([0, 1]) == [0.5, 0.5]
+    kept = found.of([0, 1])
+    assert kept == pytest.approx([0.75, 0.25])
+    for _ in range(KEPT - 1):
+        found.took(0, 100, 10.0)
+        assert found.of([0, 1]) == kept
+    idle = 2 * 100 / 3.0  # it counts as twice as fast as it was
+    assert found.of([0, 1]) == pytest.approx([10 / (10 + idle), idle / (10 + idle)])
+    assert found.of([0, 1, 2])[2] == pytest.approx(1 / 3)  # a new one as the mean
+    assert found.patience(0, 100, own=1.0) > 40
+    assert found.patience(2, 100, own=1.0) == 40
+
+
+def test_a_late_helper_is_not_asked_before_it_has_answered() -> None:
+    gate = threading.Event()
+
+    def slow(question: bytes) -> bytes:
+        gate.wait(60)
+        return exchange.message({"say": "part"})
+
+    helper, end = Helper(LocalLink(slow)), time.monotonic() + 60
+    while not helper.ready() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert helper.new
+    helper.ask(b"", 10)
+    assert helper.answer(0.0) is None
+    assert not helper.ready()
+    gate.set()
+    end = time.monotonic() + 60
+    while not helper.ready() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert helper.late
+    assert not helper.new
+    helper.close()
+
+
+def test_messages_are_checked() -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        exchange.read_message(b"zork")
+    said, arrays = exchange.read_message(exchange.message({"a": [1]}, {"b": np.arange(3, dtype=np.float32)}))
+    assert (said, arrays["b"].tolist()) == ({"a": [1]}, [0, 1, 2])

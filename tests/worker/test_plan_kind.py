@@ -1,0 +1,159 @@
+"""The job `plan`: what runs need, without running them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import QWEN2, SMALL, share_device, write_rows
+
+from wgpu_lora.cluster.facts import TaskPlan, from_plain
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models import loaded
+from wgpu_lora.train.finetune import prepare_job, shared_session
+from wgpu_lora.train.needs import processed_tokens
+from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.tasks import task_of
+from wgpu_lora.worker.child import Port
+from wgpu_lora.worker.kinds import plan as kind
+from wgpu_lora.worker.registry import KINDS
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    rows = str(write_rows(tmp_path / "rows.jsonl"))
+    return {**SMALL, "model": QWEN2, "data": rows, "eval_data": rows}
+
+
+def planned(
+    options: dict[str, dict[str, Any]], joined: list[list[str]] | None = None, shared: bool = False
+) -> dict[str, Any]:
+    tasks = [{"name": name, "options": own} for name, own in options.items()]
+    found = KINDS["plan"](Port(io.StringIO()), where="it", tasks=tasks, joined=joined, shared=shared)
+    assert set(found["tasks"]) == set(options)
+    return {
+        "tasks": {name: from_plain(TaskPlan, one) for name, one in found["tasks"].items()},
+        "joined": [from_plain(TaskPlan, one) for one in found["joined"]],
+    }
+
+
+@pytest.fixture(autouse=True)
+def one_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_device(device, monkeypatch)
+    monkeypatch.setattr(kind, "Device", lambda selector=None: device)
+
+
+def test_the_bytes_are_those_of_the_plan_and_nothing_is_allocated(options: dict[str, Any], device: Device) -> None:
+    before = device.allocated
+    found = planned({"a": options, "b": {**options, "lora_r": 8}}, joined=[["a", "b"]])
+    assert device.allocated == before
+    a, b = found["tasks"].values()
+    args = TrainingArguments(**options)
+    job = prepare_job(args, planning=True)
+    assert a.needed == job.session.memory().guarded
+    assert a.base_bytes == job.session.memory().groups["base"]
+    assert b.needed > a.needed
+    assert (a.steps, a.heldout, a.refused) == (2, True, None)
+    shared = TrainingArguments(**{name: value for name, value in options.items() if name not in ("data", "lora_r")})
+    tasks = [
+        task_of({"name": n, "checkpoint": n, "data": options["data"], "lora_r": rank}, "x")
+        for n, rank in (("a", 4), ("b", 8))
+    ]
+    (together,) = found["joined"]
+    assert together.needed == prepare_pipeline(shared, tasks, planning=True).session.memory().guarded
+    assert together.work == a.work + b.work
+
+
+def test_tasks_that_may_be_joined_have_the_same_base(options: dict[str, Any]) -> None:
+    other = {
+        "rank": {"lora_r": 2},
+        "rate": {"learning_rate": 1e-3},
+        "seed": {"seed": 7},
+        "rows": {"per_device_train_batch_size": 1},
+        "time": {"target_seconds": 9.0},
+        "again": {"target_seconds": 9.0},
+        "saved": {"save_steps": 3},
+    }
+    tasks = {"own": options, **{name: {**options, **changes} for name, changes in other.items()}}
+    found = planned(tasks, joined=[["own", "rank"], ["own", "seed"]])
+    base = {name: one.base for name, one in found["tasks"].items()}
+    assert {name for name in base if base[name] == base["own"]} == {"own", "rank", "rate", "saved"}
+    assert len(set(base.values())) == 5
+    assert len({key.partition("-")[0] for key in base.values()}) == 1
+    assert (found["tasks"]["time"].steps, found["tasks"]["time"].work) == (0, 0)
+    assert found["joined"][0].refused is None
+    assert "'seed' cannot be in a pipeline with 'own'" in (found["joined"][1].refused or "")
+
+
+def test_what_is_refused_stops_no_other_and_a_model_is_opened_once(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    real = loaded.open_model
+    monkeypatch.setattr(kind, "open_model", lambda *given: opened.append(given[0]) or real(*given))
+    wrong = {
+        "data": {"data": str(tmp_path / "nothing.jsonl")},
+        "heldout": {"eval_data": str(tmp_path / "nothing.jsonl")},
+        "adapter": {"init_adapter": str(tmp_path / "nothing")},
+        "rank": {"lora_r": -1},
+        "model": {"model": str(tmp_path / "nothing")},
+        "name": {"lora_rr": 3},
+    }
+    tasks = {**{name: {**options, **changes} for name, changes in wrong.items()}, "good": options}
+    found = planned(tasks)["tasks"]
+    assert opened.count(QWEN2) == 1
+    assert found.pop("good").refused is None
+    for name, one in found.items():
+        assert one.refused, name
+        assert one.refused[-1] in ".?", name
+        assert "\n" not in one.refused
+        assert (one.needed, one.base) == (0, "")
+    assert str(tmp_path / "nothing.jsonl") in (found["heldout"].refused or "")
+
+
+def test_a_shared_task_needs_programs_for_parts_of_its_batches(options: dict[str, Any]) -> None:
+    alone = planned({"a": options})["tasks"]["a"]
+    shared = planned({"a": options, "b": {**options, "train": "quant-scales"}}, shared=True)["tasks"]
+    job = prepare_job(TrainingArguments(**options), planning=True)
+    assert shared["a"].needed == shared_session(job.session.model, job.run).memory().guarded
+    assert (shared["a"].base, shared["a"].work) == (alone.base, alone.work)
+    assert shared["b"].refused
+
+
+def test_a_sweep_over_rates_is_planned_once(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[float] = []
+    real = kind.prepare_job
+    monkeypatch.setattr(
+        kind, "prepare_job", lambda args, *a, **b: prepared.append(args.learning_rate) or real(args, *a, **b)
+    )
+    rates = {"one": {}, "two": {"learning_rate": 1e-3}, "three": {"weight_decay": 0.1}, "bad": {"learning_rate": -1.0}}
+    found = planned({name: {**options, **changes} for name, changes in rates.items()})["tasks"]
+    assert len(prepared) == 1
+    assert found["one"] == found["two"]
+    assert found["one"].needed == found["three"].needed
+    assert found["one"].base != found["three"].base  # all adapters of a pipeline share it
+    assert "learning_rate" in (found["bad"].refused or "").replace("-", "_")
+
+
+def test_the_work_is_the_tokens_of_all_steps(options: dict[str, Any]) -> None:
+    whole = {**options, "max_steps": -1, "num_train_epochs": 2.0}
+    stream = prepare_job(TrainingArguments(**whole), planning=True).run.stream
+    steps = [step for step, _ in zip(stream.steps(), range(stream.total_steps()), strict=False)]
+    assert processed_tokens(stream) == sum(stream.processed_tokens(step.samples) for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ([{"name": "a"}], r"it: a task must have a 'name' and 'options' \('options' is missing\)\."),
+        ([{"name": "a", "options": {}}] * 2, r"it: two tasks have the same name: give each its own\."),
+        ([{"name": "a", "options": {}}], r"it: 'joined' names 'z', which is not a task\."),
+    ],
+)
+def test_a_plan_of_nothing_sensible(tasks: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        KINDS["plan"](Port(io.StringIO()), where="it", tasks=tasks, joined=[["z"]])

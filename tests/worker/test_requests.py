@@ -1,0 +1,170 @@
+"""Requests to jobs that train: stop, end, and the end of the input."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import QWEN2, SMALL, write_rows
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
+from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.options.arguments import TrainingArguments, from_values
+from wgpu_lora.train.pipeline_state import read_pipeline_state
+from wgpu_lora.train.records import PipelineRecord, RunRecord
+from wgpu_lora.train.requests import Requests
+from wgpu_lora.worker.child import ORPHANED, Port
+from wgpu_lora.worker.parent import Event, Worker
+from wgpu_lora.worker.requests import Asked
+
+ENDLESS = {**SMALL, "model": QWEN2, "max_steps": 10**6, "tune": False, "requests": True}
+INTERRUPTED = 143 if sys.platform != "win32" else 130
+
+
+def pipeline(root: Path, rows: str, **more: Any) -> dict[str, Any]:
+    adapters = [
+        {"name": name, "checkpoint": str(root / "adapters" / name), "data": rows, "lora_r": rank}
+        for name, rank in (("a", 4), ("b", 2))
+    ]
+    return {**ENDLESS, "save_steps": 2, "adapters": adapters, "output": str(root / "pipeline"), **more}
+
+
+def until(worker: Worker, event: str, **facts: Any) -> list[Event]:
+    """The worker's events up to one of this kind, with these values."""
+    seen = []
+    for one in worker.events():
+        seen.append(one)
+        if one["event"] == event and facts.items() <= one.items():
+            return seen
+    raise AssertionError(worker.last_words())
+
+
+def test_an_adapter_ends_alone_and_stays_ended_elsewhere(tmp_path: Path) -> None:
+    rows, first, second = str(write_rows(tmp_path / "rows.jsonl")), tmp_path / "first", tmp_path / "second"
+    with Worker("pipeline", pipeline(first, rows), asked=True, timeout=300) as worker:
+        until(worker, "step", adapter="a", step=2)
+        worker.request("end", adapter="z")
+        worker.request("end", adapter="a")
+        seen = until(worker, "retired", adapter="a", reason="request")
+        answers = [event for event in seen if event["event"] == "answer"]
+        assert answers[0]["refused"] == "There is no adapter 'z' to end: choose one of a and b."
+        assert (answers[1]["request"], answers[1]["adapter"]) == ("end", "a")
+        ended = RunRecord.read(first / "adapters" / "a")
+        assert (ended.stop_reason, ended.outcome) == ("request", "stopped early")
+        until(worker, "step", adapter="b", step=ended.state.step + 2)  # the other goes on
+        worker.request("stop")
+        assert worker.wait() == INTERRUPTED, worker.last_words()
+        record = PipelineRecord.from_json(worker.last["result"])
+    assert [adapter.stop_reason for adapter in record.adapters] == ["request", "interrupt"]
+    assert record.adapters[0].step == ended.state.step
+    step = record.adapters[1].step
+    state = read_pipeline_state(first / "pipeline")
+    assert (state.steps, state.ended) == ({"a": ended.state.step, "b": step}, {"a": "request"})
+
+    shutil.move(first, second)  # resumed on another machine
+    options = pipeline(second, rows, resume=True, max_steps=step + 2)
+    with Worker("pipeline", options, asked=True, timeout=300) as worker:
+        events = list(worker.events())
+        record = PipelineRecord.from_json(worker.result())
+    taken = [(event["adapter"], event["step"]) for event in events if event["event"] == "step"]
+    assert taken == [("b", step + 1), ("b", step + 2)]
+    assert {event["adapter"]: event["reason"] for event in events if event["event"] == "retired"} == {
+        "a": "request",
+        "b": "max steps",
+    }
+    assert record.adapters[0].adapter_sha256 == ended.adapter_sha256
+
+
+def test_a_single_run_ends_with_its_results_or_dies_with_its_parent(tmp_path: Path) -> None:
+    rows = str(write_rows(tmp_path / "rows.jsonl"))
+    options = {**ENDLESS, "data": rows, "output": str(tmp_path / "out")}
+    with Worker("finetune", options, asked=True, timeout=300) as worker:
+        until(worker, "step")
+        worker.request("end", adapter="any")
+        record = RunRecord.from_json(worker.result())
+    assert (record.stop_reason, worker.process.returncode) == ("request", 0)
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+    with Worker("finetune", {**options, "output": str(tmp_path / "orphan")}, asked=True, timeout=300) as worker:
+        until(worker, "step")
+        assert worker.process.stdin
+        worker.process.stdin.close()
+        assert worker.wait() == ORPHANED
+    assert not (tmp_path / "orphan" / "run.json").exists()
+
+
+def trained(args: TrainingArguments, end_at: int | None = None) -> RunRecord:
+    """A run that is asked to end in this step, before the first if 0; never if None."""
+    job = prepare_job(args)
+    events = Asking(job.requests, end_at)
+    if end_at == 0:
+        job.requests.end(None)
+    return job.train(events)
+
+
+class Asking(Events):
+    """Asks a run to end while a step is counted."""
+
+    def __init__(self, requests: Requests, step: int | None):
+        self._requests, self._step = requests, step
+
+    def logged(self, line: dict[str, Any], adapter: str | None) -> None:
+        if line["step"] == self._step:
+            self._requests.end(None)
+
+
+def test_what_has_been_trained_does_not_depend_on_requests(tmp_path: Path) -> None:
+    """Ended before the first step, after a checkpoint, and in the last step; then resumed to the end."""
+    options = {**SMALL, "model": QWEN2, "max_steps": 4, "tune": False, "save_steps": 2, "lora_dropout": 0.1}
+    options |= {"data": str(write_rows(tmp_path / "rows.jsonl")), "validation_split": 0.3, "eval_steps": 2}
+    whole = trained(from_values({**options, "output": str(tmp_path / "whole")}, "the test"))
+    for step, reason in ((0, "request"), (2, "request"), (4, "max steps")):
+        args = from_values({**options, "output": str(tmp_path / str(step))}, "the test")
+        ended = trained(args, step)
+        assert (ended.stop_reason, ended.steps) == (reason, step)
+        if not step:
+            with pytest.raises(UserError, match="resume"):
+                trained(replace(args, resume=True))
+            continue
+        resumed = trained(replace(args, resume=True)) if step == 2 else ended
+        assert resumed.adapter_sha256 == whole.adapter_sha256
+        assert resumed.state.best_eval_loss == whole.state.best_eval_loss
+
+
+@pytest.mark.slow
+def test_a_stop_before_training_ends_the_job(tmp_path: Path) -> None:
+    options = {**ENDLESS, "data": str(write_rows(tmp_path / "rows.jsonl")), "output": str(tmp_path / "out")}
+    with Worker("finetune", options, asked=True, timeout=300) as worker:
+        until(worker, "begin")
+        worker.request("stop")
+        assert worker.wait() == INTERRUPTED
+        stopped = worker.last.get("kind") or worker.last["result"]["stop_reason"]
+        assert stopped in ("KeyboardInterrupt", "interrupt")
+
+
+def test_an_unreadable_request_is_answered_and_the_job_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    out, asked = io.StringIO(), Asked()
+    Port(out, io.StringIO('zork\n{"request": "side"}\n{"request": "end"}\n')).listen(asked.side())
+    deadline = time.monotonic() + 60
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended == [ORPHANED]  # the input has ended
+    answers = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert ["refused" in answer for answer in answers] == [True, True, False]
+    assert "is not known: choose one of end, stop." in answers[1]["refused"]
+    assert asked.ending(None)
+
+
+def test_requests_need_an_input_of_their_own() -> None:
+    with pytest.raises(UserError, match="standard input, where this job is: give it in a file"):
+        Port(io.StringIO()).listen(Asked().side())

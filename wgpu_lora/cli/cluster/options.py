@@ -1,0 +1,68 @@
+"""Options that the commands of a cluster share: which cluster, and how a run uses it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from wgpu_lora.cli.options import TrainingCommand, is_given, option_parameter
+from wgpu_lora.cluster.spec.run_options import CLUSTER, RunOptions
+from wgpu_lora.names.naming import COMMAND_LINE, naming
+
+if TYPE_CHECKING:
+    from wgpu_lora.cluster.spec.file import ClusterFile
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="Ray cluster that runs already. Default: RAY_ADDRESS, else Ray on this machine.",
+        metavar="auto|HOST:PORT|ray://HOST:PORT",
+        rich_help_panel=CLUSTER,
+    ),
+]
+ClusterToml = Annotated[
+    Path | None,
+    typer.Option("--file", "-f", help="Cluster file.", metavar="cluster.toml", rich_help_panel=CLUSTER),
+]
+Here = Annotated[
+    bool,
+    typer.Option("--local", help="Use Ray of your own with the devices of this machine.", rich_help_panel=CLUSTER),
+]
+Detach = Annotated[
+    bool,
+    typer.Option("--detach", help="Return as soon as the run is accepted; see 'attach'.", rich_help_panel=CLUSTER),
+]
+Dashboard = Annotated[
+    bool,
+    typer.Option("--dashboard", help="With --local, start Ray's dashboard on this machine.", rich_help_panel=CLUSTER),
+]
+RUN_FIELDS = tuple(item.name for item in fields(RunOptions))
+
+
+class RunCommand(TrainingCommand):
+    """A command that trains on a cluster: --help shows its own options and the most common ones of training."""
+
+    most_used: ClassVar[Sequence[str]] = (
+        *("local", "file", "address", "adapters", "adapters_config", "recipe", "model", "data", "output"),
+        *("name", "shared", "mirror_steps", "join", "data_parallel", "eval_device", "send_data", "detach"),
+    )
+
+
+def with_run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose **options are the fields of RunOptions, with them as parameters for the command line."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = [option_parameter(item) for item in fields(RunOptions)]
+    command.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+    return command
+
+
+def run_options(ctx: typer.Context, values: Mapping[str, Any], file: ClusterFile | None) -> RunOptions:
+    """How a run uses the cluster: as the command line says, else as [run] of the file does. Raises UserError."""
+    with naming(COMMAND_LINE):
+        given = {name: values[name] for name in RUN_FIELDS if is_given(ctx, name)}
+        return replace(file.run if file else RunOptions(), **given)

@@ -1,0 +1,192 @@
+"""A run on a cluster, from its tasks to its results: what `cluster run` and `cluster sweep` do alike."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from wgpu_lora.cli.cluster.table import Table, report
+from wgpu_lora.cli.console import line
+from wgpu_lora.cluster.client import local
+from wgpu_lora.cluster.client.bridge import Bridge, ClusterGone
+from wgpu_lora.cluster.client.connect import Target, connected
+from wgpu_lora.cluster.client.evaluated import write_evaluations
+from wgpu_lora.cluster.client.follow import follow, snapshot_of
+from wgpu_lora.cluster.client.preflight import check_here, listed_hosts, request_of, surveyed
+from wgpu_lora.cluster.client.status import chosen_run
+from wgpu_lora.cluster.client.users import end_unused, using
+from wgpu_lora.cluster.coordinator.journal import DIRECTORY, unfinished
+from wgpu_lora.cluster.facts import RunRequest, Task, to_plain
+from wgpu_lora.cluster.node.layout import cluster_root
+from wgpu_lora.errors import UserError
+from wgpu_lora.installed import program
+from wgpu_lora.signals import handled
+from wgpu_lora.words import counted, listed
+
+if TYPE_CHECKING:
+    from wgpu_lora.cluster.client.local import Local
+    from wgpu_lora.cluster.spec.run_options import RunOptions
+    from wgpu_lora.cluster.spec.sweep_options import SweepOptions
+
+SUBMIT_SECONDS = 120.0
+MOST = 3  # runs that a line names
+
+
+def run_tasks(
+    what: Target,
+    tasks: Sequence[Task],
+    options: RunOptions,
+    *,
+    sweep: SweepOptions | None = None,
+    detach: bool = False,
+    dashboard: bool = False,
+) -> int:
+    """Check and submit a run, show it, and fetch its results; returns the exit code.
+
+    Args:
+        detach: return once it is submitted. dashboard: of Ray, if it is started here.
+
+    Raises:
+        UserError: the run is refused, or the cluster cannot be reached.
+    """
+    if dashboard and not what.here:
+        raise UserError("--dashboard is for --local: the dashboard of a cluster is its own.")
+    if what.here:
+        check_here(tasks)
+    with _here(what, dashboard) as ray, connected(what) as cluster:
+        try:
+            run = _begun(cluster, tasks, options, sweep)
+        except BaseException:
+            if ray.running:
+                end_unused(lambda: not ray.shared or _all_done(cluster))
+            raise
+        ray.accepted = True
+        line("run", f"{run}: {counted(len(tasks), 'adapter')}")
+        if detach:
+            say_how(what, run)
+            return 0
+        return follow_run(cluster, what, run, fetches=options.shared is None)
+
+
+def attach_to(what: Target, name: str | None) -> int:
+    """Come back to a run; returns the exit code.
+
+    Ray is started on this machine if it was ended here before a run was over.
+
+    Args:
+        name: None for the only one that goes on.
+
+    Raises:
+        UserError: there is no such run, or the cluster cannot be reached.
+    """
+    starts = what.here and (local.found() is not None or unfinished(cluster_root() / DIRECTORY))
+    with _here(what) if starts else nullcontext(_Ray()) as ray, connected(what) as cluster:
+        run = chosen_run(cluster, name)
+        ray.accepted = True
+        return follow_run(cluster, what, run.name, fetches=run.shared is None)
+
+
+def _begun(cluster: Bridge, tasks: Sequence[Task], options: RunOptions, sweep: SweepOptions | None) -> str:
+    """The name of a run that has been checked and accepted. Raises UserError if it is refused."""
+    from wgpu_lora.cluster.devices.versions import own_versions
+
+    nodes = surveyed(cluster, own_versions())
+    devices = sum(len(node.devices) for node in nodes)
+    line("cluster", f"{counted(devices, 'device')} of {counted(len(nodes), 'host')}: {listed_hosts(nodes)}")
+    return submit(cluster, request_of(cluster, nodes, tasks, options, sweep))
+
+
+def submit(cluster: Bridge, request: RunRequest) -> str:
+    """The name of the accepted run. An interruption meanwhile is obeyed afterwards, when it is known what happened.
+
+    Raises:
+        UserError: the run is refused.
+    """
+    signals: list[int] = []
+    with handled(signals.append):
+        found = cluster.coordinator("submit", to_plain(request), seconds=SUBMIT_SECONDS)
+    for number in signals:
+        line("run", f"{found['run']}: accepted")
+        signal.raise_signal(number)
+    return str(found["run"])
+
+
+def follow_run(cluster: Bridge, what: Target, run: str, *, fetches: bool) -> int:
+    """Show a run until it is over, and fetch its results; returns the exit code.
+
+    Raises:
+        ClusterGone: the cluster does not answer any more.
+        KeyboardInterrupt: the person has detached.
+    """
+    try:
+        with Table(run) as table:
+            followed = follow(cluster, run, table, fetches=fetches)
+        write_evaluations(cluster, run, followed.tasks)
+    except ClusterGone:
+        say_how(what, run)
+        raise
+    except KeyboardInterrupt:
+        line("detached", "the run goes on")
+        say_how(what, run)
+        raise
+    report(followed)
+    if what.here:
+        end_unused(lambda: _all_done(cluster))
+    return followed.code
+
+
+def say_how(what: Target, run: str) -> None:
+    """The commands that come back to a run, and end it."""
+    line("attach", f"{program()} cluster attach {run}{what.words()}", whole=True)
+    line("cancel", f"{program()} cluster cancel {run}{what.words()}", whole=True)
+
+
+@dataclass
+class _Ray:
+    """Ray on this machine, if a run is for that. accepted: it has the run."""
+
+    running: Local | None = None
+    accepted: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether other programs have used it, too."""
+        return self.running is not None and self.running.shared
+
+
+@contextmanager
+def _here(what: Target, dashboard: bool = False) -> Iterator[_Ray]:
+    """For `--local`, Ray on this machine; one that was started for a run that is not accepted is ended again."""
+    if not what.here:
+        yield _Ray()
+        return
+    with using():
+        ray = _Ray(local.started(_devices_here, dashboard=dashboard)[0])
+        try:
+            yield ray
+        finally:
+            if not ray.accepted:
+                end_unused(lambda: not ray.shared)
+
+
+def _devices_here() -> dict[str, float]:
+    """The resources that Ray is started with."""
+    from wgpu_lora.cluster.devices.probe import node_devices
+    from wgpu_lora.cluster.devices.resources import advertised
+
+    line("ray", "starting on this machine")
+    if left := unfinished(cluster_root() / DIRECTORY):
+        line("goes on", f"{listed(left[:MOST], max(0, len(left) - MOST))}, of a Ray that was ended here: see 'attach'")
+    return advertised(node_devices(""))
+
+
+def _all_done(cluster: Bridge) -> bool:
+    """Whether no run of the cluster goes on, or has results that nobody has fetched."""
+    try:
+        seen = snapshot_of(cluster)
+    except UserError:
+        return False
+    return all(run.over for run in seen.runs) and all(task.fetched for task in seen.tasks)

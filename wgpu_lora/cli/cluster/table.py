@@ -1,0 +1,248 @@
+"""A run on a cluster as a live table on a terminal, else as lines; and how it ended."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wgpu_lora.bounded import printable
+from wgpu_lora.cli.console import OFTEN, console, duration, is_terminal, line
+from wgpu_lora.cli.console import table as made_table
+from wgpu_lora.cli.trend import Trend
+from wgpu_lora.cluster.client.follow import Followed
+from wgpu_lora.cluster.facts import Line, Snapshot, TaskView
+from wgpu_lora.words import listed
+
+TREND = 10  # bars of a loss
+ROWS = 24  # without a terminal's height
+WIDE = 100  # columns of a terminal that has room for trends
+MARGIN = 10  # lines of a terminal that are left to what is not a row
+MOST = 4  # devices that are named below, and twice as many as reasons
+LATE = 5.0  # seconds without an answer that are worth a word
+COLUMNS = ("adapter", "state", "device", "step", "loss", "held-out", "tokens/s", "left", "trend")
+LEFT = ("adapter", "state", "device")
+# What is shown first, if there are more tasks than lines.
+ORDER = ("running", "starting", "moving", "failed", "cancelled", "pending", "stopped", "finished")
+EXPLAINED = ("failed", "pending", "moving")  # states whose reason is said
+STYLES = {"failed": "red", "cancelled": "yellow", "moving": "yellow", "finished": "green", "stopped": "green"}
+
+
+class Table:
+    """Shows snapshots of a run; `client.follow.Watching`."""
+
+    def __init__(self, run: str):
+        self._run = run
+        self._said: dict[str, tuple[str, str, float]] = {}  # state, what was said and when, by task
+        self._steps: dict[str, int] = {}
+        self._trends: dict[str, Trend] = {}
+        self._event = 0.0  # time of the newest event that was shown
+        self._at_that_time: set[str] = set()
+        self._below = ""
+        self._seen: Snapshot | None = None
+        self._live: Any = None
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def shown(self, snapshot: Snapshot) -> None:
+        if self._seen is None:  # what happened before this run is of no interest
+            self._event = next((run.began for run in snapshot.runs if run.name == self._run), 0.0)
+        self._seen, self._below = snapshot, ""
+        for task in snapshot.tasks:
+            step, loss = task.progress.step, task.progress.loss
+            if loss is not None and step != self._steps.get(task.name):
+                self._steps[task.name] = step
+                self._trends.setdefault(task.name, Trend(sys.stderr)).add(loss)
+        self._tell(self._new_events(snapshot.events))
+        if is_terminal(sys.stderr):
+            self._show()
+        else:
+            self._lines(snapshot)
+
+    def away(self, seconds: float) -> None:
+        if seconds > LATE:
+            self._below = f"no answer from the cluster for {duration(seconds)}"
+            self._show()
+
+    def fetching(self, task: str, done: int, total: int) -> None:
+        share = f"{done / total:.0%}" if total else "100%"
+        self._below = f"fetching {task}: {share} of {total / 1e6:,.1f} MB" if done < total else ""
+        self._show()
+
+    # -- for terminals -----------------------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        if self._seen is None or not is_terminal(sys.stderr):
+            return
+        if self._live is None:
+            from rich.live import Live
+
+            self._live = Live(console=console(stderr=True), refresh_per_second=4, transient=True)
+            self._live.start()
+        self._live.update(self.table(self._seen))
+
+    def table(self, snapshot: Snapshot) -> Any:
+        """The current table."""
+        from rich.text import Text
+
+        size = shutil.get_terminal_size((WIDE, ROWS + MARGIN))
+        tasks = sorted(snapshot.tasks, key=lambda task: ORDER.index(task.state))[: max(size.lines - MARGIN, 3)]
+        places = places_of(snapshot)
+        columns = COLUMNS if size.columns >= WIDE else COLUMNS[:-1]
+        cells = [[Text(cell) for cell in self._row(task, places)[: len(columns)]] for task in tasks]
+        table = made_table(columns, cells, LEFT, [STYLES.get(task.state) for task in tasks])
+        rest = len(snapshot.tasks) - len(tasks)
+        used = {task.device for task in tasks if task.device}
+        known = [f"{places[one.facts.id]} {one.facts.name}" for one in snapshot.devices if one.facts.id in used]
+        why = [f"{task.name}: {task.said}" for task in tasks if task.said and task.state in EXPLAINED]
+        lines = [
+            "; ".join(filter(None, [f"and {rest:,} more" if rest else "", summary(snapshot.tasks)])),
+            "; ".join(known[:MOST]),
+            *why[: MOST // 2],
+            self._below,
+        ]
+        table.caption, table.caption_justify = Text("\n".join(printable(text) for text in lines if text)), "left"
+        return table
+
+    def _row(self, task: TaskView, places: Mapping[str, str]) -> list[str]:
+        trend = self._trends.get(task.name)
+        return [
+            printable(task.name),
+            state_of(task),
+            printable(places.get(task.device or "", task.device or "")),
+            steps_of(task),
+            *numbers_of(task),
+            trend.bars(TREND) if trend else "",
+        ]
+
+    # -- for pipes ---------------------------------------------------------------------------------------------------
+
+    def _lines(self, snapshot: Snapshot) -> None:
+        places, now = places_of(snapshot), time.monotonic()
+        for task in snapshot.tasks:
+            state, said, since = self._said.get(task.name, ("", "", now - OFTEN))
+            text = sentence_of(task, places)
+            if task.state == state and (said == text or now - since < OFTEN):
+                continue
+            self._said[task.name] = (task.state, text, now)
+            line(task.state, text)
+
+    def _new_events(self, events: Sequence[Line]) -> list[Line]:
+        """Those that were not shown; several may have the same time."""
+        now, known = self._event, self._at_that_time
+        new = [e for e in events if e.time > now or (e.time == now and e.text not in known)]
+        for event in new:
+            if event.time > self._event:
+                self._event, self._at_that_time = event.time, set()
+            self._at_that_time.add(event.text)
+        return new
+
+    def _tell(self, events: Sequence[Line]) -> None:
+        for event in events:
+            text = f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {printable(event.text)}"
+            if self._live is not None:
+                from rich.text import Text
+
+                self._live.console.print(Text(text))
+            else:
+                line("event", text)
+
+
+def places_of(snapshot: Snapshot) -> dict[str, str]:
+    """Short names of devices, HOST:INDEX, by their ids."""
+    hosts = {node.address: node.host for node in snapshot.nodes}
+    return {d.facts.id: f"{hosts.get(d.facts.address, d.facts.address)}:{d.facts.index}" for d in snapshot.devices}
+
+
+def state_of(task: TaskView) -> str:
+    """A task's state; while it takes no steps, what it does."""
+    doing = printable(task.progress.doing)
+    return doing if task.state in ("pending", "running", "starting", "moving") and doing else task.state
+
+
+def steps_of(task: TaskView) -> str:
+    done, total = task.progress.step, task.progress.total_steps
+    return f"{done:,}/{total:,}" if total else f"{done:,}" if done else ""
+
+
+def numbers_of(task: TaskView) -> list[str]:
+    """Loss, held-out loss, tokens/s and the time that is left, as far as they are known."""
+    p, runs = task.progress, task.state == "running"
+    return [
+        "" if p.loss is None else f"{p.loss:.4f}",
+        "" if p.eval_loss is None else f"{p.eval_loss:.4f}",
+        f"{p.tokens_per_second:,.0f}" if runs and p.tokens_per_second is not None else "",
+        duration(p.seconds_left) if runs and p.seconds_left else "",
+    ]
+
+
+def sentence_of(task: TaskView, places: Mapping[str, str]) -> str:
+    """A task in a line without columns."""
+    loss, heldout, speed, left = numbers_of(task)
+    parts = [
+        steps_of(task),
+        f"loss {loss}" if loss else "",
+        f"held-out {heldout}" if heldout else "",
+        f"{speed} tokens/s" if speed else "",
+        f"on {places.get(task.device, task.device)}" if task.device else "",
+        f"{left} left" if left else "",
+        state_of(task) if state_of(task) != task.state else "",
+        task.said if task.state in ("failed", "pending", "cancelled") else "",
+    ]
+    return "  ".join([task.name, *filter(None, parts)])
+
+
+def summary(tasks: Sequence[TaskView]) -> str:
+    """How many tasks are in which state, and what they all train together."""
+    count = {state: sum(task.state == state for task in tasks) for state in ORDER}
+    said = ", ".join(f"{number:,} {state}" for state, number in count.items() if number)
+    speed = sum(task.progress.tokens_per_second or 0 for task in tasks if task.state == "running")
+    return f"{said}, {speed:,.0f} tokens/s" if speed else said
+
+
+def report(followed: Followed) -> None:
+    """Print how the tasks ended, the best first, and what went wrong."""
+    from wgpu_lora.cluster.spec.sweep_results import ranked, value_of, write_results
+
+    snapshot = followed.snapshot
+    run = next((one for one in snapshot.runs if any(task.run == one.name for task in followed.tasks)), None)
+    metric = run.sweep.metric if run and run.sweep else "eval_loss"
+    params = [*dict.fromkeys(name for task in followed.tasks for name in task.params)]
+    views = ranked(followed.tasks, metric)
+    if all(value_of(view, metric) is None for view in views):
+        views = sorted(views, key=lambda task: task.name)
+    rows = [
+        [
+            str(rank),
+            printable(view.name),
+            *[f"{view.params.get(name, '')}" for name in params],
+            view.state,
+            steps_of(view),
+            *numbers_of(view)[:2],
+            "" if view.progress.best_eval_loss is None else f"{view.progress.best_eval_loss:.4f}",
+            printable(view.output),
+        ]
+        for rank, view in enumerate(views, 1)
+    ]
+    columns = ("", "adapter", *params, "state", "step", "loss", "held-out", "best", "output")
+    from rich.text import Text
+
+    console().print(made_table(columns, [[Text(cell) for cell in row] for row in rows], ("adapter", "state", "output")))
+    for view in views:
+        if view.state in ("failed", "cancelled") and view.said:
+            line(view.state, f"{view.name}: {view.said}")
+    moved = [view.name for view in views if view.attempts > 1]
+    if moved:
+        names = listed(moved[:5], max(0, len(moved) - 5))
+        line("moved", f"{names} began again from the last copy, on this device or another")
+    for name, why in followed.wrong.items():
+        line("kept", f"{name}: its result stays on the cluster: {why}")
+    if run and run.sweep:
+        line("sweep", str(write_results(snapshot, run)))

@@ -1,0 +1,120 @@
+"""The processes of a cluster on this host: found by a mark in their environment, which all of them inherit."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import time
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+MARK = "WGPU_LORA_CLUSTER_NODE"  # <cluster>/<id of this start>
+SETTINGS = {  # of Ray, wherever we start it
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "120",  # a busy machine takes more than Ray's 30
+    "RAY_worker_niceness": "0",  # Ray's own is 15; jobs train here as fast as `finetune` would
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # Ray's client server forks while its other threads use gRPC
+}
+GRACE = 10.0  # seconds
+ROUNDS = 5
+
+
+def of_cluster(name: str) -> dict[int, psutil.Process]:
+    """This user's processes of a cluster, with all that they started."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        if _mark(process).startswith(f"{name}/"):
+            found[process.pid] = process
+            with suppress(psutil.Error):
+                found.update({child.pid: child for child in process.children(recursive=True)})
+    return {pid: process for pid, process in found.items() if pid != os.getpid() and _alive(process)}
+
+
+def running(name: str) -> str | None:
+    """The id of the start of a cluster whose node runs here; None if none does."""
+    for process in of_cluster(name).values():
+        with suppress(psutil.Error):
+            if process.name() == "raylet":
+                return _mark(process).partition("/")[2] or None
+    return None
+
+
+def end(name: str) -> list[str]:
+    """Ends all processes of a cluster here; the command lines of those that are still there.
+
+    Training is asked first, so that it saves what it has. Ray's processes keep nothing, and would take half a minute.
+    """
+    for ask in (True, *[False] * ROUNDS):  # some may be started while others are ended
+        found = list(of_cluster(name).values())
+        if not found:
+            return []
+        asked = [process for process in found if title(process).startswith("wgpu_lora")] if ask else found
+        for process in asked:
+            with suppress(psutil.Error):
+                process.terminate() if ask else process.kill()
+        _wait(asked)
+    return [title(process) for process in of_cluster(name).values()]
+
+
+def _wait(processes: list[psutil.Process]) -> None:
+    """Until they have ended, for some seconds; one that only its parent has not noticed yet has ended."""
+    last = time.monotonic() + GRACE
+    while time.monotonic() < last and any(map(_alive, processes)):
+        time.sleep(0.05)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def listening(name: str) -> list[dict[str, Any]]:
+    """The TCP ports on which processes of a cluster listen here: `process`, `address` (`*`: all interfaces), `port`."""
+    found = {}
+    for process in of_cluster(name).values():
+        with suppress(psutil.Error):
+            for one in process.net_connections(kind="tcp"):
+                if one.status == psutil.CONN_LISTEN and one.laddr:
+                    address = "*" if one.laddr.ip in ("::", "0.0.0.0") else one.laddr.ip.removeprefix("::ffff:")
+                    found[one.laddr.port, address] = title(process)
+    return [{"process": title, "address": address, "port": port} for (port, address), title in sorted(found.items())]
+
+
+def addresses() -> list[str]:
+    """The IP addresses of this host's interfaces."""
+    return sorted(
+        {
+            one.address.partition("%")[0]
+            for all_of_one in psutil.net_if_addrs().values()
+            for one in all_of_one
+            if getattr(one.family, "name", "") in ("AF_INET", "AF_INET6")
+        }
+    )
+
+
+def public(found: list[str]) -> list[str]:
+    """Those addresses that can be reached from the Internet, unless a firewall forbids it."""
+    return [one for one in found if ipaddress.ip_address(one).is_global]
+
+
+def title(process: psutil.Process) -> str:
+    """A process in a word or two."""
+    try:
+        line = process.cmdline()
+    except psutil.Error:
+        return str(process.pid)
+    if "-m" in line[:-1]:
+        return str(line[line.index("-m") + 1])
+    scripts = [word for word in line[1:3] if word.endswith(".py")]
+    return os.path.basename(str((scripts or line or ["?"])[0]))[:60]
+
+
+def _mark(process: psutil.Process) -> str:
+    try:
+        return str(process.environ().get(MARK, ""))
+    except (psutil.Error, OSError):  # another user's, or it has ended
+        return ""

@@ -1,0 +1,152 @@
+"""A consistent copy of a unit's directory, taken beside a trainer that goes on writing.
+
+Checkpoints never change once they have their names: trainers write each beside, and rename it. So a snapshot links
+their files, and then checks each by its manifest. What moved on meanwhile is left for the next checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from wgpu_lora.atomic import file_digest
+from wgpu_lora.bounded import parse_object
+from wgpu_lora.cluster.node.layout import ADAPTERS, PIPELINE
+from wgpu_lora.cluster.node.listing import FileFacts, checked_path
+from wgpu_lora.cluster.node.shelf import link_or_copy
+from wgpu_lora.errors import UserError
+from wgpu_lora.train import checkpoint
+from wgpu_lora.train.job import LOCK
+from wgpu_lora.train.manifest import MANIFEST
+from wgpu_lora.train.pipeline_state import read_pipeline_state
+from wgpu_lora.train.state import STATE, read_state
+
+KEPT = 2  # checkpoints of a run that goes on: a ruined adapter falls back to the one before the newest
+TEMPORARY = re.compile(r"\..*\.(tmp|previous|old)")
+Known = dict[tuple[int, int, int, int], str]  # digests by device, inode, time and size
+
+
+class MovedOn(Exception):
+    """The trainer has replaced files meanwhile: try again at the next checkpoint."""
+
+
+class Snapshots:
+    """Takes snapshots of one directory; digests of files that have not changed since are not computed again."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._known: Known = {}
+
+    def take(self, target: Path, ended: bool = False) -> tuple[list[FileFacts], dict[str, int]]:
+        """Copy the unit's files into a new directory; returns their list and, by task, the step to resume from.
+
+        ended: the trainer has, by itself or not: what a crash left is put in order, and all files are copied, not only
+            those that a resumed run needs.
+
+        Raises:
+            MovedOn: the trainer has replaced files meanwhile. OSError: the disk refuses.
+        """
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        try:
+            for root in self._roots() if ended else ():
+                checkpoint.sweep_run(root)
+            before = self._pipeline_state()
+            for path in self._files(ended):
+                self._copy(path, target / path.relative_to(self.directory))
+            if self._pipeline_state() != before:
+                raise MovedOn
+            steps = self._check(target)
+            found = [self._facts(path, target) for path in sorted(target.rglob("*")) if path.is_file()]
+        except FileNotFoundError as error:
+            raise MovedOn from error
+        return found, steps
+
+    def _pipeline_state(self) -> bytes | None:
+        path = self.directory / PIPELINE / STATE
+        return path.read_bytes() if path.is_file() else None
+
+    def _roots(self) -> list[Path]:
+        adapters = self.directory / ADAPTERS
+        return [self.directory / PIPELINE, *(sorted(adapters.iterdir()) if adapters.is_dir() else ())]
+
+    def _files(self, ended: bool) -> Iterator[Path]:
+        for root in self._roots():
+            old = [] if ended else [place for _, place in checkpoint.found(root / checkpoint.STEPS)[:-KEPT]]
+            for path in walked(root):
+                if not any(place in path.parents for place in old):
+                    yield path
+
+    def _copy(self, source: Path, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.suffix == ".safetensors" or (source.parent / MANIFEST).is_file():
+            link_or_copy(source, target)  # never written in place
+        else:
+            shutil.copyfile(source, target)
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def _check(self, target: Path) -> dict[str, int]:
+        """Check all checkpoints of a snapshot; returns the steps of the newest ones by task."""
+        steps = {}
+        for run in sorted((target / ADAPTERS).iterdir()) if (target / ADAPTERS).is_dir() else ():
+            places = [p for _, p in checkpoint.found(run / checkpoint.STEPS)] + checkpoint.results_of(run)
+            for place in places:
+                self._check_checkpoint(place)
+            if newest := checkpoint.newest(run):
+                steps[run.name] = read_state(newest)[0].step
+        if (target / PIPELINE / STATE).is_file():
+            steps |= self._check_pipeline(target)
+        return steps
+
+    def _check_checkpoint(self, place: Path) -> None:
+        """Check a checkpoint by its manifest, whose digests are remembered for the list of files."""
+        if any(self._key(path) not in self._known for path in place.iterdir()):
+            try:
+                if wrong := checkpoint.fault(place):
+                    raise MovedOn(f"{place.name}: {wrong}")
+            except UserError as error:
+                raise MovedOn(str(error)) from error
+            for name, digest in parse_object((place / MANIFEST).read_bytes(), MANIFEST)["sha256"].items():
+                self._known[self._key(place / name)] = digest
+
+    def _check_pipeline(self, target: Path) -> dict[str, int]:
+        """The steps in a pipeline's state, of which each slot must have the checkpoint, be it not named `last` yet."""
+        try:
+            state = read_pipeline_state(target / PIPELINE)
+        except UserError as error:
+            raise MovedOn(str(error)) from error
+        for name, step in state.steps.items():
+            run = target / ADAPTERS / name
+            if not any(_is_at(run / place, step) for place in (checkpoint.LAST, checkpoint.NEXT)):
+                raise MovedOn(f"{name} has no checkpoint of step {step}")
+        return state.steps
+
+    # -- digests ---------------------------------------------------------------------------------------------------
+
+    def _facts(self, path: Path, target: Path) -> FileFacts:
+        key = self._key(path)
+        digest = self._known.get(key) or file_digest(path)
+        self._known[key] = digest
+        return FileFacts(checked_path(path.relative_to(target).as_posix()), digest, key[3])
+
+    def _key(self, path: Path) -> tuple[int, int, int, int]:
+        said = path.stat()
+        return said.st_dev, said.st_ino, said.st_mtime_ns, said.st_size
+
+
+def walked(root: Path) -> Iterator[Path]:
+    """The files below a directory but temporary ones and locks; links are left out."""
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if path.is_symlink() or path.name == LOCK or TEMPORARY.fullmatch(path.name):
+            continue
+        if path.is_dir():
+            yield from walked(path)
+        elif path.is_file():
+            yield path
+
+
+def _is_at(place: Path, step: int) -> bool:
+    return place.is_dir() and not checkpoint.fault(place) and read_state(place)[0].step == step

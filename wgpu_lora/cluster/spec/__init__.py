@@ -1,0 +1,1 @@
+"""What a person asks of a cluster: cluster.toml, the tasks of a run, and sweeps."""

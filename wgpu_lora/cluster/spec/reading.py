@@ -1,0 +1,62 @@
+"""Tables of cluster.toml as dataclasses: strict names and types, with advice on others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, get_type_hints
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.aliases import nearest
+from wgpu_lora.names.naming import IN_FILE, naming
+from wgpu_lora.strict_json import in_words, typed
+from wgpu_lora.words import listed
+
+T = TypeVar("T")
+
+
+def check_keys(values: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raise UserError for a key that is not known, with the nearest one; `where` begins the message."""
+    for key in values:
+        if key not in known:
+            with naming(IN_FILE):
+                meant = nearest(key.replace("-", "_"), known)
+            text = f"did you mean {' or '.join(meant)}?" if meant else f"choose among {listed([*known])}."
+            raise UserError(f"{where} has an unknown key {key!a:.60}: {text}")
+
+
+def table_of(kind: type[T], values: Any, where: str) -> T:
+    """A table as a dataclass, which checks its own values; `where` begins error messages.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value has another type or is not allowed.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"{where} must be a table, not {values!a:.40}.")
+    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    check_keys(values, known, where)
+    hints, found = get_type_hints(kind), {}
+    for name, item in known.items():
+        if name not in values:
+            if item.default is MISSING and item.default_factory is MISSING:
+                raise UserError(f"{where} has no '{name}': add it.")
+            continue
+        try:
+            found[name] = typed(hints[name], values[name], name)
+        except ValueError:
+            said = in_words(hints[name]).removesuffix(" or null")
+            raise UserError(f"{where}: '{name}' must be {said}, not {values[name]!a:.60}.") from None
+    with in_file(where):
+        return kind(**found)
+
+
+@contextmanager
+def in_file(where: str) -> Iterator[None]:
+    """Errors of the block begin with `where`, and spell options as a file has them."""
+    try:
+        with naming(IN_FILE):
+            yield
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
