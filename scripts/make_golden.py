@@ -3,7 +3,7 @@
     python scripts/make_golden.py [OUTPUT]
 
 OUTPUT is tests/fixtures unless given. The same versions on the same kind of processor give the same tensors;
-tests/models/test_reference_golden.py checks that any others give the same numbers.
+tests/models/test_reference_golden.py checks that any others give the same numbers, to what training makes of rounding.
 """
 
 from __future__ import annotations

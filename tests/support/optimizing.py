@@ -17,6 +17,17 @@ from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.train.options.arguments import TrainingArguments
 
 Named = Mapping[str, np.ndarray]  # by module.A or module.B
+# Limits of our distance to golden optimizers' ends after 200 steps, relative to the way from the start. Codes and signs
+# may differ where a value is on a border, and torch's Muon computes in bf16.
+GOLDEN_LIMITS = {
+    "adamw": 1e-5,
+    "adamw_8bit": 1e-2,
+    "lion": 1e-2,
+    "lion_8bit": 1e-2,
+    "muon": 2e-2,
+    "sgd": 1e-5,
+    "loraplus": 1e-5,
+}
 
 
 class Optimizing:
