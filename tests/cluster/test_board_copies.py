@@ -20,12 +20,28 @@ def test_a_copy_on_a_host_that_is_gone_is_waited_for_but_not_for_ever() -> None:
     cluster.survey("a")
     cluster.report(order, step=6, ended="killed")
     assert cluster.decide() == []
+    cluster.fence(order.unit)  # other shelves are asked first
+    assert cluster.decide() == []
     assert "waits for the host b" in cluster.snapshot().tasks[0].said
-    assert cluster.decide(COPY_SECONDS + 1) == []  # other shelves are asked first
+    assert cluster.decide(COPY_SECONDS + 1) == []
     cluster.fence(order.unit)
     ((_, anew),) = cluster.decide()
     assert (anew.restore, anew.epoch) == (None, 2)
     assert cluster.task("r", "one").progress.step == 0
+
+
+def test_another_shelf_with_the_same_copy_is_taken_at_once() -> None:
+    """The device that a trainer was killed on keeps its last copy, too."""
+    cluster = Cluster({"a": [device("a", "x")], "b": []})
+    cluster.submit(request("r", [task("one")]))
+    ((_, order),) = cluster.decide()
+    cluster.report(order, step=5, copy=5)
+    cluster.report(order, step=6, ended="killed")
+    cluster.survey("a")
+    assert cluster.decide() == []
+    cluster.fence(order.unit, replace(cluster.copy(order, 5), host="node-a"))
+    ((_, again),) = cluster.decide()
+    assert (again.restore_from, cluster.task("r", "one").progress.step) == ("node-a", 5)
 
 
 def test_another_shelf_has_an_older_copy_of_a_host_that_is_gone() -> None:
@@ -36,6 +52,9 @@ def test_another_shelf_has_an_older_copy_of_a_host_that_is_gone() -> None:
     cluster.report(order, step=5, copy=5)
     cluster.survey("a")
     cluster.report(order, step=6, ended="killed")
+    cluster.decide()
+    cluster.fence(order.unit, older)
+    assert cluster.decide() == []  # the newer one may come back
     cluster.decide(COPY_SECONDS + 1)
     cluster.fence(order.unit, older)
     ((_, again),) = cluster.decide()

@@ -60,6 +60,8 @@ def test_a_unit_moves_and_goes_on_from_its_copy(site: Site, tmp_path: Path) -> N
     copy = site.shelf("c").held(given.unit)
     assert copy
     assert (copy.steps, copy.final) == ({"one": 6}, False)
+    assert (own := site.shelf("a").held(given.unit))  # should c be lost before it is resumed
+    assert own.digest == copy.digest
     assert {file.path for file in site.shelf("c").files(given.unit, copy.digest)} > {
         f"adapters/one/checkpoints/step-{step}/state.json" for step in (4, 6)
     }

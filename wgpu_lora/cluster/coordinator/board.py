@@ -182,8 +182,11 @@ class Board:
                 unit.avoid[unit.devices[0]] = now + NO_ROOM_SECONDS
             self._lost(unit, now, f"nothing was heard of {device} for {seconds + self.margin:.0f} s")
         for unit in [unit for unit in self.state.units.values() if unit.phase == "waiting" and unit.copy]:
-            away = self.state.node_at(unit.at) is None
-            if away and now - min(task.since for task in self.state.members(unit)) > COPY_SECONDS:
+            if self.state.node_at(unit.at) is not None:
+                unit.sought = False
+            elif not unit.sought:  # another shelf may have the same
+                unit.sought, unit.phase = True, "lost"
+            elif now - min(task.since for task in self.state.members(unit)) > COPY_SECONDS:
                 self._without_copy(unit, now, f"the host {unit.at}, which has its newest checkpoint, is gone")
 
     def _without_copy(self, unit: UnitState, now: float, why: str) -> None:

@@ -73,6 +73,7 @@ class UnitState:
         devices: ids while it is placed, the leader first. needed: bytes on each.
         lease: seconds that its order names; a coordinator that comes later may have another one.
         copy: the newest copy of its directory. at: the address of the host that has it.
+        sought: other shelves have been asked for it since that host has been away.
         unreadable: digests of copies that could not be resumed from.
         avoid: devices without room for it -> until when they are not tried again.
     """
@@ -89,6 +90,7 @@ class UnitState:
     lease: float = LEASE_SECONDS
     copy: Copy | None = None
     at: str = ""
+    sought: bool = False
     unreadable: list[str] = field(default_factory=list)
     avoid: dict[str, float] = field(default_factory=dict)
 

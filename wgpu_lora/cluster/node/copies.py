@@ -6,10 +6,11 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wgpu_lora.cluster.facts import Copy, Order
+from wgpu_lora.cluster.node.listing import Listing
 from wgpu_lora.cluster.node.shelf import Fenced
 from wgpu_lora.cluster.node.snapshot import MovedOn, Snapshots
 from wgpu_lora.cluster.node.transfer import ShelfPort, Unreachable, copy_of, send
@@ -113,9 +114,17 @@ class Copies:
                     why = str(error)
             if sent is None:
                 return False
+            if ended and not final and sent.host != self.here:
+                self._keep_here(sent, files, place)
             self._copied = dict(steps)
             self.problem = f"The checkpoint was copied on its own host alone: {why}" if why else ""
             self.made(sent)
             return True
         finally:
             shutil.rmtree(place, ignore_errors=True)
+
+    def _keep_here(self, sent: Copy, files: Listing, place: Path) -> None:
+        """A trainer that has ended early leaves nothing else: the host that has the copy may be lost before it is
+        resumed."""
+        with suppress(UserError, Unreachable, OSError):
+            send(self.shelves(self.here), replace(sent, host=self.here), files, place, self.going)
