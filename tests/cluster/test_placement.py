@@ -98,8 +98,8 @@ def test_unmeasured_devices_count_as_the_usual_one():
 
 
 def test_who_has_waited_long_goes_before_more_work():
-    tasks = [task("new", 5000.0), task("old", 10.0, waited=1000.0)]
-    assert where(place(tasks, [device("d", 10.0)])) == {"old": "d"}
+    tasks = [task("new", 5000.0, since=1000.0), task("old", 10.0, since=0.0)]
+    assert where(place(tasks, [device("d", 10.0)], 1000.0)) == {"old": "d"}
 
 
 def test_several_jobs_per_device():

@@ -40,7 +40,7 @@ def waitings(draw: st.DrawFn) -> list[Waiting]:
             run=draw(st.sampled_from(("r", "s"))),
             join=draw(st.sampled_from(JOINS)),
             seconds=draw(st.none() | numbers),
-            waited=draw(st.floats(0, 1e5)),
+            since=draw(st.floats(-1e5, 0)),
         )
         for number in range(count)
     ]

@@ -5,12 +5,12 @@ packed or copied behind its last use in the forward pass, and restored in a new 
 pass, which reads the new one. So ops do not know about it, and arenas use the memory in between. Row statistics, such
 as log-sum-exps, are not declared: they are small, and their errors would be amplified.
 
-In f16, every block of up to 256 values has a scale (see `ops.half.to_half`), so nothing overflows.
+In f16, every block of up to 256 values of a token has a scale (see `ops.half.to_half`), so nothing overflows. Blocks do
+not span tokens: padding after the last one has values of any size, such as those of an earlier batch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -33,6 +33,12 @@ class Saving(NamedTuple):
 
 
 IN_F32 = Saving()
+
+
+def block_of(cols: int) -> int:
+    """How many values of a row of `cols` have a common scale: equal parts, each of whole 32-bit words; 1 if there are
+    none."""
+    return max((size for size in range(2, BLOCK + 1, 2) if cols % size == 0), default=1)
 
 
 def store(program: Program, saved: Mapping[Storage, Sequence[Tensor]], forward: int, saving: Saving) -> None:
@@ -82,7 +88,7 @@ def _packed(
 
     for tensor in tensors:
         of, back = tensor.reshape(tensor.size), replace(tensor, shape=(tensor.size,), storage=new)
-        cols = math.gcd(tensor.size, BLOCK)
+        cols = block_of(tensor.size // tensor.shape[0])
         if saving.dtype != "f32" and cols >= SHORTEST:
             shape: dict[str, Any] = {"cols": cols, "kind": saving.dtype}
             half = temp(of.shape, saving.dtype, f"in {saving.dtype}")

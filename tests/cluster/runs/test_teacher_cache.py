@@ -83,5 +83,5 @@ def test_a_cache_is_made_beside_training_and_gives_the_adapter_of_a_plain_run_wi
         assert options["teacher"] is None
         assert Path(options["eval_teacher_cache"]).name == "eval_teacher_cache"
         assert (output / ADAPTER).read_bytes() == (tmp_path / "cached" / ADAPTER).read_bytes()
-        losses = [[entry["kd_loss"] for entry in log] for log in (read_log(output / LOG), cached, live)]
+        losses = [[entry["loss"] for entry in log] for log in (read_log(output / LOG), cached, live)]
         assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-4)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wgpu_lora.cluster.coordinator import fleet, runs, teaching, units
-from wgpu_lora.cluster.coordinator.choosing import places, speeds_decide, waiting
+from wgpu_lora.cluster.coordinator.choosing import Queue, places, speeds_decide
 from wgpu_lora.cluster.coordinator.ending import NO_ROOM_SECONDS, ended
 from wgpu_lora.cluster.coordinator.orders import order
 from wgpu_lora.cluster.coordinator.state import (
@@ -66,7 +66,7 @@ class Board:
         self.requests: Requests = requests if requests is not None else {}
         self.node, self.lease, self.margin = node, lease, margin
         self.changes = 0
-        self._sweeps = Sweeps(schedulers)
+        self._sweeps, self._queue = Sweeps(schedulers), Queue()
 
     def restarted(self, now: float) -> None:
         """Go on with a state from the journal."""
@@ -149,9 +149,9 @@ class Board:
             devices = places(self.state, jobs, now)
             if all(device.out or device.active >= jobs for device in devices):
                 continue
-            all_waiting = waiting(self.state, self.requests, now)
+            all_waiting = self._queue.waiting(self.state, self.requests, now)
             tasks = [one for one in all_waiting if self.requests[one.run].jobs_per_device == jobs]
-            for placement in place(tasks, devices) if tasks else ():
+            for placement in place(tasks, devices, now) if tasks else ():
                 unit = self._unit_of(placement.tasks)
                 unit.lease = self.lease
                 expires = now + max(self.lease, ANSWER_SECONDS) + self.margin

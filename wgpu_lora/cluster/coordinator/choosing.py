@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from wgpu_lora.cluster.coordinator.state import Requests, State, TaskState, UnitState
 from wgpu_lora.cluster.coordinator.taught import awaited, plans_of
@@ -28,20 +27,36 @@ def needed_bytes(plans: Sequence[dict[str, TaskPlan]]) -> dict[str, int]:
     return found
 
 
-def waiting(state: State, requests: Requests, now: float) -> list[Waiting]:
-    """All units that wait for a device, whose copy is within reach, and whose teacher caches are ready."""
-    options = {name: {task.name: task.options for task in request.tasks} for name, request in requests.items()}
-    return [
-        _waiting(state, requests[unit.run], unit, options[unit.run][unit.tasks[0]], now)
-        for unit in state.units.values()
-        if unit.phase == "waiting"
-        and not (unit.copy and state.node_at(unit.at) is None)
-        and awaited(state, requests[unit.run], unit) is None
-    ]
+class Queue:
+    """What waits. Most units have never been placed, and are the same at each decision: they are described once."""
+
+    def __init__(self) -> None:
+        self._new: dict[str, tuple[RunRequest, bool, Waiting]] = {}
+
+    def waiting(self, state: State, requests: Requests, now: float) -> list[Waiting]:
+        """All units that wait for a device, whose copy is within reach, and whose teacher caches are ready."""
+        before, self._new, found = self._new, {}, []
+        for unit in state.units.values():
+            if unit.phase != "waiting" or (unit.copy and state.node_at(unit.at) is None):
+                continue
+            request = requests[unit.run]
+            if request.taught and awaited(state, request, unit) is not None:
+                continue
+            if unit.epoch or unit.avoid or request.taught or len(unit.tasks) > 1:
+                found.append(_waiting(state, request, unit, now))
+                continue
+            task = state.tasks[unit.id]
+            known = before.get(unit.id)
+            if not known or known[0] is not request or known[1] != task.alone or known[2].since != task.since:
+                known = request, task.alone, _waiting(state, request, unit, now)
+            self._new[unit.id] = known
+            found.append(known[2])
+        return found
 
 
-def _waiting(state: State, request: RunRequest, unit: UnitState, options: dict[str, Any], now: float) -> Waiting:
+def _waiting(state: State, request: RunRequest, unit: UnitState, now: float) -> Waiting:
     tasks = state.members(unit)
+    options = next(task.options for task in request.tasks if task.name == unit.tasks[0])
     plans = [plans_of(state, request, name) for name in unit.tasks]
     some = [next(iter(plan.values())) for plan in plans]
     timed = options.get("target_seconds")
@@ -58,7 +73,7 @@ def _waiting(state: State, request: RunRequest, unit: UnitState, options: dict[s
         run=unit.run,
         join="never" if tasks[0].alone else request.join,
         seconds=float(timed) if some[0].steps == 0 and timed else None,
-        waited=max(now - min(task.since for task in tasks), 0.0),
+        since=min(task.since for task in tasks),
     )
 
 

@@ -15,7 +15,7 @@ from wgpu_lora.cluster.placement.units import Starting, Units
 SLACK = 1.1  # how much later than on the best device a task may end on one with a better score
 
 
-def place(waiting: Sequence[Waiting], places: Sequence[Place]) -> list[Placement]:
+def place(waiting: Sequence[Waiting], places: Sequence[Place], now: float = 0.0) -> list[Placement]:
     """Decide what starts now. Equal arguments give equal results, in whatever order they are.
 
     All tasks are planned, the longest first, as if none were to come: each goes where it ends first, which may be
@@ -34,6 +34,7 @@ def place(waiting: Sequence[Waiting], places: Sequence[Place]) -> list[Placement
     Args:
         waiting: tasks with different names.
         places: devices; those that are `out` are not used.
+        now: by the clock of `Waiting.since`, for the time that tasks have waited.
 
     Returns:
         The placements, in the order in which they were decided.
@@ -41,15 +42,15 @@ def place(waiting: Sequence[Waiting], places: Sequence[Place]) -> list[Placement
     field = Field(places)
     if not waiting or not field.open.any():
         return []
-    return _Decision(field, waiting).placements()
+    return _Decision(field, waiting, now).placements()
 
 
 class _Decision:
-    def __init__(self, field: Field, waiting: Sequence[Waiting]):
+    def __init__(self, field: Field, waiting: Sequence[Waiting], now: float):
         self.field = field
         tasks = sorted(waiting, key=lambda task: task.task)
         needs = field.needs(tasks)
-        order = np.argsort(-ranks(field, tasks, needs), kind="stable")
+        order = np.argsort(-ranks(field, tasks, needs, now), kind="stable")
         self.tasks = [(tasks[row], needs[row]) for row in order]
         # Devices on which nothing fits now do not keep the planning going.
         self.useful = (needs <= field.free).any(axis=0)
@@ -99,14 +100,14 @@ class _Decision:
         return False
 
 
-def ranks(field: Field, tasks: Sequence[Waiting], needs: Numbers) -> Numbers:
+def ranks(field: Field, tasks: Sequence[Waiting], needs: Numbers, now: float) -> Numbers:
     """How early each task is planned [tasks]: by length, scarcity of memory and the time waited; see `place`."""
     total, usual = field.speed.sum(), field.speed.mean()
     able = (needs <= field.room) @ field.speed
     scarcity = total / np.where(able > 0, able, total)
     lengths = [task.work / usual / task.devices if task.seconds is None else task.seconds for task in tasks]
-    waited = np.array([task.waited for task in tasks], dtype=np.float64)
-    found: Numbers = np.array(lengths, dtype=np.float64) * scarcity + waited
+    since = np.array([task.since for task in tasks], dtype=np.float64)
+    found: Numbers = np.array(lengths, dtype=np.float64) * scarcity + np.maximum(now - since, 0.0)
     return found
 
 

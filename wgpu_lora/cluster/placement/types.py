@@ -27,7 +27,7 @@ class Waiting:
         run: only tasks of one run are joined.
         join: one of JOINS: `auto` joins where that is measured to be faster, `always` everywhere.
         seconds: of a task that ends by time, on any device; its `work` does not count.
-        waited: seconds since it could first have been placed. Who waits long goes before more work.
+        since: when it could first have been placed, in seconds. Who waits long goes before more work.
     """
 
     task: str
@@ -42,7 +42,7 @@ class Waiting:
     run: str = ""
     join: str = "auto"
     seconds: float | None = None
-    waited: float = 0.0
+    since: float = 0.0
 
     @property
     def members(self) -> tuple[str, ...]:

@@ -66,7 +66,6 @@ class _Simulation:
         self.tasks = {task.task: task for task in drawn.tasks}
         self.waiting = dict(self.tasks)  # by the first task of a unit
         self.left = {task.task: task.work for task in drawn.tasks}
-        self.since = dict.fromkeys(self.waiting, 0.0)
         self.running: dict[str, Running] = {}  # by device
         self.down: set[str] = set()
         self.bases: dict[str, set[str]] = {machine.host: set() for machine in drawn.machines}
@@ -126,7 +125,6 @@ class _Simulation:
             for name in first.needed
         }
         fitting = [one for one in self.machines.values() if needed[one.plan_class] <= one.memory]
-        self.since[first.task] = now
         self.waiting[first.task] = replace(
             first,
             needed=needed if others else first.needed,
@@ -134,16 +132,17 @@ class _Simulation:
             tasks=tuple(members) if others else (),
             join=first.join if others else "never",
             avoid=frozenset({unit.device}) if len(fitting) > 1 else frozenset(),
+            since=now,
         )
 
     def _span(self, unit: Running, now: float, ended: tuple[str, ...]) -> None:
         self.outcome.spans.append(Span(unit.device, tuple(unit.left), unit.needed, unit.began, now, ended))
 
     def _decide(self, now: float) -> None:
-        waiting = [replace(task, waited=now - self.since[name]) for name, task in self.waiting.items()]
+        waiting = list(self.waiting.values())
         places = [self._place(machine, now) for machine in self.drawn.machines]
         begin = thread_time()
-        found = place(waiting, places)
+        found = place(waiting, places, now)
         self.outcome.decisions.append(thread_time() - begin)
         for placement in found:
             self._start(placement, now)
