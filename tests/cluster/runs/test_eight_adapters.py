@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.cli import flags
+from support.cli import flags, write_rows
 from support.cluster_runs import cluster, rows_of, status
 from support.hosts import Hosts, namespaces_allowed, until
 
@@ -35,24 +42,78 @@ for options in json.loads(sys.argv[1]):
 """
 
 
+# A program of somebody at the machine, which has all of a device's memory.
+HOLD = """
+import time
+from wgpu_lora.gpu.devices import list_devices
+from wgpu_lora.share import Ledger, budget_bytes, device_key
+from wgpu_lora.share.lease import take
+listed = list_devices()
+budget = budget_bytes(listed[0]).bytes
+with take(Ledger(device_key(listed[0], listed)), budget, budget, "somebody's own"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Three hosts whose devices are known."""
+    with Hosts(3, shared=tmp_path_factory.mktemp("shared")) as made:
+        made.start_nodes()
+        until(lambda: len(status(made)["devices"]) == 3, 300)
+        yield made
+
+
 def device_of(directory: Path) -> str:
     """The name of the device on which a run was ended."""
     name: str = json.loads((directory / "run.json").read_text())["environment"]["device"]["name"]
     return name
 
 
-def test_eight_adapters_end_as_each_alone(tmp_path: Path) -> None:
+def facts_at(hosts: Hosts, address: str) -> Any:
+    """What a host said of its device at the last survey."""
+    return next(one["facts"] for one in status(hosts)["devices"] if one["facts"]["address"] == address)
+
+
+def test_a_full_device_gets_nothing(hosts: Hosts) -> None:
+    """One that somebody else fills is left alone; what no device can run is refused before anything runs."""
+    place = hosts.shared / "full"
+    named = [word for n in range(3) for word in ("--adapters", f"{rows_of(hosts.shared, n)}:{place / str(n)}")]
+    full = hosts[2].start([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    try:
+        assert full.stdout.readline() == "held\n"
+        at = hosts[2].address
+        until(lambda: facts_at(hosts, at)["free"] == 0, 60)
+        assert "somebody's own" in facts_at(hosts, at)["leases"][0]
+        cluster(hosts, "run", "--join", "never", *named, *flags(**OPTIONS))
+    finally:
+        hosts[2].signal(full, signal.SIGKILL)
+        full.wait()
+    seen = status(hosts)
+    assert [task["state"] for task in seen["tasks"]] == ["finished"] * 3
+    assert not any(task["device"].startswith(at) for task in seen["tasks"])
+    rows = write_rows(hosts.shared / "long.jsonl", [{"input_ids": [1] * 1024}] * 512)
+    large = {**OPTIONS, "per_device_train_batch_size": 512, "max_length": 1024}
+    refused = cluster(hosts, "run", "--adapters", f"{rows}:{place / 'large'}", *flags(**large), check=False)
+    assert refused.returncode == 2
+    assert re.search(r"needs [0-9,]+ bytes, but one binding of this device holds at most", refused.stderr)
+    assert not (place / "large").exists()
+    assert len(status(hosts)["runs"]) == len(seen["runs"])
+
+
+def test_eight_adapters_end_as_each_alone(hosts: Hosts) -> None:
+    tmp_path = hosts.shared
     data = [rows_of(tmp_path, number) for number in range(COUNT)]
     together, alone = ([tmp_path / kind / f"a{number}" for number in range(COUNT)] for kind in ("together", "alone"))
     named = [word for rows, output in zip(data, together, strict=True) for word in ("--adapters", f"{rows}:{output}")]
     each = [{**OPTIONS, "data": str(rows), "output": str(output)} for rows, output in zip(data, alone, strict=True)]
-    with Hosts(3, shared=tmp_path) as hosts:
-        hosts.start_nodes()
-        until(lambda: len(status(hosts)["devices"]) == 3, 300)
-        cluster(hosts, "run", "--join", "never", *named, *flags(**OPTIONS))
-        seen = status(hosts)
-        hosts[0].python("-c", ALONE, json.dumps(each), timeout=400)
-    assert [task["state"] for task in seen["tasks"]] == ["finished"] * COUNT
+    cluster(hosts, "run", "--name", "eight", "--join", "never", *named, *flags(**OPTIONS))
+    seen = status(hosts)
+    hosts[0].python("-c", ALONE, json.dumps(each), timeout=400)
+    tasks = [task for task in seen["tasks"] if task["run"] == "eight"]
+    assert [task["state"] for task in tasks] == ["finished"] * COUNT
+    assert_placed_by_speed(seen["devices"], tasks)
     same_driver = [device_of(ours) == device_of(theirs) for ours, theirs in zip(together, alone, strict=True)]
     assert any(same_driver)
     for ours, theirs, same in zip(together, alone, same_driver, strict=True):
@@ -61,3 +122,12 @@ def test_eight_adapters_end_as_each_alone(tmp_path: Path) -> None:
         assert [entry["loss"] for entry in made] == pytest.approx([entry["loss"] for entry in expected], rel=SAME_LOSS)
         if same:
             assert (ours / ADAPTER).read_bytes() == (theirs / ADAPTER).read_bytes()
+
+
+def assert_placed_by_speed(devices: list[dict[str, Any]], tasks: list[dict[str, Any]]) -> None:
+    """Each device was measured, and one that is much faster was given more."""
+    speeds = {f"{one['facts']['address']}/{one['facts']['key']}": one["facts"]["speed"] for one in devices}
+    given = Counter(task["device"] for task in tasks)
+    assert all(speed > 0 for speed in speeds.values())
+    order = sorted(speeds, key=speeds.__getitem__)
+    assert given[order[-1]] > given[order[0]] or speeds[order[-1]] < 1.5 * speeds[order[0]], (speeds, given)

@@ -57,7 +57,7 @@ def test_two_devices_end_as_one(cluster: Cluster, tmp_path: Path) -> None:  # no
     given = helped(cluster, "two", tmp_path, max_steps=100_000, learning_rate=1e-5, lr_scheduler_type="constant")
     directory = Layout(cluster_root()).epoch(given.unit, given.epoch) / ADAPTERS / "two"
     cluster.start(given)
-    until(lambda: shares(directory).count(2) >= 6, 120)
+    until(lambda: shares(directory).count(2) >= 6, 240)
     try:
         ray.get(cluster.fake.set.remote(end=["two"]))
         last = cluster.until(lambda report: report.unit == given.unit and report.ended)
@@ -71,7 +71,7 @@ def test_two_devices_end_as_one(cluster: Cluster, tmp_path: Path) -> None:  # no
     options = {**given.tasks[0].options, "output": str(tmp_path / "alone"), "max_steps": record.steps}
     alone = prepare_job(from_values(options, "the test")).train()
     assert (record.stop_reason, record.state.tokens) == ("request", alone.state.tokens)
-    made, expected = (read_log(record.directory / LOG) for record in (record, alone))
+    made, expected = (read_log(place / LOG) for place in (target, tmp_path / "alone"))
     for value in ("step", "loss", "grad_norm", "tokens"):
         assert [line[value] for line in made] == pytest.approx([line[value] for line in expected], rel=1e-3), value
 
