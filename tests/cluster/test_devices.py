@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,12 +69,7 @@ class NVML(SimpleNamespace):
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(library: NVML | None) -> None:
-        def load(name: str) -> Any:
-            if library is None:
-                raise ImportError(name)
-            return library
-
-        monkeypatch.setattr(keys, "import_module", load)
+        monkeypatch.setitem(sys.modules, "pynvml", library)  # None: there is no such module
 
     install(None)
     return install

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.cli import QWEN2, SMALL, share_device, write_rows
 
-from wgpu_lora.cluster.facts import TaskPlan, from_plain
+from wgpu_lora.cluster.facts import Needs, from_plain
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import loaded
@@ -36,8 +36,8 @@ def planned(
     found = KINDS["plan"](Port(io.StringIO()), where="it", tasks=tasks, joined=joined, shared=shared)
     assert set(found["tasks"]) == set(options)
     return {
-        "tasks": {name: from_plain(TaskPlan, one) for name, one in found["tasks"].items()},
-        "joined": [from_plain(TaskPlan, one) for one in found["joined"]],
+        "tasks": {name: from_plain(Needs, one) for name, one in found["tasks"].items()},
+        "joined": [from_plain(Needs, one) for one in found["joined"]],
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import psutil
 
 from wgpu_lora.installed import pip_line
 from wgpu_lora.names.naming import flag
+from wgpu_lora.share.nvml import ask_nvml
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.devices import DeviceInfo
@@ -105,25 +105,16 @@ def _line(path: Path) -> str:
 
 def nvml_memory(name: str) -> DeviceMemory | None:
     """The memory of the NVIDIA card of this name, else of the only one; None without nvidia-ml-py."""
-    try:
-        nvml: Any = import_module("pynvml")
-    except ImportError:
-        return None
-    try:
-        nvml.nvmlInit()
-        try:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-            named = [h for h in handles if nvml.nvmlDeviceGetName(h) == name]
-            memories = [nvml.nvmlDeviceGetMemoryInfo(h) for h in named or handles]
-        finally:
-            nvml.nvmlShutdown()
-    except nvml.NVMLError:
-        return None
-    if not named and len(handles) != 1:
-        return None
-    least = min(memories, key=lambda memory: memory.total)
-    several = f", the smallest of {len(memories)} cards of this name" if len(memories) > 1 else ""
-    return DeviceMemory(least.total, f"NVML{several}", least.free)
+
+    def ask(nvml: Any, cards: list[Any]) -> DeviceMemory | None:
+        named = [card for card in cards if nvml.nvmlDeviceGetName(card) == name]
+        if not named and len(cards) != 1:
+            return None
+        least = min((nvml.nvmlDeviceGetMemoryInfo(card) for card in named or cards), key=lambda memory: memory.total)
+        several = f", the smallest of {len(named)} cards of this name" if len(named) > 1 else ""
+        return DeviceMemory(least.total, f"NVML{several}", least.free)
+
+    return ask_nvml(ask)
 
 
 def metal_memory(name: str, load: Callable[[str], Any] = ctypes.CDLL) -> DeviceMemory | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.gpu.devices import DeviceInfo
 from wgpu_lora.share import device_key
+from wgpu_lora.share.nvml import ask_nvml
 
 PREFIX = "webgpu:"  # of the resources in Ray
 PCI = Path("/sys/bus/pci/devices")
@@ -29,24 +29,17 @@ def _uuid(info: DeviceInfo, listed: Sequence[DeviceInfo]) -> str | None:
     """The UUID of an NVIDIA card; None if NVML is missing, or knows another number of such cards than one."""
     if info.vendor_id != NVIDIA or not _single(info, listed):
         return None
-    try:
-        nvml: Any = import_module("pynvml")
-    except ImportError:
-        return None
-    try:
-        nvml.nvmlInit()
-        try:
-            cards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
-            wanted = info.device_id << 16 | NVIDIA
-            alike = [card for card in cards if nvml.nvmlDeviceGetPciInfo(card).pciDeviceId == wanted]
-            uuids = [nvml.nvmlDeviceGetUUID(card) for card in alike]
-        finally:
-            nvml.nvmlShutdown()
-    except nvml.NVMLError:
-        return None
-    if len(uuids) != 1:
-        return None
-    return uuids[0].decode() if isinstance(uuids[0], bytes) else str(uuids[0])
+
+    def ask(nvml: Any, cards: list[Any]) -> str | None:
+        wanted = info.device_id << 16 | NVIDIA
+        uuids = [
+            nvml.nvmlDeviceGetUUID(card) for card in cards if nvml.nvmlDeviceGetPciInfo(card).pciDeviceId == wanted
+        ]
+        if len(uuids) != 1:
+            return None
+        return uuids[0].decode() if isinstance(uuids[0], bytes) else str(uuids[0])
+
+    return ask_nvml(ask)
 
 
 def _address(info: DeviceInfo, listed: Sequence[DeviceInfo], pci: Path) -> str | None:

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from wgpu_lora.cluster.facts.nodes import DeviceFacts, NodeFacts, Versions
 from wgpu_lora.cluster.facts.orders import Answer, CacheStanding, Copy, Order, Progress, Report
-from wgpu_lora.cluster.facts.requests import RunRequest, Sweep, Task, TaskPlan, Taught
+from wgpu_lora.cluster.facts.requests import RunRequest, Sweep, Task, Taught
 from wgpu_lora.cluster.facts.views import DeviceView, Line, RunView, Snapshot, TaskView
 from wgpu_lora.strict_json import typed
+from wgpu_lora.train.needed import Needs
 
 __all__ = [
     "COORDINATOR",
@@ -20,6 +21,7 @@ __all__ = [
     "DeviceFacts",
     "DeviceView",
     "Line",
+    "Needs",
     "NodeFacts",
     "Order",
     "Progress",
@@ -29,7 +31,6 @@ __all__ = [
     "Snapshot",
     "Sweep",
     "Task",
-    "TaskPlan",
     "TaskView",
     "Taught",
     "Versions",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from wgpu_lora.train.needed import Needs
+
 
 @dataclass(frozen=True)
 class Task:
@@ -24,28 +26,6 @@ class Task:
 
 
 @dataclass(frozen=True)
-class TaskPlan:
-    """What a task needs on devices of one plan class.
-
-    Attributes:
-        needed: bytes at the peak, by the exact plan. base_bytes: those of the base model.
-        base: equal for tasks that may share a base model in one pipeline. data: what its files are, for locality.
-        work: processed tokens of the whole run. steps: of the whole run, 0 if it ends by time.
-        heldout: whether it measures a held-out loss.
-        refused: why it cannot run, a sentence; the other values are 0 then.
-    """
-
-    needed: int = 0
-    base_bytes: int = 0
-    base: str = ""
-    data: list[str] = field(default_factory=list)
-    work: int = 0
-    steps: int = 0
-    heldout: bool = False
-    refused: str | None = None
-
-
-@dataclass(frozen=True)
 class Taught:
     """A task with a teacher, of which the evaluation device makes a cache: its plans are those with the cache.
 
@@ -53,7 +33,7 @@ class Taught:
     """
 
     caches: str
-    live: dict[str, TaskPlan]
+    live: dict[str, Needs]
 
 
 @dataclass(frozen=True)
@@ -89,7 +69,7 @@ class RunRequest:
 
     name: str
     tasks: list[Task]
-    plans: dict[str, dict[str, TaskPlan]]
+    plans: dict[str, dict[str, Needs]]
     shared: str | None = None
     mirror_steps: int = 50
     join: str = "auto"

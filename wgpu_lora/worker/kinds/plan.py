@@ -18,7 +18,8 @@ from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train.caching import cache_plans, caches_digest
 from wgpu_lora.train.finetune import prepare_job, shared_session, single_session
 from wgpu_lora.train.gather import gather
-from wgpu_lora.train.needs import Needs, base_key, needs_of
+from wgpu_lora.train.needed import Needs
+from wgpu_lora.train.needs import base_key, needs_of
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.tasks import split_options
