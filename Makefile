@@ -98,7 +98,7 @@ test-tpm: setup .venv/tpm  ## quotes of a TPM in software (swtpm), which `make t
 # Ray with nodes as namespaces; what cannot run here is skipped. Each test bounds its own waits.
 test-cluster: setup  ## clusters on Ray: eight adapters over three hosts, kills, up and down (minutes)
 	scripts/install_cluster.sh
-	$(PYTEST) --durations=10 tests/cluster/runs
+	$(PYTEST) -n $(JOBS) --dist loadfile --durations=10 tests/cluster/runs
 
 test-wheel: setup  ## build the wheel, install it into an empty environment and run the demo there
 	scripts/check_wheel.sh

@@ -26,5 +26,7 @@ if [ ${#packages[@]} -gt 0 ]; then
   fi
   as_root apt-get update -q
   DEBIAN_FRONTEND=noninteractive as_root apt-get install -y -q --no-install-recommends "${packages[@]}"
+  # Nor is it to start with the machine: a server that was here before is left as it is.
+  case " ${packages[*]} " in *' openssh-server '*) as_root systemctl disable -q ssh.service ssh.socket 2>/dev/null || true ;; esac
 fi
 scripts/install_vulkan.sh --swiftshader .drivers

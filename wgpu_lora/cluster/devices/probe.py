@@ -12,6 +12,7 @@ from wgpu_lora.cluster.facts import DeviceFacts
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.devices import DeviceInfo
 from wgpu_lora.share import Entry, Ledger, budget_bytes, device_key, device_memory
+from wgpu_lora.train.memory import readable
 
 
 def node_devices(address: str) -> list[DeviceFacts]:
@@ -66,4 +67,4 @@ def _leases(ledger: Ledger) -> tuple[int, list[str], bool]:
 
 
 def _said(entry: Entry) -> str:
-    return f"{entry.bytes:,} bytes by {entry.who}"
+    return f"{readable(entry.bytes)} by {entry.who}"
