@@ -48,6 +48,7 @@ QUICK = {  # a lost node is noticed after about 6 s instead of 30 s
 }
 QUIET = {**processes.SETTINGS, "RAY_COLOR_PREFIX": "0"}
 # Measured speeds and compiled shaders stay from test to test: else these would take most of the time.
+ONE_HOST = "WGPU_LORA_TESTS_ONE_HOST"
 KEPT = Path.home() / ".cache" / "wgpu-lora-tests"
 
 
@@ -261,8 +262,8 @@ def drivers_here() -> list[Path | None]:
 
 
 def hosts_here(count: int, shared: Path | None = None, drivers: Sequence[Path | None] | None = None) -> Any:
-    """`Hosts`, or where namespaces are not allowed `one_host.OneHost`."""
-    if namespaces_allowed():
+    """`Hosts`, or where namespaces are not allowed, and where ONE_HOST is set, `one_host.OneHost`."""
+    if namespaces_allowed() and not os.environ.get(ONE_HOST):
         return Hosts(count, shared, drivers)
     from support.one_host import OneHost
 

@@ -15,10 +15,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 import pytest
 
 from support.hosts import ROOT, drivers_here, environment
@@ -29,6 +31,7 @@ class NodeHost:
 
     def __init__(self, hosts: OneHost, index: int, driver: Path | None) -> None:
         self.hosts, self.index, self.name = hosts, index, f"host{index + 1}"
+        self.address = f"127.0.0.{index + 2}"  # devices and copies are named by it
         self.tmp = hosts.folder / self.name
         (self.tmp / "home").mkdir(parents=True)
         self.env = environment(hosts.token, driver, self.tmp)
@@ -55,11 +58,21 @@ class NodeHost:
     def signal(self, process: subprocess.Popen[Any], number: int) -> None:
         process.send_signal(number)
 
+    def processes(self) -> dict[int, str]:
+        """Command lines by process id, of what has this host's environment."""
+        found = {}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("TMPDIR") == str(self.tmp):
+                    found[process.pid] = " ".join(process.cmdline())
+        return found
+
     def start_node(self, resources: Mapping[str, float] | None = None, env: Mapping[str, str] | None = None) -> None:
         if resources is None:
             resources = json.loads(self.python("-m", "wgpu_lora", "cluster", "resources", env=env or {}).stdout)
         self._started = dict(resources), dict(env or {})
-        self.hosts.ask({"add": self.index, "resources": self._started[0], "env": {**self.env, **self._started[1]}})
+        env = {**self.env, **self._started[1]}
+        self.hosts.ask({"add": self.index, "at": self.address, "resources": self._started[0], "env": env})
 
     def kill_node(self) -> None:
         self.hosts.ask({"remove": self.index})
@@ -145,7 +158,8 @@ def main() -> None:
             if "add" in asked:
                 of_head = {} if nodes else {"include_dashboard": False}
                 nodes[asked["add"]] = cluster.add_node(resources=asked["resources"], env_vars=asked["env"],
-                                                       object_store_memory=100_000_000, **of_head)  # fmt: skip
+                                                       object_store_memory=100_000_000, node_ip_address=asked["at"],
+                                                       **of_head)  # fmt: skip
             elif (node := nodes.pop(asked["remove"], None)) is not None:
                 cluster.remove_node(node, allow_graceful=False)
             print(json.dumps({"address": cluster.address}), flush=True)

@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 from support.cli import flags, write_rows
 from support.cluster_runs import cluster, rows_of, status
-from support.hosts import Hosts, namespaces_allowed, until
+from support.hosts import Hosts, hosts_here, until
 
 from wgpu_lora.proof.checks.training import SAME_LOSS
 from wgpu_lora.train.output import LOG, read_log
-
-pytestmark = pytest.mark.skipif(not namespaces_allowed(), reason="namespaces cannot be made here")
 
 COUNT = 8
 ADAPTER = "adapter_model.safetensors"
@@ -59,7 +57,7 @@ with take(Ledger(device_key(listed[0], listed)), budget, budget, "somebody's own
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Three hosts whose devices are known."""
-    with Hosts(3, shared=tmp_path_factory.mktemp("shared")) as made:
+    with hosts_here(3, shared=tmp_path_factory.mktemp("shared")) as made:
         made.start_nodes()
         until(lambda: len(status(made)["devices"]) == 3, 300)
         yield made
