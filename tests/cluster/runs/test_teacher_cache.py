@@ -84,6 +84,6 @@ def test_a_cache_is_made_beside_training_and_gives_the_adapter_of_a_plain_run_wi
         assert Path(options["eval_teacher_cache"]).name == "eval_teacher_cache"
         assert (output / ADAPTER).read_bytes() == (tmp_path / "cached" / ADAPTER).read_bytes()
         logs = (read_log(output / LOG), cached, live)
-        losses = [[entry["loss"] for entry in log if entry["step"]] for log in logs]  # only plain runs measure at step 0
+        losses = [[entry["loss"] for entry in log if entry["step"]] for log in logs]  # step 0: plain runs only
         assert len(losses[0]) == STUDENT["max_steps"]
         assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-4)
