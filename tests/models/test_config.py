@@ -1,13 +1,14 @@
 """config.json, as transformers 5 and earlier versions wrote it, becomes one ModelConfig, or a clear refusal."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from support import MODELS
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.architectures import load_config, parse_config
+from wgpu_lora.models.architectures import ARCHITECTURES, load_config, parse_config
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.rope import attention_factor, inv_freq
 
@@ -98,6 +99,31 @@ def test_inv_freq_formulas():
     turns = 64 * plain[1] / (2 * np.pi)  # 1.02: between 1 and 4
     keep = (turns - 1) / 3
     np.testing.assert_allclose(scaled[1], plain[1] * (keep + (1 - keep) / 4))
+
+
+def test_partial_rotary_embedding():
+    """Of an architecture that has it: the first values of a head, in pairs."""
+
+    class Partial(ARCHITECTURES["qwen3"]):
+        PARTIAL, THETA = 0.25, 5e3
+
+    def parsed(**changes):
+        return Partial.parse({**BASE, "head_dim": 24, **changes}, "here.json")
+
+    assert parsed().rotary_dim == 6
+    np.testing.assert_allclose(inv_freq(parsed()), 5000.0 ** (-np.arange(3) / 3))
+    assert parsed(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.6}).rotary_dim == 14
+    assert (table := parsed().tables()[0]).shape(7) == table.values(7).shape == (7, 3, 2)
+    with pytest.raises(UserError, match="rotates 5 of the 24 values of a head"):
+        parsed(partial_rotary_factor=0.24)
+    with pytest.raises(UserError, match=r"partial_rotary_factor = 1.5 .* use at most 1"):
+        parsed(partial_rotary_factor=1.5)
+
+
+def test_fields_at_their_default_are_not_in_the_digest():
+    # of the time before partial_rotary_factor
+    assert config().digest() == "469aab88756eee2f70ee43b90bc3ef133da7e1a1b8c9d50bb6d538e9e2e17732"
+    assert replace(config(), partial_rotary_factor=0.5).digest() != config().digest()
 
 
 def test_yarn():

@@ -7,6 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as fields_of
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -46,7 +47,8 @@ class ModelConfig(ABC):
     architecture: config.json's model_type.
     packed: the base format that the linear layers are stored in, if any.
 
-    Subclasses add the fields that their blocks need. All fields except `eos_token_ids` and `packed` are in `digest`.
+    Subclasses add the fields that their blocks need. All fields except `eos_token_ids` and `packed` are in `digest`,
+    those with a default only if they differ from it, so that a new one does not change the digests of other models.
     """
 
     architecture: str
@@ -146,7 +148,12 @@ class ModelConfig(ABC):
 
     def digest(self) -> str:
         """SHA-256 (hex) of the fields that determine what the model computes."""
-        facts = {name: value for name, value in asdict(self).items() if name not in ("eos_token_ids", "packed")}
+        defaults = {item.name: item.default for item in fields_of(self)}
+        facts = {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("eos_token_ids", "packed") and value != defaults[name]
+        }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def path(self, index: int) -> str:
