@@ -31,6 +31,8 @@ class Parameter:
     lora: whether the matrix may have an adapter.
     gguf: its module in GGUF, within a block, such as 'attn_q'.
     gguf_heads: the number of heads, if GGUF stores the rows of each head with their halves interleaved.
+    offset: what a model adds to the values of a vector, as in norms by (1 + w). Vectors on the device and in GGUF are
+        sums, those in checkpoints are not.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +40,7 @@ class Parameter:
     lora: bool = False
     gguf: str | None = None
     gguf_heads: int | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ class ModelConfig(ABC):
     FINAL_NORM: ClassVar[str] = "model.norm.weight"
     HEAD: ClassVar[str] = "lm_head.weight"
     LAYERS: ClassVar[str] = "model.layers"
+    NORM_OFFSET: ClassVar[float] = 0.0  # `Parameter.offset` of the final norm
     POSITIONS: ClassVar[int] = 2048  # default of max_position_embeddings
     TRANSFORMERS: ClassVar[str | None] = None  # class in transformers, for a config.json made from a GGUF file
     # 'mlp' and 'attention' -> the prefixes of their modules in a layer: what --target-modules and mixed formats name.
@@ -167,7 +171,7 @@ class ModelConfig(ABC):
         found = {self.EMBEDDING: table}
         for i in range(self.num_hidden_layers):
             found |= {f"{self.path(i)}.{name}": item for name, item in self.layer(i).items()}
-        found[self.FINAL_NORM] = Parameter((self.hidden_size,), gguf="output_norm")
+        found[self.FINAL_NORM] = Parameter((self.hidden_size,), gguf="output_norm", offset=self.NORM_OFFSET)
         if not self.tie_word_embeddings:
             found[self.HEAD] = replace(table, gguf="output")
         return found
