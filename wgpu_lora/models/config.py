@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.tensor_names import TensorNames
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models import fields
 from wgpu_lora.models.block import Block
@@ -69,6 +70,10 @@ class ModelConfig(ABC):
     FINAL_NORM: ClassVar[str] = "model.norm.weight"
     HEAD: ClassVar[str] = "lm_head.weight"
     LAYERS: ClassVar[str] = "model.layers"
+    STORED: ClassVar[TensorNames] = TensorNames()  # how checkpoints name them, and what else checkpoints may hold
+    # The model_types of text_config, if config.json describes a larger model that this one is the text part of.
+    TEXT_TYPES: ClassVar[tuple[str, ...]] = ()
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {}  # of fields that published files leave out, as in transformers
     NORM_OFFSET: ClassVar[float] = 0.0  # `Parameter.offset` of the final norm
     POSITIONS: ClassVar[int] = 2048  # default of max_position_embeddings
     TRANSFORMERS: ClassVar[str | None] = None  # class in transformers, for a config.json made from a GGUF file
