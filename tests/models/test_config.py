@@ -31,15 +31,17 @@ def config(**changes) -> ModelConfig:
     return parse_config({**BASE, **changes}, "here.json")
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
+WINDOWS = {"qwen2": (None,) * 3, "qwen3": (None, 5), "llama": (None, None), "mistral": (6, 6), "smollm3": (None, 5)}
+
+
+@pytest.mark.parametrize("architecture", WINDOWS)
 def test_fixture_models_load(architecture):
     loaded = load_config(MODELS / architecture)
     assert loaded.architecture == architecture
     assert loaded.qk_norm == (architecture == "qwen3")
     assert loaded.attention_bias == (architecture in ("qwen2", "llama"))
     assert loaded.attention_output_bias == (architecture == "llama")
-    windows = {"qwen2": (None,) * 3, "qwen3": (None, 5), "llama": (None, None), "mistral": (6, 6)}
-    assert loaded.sliding_windows == windows[architecture]
+    assert loaded.sliding_windows == WINDOWS[architecture]
 
 
 def test_fields_and_defaults():
@@ -68,6 +70,20 @@ def test_sliding_windows_of_qwen():
     assert windows(use_sliding_window=True) == (None, None, None)  # 28 layers keep full attention by default
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     assert windows(use_sliding_window=True, layer_types=types) == (16, None, 16)
+
+
+def test_layers_of_smollm3_without_positions():
+    def of(**changes):
+        c = config(model_type="smollm3", num_hidden_layers=4, **changes)
+        return c.rotated_layers, c.sliding_windows
+
+    usual = (True, True, True, False)
+    assert of() == of(sliding_window=7) == (usual, (None,) * 4)
+    assert of(sliding_window=7, use_sliding_window=True) == (usual, (None, None, None, 7))
+    assert of(no_rope_layer_interval=2)[0] == (True, False) * 2
+    assert of(no_rope_layers=[0, 1, 1, 1])[0] == (False, True, True, True)
+    assert config(model_type="smollm3").tie_word_embeddings
+    assert config(model_type="smollm3", num_hidden_layers=4).cut(2).rotated_layers == (True, True)
 
 
 def test_parameter_shapes():
@@ -205,6 +221,9 @@ def test_rope_matches_transformers(rope):
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 3}, "mixes attention kinds"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias = true .* for mistral"),
         ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = true .* for qwen2"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers .* must list 3 layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0, 2]}, "no_rope_layers .* each 0 or 1"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval in here.json is 0"),
     ],
 )
 def test_refusals(changes, message):

@@ -153,6 +153,7 @@ def rope(
     table: Tensor,
     norm: HeadNorm | None = None,
     cache: Appending | None = None,
+    turns: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotates q [T, heads, dim] and k [T, kv_heads, dim], normalised first if `norm` is given; returns q, k and v.
 
@@ -163,27 +164,36 @@ def rope(
         qkv: regions of one storage, or, without a cache, in a storage each; without any other use.
         positions: u32 [T].
         table: f32 [positions, rotated / 2, 2], cos and sin; the other dim - rotated values of a head are not rotated.
+        turns: whether any are, as in all layers but those without positions.
     """
     q, k, v = qkv
+    if not (turns or norm or cache):
+        return q, k, v
     if cache:
         assert q.storage is k.storage is v.storage, "q, k and v are in different storages"
         stored = (None, cache.keys, cache.values, cache.rows)
-        shape = {**_shape(q, k, table, norm), "v_first": v.byte_offset // 4}
+        shape = {**_shape(q, k, table, norm, turns), "v_first": v.byte_offset // 4}
         rec.dispatch(rope_forward, _whole(q), positions, table, *_weights(norm), *stored, **shape)
         return q, cache.keys, cache.values
     if q.storage is k.storage:
-        yq, yk = _rotated(rec, q, k, positions, table, norm)
+        yq, yk = _rotated(rec, q, k, positions, table, norm, turns)
     else:
-        (yq,), (yk,) = (_rotated(rec, a, b, positions, table, norm) for a, b in ((q, None), (None, k)))
+        (yq,), (yk,) = (_rotated(rec, a, b, positions, table, norm, turns) for a, b in ((q, None), (None, k)))
     return yq, yk, v
 
 
 def _rotated(
-    rec: Recorder, q: Tensor | None, k: Tensor | None, positions: Tensor, table: Tensor, norm: HeadNorm | None
+    rec: Recorder,
+    q: Tensor | None,
+    k: Tensor | None,
+    positions: Tensor,
+    table: Tensor,
+    norm: HeadNorm | None,
+    turns: bool,
 ) -> list[Tensor]:
     """q and k, or only one, in one storage."""
     parts = [part for part in (q, k) if part]
-    x, shape, weights = _whole(parts[0]), _shape(q, k, table, norm), _weights(norm)
+    x, shape, weights = _whole(parts[0]), _shape(q, k, table, norm, turns), _weights(norm)
     moves = norm is not None and rec.training  # the backward pass of the norm needs its input
     ys = rec.temps(*(part.shape for part in parts), name="rotated") if moves else parts
     y, firsts = _whole(ys[0]), {"yq_first": _first(q and ys[0]), "yk_first": _first(k and ys[-1])}
@@ -208,14 +218,16 @@ def _rotated(
     return ys
 
 
-def _shape(q: Tensor | None, k: Tensor | None, table: Tensor, norm: HeadNorm | None) -> dict[str, Any]:
+def _shape(
+    q: Tensor | None, k: Tensor | None, table: Tensor, norm: HeadNorm | None, turns: bool
+) -> dict[str, Any]:
     rows, _, dim = (q or k).shape  # type: ignore[union-attr]
     heads = {"heads": q.shape[1] if q else 0, "kv_heads": k.shape[1] if k else 0}
     firsts = {"q_first": _first(q), "k_first": _first(k)}
     return {
         "rows": rows,
         "dim": dim,
-        "rotated": 2 * table.shape[1],
+        "rotated": 2 * table.shape[1] if turns else 0,
         **heads,
         **firsts,
         "eps": norm.eps if norm else 0.0,

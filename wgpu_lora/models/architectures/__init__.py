@@ -20,6 +20,7 @@ ARCHITECTURES: Registry[type[ModelConfig]] = Registry(
         "qwen3": "wgpu_lora.models.architectures.qwen3:Qwen3",
         "llama": "wgpu_lora.models.architectures.llama:Llama",
         "mistral": "wgpu_lora.models.architectures.mistral:Mistral",
+        "smollm3": "wgpu_lora.models.architectures.smollm3:SmolLM3",
     }
 )
 

@@ -36,6 +36,7 @@ class Transformer(ModelConfig):
     attention_bias: whether q, k and v have biases. attention_output_bias: whether o has.
     sliding_windows: one entry per layer; None attends to all previous tokens, w to the last w, including the current
         one.
+    rotated_layers: one entry per layer, or none if all have rotary embedding.
     """
 
     intermediate_size: int
@@ -50,6 +51,7 @@ class Transformer(ModelConfig):
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]
     partial_rotary_factor: float = 1.0
+    rotated_layers: tuple[bool, ...] = ()
 
     LAYER_PARTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp": ("mlp",), "attention": ("self_attn",)}
     MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -202,7 +204,8 @@ class Transformer(ModelConfig):
         return [self._rope]
 
     def cut(self, layers: int) -> Self:
-        return replace(self, num_hidden_layers=layers, sliding_windows=self.sliding_windows[:layers])
+        windows, rotated = self.sliding_windows[:layers], self.rotated_layers[:layers]
+        return replace(self, num_hidden_layers=layers, sliding_windows=windows, rotated_layers=rotated)
 
     @property
     def rotary_dim(self) -> int:
@@ -215,7 +218,8 @@ class Transformer(ModelConfig):
 
     def _attention(self, index: int) -> Attention:
         eps, window = self.rms_norm_eps if self.qk_norm else None, self.sliding_windows[index]
-        return Attention(self.num_key_value_heads, self.head_dim, window, self._rope, eps)
+        turns = not self.rotated_layers or self.rotated_layers[index]
+        return Attention(self.num_key_value_heads, self.head_dim, window, self._rope, eps, turns=turns)
 
 
 def stated_window(d: Mapping[str, Any], where: str) -> int | None:
