@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from golden import adapters
+from golden.generation import generation
 from golden.models import CONFIGS, save
 from golden.optimizers import optimizers
 from golden.quant import is_clear_cut, quantize
@@ -62,6 +63,7 @@ def main(output: Path) -> None:
         save(architecture, directory)
         save_file(golden(architecture, directory), output / "golden" / f"{architecture}.safetensors")
         print(architecture, "done", flush=True)
+    save_file(generation(output / "models", output / "golden"), output / "golden" / "generation.safetensors")
     save_file(optimizers(), output / "golden" / "optimizers.safetensors")
     save_file(peft_adapters(output), output / "golden" / "peft.safetensors")
     save_file(variants(output / "models", output / "golden"), output / "golden" / "variants.safetensors")

@@ -10,8 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from golden.quant import is_clear_cut
 
-SEEDS = {"qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50}
-DTYPES = {"qwen2": torch.bfloat16, "qwen3": torch.float16, "llama": torch.float32, "mistral": torch.float32}
+SEEDS = {"qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50, "smollm3": 70}
+# Of the saved weights; float32 unless stated.
+DTYPES = {"qwen2": torch.bfloat16, "qwen3": torch.float16, "smollm3": torch.bfloat16}
 
 _COMMON = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 128}
 
@@ -49,13 +50,20 @@ CONFIGS: dict[str, dict] = {
         "num_attention_heads": 4, "num_key_value_heads": 1, "tie_word_embeddings": False,
         "sliding_window": 6, "rope_parameters": _default_rope(1e4),
     },
+    # the second layer has no positions, and a window
+    "smollm3": {
+        "vocab_size": 203, "hidden_size": 44, "intermediate_size": 60, "num_hidden_layers": 2, "head_dim": 12,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5,
+        "rope_parameters": _default_rope(2e6),
+    },
 }  # fmt: skip
 
 
 def make(architecture: str) -> PreTrainedModel:
     """The random model of an architecture, in the dtype it is stored in."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **_COMMON, **CONFIGS[architecture]))
-    model.to(DTYPES[architecture])
+    model.to(DTYPES.get(architecture, torch.float32))
     rng = np.random.default_rng(SEEDS[architecture])
     with torch.no_grad():
         for name, parameter in model.named_parameters():

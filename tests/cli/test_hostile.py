@@ -17,8 +17,9 @@ from wgpu_lora.cli import main
 from wgpu_lora.data import Tokenizer, sandbox
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.merge import merge_adapter
-from wgpu_lora.formats.checkpoint import INDEX, Checkpoint, read_header
+from wgpu_lora.formats.checkpoint import INDEX, Checkpoint
 from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.safetensors_file import read_header
 from wgpu_lora.models.architectures import load_config
 
 LAYER = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.weight"

@@ -31,13 +31,15 @@ MODELS = FIXTURES / "models"
 
 
 def windowless(architecture: str, directory: Path) -> Path:
-    """A fixture without its sliding windows, which llama.cpp's converter does not write."""
+    """A fixture without its sliding windows, which llama.cpp's converter does not write, and with positions in the
+    layers that llama.cpp gives them."""
     directory.mkdir()
     for path in (MODELS / architecture).iterdir():
         (directory / path.name).write_bytes(path.read_bytes())
     config = json.loads((directory / "config.json").read_text())
     config |= {"sliding_window": None, "use_sliding_window": False}
-    config.pop("layer_types", None)
+    for name in ("layer_types", "no_rope_layers", "no_rope_layer_interval"):
+        config.pop(name, None)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 

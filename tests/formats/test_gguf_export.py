@@ -110,10 +110,10 @@ def test_the_mix_of_a_larger_model() -> None:
     assert kind("q6_k", "blk.4.ffn_up.weight", 40) == "F16"
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral", "smollm3"])
 def test_merged_weights_in_the_order_of_llama_cpp(tmp_path: Path, architecture: str) -> None:
     tied = architecture in ("qwen2", "qwen3")
-    bias = {} if architecture in ("qwen3", "mistral") else {"attention_bias": True}
+    bias = {} if architecture in ("qwen3", "mistral", "smollm3") else {"attention_bias": True}
     model = small(tmp_path / "model", architecture, tie_word_embeddings=tied, **bias)
     adapter = make_adapter(tmp_path / "adapter", model, use_rslora=True)
     export_model(model, tmp_path / "f16.gguf", "f16", adapter)
@@ -126,7 +126,7 @@ def test_merged_weights_in_the_order_of_llama_cpp(tmp_path: Path, architecture: 
         whole = np.concatenate(list(merged.pieces(f"model.layers.1.{own}")))
         found = values(tensors[f"blk.1.{name}"])
         order = np.arange(len(whole))
-        if name.startswith(("attn_q.", "attn_k.")) and architecture in ("llama", "mistral"):
+        if name.startswith(("attn_q.", "attn_k.")) and architecture in ("llama", "mistral", "smollm3"):
             # Pair i of a head, which transformers has at i and i + dim / 2, comes to 2 i and 2 i + 1.
             order = order.reshape(-1, 2, dim // 2).transpose(0, 2, 1).reshape(-1)
             assert list(order[:4]) == [0, dim // 2, 1, dim // 2 + 1]

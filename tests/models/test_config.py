@@ -1,13 +1,14 @@
 """config.json, as transformers 5 and earlier versions wrote it, becomes one ModelConfig, or a clear refusal."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from support import MODELS
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.architectures import load_config, parse_config
+from wgpu_lora.models.architectures import ARCHITECTURES, load_config, parse_config
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.rope import attention_factor, inv_freq
 
@@ -30,15 +31,17 @@ def config(**changes) -> ModelConfig:
     return parse_config({**BASE, **changes}, "here.json")
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
+WINDOWS = {"qwen2": (None,) * 3, "qwen3": (None, 5), "llama": (None, None), "mistral": (6, 6), "smollm3": (None, 5)}
+
+
+@pytest.mark.parametrize("architecture", WINDOWS)
 def test_fixture_models_load(architecture):
     loaded = load_config(MODELS / architecture)
     assert loaded.architecture == architecture
     assert loaded.qk_norm == (architecture == "qwen3")
     assert loaded.attention_bias == (architecture in ("qwen2", "llama"))
     assert loaded.attention_output_bias == (architecture == "llama")
-    windows = {"qwen2": (None,) * 3, "qwen3": (None, 5), "llama": (None, None), "mistral": (6, 6)}
-    assert loaded.sliding_windows == windows[architecture]
+    assert loaded.sliding_windows == WINDOWS[architecture]
 
 
 def test_fields_and_defaults():
@@ -67,6 +70,20 @@ def test_sliding_windows_of_qwen():
     assert windows(use_sliding_window=True) == (None, None, None)  # 28 layers keep full attention by default
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     assert windows(use_sliding_window=True, layer_types=types) == (16, None, 16)
+
+
+def test_layers_of_smollm3_without_positions():
+    def of(**changes):
+        c = config(model_type="smollm3", num_hidden_layers=4, **changes)
+        return c.rotated_layers, c.sliding_windows
+
+    usual = (True, True, True, False)
+    assert of() == of(sliding_window=7) == (usual, (None,) * 4)
+    assert of(sliding_window=7, use_sliding_window=True) == (usual, (None, None, None, 7))
+    assert of(no_rope_layer_interval=2)[0] == (True, False) * 2
+    assert of(no_rope_layers=[0, 1, 1, 1])[0] == (False, True, True, True)
+    assert config(model_type="smollm3").tie_word_embeddings
+    assert config(model_type="smollm3", num_hidden_layers=4).cut(2).rotated_layers == (True, True)
 
 
 def test_parameter_shapes():
@@ -98,6 +115,31 @@ def test_inv_freq_formulas():
     turns = 64 * plain[1] / (2 * np.pi)  # 1.02: between 1 and 4
     keep = (turns - 1) / 3
     np.testing.assert_allclose(scaled[1], plain[1] * (keep + (1 - keep) / 4))
+
+
+def test_partial_rotary_embedding():
+    """Of an architecture that has it: the first values of a head, in pairs."""
+
+    class Partial(ARCHITECTURES["qwen3"]):
+        PARTIAL, THETA = 0.25, 5e3
+
+    def parsed(**changes):
+        return Partial.parse({**BASE, "head_dim": 24, **changes}, "here.json")
+
+    assert parsed().rotary_dim == 6
+    np.testing.assert_allclose(inv_freq(parsed()), 5000.0 ** (-np.arange(3) / 3))
+    assert parsed(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.6}).rotary_dim == 14
+    assert (table := parsed().tables()[0]).shape(7) == table.values(7).shape == (7, 3, 2)
+    with pytest.raises(UserError, match="rotates 5 of the 24 values of a head"):
+        parsed(partial_rotary_factor=0.24)
+    with pytest.raises(UserError, match=r"partial_rotary_factor = 1.5 .* use at most 1"):
+        parsed(partial_rotary_factor=1.5)
+
+
+def test_fields_at_their_default_are_not_in_the_digest():
+    # of the time before partial_rotary_factor
+    assert config().digest() == "469aab88756eee2f70ee43b90bc3ef133da7e1a1b8c9d50bb6d538e9e2e17732"
+    assert replace(config(), partial_rotary_factor=0.5).digest() != config().digest()
 
 
 def test_yarn():
@@ -179,6 +221,9 @@ def test_rope_matches_transformers(rope):
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 3}, "mixes attention kinds"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias = true .* for mistral"),
         ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = true .* for qwen2"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers .* must list 3 layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0, 2]}, "no_rope_layers .* each 0 or 1"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval in here.json is 0"),
     ],
 )
 def test_refusals(changes, message):

@@ -47,11 +47,12 @@ def test_rmsnorm(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(added, before + gradient)
 
 
+@pytest.mark.parametrize("rotated", [6, 2])
 @pytest.mark.parametrize("norm", [False, True])
-def test_rope(rng: np.random.Generator, norm: bool) -> None:
+def test_rope(rng: np.random.Generator, norm: bool, rotated: int) -> None:
     shape = {"rows": 4, "heads": 3, "kv_heads": 2, "dim": 6, "eps": 1e-3, "q_first": 0, "k_first": 72}
-    shape |= {"yq_first": 0, "yk_first": 72}
-    angle, positions = rng.random((9, 3)), np.array([3, 0, 8, 3], np.uint32)
+    shape |= {"yq_first": 0, "yk_first": 72, "rotated": rotated}
+    angle, positions = rng.random((9, rotated // 2)), np.array([3, 0, 8, 3], np.uint32)
     at = positions, np.stack([np.cos(angle), np.sin(angle)], axis=2)
     x, dy = rng.normal(size=(2, 4 * 5 * 6))
     weights = rng.normal(size=(2, 6)) if norm else (None, None)

@@ -114,7 +114,7 @@ def write_gguf(
         theirs = names.get_name(name, (".weight", ".bias")) or name
         if theirs == leave_out:
             continue
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        if architecture in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
             values = neighbours(values, heads if "q_proj" in name else kv_heads)
         data, how = quantize(theirs, values) if quantize else (stored(values, kind), kind)
         writer.add_tensor(theirs, data, raw_dtype=how if data.dtype == np.uint8 else None)

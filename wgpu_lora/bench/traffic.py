@@ -16,7 +16,7 @@ from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
 PARTS: dict[tuple[str, str], Callable[[dict[str, Any], int], int]] = {
     ("embedding_rows", "table"): lambda c, context: c["rows"] * c["cols"],
     ("gather_rows", "x"): lambda c, context: c["rows"] * c["cols"],
-    ("rope_forward", "table"): lambda c, context: c["rows"] * c["dim"],
+    ("rope_forward", "table"): lambda c, context: c["rows"] * c["rotated"],
     ("rope_forward", "cache_k"): lambda c, context: c["rows"] * c["kv_heads"] * c["dim"],
     ("rope_forward", "cache_v"): lambda c, context: c["rows"] * c["kv_heads"] * c["dim"],
     ("attention_forward", "k"): lambda c, context: context * c["kv_heads"] * c["dim"],

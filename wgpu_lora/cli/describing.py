@@ -29,7 +29,8 @@ def describe_runs(job: Job[Any]) -> None:
     """Describe each run's data, chosen options and length."""
     from wgpu_lora.data.account import SKIPPED
 
-    for note in job.session.model.tokenizer.notes if job.session.model.tokenizer else ():
+    model = job.session.model
+    for note in (*model.notes, *(model.tokenizer.notes if model.tokenizer else ())):
         line("note", note)
     for run in job.runs:
         mark = f"{run.name}: " if run.name else ""

@@ -17,37 +17,37 @@ class Decoded:
     """A checkpoint whose packed matrices are read as float32, decoded on the host one at a time."""
 
     def __init__(self, checkpoint: PackedCheckpoint):
-        self._checkpoint = checkpoint
+        self.source = checkpoint
         self._last: tuple[str, np.ndarray] | None = None  # matrices are read in pieces
 
     def names(self) -> list[str]:
-        return self._checkpoint.names()
+        return self.source.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        packed = self._checkpoint.packed(name)
-        return packed.shape if packed else self._checkpoint.shape(name)
+        packed = self.source.packed(name)
+        return packed.shape if packed else self.source.shape(name)
 
     def dtype(self, name: str) -> str:
-        return "F32" if self._checkpoint.packed(name) else self._checkpoint.dtype(name)
+        return "F32" if self.source.packed(name) else self.source.dtype(name)
 
     def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         values = self._values(name)
-        return self._checkpoint.read_raw(name, row_start, row_stop) if values is None else values[row_start:row_stop]
+        return self.source.read_raw(name, row_start, row_stop) if values is None else values[row_start:row_stop]
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         values = self._values(name)
-        return self._checkpoint.read_f32(name, row_start, row_stop) if values is None else values[row_start:row_stop]
+        return self.source.read_f32(name, row_start, row_stop) if values is None else values[row_start:row_stop]
 
     def packed(self, name: str) -> None:
         return None
 
     def digest(self) -> str:
-        return self._checkpoint.digest()
+        return self.source.digest()
 
     def _values(self, name: str) -> np.ndarray | None:
         if self._last and self._last[0] == name:
             return self._last[1]
-        packed = self._checkpoint.packed(name)
+        packed = self.source.packed(name)
         if packed is None:
             return None
         self._last = name, packed_form(packed.format).decode(packed)

@@ -94,6 +94,7 @@ def export_models(
         item = config.parameters[own]
         size = item.shape[0] // item.gguf_heads if item.gguf_heads else 1  # rows of a head
         for values in merged.pieces(own, size):
+            values = values + np.float32(item.offset) if item.offset else values
             for target in targets:
                 _check_range(values, own, target)
             ordered = to_neighbours(values, len(values) // size) if item.gguf_heads else values

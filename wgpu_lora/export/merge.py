@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -11,9 +10,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.export.beside import Beside, restate
 from wgpu_lora.export.companions import write_companions
 from wgpu_lora.export.decoded import Decoded
 from wgpu_lora.formats.cards import CARD, card_of_merged
@@ -47,6 +46,7 @@ class MergedModel:
         files = read_model(model)
         self.config, self.tokenizer = replace(files.config, packed=None), files.tokenizer
         stored = files.checkpoint
+        self.beside = Beside(stored)
         self._checkpoint = Decoded(stored) if isinstance(stored, PackedCheckpoint) else stored
         self._deltas = scaled_factors(adapter, self.config, model) if adapter else {}
         self.shapes = self.config.parameter_shapes()
@@ -113,7 +113,7 @@ def merge_adapter(
 
     Args:
         model: the base: a directory, or a GGUF file. Quantised weights are decoded.
-        dtype: bf16, f16 or f32, of every tensor.
+        dtype: bf16, f16 or f32, of every tensor of the language model. Those of other parts are copied.
         name: of the base in the model card, such as a hub id.
         events: receives `written`.
 
@@ -124,9 +124,14 @@ def merge_adapter(
         raise UserError(f"{setting('dtype', dtype)} is not known: choose one of {', '.join(DTYPES)}.")
     merged = MergedModel(model, adapter)
     kind, numpy_type = DTYPES[dtype]
-    done = count(1)
+    done, others = count(1), merged.beside.specs()
+    own = {merged.beside.stored_name(name): name for name in merged.shapes}
 
-    def pieces(name: str) -> Iterator[np.ndarray]:
+    def pieces(stored: str) -> Iterator[np.ndarray]:
+        if stored in others:
+            yield from merged.beside.pieces(stored)
+            return
+        name = own[stored]
         for values in merged.pieces(name):
             if dtype == "f16" and np.abs(values).max(initial=0) > F16_MAX:
                 raise UserError(
@@ -139,10 +144,7 @@ def merge_adapter(
     with new_model_directory(output, model) as directory:
         if is_gguf(model):
             write_companions(model, merged.tokenizer, directory)
-        specs = {name: TensorSpec(kind, shape) for name, shape in merged.shapes.items()}
-        write_shards(directory, specs, pieces, max_shard_bytes)
-        stated = read_json(directory / "config.json")
-        stated.pop("quantization_config", None)
-        stated["dtype" if "dtype" in stated else "torch_dtype"] = TORCH[dtype]
-        (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
+        specs = {stored: TensorSpec(kind, merged.shapes[name]) for stored, name in own.items()}
+        write_shards(directory, specs | others, pieces, max_shard_bytes)
+        restate(directory, TORCH[dtype], quantization_config=None)
         (directory / CARD).write_text(card_of_merged(name or str(model), adapter, dtype), encoding="utf-8")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.export.beside import Beside, restate
 from wgpu_lora.export.companions import write_companions
 from wgpu_lora.export.decoded import Decoded
 from wgpu_lora.formats.checkpoint import Checkpoint
@@ -55,10 +54,8 @@ def write_packed(
         if is_gguf(model.path):
             write_companions(model.path, model.tokenizer, directory)
         _write_weights(model, checkpoint, form, directory, max_shard_bytes, events, instead or {})
-        stated = read_json(directory / "config.json") | {
-            "quantization_config": dict(form.quantization_config(model.decoder.base_dtype))
-        }
-        (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
+        skipped = Beside(checkpoint).modules()
+        restate(directory, quantization_config=dict(form.quantization_config(model.decoder.base_dtype, skipped)))
 
 
 def _write_weights(
@@ -70,7 +67,7 @@ def _write_weights(
     events: Events,
     instead: Mapping[str, Callable[[], Packed]],
 ) -> None:
-    linears = model.config.matrices()
+    linears, beside = model.config.matrices(), Beside(checkpoint)
     packed = {name: weight for name, weight in model.decoder.matrices() if name in linears}
     parts: dict[str, np.ndarray] = {}
 
@@ -85,19 +82,26 @@ def _write_weights(
 
     specs: dict[str, TensorSpec] = {}
     owner: dict[str, str] = {}  # the parameter that a tensor is of
+    named: dict[str, str] = {}  # the part of a packed matrix that it is
     for name in model.config.parameter_shapes():
         if name in packed:
             for part, values in of(name).items():
-                specs[part], owner[part] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
+                stored = beside.stored_name(part)
+                specs[stored], owner[stored] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
+                named[stored] = part
         elif name in checkpoint.names():
-            specs[name], owner[name] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name)), name
+            stored = beside.stored_name(name)
+            specs[stored], owner[stored] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name)), name
     last = {name: tensor for tensor, name in owner.items()}
-    done = count(1)
+    done, others = count(1), beside.specs()
 
     def pieces(tensor: str) -> Iterator[np.ndarray]:
+        if tensor in others:
+            yield from beside.pieces(tensor)
+            return
         name = owner[tensor]
-        yield of(name)[tensor].view(np.uint8) if name in packed else checkpoint.read_raw(name)
+        yield of(name)[named[tensor]].view(np.uint8) if name in packed else checkpoint.read_raw(name)
         if tensor == last[name]:
             events.written(name, next(done), len(last))
 
-    write_shards(directory, specs, pieces, max_shard_bytes)
+    write_shards(directory, specs | others, pieces, max_shard_bytes)

@@ -7,19 +7,18 @@ are in memory.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object, read_json
+from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.safetensors_file import TensorEntry, read_bytes, read_header
+from wgpu_lora.formats.tensor_names import TensorNames
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.packed import Packed
@@ -28,27 +27,10 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SUPPORTED_DTYPES: dict[str, np.dtype] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<u2"), "F32": np.dtype("<u4")}
 
-MAX_DIMENSIONS = 8
-MAX_EXTENT = 1 << 48
-ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
-ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 EDGE_BYTES = 64 * 1024
+PLAIN = TensorNames()
 _FILE_NAME = re.compile(r"[^/\\:\0]{1,200}")
 _LAYER = re.compile(r".*?\.[0-9]{1,6}\.")  # a tensor's name up to the layer's number
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor in a file, with the absolute byte offset of its first element.
-
-    data: the file's content, if it is in memory; `path` is then for messages only.
-    """
-
-    path: Path
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes | None = field(default=None, repr=False)
 
 
 class WeightSource(Protocol):
@@ -70,20 +52,33 @@ class WeightSource(Protocol):
 class Checkpoint:
     """The safetensors shards of a model directory.
 
+    others: the tensors of other parts of a larger model, by their names in the files (`naming.skipped`).
+
     Raises:
         UserError: the directory, its index or a shard is missing or damaged.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, naming: TensorNames = PLAIN):
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise UserError(f"{self.directory} is not a directory: give a directory that holds {SINGLE}.")
         # The order of precedence is that of transformers.
         if (self.directory / SINGLE).exists():
             self.shards = [self.directory / SINGLE]
-            self._entries = read_header(self.shards[0])
+            stored = read_header(self.shards[0])
         else:
-            self.shards, self._entries = _read_index(self.directory)
+            self.shards, stored = _read_index(self.directory)
+        self.others = {name: entry for name, entry in stored.items() if naming.is_skipped(name)}
+        self._entries: dict[str, TensorEntry] = {}
+        self._renamed: dict[str, str] = {}  # beginning in the model -> in the files
+        for name in (name for name in stored if name not in self.others):
+            own = naming.own(name)
+            if own in self._entries:
+                raise UserError(f"{self.directory} holds {own} under two names: download or copy the model again.")
+            self._entries[own] = stored[name]
+        for theirs, ours in naming.renamed:
+            if any(name.startswith(theirs) for name in stored):
+                self._renamed[ours] = theirs
 
     def names(self) -> list[str]:
         """The tensors' names, sorted."""
@@ -91,6 +86,13 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
+
+    def stored_name(self, name: str) -> str:
+        """How the files name a tensor of the model, or would name another one of the same module."""
+        for ours, theirs in self._renamed.items():
+            if name.startswith(ours):
+                return theirs + name[len(ours) :]
+        return name
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor. Raises UserError if it does not exist."""
@@ -113,9 +115,7 @@ class Checkpoint:
 
     def read_stored(self, name: str) -> np.ndarray:
         """The bytes of a whole tensor of any dtype: uint8."""
-        entry = self._entry(name)
-        count = ITEM_BYTES[entry.dtype] * int(np.prod(entry.shape, dtype=np.int64))
-        return np.fromfile(entry.path, np.uint8, count, offset=entry.offset)
+        return read_bytes(self._entry(name))
 
     def packed(self, name: str) -> Packed | None:
         """The tensor if it is stored in a base format, as in `formats.packed`; here always None."""
@@ -180,69 +180,6 @@ class Checkpoint:
                 f"{name} is missing from the shards in {self.directory}: restore them or use another model."
             )
         return self._entries[name]
-
-
-def read_header(path: Path, content: bytes | None = None) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file, checked against the file's size. Raises UserError if it is damaged.
-
-    content: that of the file, if it is in memory.
-    """
-    if content is None and path.exists() and not path.is_file():  # opening a pipe would block
-        raise UserError(f"{path} is not a regular file: restore it.")
-    try:
-        size = path.stat().st_size if content is None else len(content)
-        with path.open("rb") if content is None else io.BytesIO(content) as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise UserError(
-                    f"{path} is not a complete safetensors file ({size} bytes, header of {length}): copy it again."
-                )
-            data = file.read(min(length, MAX_JSON_BYTES + 1))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): restore the file or its permissions.") from None
-    header = parse_object(data, f"the header of {path}")
-    header.pop("__metadata__", None)
-    entries, spans = {}, []
-    for name, value in header.items():
-        entry, begin, end = _parse_entry(path, name, value, 8 + length)
-        entry = entry if content is None else replace(entry, data=content)
-        entries[name] = entry
-        spans.append((begin, end, name))
-    _check_spans(path, spans, size - 8 - length)
-    return entries
-
-
-def _parse_entry(path: Path, name: str, value: object, data_start: int) -> tuple[TensorEntry, int, int]:
-    damaged = UserError(f"The header of {path} is invalid for {name}: download or copy the file again.")
-    if not isinstance(value, dict):
-        raise damaged
-    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise damaged
-    begin, end = offsets
-    if len(shape) > MAX_DIMENSIONS:
-        raise damaged
-    items = prod(shape)
-    if begin > end or (dtype in ITEM_BYTES and end - begin != items * ITEM_BYTES[dtype]):
-        raise damaged
-    return TensorEntry(path, data_start + begin, dtype, tuple(shape)), begin, end
-
-
-def _naturals(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < MAX_EXTENT for item in value)
-
-
-def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
-    last_end, last_name = 0, ""
-    for begin, end, name in sorted(spans):
-        if end > data_bytes:
-            missing = max(end for _, end, _ in spans) - data_bytes
-            raise UserError(
-                f"{path} is truncated, {missing} bytes are missing from its end: download or copy it again."
-            )
-        if begin < last_end and end > begin:
-            raise UserError(f"{last_name} and {name} overlap in {path}: download or copy the file again.")
-        last_end, last_name = max(end, last_end), name
 
 
 def _read_index(directory: Path) -> tuple[list[Path], dict[str, TensorEntry]]:

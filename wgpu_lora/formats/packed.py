@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.formats.checkpoint import PLAIN, Checkpoint
+from wgpu_lora.formats.tensor_names import TensorNames
 from wgpu_lora.weights.packed import Packed
 from wgpu_lora.weights.registry import packed_form
 
@@ -30,8 +31,8 @@ class PackedCheckpoint(Checkpoint):
     base_format: the registered format that they are stored in.
     """
 
-    def __init__(self, directory: str | Path, base_format: str):
-        super().__init__(directory)
+    def __init__(self, directory: str | Path, base_format: str, naming: TensorNames = PLAIN):
+        super().__init__(directory, naming)
         self._format, self._form = base_format, packed_form(base_format)
         self._shapes: Mapping[str, tuple[int, ...]] = {}
 

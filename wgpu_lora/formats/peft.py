@@ -16,7 +16,8 @@ from wgpu_lora.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.bounded import check_path, parse_object, read_json
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.formats.adapter_config import AdapterConfig, config_dict, parse_config
-from wgpu_lora.formats.checkpoint import SUPPORTED_DTYPES, read_f32_entry, read_header
+from wgpu_lora.formats.checkpoint import SUPPORTED_DTYPES, read_f32_entry
+from wgpu_lora.formats.safetensors_file import read_header
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _KEY = re.compile(

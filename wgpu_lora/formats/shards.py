@@ -16,7 +16,8 @@ import numpy as np
 from wgpu_lora.atomic import replace_directory
 from wgpu_lora.bounded import check_name, leads_out
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.checkpoint import INDEX, ITEM_BYTES, SINGLE
+from wgpu_lora.formats.checkpoint import INDEX, SINGLE
+from wgpu_lora.formats.safetensors_file import ITEM_BYTES
 from wgpu_lora.names.naming import flag
 
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default

@@ -7,10 +7,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as fields_of
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.tensor_names import TensorNames
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models import fields
 from wgpu_lora.models.block import Block
@@ -30,6 +32,8 @@ class Parameter:
     lora: whether the matrix may have an adapter.
     gguf: its module in GGUF, within a block, such as 'attn_q'.
     gguf_heads: the number of heads, if GGUF stores the rows of each head with their halves interleaved.
+    offset: what a model adds to the values of a vector, as in norms by (1 + w). Vectors on the device and in GGUF are
+        sums, those in checkpoints are not.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +41,7 @@ class Parameter:
     lora: bool = False
     gguf: str | None = None
     gguf_heads: int | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +51,8 @@ class ModelConfig(ABC):
     architecture: config.json's model_type.
     packed: the base format that the linear layers are stored in, if any.
 
-    Subclasses add the fields that their blocks need. All fields except `eos_token_ids` and `packed` are in `digest`.
+    Subclasses add the fields that their blocks need. All fields except `eos_token_ids` and `packed` are in `digest`,
+    those with a default only if they differ from it, so that a new one does not change the digests of other models.
     """
 
     architecture: str
@@ -64,6 +70,11 @@ class ModelConfig(ABC):
     FINAL_NORM: ClassVar[str] = "model.norm.weight"
     HEAD: ClassVar[str] = "lm_head.weight"
     LAYERS: ClassVar[str] = "model.layers"
+    STORED: ClassVar[TensorNames] = TensorNames()  # how checkpoints name them, and what else checkpoints may hold
+    # The model_types of text_config, if config.json describes a larger model that this one is the text part of.
+    TEXT_TYPES: ClassVar[tuple[str, ...]] = ()
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {}  # of fields that published files leave out, as in transformers
+    NORM_OFFSET: ClassVar[float] = 0.0  # `Parameter.offset` of the final norm
     POSITIONS: ClassVar[int] = 2048  # default of max_position_embeddings
     TRANSFORMERS: ClassVar[str | None] = None  # class in transformers, for a config.json made from a GGUF file
     # 'mlp' and 'attention' -> the prefixes of their modules in a layer: what --target-modules and mixed formats name.
@@ -146,7 +157,12 @@ class ModelConfig(ABC):
 
     def digest(self) -> str:
         """SHA-256 (hex) of the fields that determine what the model computes."""
-        facts = {name: value for name, value in asdict(self).items() if name not in ("eos_token_ids", "packed")}
+        defaults = {item.name: item.default for item in fields_of(self)}
+        facts = {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("eos_token_ids", "packed") and value != defaults[name]
+        }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def path(self, index: int) -> str:
@@ -160,7 +176,7 @@ class ModelConfig(ABC):
         found = {self.EMBEDDING: table}
         for i in range(self.num_hidden_layers):
             found |= {f"{self.path(i)}.{name}": item for name, item in self.layer(i).items()}
-        found[self.FINAL_NORM] = Parameter((self.hidden_size,), gguf="output_norm")
+        found[self.FINAL_NORM] = Parameter((self.hidden_size,), gguf="output_norm", offset=self.NORM_OFFSET)
         if not self.tie_word_embeddings:
             found[self.HEAD] = replace(table, gguf="output")
         return found

@@ -46,10 +46,10 @@ def config_of(path: Path) -> ModelConfig:
 def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
     """A directory's weights, checked against the config. Raises UserError."""
     if config.packed:
-        packed = PackedCheckpoint(directory, config.packed)
+        packed = PackedCheckpoint(directory, config.packed, config.STORED)
         packed.check_against(config.parameter_shapes(), config.matrices())
         return packed
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(directory, config.STORED)
     checkpoint.check_against(config.parameter_shapes())
     return checkpoint
 

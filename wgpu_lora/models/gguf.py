@@ -30,7 +30,7 @@ def open_weights(header: Header, config: ModelConfig) -> GGUFCheckpoint:
     """The file's weights under Hugging Face's names. Raises UserError as `GGUFCheckpoint` does."""
     names = gguf_names(config)
     tensors = {
-        name: Stored(names[name], item.shape, item.gguf_heads, item.kind == TABLE)
+        name: Stored(names[name], item.shape, item.gguf_heads, item.kind == TABLE, item.offset)
         for name, item in config.parameters.items()
     }
     return GGUFCheckpoint(header, tensors, config.gguf().passed_over)

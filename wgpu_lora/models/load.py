@@ -51,7 +51,7 @@ def _fill(loading: Loading, checkpoint: WeightSource, model: Decoder, progress: 
     device = loading.device
     allocate(device, model.storages())
     for name, tensor in model.vectors():
-        write(device, tensor, checkpoint.read_f32(name))
+        write(device, tensor, checkpoint.read_f32(name) + np.float32(model.config.parameters[name].offset))
         progress(name)
     for name, weight in model.matrices():
         weight.load(loading, checkpoint, name)

@@ -12,8 +12,9 @@ import numpy as np
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.formats.checkpoint import WeightSource
+from wgpu_lora.formats.checkpoint import Checkpoint, WeightSource
 from wgpu_lora.formats.hub import resolve_model
+from wgpu_lora.formats.tensor_names import note_of_skipped
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import missing_bytes, release
 from wgpu_lora.models.config import ModelConfig
@@ -54,6 +55,12 @@ class LoadedModel:
             f"{config.hidden_size}, {self.decoder.base_dtype} weights {'on' if self.weights_loaded else 'not yet on'} "
             f"{where})"
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user about what is not used of the model's files."""
+        others = self.checkpoint.others if isinstance(self.checkpoint, Checkpoint) else {}
+        return [note_of_skipped(others)] if others else []
 
     @advising()
     def load_weights(self, events: Events = SILENT) -> None:

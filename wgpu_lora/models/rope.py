@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -40,32 +40,86 @@ class RopeScaling:
     factors: tuple[float, ...] = ()
 
 
-def parse_rope(d: Mapping[str, Any], max_position_embeddings: int, where: str) -> tuple[float, RopeScaling | None]:
-    """Reads the rope parameters of a config.json written by transformers 5 or earlier.
+class Rope(NamedTuple):
+    """What config.json says about rotary embedding.
 
-    Returns (rope_theta, scaling), where scaling is None for plain rotary embedding.
-
-    Raises:
-        UserError: the rope type is not supported, or a field is invalid.
+    scaling: None for plain rotary embedding. partial: the share of each head that is rotated.
     """
+
+    theta: float
+    scaling: RopeScaling | None = None
+    partial: float = 1.0
+
+
+def stated_rope(d: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The object of config.json with rope parameters, which may be one for each type of layer. Raises UserError."""
     # transformers 5 writes everything to rope_parameters, earlier versions rope_theta and rope_scaling.
     rope = d.get("rope_parameters") or d.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise UserError(
             f"rope parameters in {where} are {rope!r}, expected an object such as {{'rope_type': 'default'}}."
         )
+    return rope
+
+
+def parse_rope(
+    d: Mapping[str, Any],
+    max_position_embeddings: int,
+    where: str,
+    theta: float = DEFAULT_THETA,
+    partial: float | None = None,
+) -> Rope:
+    """Reads the rope parameters of a config.json written by transformers 5 or earlier.
+
+    Args:
+        theta: default of rope_theta.
+        partial: default of partial_rotary_factor; None if the architecture always rotates whole heads.
+
+    Raises:
+        UserError: the rope type is not supported, or a field is invalid.
+    """
+    rope = stated_rope(d, where)
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UserError(f"rope_parameters in {where} differ by layer type, which is not supported: use another model.")
-    theta = _positive(rope.get("rope_theta", d.get("rope_theta", DEFAULT_THETA)), "rope_theta", where)
-    partial = rope.get("partial_rotary_factor", d.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise UserError(f"partial_rotary_factor = {partial!r} in {where} is not supported: only 1.0 is.")
+    theta = _positive(rope.get("rope_theta", d.get("rope_theta", theta)), "rope_theta", where)
+    share = _share(rope.get("partial_rotary_factor", d.get("partial_rotary_factor")), partial, where)
+    return Rope(theta, _scaling(d, rope, theta, max_position_embeddings, where), share)
+
+
+def rotary_dim(head_dim: int, partial: float) -> int:
+    """The values of a head that are rotated, rounded down as in transformers."""
+    return int(head_dim * partial)
+
+
+def check_pairs(head_dim: int, partial: float, where: str) -> None:
+    """Raises UserError unless the rotated values of a head are pairs."""
+    found = rotary_dim(head_dim, partial)
+    if found < 2 or found % 2:
+        raise UserError(
+            f"partial_rotary_factor {partial} in {where} rotates {found} of the {head_dim} values of a head, "
+            "which are not pairs: correct it."
+        )
+
+
+def _share(stated: Any, default: float | None, where: str) -> float:
+    if stated is None:
+        return 1.0 if default is None else default
+    share = _positive(stated, "partial_rotary_factor", where)
+    if share > 1 or (share < 1 and default is None):
+        most = "only 1.0 is" if default is None else "use at most 1"
+        raise UserError(f"partial_rotary_factor = {stated!r} in {where} is not supported: {most}.")
+    return share
+
+
+def _scaling(
+    d: Mapping[str, Any], rope: Mapping[str, Any], theta: float, max_position_embeddings: int, where: str
+) -> RopeScaling | None:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in SUPPORTED_ROPE_TYPES:
         supported = ", ".join(SUPPORTED_ROPE_TYPES)
         raise UserError(f"rope type {rope_type!r} in {where} is not supported: use a model with one of {supported}.")
     if rope_type == "default":
-        return theta, None
+        return None
     if rope_type == "yarn" and theta == 1:
         raise UserError(f"rope_theta in {where} is 1, which yarn cannot stretch: correct the file.")
     original = d.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
@@ -81,7 +135,7 @@ def parse_rope(d: Mapping[str, Any], max_position_embeddings: int, where: str) -
     low, high = field("low_freq_factor", 1.0), field("high_freq_factor", 4.0)
     if high <= low:
         raise UserError(f"high_freq_factor {high} in {where} must be greater than low_freq_factor {low}: correct it.")
-    return theta, RopeScaling(
+    return RopeScaling(
         rope_type=rope_type,
         factor=factor,
         original_max_position_embeddings=int(original),
@@ -95,10 +149,10 @@ def parse_rope(d: Mapping[str, Any], max_position_embeddings: int, where: str) -
 
 
 class Rotary(Protocol):
-    """The rotary embedding's fields of a config."""
+    """The rotary embedding's fields of a config. rotary_dim: the values of a head that are rotated."""
 
     @property
-    def head_dim(self) -> int: ...
+    def rotary_dim(self) -> int: ...
 
     @property
     def rope_theta(self) -> float: ...
@@ -109,18 +163,18 @@ class Rotary(Protocol):
 
 @dataclass(frozen=True)
 class RopeTable:
-    """A table of cos and sin by position, f32 [positions, head_dim / 2, 2]."""
+    """A table of cos and sin by position, f32 [positions, rotary_dim / 2, 2]."""
 
-    head_dim: int
+    rotary_dim: int
     rope_theta: float
     rope_scaling: RopeScaling | None
 
     @classmethod
     def of(cls, config: Rotary) -> RopeTable:
-        return cls(config.head_dim, config.rope_theta, config.rope_scaling)
+        return cls(config.rotary_dim, config.rope_theta, config.rope_scaling)
 
     def shape(self, positions: int) -> tuple[int, ...]:
-        return positions, self.head_dim // 2, 2
+        return positions, self.rotary_dim // 2, 2
 
     def values(self, positions: int) -> np.ndarray:
         """The table, from f32 frequencies as in torch, with angles in float64."""
@@ -129,12 +183,12 @@ class RopeTable:
 
 
 def inv_freq(config: Rotary) -> np.ndarray:
-    """Radians per position for each rotated pair: float64 [head_dim / 2].
+    """Radians per position for each rotated pair: float64 [rotary_dim / 2].
 
-    Pair i is (x[i], x[i + head_dim/2]), as in transformers' `rotate_half`. To get torch's angles at large positions,
+    Pair i is (x[i], x[i + rotary_dim/2]), as in transformers' `rotate_half`. To get torch's angles at large positions,
     round the frequencies to float32 first, as torch stores them.
     """
-    dim, scaling = config.head_dim, config.rope_scaling
+    dim, scaling = config.rotary_dim, config.rope_scaling
     plain = config.rope_theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     if scaling is None:
         return plain

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.config import BIAS, ModelConfig
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
@@ -17,10 +17,11 @@ POOL = 1 << 20  # random values drawn once; every tensor reads them from another
 
 
 class SyntheticCheckpoint:
-    """A `WeightSource` of bf16 matrices of standard deviation 0.02, norms of 1 and biases of 0."""
+    """A `WeightSource` of bf16 matrices of standard deviation 0.02, norms by 1 and biases of 0."""
 
     def __init__(self, config: ModelConfig, seed: int = 0):
         self._shapes = config.parameter_shapes()
+        self._zero = {name for name, item in config.parameters.items() if item.kind == BIAS or item.offset}
         self._seed = seed
         values = 0.02 * np.random.default_rng(seed).standard_normal(POOL, np.float32)
         self._pool = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -36,7 +37,7 @@ class SyntheticCheckpoint:
         shape = self._shapes[name]
         rows = (shape[0] if row_stop is None else row_stop) - row_start
         if len(shape) == 1:
-            return np.full(rows, 0 if name.endswith("bias") else 0x3F80, np.uint16)
+            return np.full(rows, 0 if name in self._zero else 0x3F80, np.uint16)
         cols = int(np.prod(shape[1:]))
         start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") + row_start * cols
         return np.resize(np.roll(self._pool, -(start % POOL)), (rows, *shape[1:]))

@@ -69,6 +69,20 @@ def shortest(modules: Collection[str], config: ModelConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(next(n for n in _endings(module) if by_name[n] <= chosen) for module in ordered))
 
 
+def expression(modules: Collection[str], config: ModelConfig) -> str:
+    """A regular expression for PEFT that matches exactly these modules, and none of other parts of the model.
+
+    Vision towers have modules of the same names, sometimes at paths with the same ending.
+    """
+    whole = f"{re.escape(config.LAYERS)}\\.\\d+\\.(?:%s)"
+    inside = {module: module.removeprefix(f"{config.LAYERS}.").partition(".")[2] for module in config.lora_modules}
+    wanted = tuple(dict.fromkeys(inside[module] for module in modules))
+    everywhere = {module for module, name in inside.items() if name in wanted} == set(modules)
+    if everywhere:
+        return whole % "|".join(map(re.escape, wanted))
+    return "|".join(map(re.escape, modules))
+
+
 def _endings(module: str) -> list[str]:
     """'a.b.c' -> c, b.c, a.b.c."""
     parts = module.split(".")

@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al. 2021) in the half-split form of Hugging Face checkpoints, of q and k together.
 
-With weights, each head is normalised first (RMSNorm over its dimension, as in Qwen3), in the same dispatch.
+Models may rotate only the first values of each head. With weights, each head is normalised first (RMSNorm over its
+dimension, as in Qwen3), in the same dispatch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from wgpu_lora.ops.rows import by_subgroup, row_grid
 NOWHERE = 0xFFFFFFFF
 
 
-def _turned(x: np.ndarray, positions: np.ndarray, table: np.ndarray, sign: float = 1.0) -> np.ndarray:
-    """x [rows, heads, dim] with each pair (i, i + dim / 2) rotated by sign * its angle at the row's position."""
-    angle = table.reshape(-1, x.shape[2] // 2, 2)[positions.astype(int)]
+def _turned(x: np.ndarray, positions: np.ndarray, table: np.ndarray, rotated: int, sign: float = 1.0) -> np.ndarray:
+    """x [rows, heads, dim] with each pair (i, i + rotated / 2) rotated by sign * its angle at the row's position."""
+    if not rotated:
+        return x
+    angle = table.reshape(-1, rotated // 2, 2)[positions.astype(int)]
     cos, sin = angle[:, None, :, 0], sign * angle[:, None, :, 1]
-    a, b = np.split(x, 2, axis=2)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=2)
+    a, b, rest = np.split(x, [rotated // 2, rotated], axis=2)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=2)
 
 
 def _region(flat: np.ndarray, first: int, *shape: int) -> np.ndarray:
@@ -59,6 +62,7 @@ def rope_forward(
     heads: U32,
     kv_heads: U32,
     dim: U32,
+    rotated: U32,
     q_first: Dim,
     k_first: Dim,
     v_first: Dim = 0,
@@ -66,15 +70,16 @@ def rope_forward(
     yk_first: Dim = 0,
     eps: F32 = 0.0,
 ) -> Any:
-    """The heads of q and k, normalised by their weights if there are any, with each pair (i, i + dim / 2) rotated by
-    its angle table[positions[t]]; in x or, if they are bound, y. q, k and v are the values of x from *_first on. With
-    rows_of, row t of k goes to row rows_of[t] of cache_k instead, and that of v to cache_v; 0xffffffff: nowhere."""
+    """The heads of q and k, normalised by their weights if there are any, with each pair (i, i + rotated / 2) of the
+    first `rotated` values rotated by its angle table[positions[t]]; in x or, if they are bound, y. q, k and v are the
+    values of x from *_first on. With rows_of, row t of k goes to row rows_of[t] of cache_k instead, and that of v to
+    cache_v; 0xffffffff: nowhere."""
     x, y, found = x.copy(), None if y is None else y.copy(), []
     for count, weight, name in ((heads, q_weight, "q"), (kv_heads, k_weight, "k")):
         firsts = {"q": (q_first, yq_first), "k": (k_first, yk_first)}[name]
         one = _region(x, firsts[0], rows, count, dim)
         normed = one if weight is None else one / np.sqrt((one**2).mean(axis=2, keepdims=True) + eps) * weight
-        turned = _turned(normed, positions, table)
+        turned = _turned(normed, positions, table, rotated)
         if name == "k" and rows_of is not None:
             found = [_stored(turned, rows_of, cache_k), _stored(_region(x, v_first, *one.shape), rows_of, cache_v)]
         elif y is None:
@@ -98,6 +103,7 @@ def rope_backward(
     heads: U32,
     kv_heads: U32,
     dim: U32,
+    rotated: U32,
     q_first: Dim,
     k_first: Dim,
     yq_first: Dim,
@@ -112,7 +118,7 @@ def rope_backward(
         (kv_heads, k_weight, k_first, yk_first),
     ):
         one = _region(dy, y_first, rows, count, dim)
-        back = _turned(one, positions, table, -1.0)
+        back = _turned(one, positions, table, rotated, -1.0)
         if dx is None:
             one[:] = back
             continue
@@ -147,6 +153,7 @@ def rope(
     table: Tensor,
     norm: HeadNorm | None = None,
     cache: Appending | None = None,
+    turns: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotates q [T, heads, dim] and k [T, kv_heads, dim], normalised first if `norm` is given; returns q, k and v.
 
@@ -155,28 +162,38 @@ def rope(
 
     Args:
         qkv: regions of one storage, or, without a cache, in a storage each; without any other use.
-        positions: u32 [T]. table: f32 [positions, dim / 2, 2], cos and sin.
+        positions: u32 [T].
+        table: f32 [positions, rotated / 2, 2], cos and sin; the other dim - rotated values of a head are not rotated.
+        turns: whether any are, as in all layers but those without positions.
     """
     q, k, v = qkv
+    if not (turns or norm or cache):
+        return q, k, v
     if cache:
         assert q.storage is k.storage is v.storage, "q, k and v are in different storages"
         stored = (None, cache.keys, cache.values, cache.rows)
-        shape = {**_shape(q, k, norm), "v_first": v.byte_offset // 4}
+        shape = {**_shape(q, k, table, norm, turns), "v_first": v.byte_offset // 4}
         rec.dispatch(rope_forward, _whole(q), positions, table, *_weights(norm), *stored, **shape)
         return q, cache.keys, cache.values
     if q.storage is k.storage:
-        yq, yk = _rotated(rec, q, k, positions, table, norm)
+        yq, yk = _rotated(rec, q, k, positions, table, norm, turns)
     else:
-        (yq,), (yk,) = (_rotated(rec, a, b, positions, table, norm) for a, b in ((q, None), (None, k)))
+        (yq,), (yk,) = (_rotated(rec, a, b, positions, table, norm, turns) for a, b in ((q, None), (None, k)))
     return yq, yk, v
 
 
 def _rotated(
-    rec: Recorder, q: Tensor | None, k: Tensor | None, positions: Tensor, table: Tensor, norm: HeadNorm | None
+    rec: Recorder,
+    q: Tensor | None,
+    k: Tensor | None,
+    positions: Tensor,
+    table: Tensor,
+    norm: HeadNorm | None,
+    turns: bool,
 ) -> list[Tensor]:
     """q and k, or only one, in one storage."""
     parts = [part for part in (q, k) if part]
-    x, shape, weights = _whole(parts[0]), _shape(q, k, norm), _weights(norm)
+    x, shape, weights = _whole(parts[0]), _shape(q, k, table, norm, turns), _weights(norm)
     moves = norm is not None and rec.training  # the backward pass of the norm needs its input
     ys = rec.temps(*(part.shape for part in parts), name="rotated") if moves else parts
     y, firsts = _whole(ys[0]), {"yq_first": _first(q and ys[0]), "yk_first": _first(k and ys[-1])}
@@ -201,11 +218,20 @@ def _rotated(
     return ys
 
 
-def _shape(q: Tensor | None, k: Tensor | None, norm: HeadNorm | None) -> dict[str, Any]:
+def _shape(
+    q: Tensor | None, k: Tensor | None, table: Tensor, norm: HeadNorm | None, turns: bool
+) -> dict[str, Any]:
     rows, _, dim = (q or k).shape  # type: ignore[union-attr]
     heads = {"heads": q.shape[1] if q else 0, "kv_heads": k.shape[1] if k else 0}
     firsts = {"q_first": _first(q), "k_first": _first(k)}
-    return {"rows": rows, "dim": dim, **heads, **firsts, "eps": norm.eps if norm else 0.0}
+    return {
+        "rows": rows,
+        "dim": dim,
+        "rotated": 2 * table.shape[1] if turns else 0,
+        **heads,
+        **firsts,
+        "eps": norm.eps if norm else 0.0,
+    }
 
 
 def _weights(norm: HeadNorm | None) -> tuple[Tensor | None, Tensor | None]:

@@ -17,7 +17,7 @@ from wgpu_lora.formats.peft import Matrices, read_adapter
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.fitting import check_fits
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.targets import ALL, shortest, target_names, targeted
+from wgpu_lora.models.targets import ALL, expression, shortest, target_names, targeted
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train import checkpoint
@@ -84,7 +84,9 @@ def check_whole(directory: Path, storage: Storage = PLAIN) -> None:
 def _stated_targets(target_modules: str, config: ModelConfig) -> tuple[str, ...] | str:
     """target_modules for adapter_config.json: names, or the regular expression that was given."""
     chosen = targeted(target_modules, config)
-    return target_modules if target_names(target_modules) is None else shortest(chosen, config)
+    if target_names(target_modules) is None:
+        return target_modules
+    return expression(chosen, config) if config.TEXT_TYPES else shortest(chosen, config)
 
 
 def _as_loaded(

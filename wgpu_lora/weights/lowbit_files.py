@@ -9,7 +9,7 @@ The scheme of a matrix follows from these shapes; it must be that which config.j
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ class LowBitFiles:
     title = "wgpu-lora's low-bit codes"
     suffixes = (TABLE, SCALES)
 
-    def quantization_config(self, base_format: str) -> Mapping[str, Any]:
+    def quantization_config(self, base_format: str, skipped: Sequence[str] = ()) -> Mapping[str, Any]:
         mix = Mix.of(base_format)
         kinds = {"mlp": mix.mlp.name, "attention": mix.attention.name} if mix else {}
         return {"quant_method": METHOD, "base_dtype": base_format, **kinds}

@@ -8,7 +8,7 @@ rest of bitsandbytes' QuantState is JSON in a uint8 tensor, `X.weight.quant_stat
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -40,8 +40,8 @@ class BitsAndBytesNF4:
         "llm_int8_skip_modules": ["lm_head"],
     }
 
-    def quantization_config(self, base_format: str) -> Mapping[str, Any]:
-        return self.config
+    def quantization_config(self, base_format: str, skipped: Sequence[str] = ()) -> Mapping[str, Any]:
+        return {**self.config, "llm_int8_skip_modules": [*self.config["llm_int8_skip_modules"], *skipped]}
 
     def base_format(self, quantization_config: Mapping[str, Any]) -> str | None:
         method, kind = (quantization_config.get(key) for key in ("quant_method", "bnb_4bit_quant_type"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,8 +47,11 @@ class PackedForm(Protocol):
     def title(self) -> str:
         """Its name in messages."""
 
-    def quantization_config(self, base_format: str) -> Mapping[str, Any]:
-        """The entry of config.json that is written for a model in this format."""
+    def quantization_config(self, base_format: str, skipped: Sequence[str] = ()) -> Mapping[str, Any]:
+        """The entry of config.json that is written for a model in this format.
+
+        skipped: beginnings of the paths of modules that are not packed, besides the LM head.
+        """
 
     @property
     def suffixes(self) -> tuple[str, ...]:

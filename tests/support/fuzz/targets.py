@@ -28,8 +28,9 @@ from wgpu_lora.assets import DEMO_MODEL as DEMO
 from wgpu_lora.data import Tokenizer, gguf_tokenizer, prepare, sandbox, template, tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats import adapter_config, peft
-from wgpu_lora.formats.checkpoint import INDEX, Checkpoint, read_header
+from wgpu_lora.formats.checkpoint import INDEX, Checkpoint
 from wgpu_lora.formats.packed import PackedCheckpoint
+from wgpu_lora.formats.safetensors_file import read_header
 from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.files import read_model

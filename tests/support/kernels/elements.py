@@ -70,20 +70,25 @@ add(elementwise.dropout_split, split_up, rows=29, cols=37, module=5)
 add(elementwise.dropout_join, joined_up, rows=29, cols=37, module=5, accumulate=True)
 
 
-def rotations(rng: np.random.Generator, rows: int, dim: int) -> Arrays:
-    angle = rng.random((11, dim // 2)) * 100
+def rotations(rng: np.random.Generator, rows: int, rotated: int) -> Arrays:
+    angle = rng.random((11, max(rotated, 2) // 2)) * 100
     turns = np.stack([np.cos(angle), np.sin(angle)], axis=2).astype(np.float32)
     return {"positions": rng.integers(0, 11, rows, np.uint32), "table": turns}
 
 
-def rotate(rows: int, heads: int, kv_heads: int, dim: int, norm: bool, append: int = 0) -> None:
-    """Cases of both directions. q, k and v are regions with gaps. append: rows of the caches."""
+def rotate(
+    rows: int, heads: int, kv_heads: int, dim: int, norm: bool, append: int = 0, rotated: int | None = None
+) -> None:
+    """Cases of both directions. q, k and v are regions with gaps. append: rows of the caches. rotated: values of a
+    head, by default all."""
+    turned = dim if rotated is None else rotated
     shape = {"rows": rows, "heads": heads, "kv_heads": kv_heads, "dim": dim, "eps": 1e-3 if norm else 0.0}
+    shape["rotated"] = turned
     size, k_first = rows * (heads + 2 * kv_heads) * dim + 11, rows * heads * dim + 3
     shape |= {"q_first": 2, "k_first": k_first, "yq_first": 1 if norm else 2, "yk_first": k_first - norm}
 
     def some(rng: np.random.Generator, **sizes: int) -> Arrays:
-        arrays = {name: normal(rng, size) for name, size in sizes.items()} | rotations(rng, rows, dim)
+        arrays = {name: normal(rng, size) for name, size in sizes.items()} | rotations(rng, rows, turned)
         return arrays | ({name: normal(rng, dim) for name in ("q_weight", "k_weight")} if norm else {})
 
     def forward(rng: np.random.Generator) -> Arrays:
@@ -107,6 +112,10 @@ rotate(13, 3, 2, 10, norm=True)
 rotate(13, 3, 2, 10, norm=True, append=17)
 rotate(5, 2, 1, 64, norm=False, append=9)
 rotate(5, 2, 1, 20, norm=False)
+rotate(13, 3, 2, 22, norm=True, rotated=6)
+rotate(13, 3, 2, 22, norm=True, append=17, rotated=6)
+rotate(5, 2, 1, 20, norm=False, rotated=10)
+rotate(5, 2, 1, 20, norm=False, append=9, rotated=0)  # without positions
 rotate(13, 0, 2, 10, norm=True)  # k in a storage of its own
 rotate(5, 3, 0, 20, norm=False)  # q in a storage of its own
 

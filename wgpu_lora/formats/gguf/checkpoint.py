@@ -34,12 +34,14 @@ class Stored:
 
     heads: the number of heads, if the halves of each head's rows are interleaved (`order`).
     table: an embedding or LM head, which is not quantised on loading.
+    offset: what the file's values are greater than the checkpoint's by.
     """
 
     name: str
     shape: tuple[int, ...]
     heads: int | None = None
     table: bool = False
+    offset: float = 0.0
 
 
 class GGUFCheckpoint:
@@ -68,6 +70,8 @@ class GGUFCheckpoint:
 
         Those stay dense, and the 11 bits of F16 are far finer than any quantisation.
         """
+        if self._stored_as[name].offset:
+            return "F32"
         return PLAIN.get(self._tensors[name].kind, "F16" if self._stored_as[name].table else "F32")
 
     def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
@@ -79,6 +83,8 @@ class GGUFCheckpoint:
             UserError: the file has been truncated since it was opened, or a value of a table is out of F16's range.
             ValueError: the rows are out of range.
         """
+        if self._stored_as[name].offset:
+            return self.read_f32(name, row_start, row_stop).view(np.uint32)
         info, rows = self._tensors[name], self._rows(name, row_start, row_stop)
         if info.kind in PLAIN:
             return rows.view("<u4" if info.kind == Kind.F32 else "<u2").reshape(-1, *info.shape[1:])
@@ -91,7 +97,9 @@ class GGUFCheckpoint:
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         """The rows of `read_raw`, decoded to float32."""
-        return self._decoded(self._tensors[name], self._rows(name, row_start, row_stop))
+        values = self._decoded(self._tensors[name], self._rows(name, row_start, row_stop))
+        offset = self._stored_as[name].offset
+        return values - np.float32(offset) if offset else values
 
     def packed(self, name: str) -> Packed | None:
         """The tensor if it is stored in a base format; here always None."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.composite import text_part
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.fields import token_ids
 from wgpu_lora.registry import Registry
@@ -19,6 +20,7 @@ ARCHITECTURES: Registry[type[ModelConfig]] = Registry(
         "qwen3": "wgpu_lora.models.architectures.qwen3:Qwen3",
         "llama": "wgpu_lora.models.architectures.llama:Llama",
         "mistral": "wgpu_lora.models.architectures.mistral:Mistral",
+        "smollm3": "wgpu_lora.models.architectures.smollm3:SmolLM3",
     }
 )
 
@@ -36,7 +38,9 @@ def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfi
     if not isinstance(name, str) or name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise UserError(f"model_type {name!r:.100} in {where} is not supported: use one of {supported}.")
-    return ARCHITECTURES[name].parse(d, where)
+    kind = ARCHITECTURES[name]
+    stated = text_part(d, kind.TEXT_TYPES, where) if kind.TEXT_TYPES else d
+    return kind.parse({**kind.DEFAULTS, **stated}, where)
 
 
 def load_config(directory: str | Path) -> ModelConfig:

@@ -43,6 +43,7 @@ class Attention:
     """Attention with the modules q_proj, k_proj, v_proj and o_proj of `name`, and RoPE on q and k.
 
     qk_eps: epsilon of q_norm and k_norm over each head; None if the model does not have them.
+    turns: whether q and k are rotated.
     """
 
     num_key_value_heads: int
@@ -51,6 +52,7 @@ class Attention:
     rope: RopeTable
     qk_eps: float | None = None
     name: str = "self_attn"
+    turns: bool = True
 
     def cache(self) -> dict[str, CacheTensor]:
         """Rotated keys, and values."""
@@ -70,7 +72,7 @@ class Attention:
             q_norm, k_norm = (block.layer.vectors[f"{self.name}.{name}.weight"] for name in ("q_norm", "k_norm"))
             norm = HeadNorm(q_norm, k_norm, self.qk_eps)
         cache = Appending(*block.cache.appending("keys", "values")) if block.cache else None
-        q, k, v = rope(rec, (q, k, v), inputs.positions, inputs.tables[self.rope], norm, cache)
+        q, k, v = rope(rec, (q, k, v), inputs.positions, inputs.tables[self.rope], norm, cache, self.turns)
         ranges = inputs.rows[KeyRanges(self.window)]
         y = attention(rec, q, k, v, ranges, self.num_key_value_heads, self.head_dim**-0.5)
         y = y.reshape(y.shape[0], y.shape[1] * y.shape[2])

@@ -15,7 +15,7 @@ from wgpu_lora.models.blocks.mlp import gated_mlp, gated_stack
 from wgpu_lora.models.cache import CacheTensor
 from wgpu_lora.models.config import BIAS, MATRIX, ModelConfig, Parameter
 from wgpu_lora.models.fields import boolean, whole
-from wgpu_lora.models.rope import RopeScaling, RopeTable, parse_rope
+from wgpu_lora.models.rope import DEFAULT_THETA, RopeScaling, RopeTable, check_pairs, parse_rope, rotary_dim
 from wgpu_lora.ops.elementwise import residual
 
 ATTENTION_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
@@ -36,6 +36,7 @@ class Transformer(ModelConfig):
     attention_bias: whether q, k and v have biases. attention_output_bias: whether o has.
     sliding_windows: one entry per layer; None attends to all previous tokens, w to the last w, including the current
         one.
+    rotated_layers: one entry per layer, or none if all have rotary embedding.
     """
 
     intermediate_size: int
@@ -49,6 +50,8 @@ class Transformer(ModelConfig):
     mlp_bias: bool
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]
+    partial_rotary_factor: float = 1.0
+    rotated_layers: tuple[bool, ...] = ()
 
     LAYER_PARTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp": ("mlp",), "attention": ("self_attn",)}
     MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -57,6 +60,8 @@ class Transformer(ModelConfig):
     READS_BIASES: ClassVar[Biases] = Biases()
     QK_NORM: ClassVar[bool] = False
     HEAD_DIM: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / heads
+    THETA: ClassVar[float] = DEFAULT_THETA  # default of rope_theta
+    PARTIAL: ClassVar[float | None] = None  # default of partial_rotary_factor; None: whole heads are always rotated
     GROUPED: ClassVar[bool] = True  # num_key_value_heads is required
     # Whether llama.cpp rotates the pairs (x[2i], x[2i + 1]) instead of transformers' (x[i], x[i + head_dim / 2]).
     GGUF_INTERLEAVES: ClassVar[bool] = False
@@ -91,16 +96,19 @@ class Transformer(ModelConfig):
         cls._refuse(d, where)
         facts = cls.common(d, where)
         hidden, heads = facts["hidden_size"], whole(d, "num_attention_heads", where)
-        theta, scaling = parse_rope(d, facts["max_position_embeddings"], where)
+        head_dim = cls._head_dim(d, hidden, heads, where)
+        rope = parse_rope(d, facts["max_position_embeddings"], where, cls.THETA, cls.PARTIAL)
+        check_pairs(head_dim, rope.partial, where)
         biases = cls.biases(d, where)
         return cls(
             **facts,
             intermediate_size=whole(d, "intermediate_size", where),
             num_attention_heads=heads,
             num_key_value_heads=cls._kv_heads(d, heads, where),
-            head_dim=cls._head_dim(d, hidden, heads, where),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            head_dim=head_dim,
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
+            partial_rotary_factor=rope.partial,
             attention_bias=biases.attention,
             attention_output_bias=biases.output,
             mlp_bias=biases.mlp,
@@ -196,7 +204,13 @@ class Transformer(ModelConfig):
         return [self._rope]
 
     def cut(self, layers: int) -> Self:
-        return replace(self, num_hidden_layers=layers, sliding_windows=self.sliding_windows[:layers])
+        windows, rotated = self.sliding_windows[:layers], self.rotated_layers[:layers]
+        return replace(self, num_hidden_layers=layers, sliding_windows=windows, rotated_layers=rotated)
+
+    @property
+    def rotary_dim(self) -> int:
+        """The values of a head that are rotated."""
+        return rotary_dim(self.head_dim, self.partial_rotary_factor)
 
     @cached_property
     def _rope(self) -> RopeTable:
@@ -204,7 +218,8 @@ class Transformer(ModelConfig):
 
     def _attention(self, index: int) -> Attention:
         eps, window = self.rms_norm_eps if self.qk_norm else None, self.sliding_windows[index]
-        return Attention(self.num_key_value_heads, self.head_dim, window, self._rope, eps)
+        turns = not self.rotated_layers or self.rotated_layers[index]
+        return Attention(self.num_key_value_heads, self.head_dim, window, self._rope, eps, turns=turns)
 
 
 def stated_window(d: Mapping[str, Any], where: str) -> int | None:

@@ -153,7 +153,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
         info = header.tensors.get(_FACTORS)
         if info is None:
             return config
-        path, count = header.path, config.head_dim // 2
+        path, count = header.path, config.rotary_dim // 2
         if info.kind != GGMLQuantizationType.F32 or info.shape != (count,):
             raise UserError(f"{_FACTORS} in {path} does not have {count} F32 values: download or copy the file again.")
         factors = np.fromfile(path, "<f4", count, offset=info.offset).astype(np.float64)
@@ -215,7 +215,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
             writer.add_value_length(config.head_dim)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_rope_freq_base(config.rope_theta)
-        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_dimension_count(config.rotary_dim)
         writer.add_vocab_size(config.vocab_size)
         windows = set(config.sliding_windows)
         if self.windowed and len(windows) == 1 and (window := windows.pop()):
@@ -223,10 +223,10 @@ class TransformerGGUF(GGUFForm[Transformer]):
         _write_scaling(writer, config.rope_scaling)
 
     def tensors(self, config: Transformer) -> dict[str, np.ndarray]:
-        """llama3 scaling as the factors that llama.cpp divides each pair's frequency by, float32 [head_dim / 2]."""
+        """llama3 scaling as the factors that llama.cpp divides each pair's frequency by, float32 [rotary_dim / 2]."""
         if config.rope_scaling is None or config.rope_scaling.rope_type not in _BY_FACTORS:
             return {}
-        plain = config.rope_theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+        plain = config.rope_theta ** -(np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim)
         return {_FACTORS: (plain / inv_freq(config)).astype(np.float32)}
 
     def widens_values(self, config: Transformer) -> bool:

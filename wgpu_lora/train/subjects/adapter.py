@@ -11,8 +11,8 @@ import numpy as np
 from safetensors import SafetensorError
 
 from wgpu_lora.formats.adapter_config import AdapterConfig
-from wgpu_lora.formats.checkpoint import read_header
 from wgpu_lora.formats.peft import WEIGHTS, Matrices, adapter_files, read_adapter, tensor_name
+from wgpu_lora.formats.safetensors_file import read_header
 from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.initial import SeededMatrices
