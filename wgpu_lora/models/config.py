@@ -20,15 +20,16 @@ from wgpu_lora.models.cache import CacheTensor
 from wgpu_lora.models.gguf_form import GGUFForm
 from wgpu_lora.models.rows import RowInput, Table
 
-MATRIX, BIAS, VECTOR, TABLE = "matrix", "bias", "vector", "table"
+MATRIX, KEPT, BIAS, VECTOR, TABLE = "matrix", "kept", "bias", "vector", "table"
 
 
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of a model.
 
-    kind: a `matrix` [out, in] is stored in the base format, a `bias` belongs to the matrix of the same module, a
-        `vector` is stored in float32, and a `table` (the embedding and the LM head) in the checkpoint's dtype.
+    kind: a `matrix` [out, in] is stored in the base format, one that is `kept` is too small to gain from it and has the
+        checkpoint's dtype, a `bias` belongs to the matrix of the same module, a `vector` of any shape is stored in
+        float32, and a `table` (the embedding and the LM head) in the checkpoint's dtype.
     lora: whether the matrix may have an adapter.
     gguf: its module in GGUF, within a block, such as 'attn_q'.
     gguf_heads: the number of heads, if GGUF stores the rows of each head with their halves interleaved.

@@ -9,7 +9,7 @@ from functools import partial
 from wgpu_lora.gpu.tensor import Storage, Tensor, joined, persistent
 from wgpu_lora.models.block import Adapters, Block, Layer
 from wgpu_lora.models.cache import LayerCache
-from wgpu_lora.models.config import BIAS, MATRIX, VECTOR, ModelConfig, module_of
+from wgpu_lora.models.config import BIAS, KEPT, MATRIX, VECTOR, ModelConfig, module_of
 from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.ops.embedding import embed
 from wgpu_lora.ops.linear import Linear
@@ -43,8 +43,8 @@ class Decoder:
         """Declares the tensors of a model.
 
         Args:
-            table_dtype: dtype of the embedding and the LM head: bf16, f16 or f32.
-            base_dtype: base format of the linear layers if `stored` is None.
+            table_dtype: dtype of the embedding, the LM head and matrices that are kept: bf16, f16 or f32.
+            base_dtype: base format of the other linear layers if `stored` is None.
             stored: a checkpoint whose linear layers are already stored in a base format, which is kept.
         """
         shared = Shared(max_binding)
@@ -57,9 +57,10 @@ class Decoder:
             vectors = {n: vector(p.shape, f"{path}.{n}") for n, p in parameters.items() if p.kind in (BIAS, VECTOR)}
             linears = {}
             for name, item in parameters.items():
-                if item.kind == MATRIX:
+                if item.kind in (MATRIX, KEPT):
                     out, size_in = item.shape
-                    weight = declare(base_dtype, (out, size_in), f"{path}.{name}", shared, stored)
+                    own = base_dtype if item.kind == MATRIX else table_dtype
+                    weight = declare(own, (out, size_in), f"{path}.{name}", shared, stored)
                     module = module_of(name)
                     linears[module] = Linear(weight, vectors.pop(f"{module}.bias", None))
             for stack in config.stacks(i):

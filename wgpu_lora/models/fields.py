@@ -20,6 +20,11 @@ MOST = {
     "head_dim": 1 << 12,
     "max_position_embeddings": 1 << 28,
     "sliding_window": (1 << 31) - 1,
+    "linear_num_key_heads": 1 << 12,
+    "linear_num_value_heads": 1 << 12,
+    "linear_key_head_dim": 1 << 12,
+    "linear_value_head_dim": 1 << 12,
+    "linear_conv_kernel_dim": 8,
 }
 MOST_OF_OTHERS = 1 << 20
 

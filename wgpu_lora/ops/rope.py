@@ -161,7 +161,7 @@ def rope(
     and the caches returned.
 
     Args:
-        qkv: regions of one storage, or, without a cache, in a storage each; without any other use.
+        qkv: regions of one storage, or in a storage each, but with a cache k and v in one; without any other use.
         positions: u32 [T].
         table: f32 [positions, rotated / 2, 2], cos and sin; the other dim - rotated values of a head are not rotated.
         turns: whether any are, as in all layers but those without positions.
@@ -170,10 +170,13 @@ def rope(
     if not (turns or norm or cache):
         return q, k, v
     if cache:
-        assert q.storage is k.storage is v.storage, "q, k and v are in different storages"
+        assert k.storage is v.storage, "k and v are in different storages"
+        together = q if q.storage is k.storage else None
+        if together is None:
+            _rotated(rec, q, None, positions, table, norm, turns)
         stored = (None, cache.keys, cache.values, cache.rows)
-        shape = {**_shape(q, k, table, norm, turns), "v_first": v.byte_offset // 4}
-        rec.dispatch(rope_forward, _whole(q), positions, table, *_weights(norm), *stored, **shape)
+        shape = {**_shape(together, k, table, norm, turns), "v_first": v.byte_offset // 4}
+        rec.dispatch(rope_forward, _whole(k), positions, table, *_weights(norm), *stored, **shape)
         return q, cache.keys, cache.values
     if q.storage is k.storage:
         yq, yk = _rotated(rec, q, k, positions, table, norm, turns)
@@ -218,9 +221,7 @@ def _rotated(
     return ys
 
 
-def _shape(
-    q: Tensor | None, k: Tensor | None, table: Tensor, norm: HeadNorm | None, turns: bool
-) -> dict[str, Any]:
+def _shape(q: Tensor | None, k: Tensor | None, table: Tensor, norm: HeadNorm | None, turns: bool) -> dict[str, Any]:
     rows, _, dim = (q or k).shape  # type: ignore[union-attr]
     heads = {"heads": q.shape[1] if q else 0, "kv_heads": k.shape[1] if k else 0}
     firsts = {"q_first": _first(q), "k_first": _first(k)}

@@ -20,6 +20,8 @@ ARCHITECTURES: Registry[type[ModelConfig]] = Registry(
         "qwen3": "wgpu_lora.models.architectures.qwen3:Qwen3",
         "llama": "wgpu_lora.models.architectures.llama:Llama",
         "mistral": "wgpu_lora.models.architectures.mistral:Mistral",
+        "qwen3_5": "wgpu_lora.models.architectures.qwen3_5:Qwen35",
+        "qwen3_5_text": "wgpu_lora.models.architectures.qwen3_5:Qwen35Text",
         "smollm3": "wgpu_lora.models.architectures.smollm3:SmolLM3",
     }
 )

@@ -65,18 +65,20 @@ class Attention:
 
     def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given."""
-        rec, inputs = block.rec, block.inputs
-        q, k, v = self._project(block, x)
-        norm = None
+        y = self.attend(block, *self._project(block, x))
+        y = y.reshape(y.shape[0], y.shape[1] * y.shape[2])
+        return block.project(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)
+
+    def attend(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Records the heads' outputs [T, heads, head_dim] from q, and k and v [T, kv_heads, head_dim] (see `rope`)."""
+        rec, inputs, norm = block.rec, block.inputs, None
         if self.qk_eps is not None:
             q_norm, k_norm = (block.layer.vectors[f"{self.name}.{name}.weight"] for name in ("q_norm", "k_norm"))
             norm = HeadNorm(q_norm, k_norm, self.qk_eps)
         cache = Appending(*block.cache.appending("keys", "values")) if block.cache else None
         q, k, v = rope(rec, (q, k, v), inputs.positions, inputs.tables[self.rope], norm, cache, self.turns)
         ranges = inputs.rows[KeyRanges(self.window)]
-        y = attention(rec, q, k, v, ranges, self.num_key_value_heads, self.head_dim**-0.5)
-        y = y.reshape(y.shape[0], y.shape[1] * y.shape[2])
-        return block.project(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)
+        return attention(rec, q, k, v, ranges, self.num_key_value_heads, self.head_dim**-0.5)
 
     def _project(self, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, head_dim], and k and v [T, kv_heads, head_dim], in one storage if it fits a binding."""

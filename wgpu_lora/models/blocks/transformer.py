@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tensor import Tensor
@@ -16,6 +16,7 @@ from wgpu_lora.models.cache import CacheTensor
 from wgpu_lora.models.config import BIAS, MATRIX, ModelConfig, Parameter
 from wgpu_lora.models.fields import boolean, whole
 from wgpu_lora.models.rope import DEFAULT_THETA, RopeScaling, RopeTable, check_pairs, parse_rope, rotary_dim
+from wgpu_lora.models.rows import RowInput
 from wgpu_lora.ops.elementwise import residual
 
 ATTENTION_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
@@ -27,6 +28,14 @@ class Biases(NamedTuple):
     attention: bool = False
     output: bool = False
     mlp: bool = False
+
+
+class Mixer(Protocol):
+    """What mixes the tokens of a sequence in a layer."""
+
+    def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor: ...
+
+    def cache(self) -> Mapping[str, CacheTensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +63,7 @@ class Transformer(ModelConfig):
     rotated_layers: tuple[bool, ...] = ()
 
     LAYER_PARTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp": ("mlp",), "attention": ("self_attn",)}
-    MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    MODULES: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     # Which of config.json's biases the class in transformers reads. A file that sets another is refused, because
     # transformers would ignore it.
     READS_BIASES: ClassVar[Biases] = Biases()
@@ -114,7 +123,13 @@ class Transformer(ModelConfig):
             mlp_bias=biases.mlp,
             qk_norm=cls.QK_NORM,
             sliding_windows=cls.windows(d, facts["num_hidden_layers"], where),
+            **cls.own_fields(d, where),
         )
+
+    @classmethod
+    def own_fields(cls, d: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The fields that a subclass adds, read from config.json. Raises UserError."""
+        return {}
 
     @classmethod
     def _refuse(cls, d: Mapping[str, Any], where: str) -> None:
@@ -183,18 +198,18 @@ class Transformer(ModelConfig):
         return self._attention(index).stack(), gated_stack()
 
     def block(self, block: Block, index: int, x: Tensor) -> Tensor:
-        rec, eps, inner, attention = block.rec, self.rms_norm_eps, self.intermediate_size, self._attention(index)
+        rec, eps, inner, mixer = block.rec, self.rms_norm_eps, self.intermediate_size, self._mixer(index)
         if not rec.training:  # x is not needed again, so the residual is added in place
-            attention.record(block, block.norm(x, ATTENTION_NORM, eps), x)
+            mixer.record(block, block.norm(x, ATTENTION_NORM, eps), x)
             return gated_mlp(block, block.norm(x, MLP_NORM, eps), inner, x)
-        attended = attention.record(block, block.norm(x, ATTENTION_NORM, eps))
+        attended = mixer.record(block, block.norm(x, ATTENTION_NORM, eps))
         x, normed = block.residual_norm(x, attended, MLP_NORM, eps)
         return residual(rec, x, gated_mlp(block, normed, inner))
 
-    def cache(self, index: int) -> dict[str, CacheTensor]:
-        return self._attention(index).cache()
+    def cache(self, index: int) -> Mapping[str, CacheTensor]:
+        return self._mixer(index).cache()
 
-    def row_inputs(self) -> Sequence[KeyRanges]:
+    def row_inputs(self) -> Sequence[RowInput]:
         return [KeyRanges(window) for window in sorted(set(self.sliding_windows), key=lambda w: w or 0)]
 
     def longest_fork(self) -> int | None:
@@ -215,6 +230,9 @@ class Transformer(ModelConfig):
     @cached_property
     def _rope(self) -> RopeTable:
         return RopeTable.of(self)
+
+    def _mixer(self, index: int) -> Mixer:
+        return self._attention(index)
 
     def _attention(self, index: int) -> Attention:
         eps, window = self.rms_norm_eps if self.qk_norm else None, self.sliding_windows[index]

@@ -1,0 +1,134 @@
+"""Qwen3.5: three of four layers are gated delta nets, the others gated attention; the text part alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.tensor_names import TensorNames
+from wgpu_lora.models.blocks.attention import KeyRanges
+from wgpu_lora.models.blocks.delta_net import DeltaNet, Runs
+from wgpu_lora.models.blocks.gated_attention import GatedAttention
+from wgpu_lora.models.blocks.transformer import Mixer, Transformer
+from wgpu_lora.models.composite import Composite
+from wgpu_lora.models.config import VECTOR, Parameter
+from wgpu_lora.models.fields import whole
+from wgpu_lora.models.rows import RowInput
+
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Text(Transformer):
+    """linear_layers: one entry per layer, whether it is a delta net."""
+
+    linear_layers: tuple[bool, ...]
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+
+    POSITIONS = 32768
+    TRANSFORMERS = "Qwen3_5ForCausalLM"
+    QK_NORM = True
+    HEAD_DIM = 256
+    PARTIAL = 0.25
+    NORM_OFFSET = 1.0
+    LAYER_PARTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp": ("mlp",), "attention": ("self_attn", "linear_attn")}
+    MODULES: ClassVar[tuple[str, ...]] = (*Transformer.MODULES, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    STORED: ClassVar[TensorNames] = TensorNames((("model.language_model.", "model."),), ("mtp.", "model.visual."))
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
+
+    @classmethod
+    def windows(cls, d: Mapping[str, Any], layers: int, where: str) -> tuple[None, ...]:
+        return (None,) * layers
+
+    @classmethod
+    def own_fields(cls, d: Mapping[str, Any], where: str) -> dict[str, Any]:
+        sizes = {name: whole(d, name, where) for name in cls.DEFAULTS}
+        keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+        if values % keys:
+            raise UserError(
+                f"linear_num_value_heads {values} in {where} is not a multiple of linear_num_key_heads {keys}: "
+                "correct it."
+            )
+        for name in ("linear_key_head_dim", "linear_value_head_dim"):
+            if sizes[name] % 4:
+                raise UserError(f"{name} {sizes[name]} in {where} is not a multiple of 4: use another model.")
+        if sizes["linear_conv_kernel_dim"] < 2:
+            raise UserError(f"linear_conv_kernel_dim in {where} is 1, expected 2 to 8: correct the file.")
+        return {"linear_layers": linear_layers(d, whole(d, "num_hidden_layers", where), where), **sizes}
+
+    # -- layers ----------------------------------------------------------------------------------------------------
+
+    def layer(self, index: int) -> dict[str, Parameter]:
+        found = super().layer(index)
+        found = {name: replace(item, offset=1.0) if item.kind == VECTOR else item for name, item in found.items()}
+        name = "self_attn.q_proj.weight"
+        if not self.linear_layers[index]:
+            out, hidden = found[name].shape
+            return {**found, name: replace(found[name], shape=(2 * out, hidden))}
+        others = {name: item for name, item in found.items() if not name.startswith("self_attn.")}
+        return self._delta_net().parameters() | others
+
+    def stacks(self, index: int) -> Sequence[Sequence[str]]:
+        *_, mlp = super().stacks(index)
+        own = self._delta_net().stacks() if self.linear_layers[index] else (self._attention(index).stack(),)
+        return *own, mlp
+
+    def row_inputs(self) -> Sequence[RowInput]:
+        return [KeyRanges(), Runs()]
+
+    def longest_fork(self) -> int | None:
+        return 0  # the state of a delta net goes from row to row
+
+    def cut(self, layers: int) -> Self:
+        return replace(super().cut(layers), linear_layers=self.linear_layers[:layers])
+
+    def _mixer(self, index: int) -> Mixer:
+        return self._delta_net() if self.linear_layers[index] else self._attention(index)
+
+    def _attention(self, index: int) -> GatedAttention:
+        return GatedAttention(self.num_key_value_heads, self.head_dim, None, self._rope, self.rms_norm_eps)
+
+    def _delta_net(self) -> DeltaNet:
+        return DeltaNet(
+            self.hidden_size,
+            self.linear_num_key_heads,
+            self.linear_num_value_heads,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+            self.linear_conv_kernel_dim,
+            self.rms_norm_eps,
+        )
+
+
+class Qwen35(Composite, Qwen35Text):
+    """With a vision tower, which is left out, as is the head that predicts several tokens."""
+
+    TEXT_TYPES = ("qwen3_5_text",)
+    TRANSFORMERS = "Qwen3_5ForConditionalGeneration"
+    STORED: ClassVar[TensorNames] = TensorNames((), ("mtp.", "model.visual."))
+
+
+def linear_layers(d: Mapping[str, Any], layers: int, where: str) -> tuple[bool, ...]:
+    """Which layers are delta nets: layer_types, or all but every full_attention_interval-th. Raises UserError."""
+    types = d.get("layer_types")
+    if types is None:
+        every = whole(d, "full_attention_interval", where, 4)
+        return tuple((layer + 1) % every != 0 for layer in range(layers))
+    if not isinstance(types, list) or len(types) != layers:
+        raise UserError(f"layer_types in {where} must list {layers} layers (num_hidden_layers): correct the file.")
+    for kind in types:
+        if kind not in (FULL, LINEAR):
+            raise UserError(f"layer type {kind!r:.100} in {where} is not supported: only {FULL} and {LINEAR} are.")
+    return tuple(kind == LINEAR for kind in types)
