@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from golden.quant import is_clear_cut
 
-SEEDS = {"qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50, "smollm3": 70}
+SEEDS = {"qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50, "smollm3": 70, "phi3": 80}
 # Of the saved weights; float32 unless stated.
 DTYPES = {"qwen2": torch.bfloat16, "qwen3": torch.float16, "smollm3": torch.bfloat16}
 
@@ -56,6 +56,17 @@ CONFIGS: dict[str, dict] = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
         "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5,
         "rope_parameters": _default_rope(2e6),
+    },
+    # a part of each head is rotated, by other factors in rows of more than 9 tokens; a window in every layer
+    "phi3": {
+        "vocab_size": 223, "hidden_size": 80, "intermediate_size": 52, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": 8,
+        "original_max_position_embeddings": 9,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.6,
+            "original_max_position_embeddings": 9,
+            "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0], "long_factor": [1.2, 1.9, 3.0, 4.5, 7.0, 9.0],
+        },
     },
 }  # fmt: skip
 

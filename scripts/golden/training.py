@@ -98,7 +98,17 @@ def _logits(model: torch.nn.Module, rows: Rows) -> tuple[torch.Tensor, torch.Ten
     """(logits [rows, tokens, vocab], attention mask [rows, tokens])."""
     ids, _, lengths = rows
     mask = torch.from_numpy((np.arange(ids.shape[1])[None, :] < lengths[:, None]).astype(np.int64))
+    if "longrope" in str(getattr(model.config, "rope_parameters", "")):
+        return _alone(model, ids, lengths), mask
     return model(input_ids=torch.from_numpy(ids).long(), attention_mask=mask).logits, mask
+
+
+def _alone(model: torch.nn.Module, ids: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+    """Logits of each row on its own, because the longest row decides the factors of all rows in a batch."""
+    rows = [
+        model(input_ids=torch.from_numpy(row[None, :n]).long()).logits[0] for row, n in zip(ids, lengths, strict=True)
+    ]
+    return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, ids.shape[1] - len(row))) for row in rows])
 
 
 def _loss(model: torch.nn.Module, rows: Rows) -> torch.Tensor:

@@ -10,7 +10,7 @@ MODELS = FIXTURES / "models"
 
 def path_of(layer: int | str, module: str) -> str:
     """A linear of the usual decoder as adapters name it: (0, 'q_proj') -> 'model.layers.0.self_attn.q_proj'."""
-    part = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+    part = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj") else "mlp"
     return f"model.layers.{layer}.{part}.{module}"
 
 

@@ -218,9 +218,7 @@ def _rotated(
     return ys
 
 
-def _shape(
-    q: Tensor | None, k: Tensor | None, table: Tensor, norm: HeadNorm | None, turns: bool
-) -> dict[str, Any]:
+def _shape(q: Tensor | None, k: Tensor | None, table: Tensor, norm: HeadNorm | None, turns: bool) -> dict[str, Any]:
     rows, _, dim = (q or k).shape  # type: ignore[union-attr]
     heads = {"heads": q.shape[1] if q else 0, "kv_heads": k.shape[1] if k else 0}
     firsts = {"q_first": _first(q), "k_first": _first(k)}

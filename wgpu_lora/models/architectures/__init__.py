@@ -20,6 +20,7 @@ ARCHITECTURES: Registry[type[ModelConfig]] = Registry(
         "qwen3": "wgpu_lora.models.architectures.qwen3:Qwen3",
         "llama": "wgpu_lora.models.architectures.llama:Llama",
         "mistral": "wgpu_lora.models.architectures.mistral:Mistral",
+        "phi3": "wgpu_lora.models.architectures.phi3:Phi3",
         "smollm3": "wgpu_lora.models.architectures.smollm3:SmolLM3",
     }
 )
