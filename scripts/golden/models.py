@@ -10,8 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from golden.quant import is_clear_cut
 
-SEEDS = {"qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50, "smollm3": 70}
+SEEDS = {"qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50, "smollm3": 70, "phi3": 80, "qwen3_5_text": 90}
 # Of the saved weights; float32 unless stated.
+KEPT = ("in_proj_a", "in_proj_b")  # linear layers that are too small to be quantised
 DTYPES = {"qwen2": torch.bfloat16, "qwen3": torch.float16, "smollm3": torch.bfloat16}
 
 _COMMON = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 128}
@@ -57,6 +58,25 @@ CONFIGS: dict[str, dict] = {
         "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5,
         "rope_parameters": _default_rope(2e6),
     },
+    # a part of each head is rotated, by other factors in rows of more than 9 tokens; a window in every layer
+    "phi3": {
+        "vocab_size": 223, "hidden_size": 80, "intermediate_size": 52, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": 8,
+        "original_max_position_embeddings": 9,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.6,
+            "original_max_position_embeddings": 9,
+            "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0], "long_factor": [1.2, 1.9, 3.0, 4.5, 7.0, 9.0],
+        },
+    },
+    # three value heads to a key head, which are wider; a quarter of each head is rotated
+    "qwen3_5_text": {
+        "vocab_size": 197, "hidden_size": 52, "intermediate_size": 68, "num_hidden_layers": 3, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+        "rope_parameters": {**_default_rope(1e4), "partial_rotary_factor": 0.25},
+    },
 }  # fmt: skip
 
 
@@ -99,6 +119,8 @@ def _draw(name: str, parameter: torch.Tensor, rng: np.random.Generator) -> torch
 
     if "norm" in name:
         return normal(0.2, 1.0)
+    if name.endswith((".A_log", ".dt_bias", ".conv1d.weight")):
+        return normal(0.5)
     if name.endswith(".bias"):
         return normal(0.1)
     if "embed_tokens" in name or "lm_head" in name:

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from golden.models import SEEDS, linears, load
+from golden.models import KEPT, SEEDS, linears, load
 from golden.quant import quantize
 
 RANK, ALPHA = 4, 8
@@ -47,7 +47,9 @@ def nf4_base(model: PreTrainedModel) -> PreTrainedModel:
     """A copy whose block linears hold the values that double-quantised NF4 gives back."""
     model = copy.deepcopy(model)
     with torch.no_grad():
-        for linear in linears(model).values():
+        for (_, module), linear in linears(model).items():
+            if module in KEPT:
+                continue
             linear.weight.copy_(torch.from_numpy(quantize(linear.weight.numpy())["dequantised"]))
     return model
 
@@ -98,7 +100,17 @@ def _logits(model: torch.nn.Module, rows: Rows) -> tuple[torch.Tensor, torch.Ten
     """(logits [rows, tokens, vocab], attention mask [rows, tokens])."""
     ids, _, lengths = rows
     mask = torch.from_numpy((np.arange(ids.shape[1])[None, :] < lengths[:, None]).astype(np.int64))
+    if "longrope" in str(getattr(model.config, "rope_parameters", "")):
+        return _alone(model, ids, lengths), mask
     return model(input_ids=torch.from_numpy(ids).long(), attention_mask=mask).logits, mask
+
+
+def _alone(model: torch.nn.Module, ids: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+    """Logits of each row on its own, because the longest row decides the factors of all rows in a batch."""
+    rows = [
+        model(input_ids=torch.from_numpy(row[None, :n]).long()).logits[0] for row, n in zip(ids, lengths, strict=True)
+    ]
+    return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, ids.shape[1] - len(row))) for row in rows])
 
 
 def _loss(model: torch.nn.Module, rows: Rows) -> torch.Tensor:

@@ -11,6 +11,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.architectures import ARCHITECTURES, load_config, parse_config
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.rope import attention_factor, inv_freq
+from wgpu_lora.models.rows import Rows
 
 BASE = {
     "model_type": "llama",
@@ -25,6 +26,8 @@ BASE = {
     "eos_token_id": [5, 6],
 }
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"type": "linear", "factor": 2.0}
+LONG = {"type": "su", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0]}
 
 
 def config(**changes) -> ModelConfig:
@@ -32,6 +35,7 @@ def config(**changes) -> ModelConfig:
 
 
 WINDOWS = {"qwen2": (None,) * 3, "qwen3": (None, 5), "llama": (None, None), "mistral": (6, 6), "smollm3": (None, 5)}
+WINDOWS |= {"phi3": (8, 8)}
 
 
 @pytest.mark.parametrize("architecture", WINDOWS)
@@ -136,6 +140,20 @@ def test_partial_rotary_embedding():
         parsed(partial_rotary_factor=1.5)
 
 
+def test_longrope_has_two_tables_in_turns():
+    c = config(model_type="phi3", rope_scaling=LONG, original_max_position_embeddings=128)
+    plain, table = inv_freq(config()), c.tables()[0]
+    factor = np.sqrt(1 + np.log(4) / np.log(128))
+    assert attention_factor(c) == pytest.approx(factor)
+    assert (c.switch(), c.longest_fork()) == (128, 128)
+    values = table.values(3).reshape(3, 2, 4, 2)
+    np.testing.assert_allclose(values[2, 0, :, 0], factor * np.cos(2 * plain / LONG["short_factor"]), rtol=1e-6)
+    np.testing.assert_allclose(values[2, 1, :, 1], factor * np.sin(2 * plain / LONG["long_factor"]), rtol=1e-6)
+    assert config(model_type="phi3").rope_scaling is None
+    rows = Rows.causal(*np.arange(10).reshape(5, 2), lengths=np.array([128, 129]))
+    assert list(table.places.values(rows)) == [0, 3]
+
+
 def test_fields_at_their_default_are_not_in_the_digest():
     # of the time before partial_rotary_factor
     assert config().digest() == "469aab88756eee2f70ee43b90bc3ef133da7e1a1b8c9d50bb6d538e9e2e17732"
@@ -221,6 +239,12 @@ def test_rope_matches_transformers(rope):
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 3}, "mixes attention kinds"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias = true .* for mistral"),
         ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = true .* for qwen2"),
+        ({"model_type": "phi3", "rope_scaling": LINEAR}, "rope type 'linear' in here.json .* default or longrope"),
+        ({"model_type": "phi3", "rope_scaling": {**LONG, "long_factor": [1]}}, "long_factor .* must list 4 numbers"),
+        (
+            {"model_type": "phi3", "rope_scaling": {**LONG, "short_factor": [1, 2, 3, 0]}},
+            "short_factor in here.json is 0",
+        ),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers .* must list 3 layers"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0, 2]}, "no_rope_layers .* each 0 or 1"),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval in here.json is 0"),

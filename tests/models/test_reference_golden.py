@@ -12,7 +12,7 @@ from wgpu_lora.formats.peft import PARTS, read_adapter, tensor_name, write_adapt
 
 pytestmark = pytest.mark.reference
 Arrays = dict[str, np.ndarray]
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3")
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "phi3")
 
 
 @pytest.fixture(autouse=True)

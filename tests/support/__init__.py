@@ -10,7 +10,9 @@ MODELS = FIXTURES / "models"
 
 def path_of(layer: int | str, module: str) -> str:
     """A linear of the usual decoder as adapters name it: (0, 'q_proj') -> 'model.layers.0.self_attn.q_proj'."""
-    part = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+    delta = module.startswith("in_proj_") or module == "out_proj"
+    attention = module in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
+    part = "linear_attn" if delta else "self_attn" if attention else "mlp"
     return f"model.layers.{layer}.{part}.{module}"
 
 

@@ -25,7 +25,7 @@ from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.ops.recorder import Recorder
 
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3")
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "phi3", "qwen3_5_text")
 ROWS = 40  # three golden rows of at most 13 tokens, and padding
 
 

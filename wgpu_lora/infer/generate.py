@@ -14,7 +14,7 @@ from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.infer.running import Generation, Run, check_requests
+from wgpu_lora.infer.running import Generation, Run, check_requests, known_tokens
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.step import Programs, Step
 from wgpu_lora.models.loaded import LoadedModel
@@ -234,18 +234,22 @@ class Generator:
         prompt = run.prompts[index]
         if slot != run.slots[index]:
             return 0
-        size = min(held.size, prompt.size - 1)
-        differing = np.flatnonzero(held[:size] != prompt[:size])
-        known = int(differing[0]) if differing.size else size
-        return known if self.state.cache.rewinds or known == held.size else 0
+        return known_tokens(held, prompt, self.state.cache.rewinds, self.model.config.switch())
 
     def _run_decode(self, run: Run, live: Sequence[int]) -> None:
         """Compute the logits after the last token of each live sequence."""
+        again = run.switching(live, self.model.config.switch())
+        if again:  # what the cache holds of these is of no use any more
+            whole = [run.ids(i) for i in range(len(run.prompts))]
+            self._run_prompts(whole, run.slots, [0 if i in again else ids.size for i, ids in enumerate(whole)])
+            live = [i for i in live if i not in again]
+        if not live:
+            return
         newest = np.array([run.results[i].token_ids[-1] for i in live])
         positions = np.array([run.length(i) - 1 for i in live])
         picked = np.full(self.batch, NOWHERE, np.int64)
         picked[live] = np.arange(len(live))
-        self._decode.upload(newest, positions, np.array(live), run.slots, picked)
+        self._decode.upload(newest, positions, np.array(live), positions + 1, run.slots, picked)
         self._decode.program.run()
         self._head.run()
         self.device.wait()
@@ -263,7 +267,7 @@ class Generator:
         """
         ids = np.concatenate([prompt[start:] for prompt, start in zip(prompts, starts, strict=True)])
         lengths = np.array([prompt.size - start for prompt, start in zip(prompts, starts, strict=True)])
-        sequences = np.repeat(np.arange(len(prompts)), lengths)
+        sequences, sizes = np.repeat(np.arange(len(prompts)), lengths), np.array([prompt.size for prompt in prompts])
         ends = np.cumsum(lengths) - 1
         positions = np.arange(ids.size) - (ends - lengths + 1)[sequences] + np.asarray(starts)[sequences]
         pieces: list[tuple[Step, int]] = []
@@ -280,9 +284,9 @@ class Generator:
                 return None
             piece = slice(at, at + step.tokens)
             picked = np.full(self.batch, NOWHERE, np.int64)
-            here = np.flatnonzero((ends >= at) & (ends < at + step.tokens))
+            here = np.flatnonzero((lengths > 0) & (ends >= at) & (ends < at + step.tokens))
             picked[here] = ends[here] - at
-            step.upload(ids[piece], positions[piece], sequences[piece], slots, picked)
+            step.upload(ids[piece], positions[piece], sequences[piece], sizes[sequences[piece]], slots, picked)
             step.program.run()
         self._head.run()
         self.device.wait()

@@ -49,6 +49,10 @@ class Run:
         """Token ids of the sequence so far."""
         return np.concatenate([self.prompts[index], np.array(self.results[index].token_ids, np.int64)])
 
+    def switching(self, live: Sequence[int], switch: int | None) -> list[int]:
+        """Those whose newest token changes how all others are computed (`ModelConfig.switch`)."""
+        return [i for i in live if switch is not None and self.length(i) == switch + 1]
+
     def extend(
         self,
         index: int,
@@ -70,6 +74,20 @@ class Run:
         elif self.length(index) > capacity:  # the cache has no row left for this token
             result.stop_reason = "capacity"
         return token
+
+
+def known_tokens(held: np.ndarray, prompt: np.ndarray, rewinds: bool, switch: int | None) -> int:
+    """Tokens of a prompt, without its last one, whose state in the cache, of the tokens `held`, is of use.
+
+    rewinds: see `Cache`. switch: see `ModelConfig`.
+    """
+    short = switch is not None and held.size < switch and prompt.size <= switch
+    if switch is not None and not short and min(held.size, prompt.size) <= switch:
+        return 0
+    size = min(held.size, prompt.size - 1)
+    differing = np.flatnonzero(held[:size] != prompt[:size])
+    known = int(differing[0]) if differing.size else size
+    return known if rewinds or known == held.size else 0
 
 
 def check_requests(

@@ -113,6 +113,7 @@ class Step:
         ids: np.ndarray,
         positions: np.ndarray,
         sequences: np.ndarray,
+        lengths: np.ndarray,
         slots: Sequence[int | None],
         picked: np.ndarray,
     ) -> None:
@@ -120,6 +121,7 @@ class Step:
 
         Args:
             ids, positions, sequences: [n <= T] of each token: id, position in its sequence, and sequence.
+            lengths: [n], tokens of its sequence so far, those of later steps of a prompt included.
             slots: of each sequence; None, the base model alone, comes last.
             picked: [batch], the row with each sequence's newest hidden state; NOWHERE keeps the previous one.
         """
@@ -129,7 +131,7 @@ class Step:
         rows = base + positions
         write(device, inputs.ids, padded(ids, self.tokens, 0))
         write(device, self.cache_rows, padded(rows, self.tokens, NOWHERE))
-        inputs.place(device, Rows.causal(positions, sequences, rows, base, np.zeros_like(base)))
+        inputs.place(device, Rows.causal(positions, sequences, rows, base, np.zeros_like(base), lengths))
         slot_ranges = np.zeros(inputs.slot_ranges.shape, np.int64)
         of_rows = np.array([-1 if slot is None else slot for slot in slots])[sequences]
         for slot in range(slot_ranges.shape[0]):

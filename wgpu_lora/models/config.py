@@ -131,6 +131,11 @@ class ModelConfig(ABC):
         then use no order of rows but positions and key ranges."""
         return 0
 
+    def switch(self) -> int | None:
+        """Tokens of the longest sequence before all of its tokens are computed in another way (`Rows.lengths`), so that
+        a cache is of no use beyond; None if there is no such length."""
+        return None
+
     def tables(self) -> Sequence[Table]:
         """The tables that blocks need and that only depend on positions, such as rotary angles."""
         return ()

@@ -43,6 +43,7 @@ class Placing:
             stop=row + 1,
             since=row.copy(),
             last=row + 1,
+            lengths=0 * row + 1,
         )
 
     def add(self, sequences: Sequence[Sequenced]) -> Iterator[np.ndarray]:
@@ -70,6 +71,7 @@ class Placing:
         rows.positions[taken] = np.arange(length)
         rows.sequences[taken] = rows.first[taken] = taken.start
         rows.last[taken] = taken.stop
+        rows.lengths[taken] = length
         return rows.keys[taken]
 
     def _head(self, length: int, prefix: int) -> np.ndarray:
@@ -82,6 +84,7 @@ class Placing:
         rows.stop[own] = taken.stop
         rows.first[common] = fork
         rows.last[common] = taken.stop
+        rows.lengths[taken] = length
         return np.concatenate([rows.keys[common], rows.keys[own][::-1]])
 
     def _tail(self, length: int, prefix: int) -> np.ndarray:
@@ -90,6 +93,7 @@ class Placing:
         taken = self._take(length - prefix)
         rows.positions[taken] = np.arange(prefix, length)
         rows.sequences[taken], rows.first[taken] = fork, fork
+        rows.lengths[taken] = length
         rows.last[fork : taken.stop] = taken.stop
         return rows.keys[fork : taken.stop]
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.rows import RowInput
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
@@ -23,8 +24,8 @@ MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12  # far beyond real models, and products of 
 class RopeScaling:
     """Scaling of the frequencies beyond the pretrained context, with config.json's names.
 
-    rope_type: 'linear', 'llama3', 'yarn' or 'factors'. Fields that a type does not use keep their defaults.
-    attention_factor: multiplies cos and sin (yarn only).
+    rope_type: 'linear', 'llama3', 'yarn', 'longrope' or 'factors'. Fields that a type does not use keep their defaults.
+    attention_factor: multiplies cos and sin (yarn and longrope only).
     factors: one per pair, divides its frequency. GGUF stores 'llama3' in this form.
     """
 
@@ -81,7 +82,7 @@ def parse_rope(
     rope = stated_rope(d, where)
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UserError(f"rope_parameters in {where} differ by layer type, which is not supported: use another model.")
-    theta = _positive(rope.get("rope_theta", d.get("rope_theta", theta)), "rope_theta", where)
+    theta = positive(rope.get("rope_theta", d.get("rope_theta", theta)), "rope_theta", where)
     share = _share(rope.get("partial_rotary_factor", d.get("partial_rotary_factor")), partial, where)
     return Rope(theta, _scaling(d, rope, theta, max_position_embeddings, where), share)
 
@@ -104,7 +105,7 @@ def check_pairs(head_dim: int, partial: float, where: str) -> None:
 def _share(stated: Any, default: float | None, where: str) -> float:
     if stated is None:
         return 1.0 if default is None else default
-    share = _positive(stated, "partial_rotary_factor", where)
+    share = positive(stated, "partial_rotary_factor", where)
     if share > 1 or (share < 1 and default is None):
         most = "only 1.0 is" if default is None else "use at most 1"
         raise UserError(f"partial_rotary_factor = {stated!r} in {where} is not supported: {most}.")
@@ -123,14 +124,14 @@ def _scaling(
     if rope_type == "yarn" and theta == 1:
         raise UserError(f"rope_theta in {where} is 1, which yarn cannot stretch: correct the file.")
     original = d.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    original = _positive(original or max_position_embeddings, "original_max_position_embeddings", where)
+    original = positive(original or max_position_embeddings, "original_max_position_embeddings", where)
     factor = rope.get("factor")
     if factor is None and rope_type == "yarn":
         factor = max_position_embeddings / original
-    factor = _positive(factor, "rope factor", where)
+    factor = positive(factor, "rope factor", where)
 
     def field(name: str, default: float) -> float:
-        return _positive(default if rope.get(name) is None else rope[name], name, where)
+        return positive(default if rope.get(name) is None else rope[name], name, where)
 
     low, high = field("low_freq_factor", 1.0), field("high_freq_factor", 4.0)
     if high <= low:
@@ -170,8 +171,13 @@ class RopeTable:
     rope_scaling: RopeScaling | None
 
     @classmethod
-    def of(cls, config: Rotary) -> RopeTable:
+    def of(cls, config: Rotary) -> Self:
         return cls(config.rotary_dim, config.rope_theta, config.rope_scaling)
+
+    @property
+    def places(self) -> RowInput | None:
+        """The row of each token in the table; None if these are their positions."""
+        return None
 
     def shape(self, positions: int) -> tuple[int, ...]:
         return positions, self.rotary_dim // 2, 2
@@ -194,7 +200,7 @@ def inv_freq(config: Rotary) -> np.ndarray:
         return plain
     if scaling.rope_type == "linear":
         return plain / scaling.factor
-    if scaling.rope_type == "factors":
+    if scaling.factors:
         return plain / np.array(scaling.factors)
     if scaling.rope_type == "llama3":
         return _llama3(plain, scaling)
@@ -202,7 +208,7 @@ def inv_freq(config: Rotary) -> np.ndarray:
 
 
 def attention_factor(config: Rotary) -> float:
-    """The factor of cos and sin: 1 except for yarn."""
+    """The factor of cos and sin: 1 except for yarn and longrope."""
     return config.rope_scaling.attention_factor if config.rope_scaling else 1.0
 
 
@@ -235,18 +241,19 @@ def _yarn(plain: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float, where: str) -> float:
     if rope.get("attention_factor") is not None:
-        return _positive(rope["attention_factor"], "attention_factor", where)
+        return positive(rope["attention_factor"], "attention_factor", where)
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        numerator = _positive(rope["mscale"], "mscale", where)
-        return mscale(numerator) / mscale(_positive(rope["mscale_all_dim"], "mscale_all_dim", where))
+        numerator = positive(rope["mscale"], "mscale", where)
+        return mscale(numerator) / mscale(positive(rope["mscale_all_dim"], "mscale_all_dim", where))
     return mscale(1.0)
 
 
-def _positive(value: Any, name: str, where: str) -> float:
+def positive(value: Any, name: str, where: str) -> float:
+    """A positive number of config.json. Raises UserError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not MIN_NUMBER <= value <= MAX_NUMBER:
         raise UserError(f"{name} in {where} is {value!r:.40}, expected a positive number: correct the file.")
     return float(value)

@@ -20,6 +20,7 @@ class Rows:
     sequences: index of the sequence.
     keys: row in per-token state (`models.cache`); without state, the row of the batch.
     first, stop: the token sees the rows [first, stop) in per-token state.
+    lengths: tokens of the sequence; in generation, of what there is so far.
     since, last: of the rows [since, last), those that are not in [first, keys) see the token. In generation, last is 0.
     """
 
@@ -30,13 +31,21 @@ class Rows:
     stop: np.ndarray
     since: np.ndarray
     last: np.ndarray
+    lengths: np.ndarray
 
     @classmethod
     def causal(
-        cls, positions: np.ndarray, sequences: np.ndarray, keys: np.ndarray, first: np.ndarray, last: np.ndarray
+        cls,
+        positions: np.ndarray,
+        sequences: np.ndarray,
+        keys: np.ndarray,
+        first: np.ndarray,
+        last: np.ndarray,
+        lengths: np.ndarray | None = None,
     ) -> Rows:
-        """Rows that see [first, keys]. last: one past the last row of the sequence."""
-        return cls(positions, sequences, keys, first, keys + 1, keys, last)
+        """Rows that see [first, keys]. last: one past the last row of the sequence. lengths: by default, up to it."""
+        known = positions + 1 if lengths is None else lengths
+        return cls(positions, sequences, keys, first, keys + 1, keys, last, known)
 
     @cached_property
     def previous(self) -> np.ndarray:

@@ -10,7 +10,7 @@ from support.kernels import NONE, Arrays, add, normal, poison
 from wgpu_lora.bench import ceiling
 from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.gpu.values import stored, widened
-from wgpu_lora.ops import elementwise, embedding, rope
+from wgpu_lora.ops import columns, elementwise, embedding, rope
 from wgpu_lora.weights import nf4, nf4_scales
 from wgpu_lora.weights.nf4_codes import DYNAMIC_CODE
 
@@ -36,6 +36,19 @@ add(
 )
 add(elementwise.fill, lambda rng: {"y": poison(67)}, size=67, value=-1.5e-6)
 add(elementwise.fill, lambda rng: {"y": poison(32768 * 64 + 67)}, size=32768 * 64 + 67, value=3.0)
+
+
+add(
+    columns.take_columns, lambda rng: {"x": normal(rng, 29, 13), "y": poison(29, 5)}, rows=29, cols=13, width=5, first=3
+)
+add(
+    columns.put_columns,
+    lambda rng: {"x": normal(rng, 29, 5), "y": normal(rng, 29, 13)},
+    rows=29,
+    cols=13,
+    width=5,
+    first=8,
+)
 
 
 def drop(rows: int, cols: int, **flags: Any) -> None:

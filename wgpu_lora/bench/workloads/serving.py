@@ -113,7 +113,7 @@ class Serving(Workload):
             for buffer in arena.buffers:
                 poison(device, buffer)
             ids = rng.integers(0, self._context.config.vocab_size, positions.size)
-            step.upload(ids, positions, sequences, self._slots, picked)
+            step.upload(ids, positions, sequences, positions + 1, self._slots, picked)
             check(step.program, found)
         check(recorded.head, found)
         return found

@@ -22,6 +22,7 @@ ARCHITECTURES: Registry[type[ModelConfig]] = Registry(
         "mistral": "wgpu_lora.models.architectures.mistral:Mistral",
         "qwen3_5": "wgpu_lora.models.architectures.qwen3_5:Qwen35",
         "qwen3_5_text": "wgpu_lora.models.architectures.qwen3_5:Qwen35Text",
+        "phi3": "wgpu_lora.models.architectures.phi3:Phi3",
         "smollm3": "wgpu_lora.models.architectures.smollm3:SmolLM3",
     }
 )

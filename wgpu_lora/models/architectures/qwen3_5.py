@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.tensor_names import TensorNames
-from wgpu_lora.models.blocks.attention import KeyRanges
 from wgpu_lora.models.blocks.delta_net import DeltaNet, Runs
 from wgpu_lora.models.blocks.gated_attention import GatedAttention
 from wgpu_lora.models.blocks.transformer import Mixer, Transformer
@@ -38,7 +37,14 @@ class Qwen35Text(Transformer):
     PARTIAL = 0.25
     NORM_OFFSET = 1.0
     LAYER_PARTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp": ("mlp",), "attention": ("self_attn", "linear_attn")}
-    MODULES: ClassVar[tuple[str, ...]] = (*Transformer.MODULES, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    MODULES: ClassVar[tuple[str, ...]] = (
+        *Transformer.MODULES,
+        "in_proj_qkv",
+        "in_proj_z",
+        "in_proj_b",
+        "in_proj_a",
+        "out_proj",
+    )
     STORED: ClassVar[TensorNames] = TensorNames((("model.language_model.", "model."),), ("mtp.", "model.visual."))
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "linear_num_key_heads": 16,
@@ -86,7 +92,7 @@ class Qwen35Text(Transformer):
         return *own, mlp
 
     def row_inputs(self) -> Sequence[RowInput]:
-        return [KeyRanges(), Runs()]
+        return [*super().row_inputs(), Runs()]
 
     def longest_fork(self) -> int | None:
         return 0  # the state of a delta net goes from row to row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.blocks.transformer import Biases, Transformer, layer_types
@@ -28,7 +28,7 @@ class SmolLM3GGUF(TransformerGGUF):
 class SmolLM3(Transformer):
     POSITIONS = 32768
     THETA = 2e6
-    DEFAULTS = {"tie_word_embeddings": True}
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {"tie_word_embeddings": True}
     TRANSFORMERS = "SmolLM3ForCausalLM"
     READS_BIASES = Biases(attention=True, mlp=True)
     GGUF_INTERLEAVES = True

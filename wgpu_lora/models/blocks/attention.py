@@ -12,6 +12,7 @@ from wgpu_lora.models.cache import CacheTensor
 from wgpu_lora.models.rope import RopeTable
 from wgpu_lora.models.rows import Rows
 from wgpu_lora.ops.attention import attention
+from wgpu_lora.ops.columns import split_columns
 from wgpu_lora.ops.rope import Appending, HeadNorm, rope
 
 
@@ -42,6 +43,8 @@ class KeyRanges:
 class Attention:
     """Attention with the modules q_proj, k_proj, v_proj and o_proj of `name`, and RoPE on q and k.
 
+    fused: the number of heads if one module, qkv_proj, has the rows of q, k and v.
+
     qk_eps: epsilon of q_norm and k_norm over each head; None if the model does not have them.
     turns: whether q and k are rotated.
     """
@@ -53,6 +56,7 @@ class Attention:
     qk_eps: float | None = None
     name: str = "self_attn"
     turns: bool = True
+    fused: int | None = None
 
     def cache(self) -> dict[str, CacheTensor]:
         """Rotated keys, and values."""
@@ -61,7 +65,7 @@ class Attention:
 
     def stack(self) -> tuple[str, ...]:
         """The modules that read the same x."""
-        return tuple(f"{self.name}.{module}" for module in ("q_proj", "k_proj", "v_proj"))
+        return () if self.fused else tuple(f"{self.name}.{module}" for module in ("q_proj", "k_proj", "v_proj"))
 
     def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given."""
@@ -76,12 +80,28 @@ class Attention:
             q_norm, k_norm = (block.layer.vectors[f"{self.name}.{name}.weight"] for name in ("q_norm", "k_norm"))
             norm = HeadNorm(q_norm, k_norm, self.qk_eps)
         cache = Appending(*block.cache.appending("keys", "values")) if block.cache else None
-        q, k, v = rope(rec, (q, k, v), inputs.positions, inputs.tables[self.rope], norm, cache, self.turns)
+        places = inputs.rows[self.rope.places] if self.rope.places else inputs.positions
+        q, k, v = rope(rec, (q, k, v), places, inputs.tables[self.rope], norm, cache, self.turns)
         ranges = inputs.rows[KeyRanges(self.window)]
         return attention(rec, q, k, v, ranges, self.num_key_value_heads, self.head_dim**-0.5)
 
     def _project(self, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, head_dim], and k and v [T, kv_heads, head_dim], in one storage if it fits a binding."""
-        parts = block.projects(x, self.stack())
+        parts = self._split(block, x, self.fused) if self.fused else block.projects(x, self.stack())
         q, k, v = (part.reshape(part.shape[0], part.shape[1] // self.head_dim, self.head_dim) for part in parts)
         return q, k, v
+
+    def _split(self, block: Block, x: Tensor, heads: int) -> list[Tensor]:
+        """q, k and v of one matrix, in blocks of rows and a storage each if they exceed a binding."""
+        rec, rows = block.rec, x.shape[0]
+        widths = [count * self.head_dim for count in (heads, self.num_key_value_heads, self.num_key_value_heads)]
+        blocks, shapes = list(rec.row_blocks(rows, sum(widths))), [(rows, width) for width in widths]
+        if len(blocks) == 1 or block.cache:
+            parts = rec.temps(*shapes, name="q, k and v")
+        else:
+            parts = [rec.temp(shape, name=name) for shape, name in zip(shapes, "qkv", strict=True)]
+        for start, stop in blocks:
+            all_rows = len(blocks) == 1
+            both = block.project(x.rows(start, stop), f"{self.name}.qkv_proj", first_row=None if all_rows else start)
+            split_columns(rec, both, parts if all_rows else [part.rows(start, stop) for part in parts])
+        return parts

@@ -11,15 +11,19 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.block import Block
 from wgpu_lora.models.blocks.attention import Attention, KeyRanges
-from wgpu_lora.models.blocks.mlp import gated_mlp, gated_stack
+from wgpu_lora.models.blocks.mlp import GatedMLP
 from wgpu_lora.models.cache import CacheTensor
 from wgpu_lora.models.config import BIAS, MATRIX, ModelConfig, Parameter
 from wgpu_lora.models.fields import boolean, whole
-from wgpu_lora.models.rope import DEFAULT_THETA, RopeScaling, RopeTable, check_pairs, parse_rope, rotary_dim
+from wgpu_lora.models.longrope import LongRopeScaling, rope_table
+from wgpu_lora.models.rope import DEFAULT_THETA, Rope, RopeScaling, RopeTable, check_pairs, parse_rope, rotary_dim
 from wgpu_lora.models.rows import RowInput
 from wgpu_lora.ops.elementwise import residual
 
 ATTENTION_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
+
+
+Linears = tuple[tuple[str, tuple[int, int], bool, str, int | None], ...]  # module, shape, bias, GGUF's name, heads
 
 
 class Biases(NamedTuple):
@@ -68,6 +72,7 @@ class Transformer(ModelConfig):
     # transformers would ignore it.
     READS_BIASES: ClassVar[Biases] = Biases()
     QK_NORM: ClassVar[bool] = False
+    FUSED: ClassVar[bool] = False  # q, k and v are one matrix, and gate and up are one
     HEAD_DIM: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / heads
     THETA: ClassVar[float] = DEFAULT_THETA  # default of rope_theta
     PARTIAL: ClassVar[float | None] = None  # default of partial_rotary_factor; None: whole heads are always rotated
@@ -82,6 +87,10 @@ class Transformer(ModelConfig):
         """Which linear layers have biases."""
         attention = boolean(d, "attention_bias", where)
         return Biases(attention, attention, boolean(d, "mlp_bias", where))
+
+    @classmethod
+    def rope(cls, d: Mapping[str, Any], positions: int, where: str) -> Rope:
+        return parse_rope(d, positions, where, cls.THETA, cls.PARTIAL)
 
     @classmethod
     def window(cls, d: Mapping[str, Any], where: str) -> int | None:
@@ -106,7 +115,7 @@ class Transformer(ModelConfig):
         facts = cls.common(d, where)
         hidden, heads = facts["hidden_size"], whole(d, "num_attention_heads", where)
         head_dim = cls._head_dim(d, hidden, heads, where)
-        rope = parse_rope(d, facts["max_position_embeddings"], where, cls.THETA, cls.PARTIAL)
+        rope = cls.rope(d, facts["max_position_embeddings"], where)
         check_pairs(head_dim, rope.partial, where)
         biases = cls.biases(d, where)
         return cls(
@@ -176,13 +185,22 @@ class Transformer(ModelConfig):
         q, kv = self.num_attention_heads * self.head_dim, kv_heads * self.head_dim
         heads, kv_rotated = (self.num_attention_heads, kv_heads) if self.GGUF_INTERLEAVES else (None, None)
         found = {f"{ATTENTION_NORM}.weight": Parameter((hidden,), gguf="attn_norm")}
-        for module, shape, bias, gguf, rotated in (
+        qkv: Linears = (
             ("self_attn.q_proj", (q, hidden), self.attention_bias, "attn_q", heads),
             ("self_attn.k_proj", (kv, hidden), self.attention_bias, "attn_k", kv_rotated),
             ("self_attn.v_proj", (kv, hidden), self.attention_bias, "attn_v", None),
-            ("self_attn.o_proj", (hidden, q), self.attention_output_bias, "attn_output", None),
+        )
+        gate_up: Linears = (
             ("mlp.gate_proj", (inner, hidden), self.mlp_bias, "ffn_gate", None),
             ("mlp.up_proj", (inner, hidden), self.mlp_bias, "ffn_up", None),
+        )
+        if self.FUSED:
+            qkv = (("self_attn.qkv_proj", (q + 2 * kv, hidden), self.attention_bias, "attn_qkv", None),)
+            gate_up = (("mlp.gate_up_proj", (2 * inner, hidden), self.mlp_bias, "ffn_up", None),)
+        for module, shape, bias, gguf, rotated in (
+            *qkv,
+            ("self_attn.o_proj", (hidden, q), self.attention_output_bias, "attn_output", None),
+            *gate_up,
             ("mlp.down_proj", (hidden, inner), self.mlp_bias, "ffn_down", None),
         ):
             found[f"{module}.weight"] = Parameter(shape, MATRIX, True, gguf, rotated)
@@ -195,25 +213,32 @@ class Transformer(ModelConfig):
         return found
 
     def stacks(self, index: int) -> Sequence[Sequence[str]]:
-        return self._attention(index).stack(), gated_stack()
+        stacks = self._attention(index).stack(), self._mlp.stack()
+        return [stack for stack in stacks if stack]
 
     def block(self, block: Block, index: int, x: Tensor) -> Tensor:
-        rec, eps, inner, mixer = block.rec, self.rms_norm_eps, self.intermediate_size, self._mixer(index)
+        rec, eps, mixer = block.rec, self.rms_norm_eps, self._mixer(index)
         if not rec.training:  # x is not needed again, so the residual is added in place
             mixer.record(block, block.norm(x, ATTENTION_NORM, eps), x)
-            return gated_mlp(block, block.norm(x, MLP_NORM, eps), inner, x)
+            return self._mlp.record(block, block.norm(x, MLP_NORM, eps), x)
         attended = mixer.record(block, block.norm(x, ATTENTION_NORM, eps))
         x, normed = block.residual_norm(x, attended, MLP_NORM, eps)
-        return residual(rec, x, gated_mlp(block, normed, inner))
+        return residual(rec, x, self._mlp.record(block, normed))
 
     def cache(self, index: int) -> Mapping[str, CacheTensor]:
         return self._mixer(index).cache()
 
     def row_inputs(self) -> Sequence[RowInput]:
-        return [KeyRanges(window) for window in sorted(set(self.sliding_windows), key=lambda w: w or 0)]
+        places = [table.places for table in self.tables() if table.places]
+        return [*(KeyRanges(window) for window in sorted(set(self.sliding_windows), key=lambda w: w or 0)), *places]
 
     def longest_fork(self) -> int | None:
-        return min((window for window in self.sliding_windows if window is not None), default=None)
+        bounds = (*self.sliding_windows, self.switch())
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def switch(self) -> int | None:
+        long = isinstance(self.rope_scaling, LongRopeScaling)
+        return self.rope_scaling.original_max_position_embeddings if self.rope_scaling and long else None
 
     def tables(self) -> Sequence[RopeTable]:
         return [self._rope]
@@ -229,7 +254,11 @@ class Transformer(ModelConfig):
 
     @cached_property
     def _rope(self) -> RopeTable:
-        return RopeTable.of(self)
+        return rope_table(self)
+
+    @property
+    def _mlp(self) -> GatedMLP:
+        return GatedMLP(self.intermediate_size, self.FUSED)
 
     def _mixer(self, index: int) -> Mixer:
         return self._attention(index)
@@ -237,7 +266,8 @@ class Transformer(ModelConfig):
     def _attention(self, index: int) -> Attention:
         eps, window = self.rms_norm_eps if self.qk_norm else None, self.sliding_windows[index]
         turns = not self.rotated_layers or self.rotated_layers[index]
-        return Attention(self.num_key_value_heads, self.head_dim, window, self._rope, eps, turns=turns)
+        fused = self.num_attention_heads if self.FUSED else None
+        return Attention(self.num_key_value_heads, self.head_dim, window, self._rope, eps, turns=turns, fused=fused)
 
 
 def stated_window(d: Mapping[str, Any], where: str) -> int | None:
