@@ -12,6 +12,7 @@ from golden.quant import is_clear_cut
 
 SEEDS = {"qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50, "smollm3": 70, "phi3": 80, "qwen3_5_text": 90}
 # Of the saved weights; float32 unless stated.
+OFFSETS = ("qwen3_5_text",)  # architectures with norms by 1 + w
 KEPT = ("in_proj_a", "in_proj_b")  # linear layers that are too small to be quantised
 DTYPES = {"qwen2": torch.bfloat16, "qwen3": torch.float16, "smollm3": torch.bfloat16}
 
@@ -71,9 +72,9 @@ CONFIGS: dict[str, dict] = {
     },
     # three value heads to a key head, which are wider; a quarter of each head is rotated
     "qwen3_5_text": {
-        "vocab_size": 197, "hidden_size": 52, "intermediate_size": 68, "num_hidden_layers": 3, "head_dim": 16,
+        "vocab_size": 229, "hidden_size": 52, "intermediate_size": 68, "num_hidden_layers": 2, "head_dim": 16,
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "rms_norm_eps": 1e-4,
         "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
         "rope_parameters": {**_default_rope(1e4), "partial_rotary_factor": 0.25},
     },
@@ -87,7 +88,7 @@ def make(architecture: str) -> PreTrainedModel:
     rng = np.random.default_rng(SEEDS[architecture])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_draw(name, parameter, rng))
+            parameter.copy_(_draw(name, parameter, rng, _norm_mean(architecture, name)))
     return model
 
 
@@ -112,13 +113,18 @@ def linears(model: PreTrainedModel) -> dict[tuple[int, str], torch.nn.Linear]:
     return found
 
 
-def _draw(name: str, parameter: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+def _norm_mean(architecture: str, name: str) -> float:
+    """0 for norms by 1 + w."""
+    return 0.0 if architecture in OFFSETS and "linear_attn" not in name else 1.0
+
+
+def _draw(name: str, parameter: torch.Tensor, rng: np.random.Generator, norm_mean: float) -> torch.Tensor:
     def normal(std: float, mean: float = 0.0) -> torch.Tensor:
         values = rng.standard_normal(tuple(parameter.shape)) * std + mean
         return torch.from_numpy(values.astype(np.float32)).to(parameter.dtype)
 
     if "norm" in name:
-        return normal(0.2, 1.0)
+        return normal(0.2, norm_mean)
     if name.endswith((".A_log", ".dt_bias", ".conv1d.weight")):
         return normal(0.5)
     if name.endswith(".bias"):
