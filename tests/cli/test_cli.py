@@ -265,6 +265,23 @@ def test_plan_allocates_nothing(run: Run, data: Path, monkeypatch: pytest.Monkey
     assert "it does not fit; the base model alone takes" in run("plan", *options, "--memory-budget", "1KB").out
 
 
+def test_plan_of_a_shape(run: Run, data: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without files. A delta net's five linear layers count as linear layers, of which two stay as they are."""
+    monkeypatch.setattr(Device, "create_buffer", None)
+    shape = ["--shape", "qwen3.5-0.8b", "--max-length", "256"]
+    found = json.loads(run("plan", "--json", *shape).out)
+    delta = dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"), 18)
+    others = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), 6)
+    assert found["modules"] == {**delta, **others, **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 24)}
+    text = run("plan", *shape).out
+    assert "weights in nf4, in_proj_b and in_proj_a in bf16" in text
+    assert "modules   18 in_proj_qkv, 18 in_proj_z, " in text
+    assert f"{found['peak']:,}" in text
+    assert "not known: choose one of" in refused(run("plan", "--shape", "qwen"))
+    assert "--data and --shape exclude each other" in refused(run("plan", *shape, "--data", data))
+    assert "leave out --adapters" in refused(run("plan", *shape, "--adapters", f"{data}:x"))
+
+
 def test_advice_leaves_out_what_the_device_cannot_bind():
     def replan(changes: Mapping[str, Any]) -> int:
         if "gradient_checkpointing" in changes:

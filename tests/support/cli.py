@@ -70,4 +70,5 @@ def share_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
                 return selector
             return device if selector is None else Device(selector)
 
-    monkeypatch.setattr("wgpu_lora.models.loaded.Device", Shared)
+    for opener in ("wgpu_lora.models.loaded", "wgpu_lora.train.made_up"):
+        monkeypatch.setattr(f"{opener}.Device", Shared)

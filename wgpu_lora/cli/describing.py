@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import line
 from wgpu_lora.cli.starting import describe_tuning
 from wgpu_lora.train.schedule import LR_SCHEDULES
-from wgpu_lora.words import counted
+from wgpu_lora.words import counted, listed
 
 if TYPE_CHECKING:
+    from wgpu_lora.models.loaded import LoadedModel
     from wgpu_lora.train.job import Job
     from wgpu_lora.train.memory_plan import MemoryPlan
     from wgpu_lora.train.options.arguments import TrainingArguments
@@ -110,8 +112,34 @@ def describe_model(job: Job[Any]) -> None:
     line(
         "model",
         f"{model.name}: {config.architecture}, {config.num_hidden_layers} layers of {config.hidden_size}, "
-        f"vocabulary {config.vocab_size:,}, weights in {model.decoder.base_dtype}",
+        f"vocabulary {config.vocab_size:,}, weights in {model.decoder.base_dtype}{_kept(model)}",
     )
+
+
+def _kept(model: LoadedModel) -> str:
+    """The matrices that are not in the base format, since they are small."""
+    from wgpu_lora.models.config import KEPT, module_of
+
+    own, base = model.decoder.embedding.dtype, model.decoder.base_dtype
+    paths = [module_of(name) for name, item in model.config.parameters.items() if item.kind == KEPT]
+    names = tuple(dict.fromkeys(path.rpartition(".")[2] for path in paths))
+    return f", {listed(names)} in {own}" if names and own != base else ""
+
+
+def describe_modules(job: Job[Any]) -> None:
+    """Describe how many modules of each name have an adapter."""
+    for run in job.runs:
+        if counts := modules_of(run):
+            mark = f"{run.name}: " if run.name else ""
+            line("modules", mark + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+
+
+def modules_of(run: AdapterRun) -> dict[str, int]:
+    """How many modules of each name have an adapter; empty if something else is trained."""
+    from wgpu_lora.train.subjects.adapter import Adapter
+
+    spec = run.subject.spec if isinstance(run.subject, Adapter) else None
+    return dict(Counter(path.rpartition(".")[2] for path in spec.scaling)) if spec else {}
 
 
 def note_unified(plan: MemoryPlan) -> None:

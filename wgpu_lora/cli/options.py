@@ -132,7 +132,8 @@ def training_options(run: Callable[..., int], instead: Instead | None = None) ->
         if not own_data:
             refuse_idle(ctx, OF_SEVERAL, "without --adapters or --adapters-config")
         beside = _first_checkpoint(**values) if own_data and given.get("resume") else None
-        args, path = gather(given, recipe, "The command line", demo=not own_data, beside=beside)
+        demo = not (own_data or values.get("shape"))
+        args, path = gather(given, recipe, "The command line", demo, beside)
         note_idle(given, args)
         note = None
         if path is not None:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from wgpu_lora.cli import completion
 from wgpu_lora.cli.console import console, line, print_json
-from wgpu_lora.cli.describing import describe_optimizer, describe_runs, note_unified
+from wgpu_lora.cli.describing import (
+    describe_model,
+    describe_modules,
+    describe_optimizer,
+    describe_runs,
+    modules_of,
+    note_unified,
+)
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
 from wgpu_lora.cli.options import Json
 from wgpu_lora.cli.projecting import Measure, PricePerHour, as_facts, show_projection
@@ -25,6 +35,14 @@ def plan(
     adapters_config: AdaptersConfig = None,
     schedule: Schedule = "synchronized",
     batch_tokens: BatchTokens = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for a named shape, such as qwen3.5-9b, with rows of --max-length tokens, instead of --model and "
+            "--data.",
+            autocompletion=completion.shapes,
+        ),
+    ] = None,
     measure: Measure = False,
     price_per_hour: PricePerHour = None,
     as_json: Json = False,
@@ -41,7 +59,10 @@ def plan(
     check_price(price_per_hour)
     if price_per_hour is not None and not measure:
         raise UserError("--price-per-hour does nothing without --measure: give both.")
-    job = _prepare(args, adapters, adapters_config, schedule, batch_tokens)
+    several = bool(adapters or adapters_config)
+    if shape and several:
+        raise UserError("--shape plans one adapter: leave out --adapters and --adapters-config.")
+    job = _of_shape(shape, args) if shape else _prepare(args, adapters, adapters_config, schedule, batch_tokens)
     session, memory = job.session, job.session.memory()
     budget = budget_bytes(session.device.info, args.budget())
     available = budget.bytes
@@ -49,8 +70,8 @@ def plan(
     ways = [] if available is None or fits else ways_to_fit(available, job.run.args, job.replan)
     buckets = sorted(session.steps)
     steps = [run.stream.total_steps() for run in job.runs]
-    several = bool(adapters or adapters_config)
     named = zip(job.runs, steps, strict=True)
+    [modules_of(run) for run in job.runs]
     projection = measured(job) if measure else None
     if as_json:
         print_json(
@@ -64,6 +85,9 @@ def plan(
                 "available": available,
                 "fits": fits,
                 "ways": [asdict(way) for way in ways],
+                "modules": {run.adapter_name: modules_of(run) for run in job.runs}
+                if several
+                else modules_of(job.runs[0]),
                 "buckets": [
                     {"tokens": tokens, "activations": session.steps[tokens].program.plan().nbytes} for tokens in buckets
                 ],
@@ -76,7 +100,9 @@ def plan(
 
     if note:
         line("recipe", note)
+    describe_model(job)
     describe_runs(job)
+    describe_modules(job)
     describe_optimizer(job)
     table = Table(box=None, pad_edge=False)
     table.add_column("memory")
@@ -106,6 +132,12 @@ def plan(
     if projection:
         show_projection(projection, price_per_hour)
     return 0
+
+
+def _of_shape(shape: str, args: TrainingArguments) -> Job[Any]:
+    from wgpu_lora.train.made_up import job_of_shape
+
+    return job_of_shape(shape, args)
 
 
 def _prepare(

@@ -42,9 +42,13 @@ _ROWS: dict[str, tuple[Any, ...]] = {
     "llama-3.1-8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, False, 131072),
     "llama-2-13b": ("llama", 32000, 5120, 13824, 40, 40, 40, 128, 1e-5, 1e4, False, 4096),
     "mistral-7b-v0.3": ("mistral", 32768, 4096, 14336, 32, 32, 8, 128, 1e-5, 1e6, False, 32768),
+    "qwen3.5-0.8b": ("qwen3_5_text", 248320, 1024, 3584, 24, 8, 2, 256, 1e-6, 1e7, True, 262144),
+    "qwen3.5-4b": ("qwen3_5_text", 248320, 2560, 9216, 32, 16, 4, 256, 1e-6, 1e7, True, 262144),
+    "qwen3.5-9b": ("qwen3_5_text", 248320, 4096, 12288, 32, 16, 4, 256, 1e-6, 1e7, False, 262144),
     # Not a published model: the shape of the training-step benchmarks.
     "tiny-qwen3": ("qwen3", 4096, 512, 1536, 8, 8, 4, 64, 1e-6, 1e6, True, 4096),
 }
+_OTHERS: dict[str, dict[str, Any]] = {"qwen3.5-0.8b": {"linear_num_value_heads": 16}}  # other than by default
 _ROPE_FACTOR = {"llama-3.2-1b": 32.0, "llama-3.2-3b": 32.0, "llama-3.1-8b": 8.0}
 SHAPES = tuple(_ROWS)
 
@@ -53,7 +57,7 @@ def shape_config(name: str, layers: int | None = None) -> ModelConfig:
     """The config of a named shape, cut to its first `layers` layers. Raises UserError if the name is not known."""
     if name not in _ROWS:
         raise UserError(f"The shape {name} is not known: choose one of {', '.join(SHAPES)}.")
-    values = dict(zip(_FIELDS, _ROWS[name], strict=True))
+    values = dict(zip(_FIELDS, _ROWS[name], strict=True)) | _OTHERS.get(name, {})
     if name in _ROPE_FACTOR:
         values["rope_scaling"] = {**_LLAMA_ROPE, "factor": _ROPE_FACTOR[name]}
     return cut(parse_config(values, name), layers)
