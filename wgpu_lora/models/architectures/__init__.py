@@ -20,6 +20,9 @@ ARCHITECTURES: Registry[type[ModelConfig]] = Registry(
         "qwen3": "wgpu_lora.models.architectures.qwen3:Qwen3",
         "llama": "wgpu_lora.models.architectures.llama:Llama",
         "mistral": "wgpu_lora.models.architectures.mistral:Mistral",
+        "gemma2": "wgpu_lora.models.architectures.gemma2:Gemma2",
+        "gemma3_text": "wgpu_lora.models.architectures.gemma3:Gemma3Text",
+        "gemma3": "wgpu_lora.models.architectures.gemma3:Gemma3",
         "phi3": "wgpu_lora.models.architectures.phi3:Phi3",
         "smollm3": "wgpu_lora.models.architectures.smollm3:SmolLM3",
     }

@@ -47,6 +47,7 @@ class Attention:
 
     qk_eps: epsilon of q_norm and k_norm over each head; None if the model does not have them.
     turns: whether q and k are rotated.
+    scale: of the scores, by default head_dim^-0.5. cap: their soft cap, 0 for none.
     """
 
     num_key_value_heads: int
@@ -57,6 +58,8 @@ class Attention:
     name: str = "self_attn"
     turns: bool = True
     fused: int | None = None
+    scale: float | None = None
+    cap: float = 0.0
 
     def cache(self) -> dict[str, CacheTensor]:
         """Rotated keys, and values."""
@@ -79,7 +82,8 @@ class Attention:
         places = inputs.rows[self.rope.places] if self.rope.places else inputs.positions
         q, k, v = rope(rec, (q, k, v), places, inputs.tables[self.rope], norm, cache, self.turns)
         ranges = inputs.rows[KeyRanges(self.window)]
-        y = attention(rec, q, k, v, ranges, self.num_key_value_heads, self.head_dim**-0.5)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        y = attention(rec, q, k, v, ranges, self.num_key_value_heads, scale, self.cap)
         y = y.reshape(y.shape[0], y.shape[1] * y.shape[2])
         return block.project(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)
 

@@ -81,6 +81,11 @@ class Transformer(ModelConfig):
         return Biases(attention, attention, boolean(d, "mlp_bias", where))
 
     @classmethod
+    def own_fields(cls, d: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The fields that a subclass adds."""
+        return {}
+
+    @classmethod
     def rope(cls, d: Mapping[str, Any], positions: int, where: str) -> Rope:
         return parse_rope(d, positions, where, cls.THETA, cls.PARTIAL)
 
@@ -112,6 +117,7 @@ class Transformer(ModelConfig):
         biases = cls.biases(d, where)
         return cls(
             **facts,
+            **cls.own_fields(d, where),
             intermediate_size=whole(d, "intermediate_size", where),
             num_attention_heads=heads,
             num_key_value_heads=cls._kv_heads(d, heads, where),
