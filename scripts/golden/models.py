@@ -12,7 +12,7 @@ from golden.quant import is_clear_cut
 
 SEEDS = {
     "qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50, "smollm3": 70, "phi3": 80, "gemma2": 90, "gemma3_text": 104,
-    "gemma3": 114,
+    "gemma3": 114, "ministral3": 121,
 }  # fmt: skip
 # Of the saved weights; float32 unless stated.
 DTYPES = {"qwen2": torch.bfloat16, "qwen3": torch.float16, "smollm3": torch.bfloat16}
@@ -69,6 +69,16 @@ CONFIGS: dict[str, dict] = {
             "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.6,
             "original_max_position_embeddings": 9,
             "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0], "long_factor": [1.2, 1.9, 3.0, 4.5, 7.0, 9.0],
+        },
+    },
+    # queries are scaled from the fourth token on; a key head for each query head
+    "ministral3": {
+        "vocab_size": 157, "hidden_size": 40, "intermediate_size": 52, "num_hidden_layers": 2, "head_dim": 12,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 4,
+            "max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
         },
     },
     # caps small enough to matter

@@ -35,7 +35,13 @@ def config(**changes) -> ModelConfig:
 
 
 WINDOWS = {"qwen2": (None,) * 3, "qwen3": (None, 5), "llama": (None, None), "mistral": (6, 6), "smollm3": (None, 5)}
-WINDOWS |= {"phi3": (8, 8), "gemma2": (5, None), "gemma3_text": (5, None, 5), "gemma3": (5, None)}
+WINDOWS |= {
+    "phi3": (8, 8),
+    "gemma2": (5, None),
+    "gemma3_text": (5, None, 5),
+    "gemma3": (5, None),
+    "ministral3": (None,) * 2,
+}
 
 
 @pytest.mark.parametrize("architecture", WINDOWS)
@@ -118,6 +124,18 @@ def test_rotary_bases_of_gemma3():
     assert both(**earlier)[0][1].factor == 2
     assert both(**earlier)[1] == (2e4, None)
     assert len(config(model_type="gemma3_text").tables()) == 2
+
+
+def test_queries_of_ministral_are_scaled_by_position():
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 3, "llama_4_scaling_beta": 0.1}
+    c = config(model_type="ministral3", rope_parameters=rope)
+    plain, of_queries = (table.values(7) for table in c.tables())
+    scale = 1 + 0.1 * np.log(1 + np.array([0, 0, 0, 1, 1, 1, 2]))
+    np.testing.assert_allclose(of_queries, plain * scale[:, None, None], rtol=1e-6)
+    whole = parse_config({"model_type": "mistral3", "text_config": {**BASE, "model_type": "mistral"}})
+    assert (len(whole.tables()), whole.path(0)) == (1, "model.language_model.layers.0")
+    types = ["full_attention"] * 2 + ["sliding_attention"]
+    assert config(model_type="ministral", layer_types=types).sliding_windows == (None, None, 4096)
 
 
 def test_published_gemma3_with_images_leaves_out_defaults():
@@ -278,6 +296,10 @@ def test_rope_matches_transformers(rope):
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 3}, "mixes attention kinds"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias = true .* for mistral"),
         ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = true .* for qwen2"),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}},
+            "llama_4_scaling_beta in here.json",
+        ),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         ({"model_type": "gemma2", "final_logit_softcapping": 0}, "final_logit_softcapping in here.json is 0"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar in here.json is 0"),
