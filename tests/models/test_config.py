@@ -266,6 +266,9 @@ def test_rope_matches_transformers(rope):
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' in here.json is not supported: use one of qwen2, qwen3"),
+        ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' .* because mixtures of experts are not implemented"),
+        ({"model_type": "gemma3n"}, "'gemma3n' .* per-layer embeddings, alternating updates and shared caches"),
+        ({"model_type": "gemma4_text"}, "'gemma4_text' .* caches that layers share"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "stored as 'gptq'.*unquantised checkpoint"),
         ({"hidden_size": None}, "hidden_size is missing from here.json"),

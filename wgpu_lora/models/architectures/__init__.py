@@ -31,6 +31,19 @@ ARCHITECTURES: Registry[type[ModelConfig]] = Registry(
     }
 )
 
+# Parts of model_types that are known -> what they would need.
+MISSING = {
+    "moe": "mixtures of experts are not implemented",
+    "mixtral": "mixtures of experts are not implemented",
+    "gpt_oss": "mixtures of experts and attention sinks are not implemented",
+    "deepseek": "mixtures of experts and latent attention are not implemented",
+    "llama4": "mixtures of experts and chunked attention are not implemented",
+    "mistral4": "mixtures of experts and latent attention are not implemented",
+    "gemma3n": "per-layer embeddings, alternating updates and shared caches are not implemented",
+    "gemma4": "per-layer embeddings and caches that layers share are not implemented",
+    "phi4_multimodal": "adapters of its own for images and sounds are not implemented",
+}
+
 
 def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """Reads the content of a config.json written by transformers 5 or earlier.
@@ -42,6 +55,8 @@ def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfi
         UserError: the model_type is not registered, or a field is missing, invalid or unsupported.
     """
     name = d.get("model_type")
+    if isinstance(name, str) and (missing := next((what for part, what in MISSING.items() if part in name), None)):
+        raise UserError(f"model_type {name!r:.100} in {where} is not supported, because {missing}: use a dense model.")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise UserError(f"model_type {name!r:.100} in {where} is not supported: use one of {supported}.")
