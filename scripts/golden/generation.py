@@ -14,7 +14,7 @@ from golden.training import Arrays
 
 TOKENS = 64
 LEAST_MARGIN = 1e-3  # between the two largest logits, so that rounding decides nothing
-LEAST_DIFFERENT = 5
+LEAST_DIFFERENT = 3
 
 
 def generation(models: Path, golden: Path) -> Arrays:
@@ -22,7 +22,7 @@ def generation(models: Path, golden: Path) -> Arrays:
     out = {}
     for architecture in CONFIGS:
         model, stored = load(models / architecture), load_file(golden / f"{architecture}.safetensors")
-        prompts = (ids[:length] for ids in stored["data_ids"] for length in (3, 4, 5))
+        prompts = (ids[:length] for ids in stored["data_ids"] for length in (2, 3, 4, 5))
         prompt, tokens = next((prompt, found) for prompt in prompts if (found := _continued(model, prompt)) is not None)
         out |= {f"{architecture}.prompt": prompt, f"{architecture}.tokens": tokens}
     return out

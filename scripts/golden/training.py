@@ -29,8 +29,8 @@ def golden(architecture: str, directory: Path) -> Arrays:
     torch.use_deterministic_algorithms(True)
     base = load(directory)
     rng = np.random.default_rng(SEEDS[architecture] + 1)
-    batch = _rows(rng, BATCH_LENGTHS, base.config.vocab_size)
-    data = _rows(rng, DATA_LENGTHS, base.config.vocab_size)
+    batch = _rows(rng, BATCH_LENGTHS, base.config.get_text_config().vocab_size)
+    data = _rows(rng, DATA_LENGTHS, base.config.get_text_config().vocab_size)
     out = dict(zip(("input_ids", "labels", "lengths"), batch, strict=True))
     out |= dict(zip(("data_ids", "data_labels", "data_lengths"), data, strict=True))
     adapter = _initial_adapter(base, rng)
@@ -81,6 +81,8 @@ def with_adapter(
 ) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
     """A copy of the model with PEFT's adapter of these values, or as PEFT makes it, and its parameters by name."""
     usual = {"r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "target_modules": "all-linear"}
+    if hasattr(model.config, "text_config"):  # not those of the vision tower
+        usual["target_modules"] = r".*\.language_model\..*_proj"
     config = LoraConfig(task_type="CAUSAL_LM", **usual | options)
     peft_model = get_peft_model(copy.deepcopy(model), config)
     parameters = {}

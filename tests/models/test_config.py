@@ -35,14 +35,20 @@ def config(**changes) -> ModelConfig:
 
 
 WINDOWS = {"qwen2": (None,) * 3, "qwen3": (None, 5), "llama": (None, None), "mistral": (6, 6), "smollm3": (None, 5)}
-WINDOWS |= {"phi3": (8, 8)}
+WINDOWS |= {
+    "phi3": (8, 8),
+    "gemma2": (5, None),
+    "gemma3_text": (5, None, 5),
+    "gemma3": (5, None),
+    "ministral3": (None,) * 2,
+}
 
 
 @pytest.mark.parametrize("architecture", WINDOWS)
 def test_fixture_models_load(architecture):
     loaded = load_config(MODELS / architecture)
     assert loaded.architecture == architecture
-    assert loaded.qk_norm == (architecture == "qwen3")
+    assert loaded.qk_norm == (architecture in ("qwen3", "gemma3_text", "gemma3"))
     assert loaded.attention_bias == (architecture in ("qwen2", "llama"))
     assert loaded.attention_output_bias == (architecture == "llama")
     assert loaded.sliding_windows == WINDOWS[architecture]
@@ -88,6 +94,57 @@ def test_layers_of_smollm3_without_positions():
     assert of(no_rope_layers=[0, 1, 1, 1])[0] == (False, True, True, True)
     assert config(model_type="smollm3").tie_word_embeddings
     assert config(model_type="smollm3", num_hidden_layers=4).cut(2).rotated_layers == (True, True)
+
+
+def test_gemma():
+    two, three = config(model_type="gemma2"), config(model_type="gemma3_text", num_hidden_layers=12)
+    assert (two.attention_cap, two.final_cap, two.logit_cap()) == (50, 30, 30)
+    assert (three.attention_cap, three.final_cap) == (0, 0)
+    assert two.sliding_windows == (4096, None, 4096)
+    assert three.sliding_windows == ((4096,) * 5 + (None,)) * 2
+    assert two.tie_word_embeddings
+    assert (two.head_dim, two.query_pre_attn_scalar) == (256, 256)
+    assert config(model_type="gemma2", attn_logit_softcapping=None).attention_cap == 0
+    assert config(model_type="gemma3_text", sliding_window_pattern=3, sliding_window=7).sliding_windows == (7, 7, None)
+    scales = [config(model_type="gemma2", hidden_size=3072).embedding_scale(kind) for kind in ("f32", "bf16", "f16")]
+    assert scales == [np.float32(3072**0.5), 55.5, 55.4375]
+    assert two.parameters["model.norm.weight"].offset == 1
+    assert {item.offset for name, item in two.parameters.items() if name.endswith("layernorm.weight")} == {1}
+
+
+def test_rotary_bases_of_gemma3():
+    def both(**changes):
+        c = config(model_type="gemma3_text", **changes)
+        return (c.rope_theta, c.rope_scaling), (c.local_rope_theta, c.local_rope_scaling)
+
+    assert both() == ((1e6, None), (1e4, None))
+    nested = {"full_attention": {"rope_theta": 5e5, **LINEAR}, "sliding_attention": {"rope_theta": 2e4}}
+    earlier = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR}
+    assert both(rope_parameters=nested) == both(**earlier)
+    assert both(**earlier)[0][1].factor == 2
+    assert both(**earlier)[1] == (2e4, None)
+    assert len(config(model_type="gemma3_text").tables()) == 2
+
+
+def test_queries_of_ministral_are_scaled_by_position():
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 3, "llama_4_scaling_beta": 0.1}
+    c = config(model_type="ministral3", rope_parameters=rope)
+    plain, of_queries = (table.values(7) for table in c.tables())
+    scale = 1 + 0.1 * np.log(1 + np.array([0, 0, 0, 1, 1, 1, 2]))
+    np.testing.assert_allclose(of_queries, plain * scale[:, None, None], rtol=1e-6)
+    whole = parse_config({"model_type": "mistral3", "text_config": {**BASE, "model_type": "mistral"}})
+    assert (len(whole.tables()), whole.path(0)) == (1, "model.language_model.layers.0")
+    types = ["full_attention"] * 2 + ["sliding_attention"]
+    assert config(model_type="ministral", layer_types=types).sliding_windows == (None, None, 4096)
+
+
+def test_published_gemma3_with_images_leaves_out_defaults():
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    c = parse_config({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text})
+    assert (c.vocab_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim) == (262208, 8, 4, 256)
+    assert (c.eos_token_ids, c.tie_word_embeddings, c.rope_theta, c.rope_scaling.factor) == ((1, 106), True, 1e6, 8)
+    assert "model.language_model.layers.33.self_attn.q_proj" in c.lora_modules
 
 
 def test_parameter_shapes():
@@ -209,6 +266,9 @@ def test_rope_matches_transformers(rope):
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' in here.json is not supported: use one of qwen2, qwen3"),
+        ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' .* because mixtures of experts are not implemented"),
+        ({"model_type": "gemma3n"}, "'gemma3n' .* per-layer embeddings, alternating updates and shared caches"),
+        ({"model_type": "gemma4_text"}, "'gemma4_text' .* caches that layers share"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "stored as 'gptq'.*unquantised checkpoint"),
         ({"hidden_size": None}, "hidden_size is missing from here.json"),
@@ -239,6 +299,19 @@ def test_rope_matches_transformers(rope):
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 3}, "mixes attention kinds"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias = true .* for mistral"),
         ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = true .* for qwen2"),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}},
+            "llama_4_scaling_beta in here.json",
+        ),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"model_type": "gemma2", "final_logit_softcapping": 0}, "final_logit_softcapping in here.json is 0"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar in here.json is 0"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping .* transformers ignores",
+        ),
+        ({"model_type": "gemma3_text", "rope_parameters": LINEAR}, "rope_parameters .* must be by kind of layer"),
         ({"model_type": "phi3", "rope_scaling": LINEAR}, "rope type 'linear' in here.json .* default or longrope"),
         ({"model_type": "phi3", "rope_scaling": {**LONG, "long_factor": [1]}}, "long_factor .* must list 4 numbers"),
         (

@@ -9,10 +9,13 @@ from support.optimizing import GOLDEN_LIMITS
 from wgpu_lora.formats.adapter_config import AdapterConfig
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.peft import PARTS, read_adapter, tensor_name, write_adapter
+from wgpu_lora.models.files import config_of
+from wgpu_lora.models.targets import expression
 
 pytestmark = pytest.mark.reference
 Arrays = dict[str, np.ndarray]
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "phi3")
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text", "gemma3")
+ARCHITECTURES += ("ministral3",)
 
 
 @pytest.fixture(autouse=True)
@@ -121,11 +124,13 @@ def test_peft_loads_our_adapters_and_we_load_pefts(architecture, tmp_path):
     model = load(FIXTURES / "models" / architecture)
     modules = list(linears(model))  # before PEFT wraps them
     ours = {
-        tensor_name(path_of(layer, module), factor): golden[f"adapter.{layer}.{module}.{factor}"]
+        tensor_name(path_of(layer, module, architecture), factor): golden[f"adapter.{layer}.{module}.{factor}"]
         for layer, module in modules
         for factor in "AB"
     }
-    config = AdapterConfig(4, 8, target_modules="all-linear", base_model_name_or_path="somewhere")
+    own = config_of(FIXTURES / "models" / architecture)
+    targets = expression(list(own.lora_modules), own) if own.TEXT_TYPES else "all-linear"
+    config = AdapterConfig(4, 8, target_modules=targets, base_model_name_or_path="somewhere")
     write_adapter(tmp_path / "ours", ours, config)
     peft_model = PeftModel.from_pretrained(model, tmp_path / "ours")
     theirs = {
@@ -137,10 +142,10 @@ def test_peft_loads_our_adapters_and_we_load_pefts(architecture, tmp_path):
     for name, value in ours.items():
         np.testing.assert_array_equal(theirs[name], value)
     for layer, module in modules:
-        scaling = peft_model.get_submodule(tensor_name(path_of(layer, module), "A").rsplit(".lora_A", 1)[0]).scaling[
-            "default"
-        ]
-        assert scaling == config.scaling(path_of(layer, module)) == 2
+        scaling = peft_model.get_submodule(
+            tensor_name(path_of(layer, module, architecture), "A").rsplit(".lora_A", 1)[0]
+        ).scaling["default"]
+        assert scaling == config.scaling(path_of(layer, module, architecture)) == 2
     peft_model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     back, pairs = read_adapter(tmp_path / "theirs")
     assert (back.r, back.lora_alpha, back.use_rslora) == (4, 8, False)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from support.kernels.attention import forked, packed
 
+from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward, attention_stats
-from wgpu_lora.ops.elementwise import dropout_apply, swiglu_backward, swiglu_forward
+from wgpu_lora.ops.capped import cap_gradient, cap_logits
+from wgpu_lora.ops.elementwise import dropout_apply, geglu_backward, geglu_forward, swiglu_backward, swiglu_forward
 from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.norm import rmsnorm_backward, rmsnorm_forward
@@ -60,22 +62,28 @@ def test_rope(rng: np.random.Generator, norm: bool, rotated: int) -> None:
     agree(gradient[1] if norm else gradient, lambda x: rope_forward(x, *at, *weights, **shape)[0], x, dy)
 
 
-def test_swiglu(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("forward", "backward"), [(swiglu_forward, swiglu_backward), (geglu_forward, geglu_backward)])
+def test_gates(rng: np.random.Generator, forward: Kernel, backward: Kernel) -> None:
     gate, up, dy = 2 * rng.normal(size=(3, 17))
-    dgate, dup = swiglu_backward(gate, up, dy, None, None, size=17)
-    agree(dgate, lambda gate: swiglu_forward(gate, up, None, size=17), gate, dy)
-    agree(dup, lambda up: swiglu_forward(gate, up, None, size=17), up, dy)
+    dgate, dup = backward(gate, up, dy, None, None, size=17)
+    agree(dgate, lambda gate: forward(gate, up, None, size=17), gate, dy)
+    agree(dup, lambda up: forward(gate, up, None, size=17), up, dy)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
+def test_a_soft_cap(rng: np.random.Generator) -> None:
+    x, dy, at = 4 * rng.normal(size=17), rng.normal(size=17), {"size": 17, "cap": 2.5}
+    agree(cap_gradient(dy, cap_logits(x, **at), None, **at), lambda x: cap_logits(x, **at), x, dy)
+
+
+@pytest.mark.parametrize(("group", "cap"), [(1, 0.0), (2, 0.8), (4, 0.0)])
 @pytest.mark.parametrize(
     "ranges",
     [packed(5), packed(3, 1, 2), packed(2, 5, window=3), forked((2, 2, 1), (1, 1, 2))],
     ids=["one", "packed", "window", "forked"],
 )
-def test_attention(rng: np.random.Generator, ranges: np.ndarray, group: int) -> None:
+def test_attention(rng: np.random.Generator, ranges: np.ndarray, group: int, cap: float) -> None:
     rows, kv_heads, dim = len(ranges), 2, 3
-    shape: dict[str, Any] = {"rows": rows, "kv_heads": kv_heads, "group": group, "dim": dim, "scale": 0.7}
+    shape: dict[str, Any] = {"rows": rows, "kv_heads": kv_heads, "group": group, "dim": dim, "scale": 0.7, "cap": cap}
     q, dy = rng.normal(size=(2, rows, kv_heads * group, dim))
     k, v = rng.normal(size=(2, rows, kv_heads, dim))
 
@@ -122,7 +130,9 @@ def test_attention_that_sees_nothing_is_zero(rng: np.random.Generator) -> None:
     assert (y[1] != 0).all()
 
 
-def cross_entropy(hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, weight: np.ndarray, chunk: int) -> Any:
+def cross_entropy(
+    hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, weight: np.ndarray, chunk: int, cap: float = 0.0
+) -> Any:
     """The sweep of ops/loss.py: (-log p, gradient of the sum of those times weight by hidden)."""
     rows, cols = hidden.shape
     state, rescale, dh = np.full((rows, 4), np.nan), np.full(rows, np.nan), np.full((rows, cols), np.nan)
@@ -130,23 +140,27 @@ def cross_entropy(hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, wei
         part = head[first : first + chunk]
         shape = {"m": rows, "n": len(part), "k": cols}
         logits = matmul_nt(hidden, part, np.zeros((rows, len(part))), **shape)
+        logits = cap_logits(logits, size=logits.size, cap=cap) if cap else logits
         p, state, rescale = softmax_chunk(
-            logits, targets, np.array([rows]), state, rescale, rows=rows, cols=len(part), first=first
+            logits, targets, np.array([rows]), state, rescale, rows=rows, cols=len(part), first=first, cap=cap
         )
         dh = matmul_nn(p, part, dh, rescale if first else None, m=rows, n=cols, k=len(part))
     logprobs = target_logprobs(state, np.array([rows]), None, rows=rows)
-    return -logprobs, logprob_gradient(state, weight, np.array([rows]), head[targets], dh, rows=rows, cols=cols)
+    at = state, weight, np.array([rows]), head[targets], dh
+    return -logprobs, logprob_gradient(*at, rows=rows, cols=cols, cap=cap)
 
 
+@pytest.mark.parametrize("cap", [0.0, 3.0])
 @pytest.mark.parametrize("chunk", [4, 13])
-def test_cross_entropy(rng: np.random.Generator, chunk: int) -> None:
+def test_cross_entropy(rng: np.random.Generator, chunk: int, cap: float) -> None:
     hidden, head = rng.normal(size=(3, 5)), 3 * rng.normal(size=(13, 5))
     targets, weight = np.array([0, 12, 5]), np.array([0.5, 0.0, 2.0])
-    losses, gradient = cross_entropy(hidden, head, targets, weight, chunk)
+    losses, gradient = cross_entropy(hidden, head, targets, weight, chunk, cap)
     logits = hidden @ head.T
+    logits = cap * np.tanh(logits / cap) if cap else logits
     expected = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(3), targets]
     np.testing.assert_allclose(losses, expected)
-    agree(gradient, lambda h: cross_entropy(h, head, targets, weight, chunk)[0], hidden, weight)
+    agree(gradient, lambda h: cross_entropy(h, head, targets, weight, chunk, cap)[0], hidden, weight)
 
 
 def test_dense_product(rng: np.random.Generator) -> None:

@@ -22,10 +22,11 @@ from wgpu_lora.gpu.tensor import Storage, persistent
 from wgpu_lora.models.inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.ops.matmul import matmul_nt
+from wgpu_lora.ops.capped import head_logits
 from wgpu_lora.ops.recorder import Recorder
 
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "phi3", "qwen3_5_text")
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text", "gemma3")
+ARCHITECTURES += ("ministral3", "qwen3_5_text")
 ROWS = 40  # three golden rows of at most 13 tokens, and padding
 
 
@@ -74,9 +75,11 @@ def save_golden_adapter(
             if modules and module not in modules:
                 continue
             part = value[:rank] if factor == "A" else value[:, :rank] * scale
-            tensors[tensor_name(path_of(layer, module), factor)] = np.ascontiguousarray(part, np.float32)
+            tensors[tensor_name(path_of(layer, module, architecture), factor)] = np.ascontiguousarray(part, np.float32)
             if config.get("use_dora") and factor == "B":  # rows of these weights have norms of about 1
-                tensors[tensor_name(path_of(layer, module), "M")] = np.linspace(0.8, 1.3, len(part), dtype=np.float32)
+                tensors[tensor_name(path_of(layer, module, architecture), "M")] = np.linspace(
+                    0.8, 1.3, len(part), dtype=np.float32
+                )
     write_adapter(directory, tensors, AdapterConfig(r=rank, lora_alpha=8, **config))
     return directory
 
@@ -106,8 +109,7 @@ def full_logits(
     hidden = model.decoder.hidden(Recorder(program), inputs, adapters.bind(inputs) if adapters else {})
     logits = persistent((ROWS, config.vocab_size), "f32", "workspace", "logits")
     (part,) = head.parts
-    shape = {"m": ROWS, "n": config.vocab_size, "k": config.hidden_size}
-    program.dispatch(matmul_nt, hidden, part, logits, b_type=head.dtype, **shape)
+    head_logits(program.dispatch, hidden, head, part, logits)
     with allocated(device, program, inputs.storages()) as arena:
         program.build(arena)
         tables.upload(device)

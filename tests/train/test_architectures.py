@@ -22,7 +22,7 @@ from wgpu_lora.train.options.arguments import TrainingArguments
 LATER = [name for name in ARCHITECTURES if name not in ("qwen2", "qwen3", "llama", "mistral")]
 OPTIONS: dict[str, Any] = {
     "lora_r": 4, "max_length": 16, "packing": False, "per_device_train_batch_size": 2, "max_steps": 4, "save_steps": 2,
-    "gradient_accumulation_steps": 1, "learning_rate": 2e-3, "warmup_ratio": 0.0,
+    "gradient_accumulation_steps": 1, "learning_rate": 2e-3, "warmup_ratio": 0.0, "adam_epsilon": 1e-5,
 }  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def change(directory: Path, start: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("architecture", LATER)
 def test_a_stopped_run_resumes_byte_for_byte(device: Device, tmp_path: Path, architecture: str) -> None:
-    data, name = random_rows(tmp_path / "rows.jsonl", 8, 200), str(model_dir(architecture))
+    data, name = random_rows(tmp_path / "rows.jsonl", 8, 140), str(model_dir(architecture))
     options = {**OPTIONS, "model": name, "data": str(data), "lora_dropout": 0.1}
 
     def train(place: str, stop_after: int = 0, **more: Any) -> bytes:
@@ -52,7 +52,7 @@ def test_adapters_together_are_as_alone(device: Device, tmp_path: Path, architec
     model: LoadedModel = open_model(str(model_dir(architecture)), device)
     own: dict[str, dict[str, Any]] = {"a": {}, "b": {"rank": 2, "target_modules": "attention"}}
     for seed, each in enumerate(own):
-        own[each]["data"] = str(random_rows(tmp_path / f"{each}.jsonl", 8, 200, seed))
+        own[each]["data"] = str(random_rows(tmp_path / f"{each}.jsonl", 8, 140, seed))
     tasks = [{"checkpoint": str(tmp_path / name), **values} for name, values in own.items()]
     shared = {name: value for name, value in OPTIONS.items() if name != "save_steps"}
     MultiAdapterPipeline(tasks, model, output=str(tmp_path / "pipeline"), **shared).train()

@@ -18,9 +18,9 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.models.passes import Passes
 from wgpu_lora.names.naming import either, setting
+from wgpu_lora.ops.capped import head_logits
 from wgpu_lora.ops.embedding import gather_rows
 from wgpu_lora.ops.loss import CHUNK_BYTES, softmax_chunk
-from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.support import pick_logits
 from wgpu_lora.ops.topk import top_k
@@ -91,7 +91,7 @@ class Forward:
         for left, (first, part) in zip(reversed(range(len(chunks))), chunks, strict=True):
             width = part.shape[0]
             logits = rec.temp((rows, width), name="logits")
-            rec.dispatch(matmul_nt, rows_of, part, logits, None, count, m=rows, n=width, k=cols, b_type=head.dtype)
+            head_logits(rec.dispatch, rows_of, head, part, logits, count)
             mine = self.values, self.ids
             before, after = (other, mine) if left % 2 == 0 else (mine, other)
             shape = {"rows": rows, "cols": width, "first": first}

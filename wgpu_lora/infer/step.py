@@ -16,8 +16,8 @@ from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import StepInputs, Tables, padded, write
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.models.rows import NOWHERE, Rows
+from wgpu_lora.ops.capped import head_logits
 from wgpu_lora.ops.embedding import gather_rows
-from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.ops.recorder import Kept, Recorder
 from wgpu_lora.words import counted
 
@@ -70,9 +70,8 @@ class State:
     def record_head(self, device: Device, decoder: Decoder) -> Program:
         """A program that computes logits from last."""
         program = Program(device, "head")
-        m, k, kind = self.batch, decoder.config.hidden_size, decoder.head.dtype
         for (_, part), logits in zip(decoder.head.chunks(), self.logits, strict=True):
-            program.dispatch(matmul_nt, self.last, part, logits, m=m, n=part.shape[0], k=k, b_type=kind)
+            head_logits(program.dispatch, self.last, decoder.head, part, logits)
         return program
 
     def read_logits(self, device: Device) -> np.ndarray:

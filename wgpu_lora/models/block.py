@@ -9,7 +9,7 @@ from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.cache import LayerCache
 from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.ops.adapted import adapted_gated, adapted_linear, adapted_linears
-from wgpu_lora.ops.elementwise import swiglu
+from wgpu_lora.ops.elementwise import geglu, swiglu
 from wgpu_lora.ops.linear import FrozenMatrix, Linear
 from wgpu_lora.ops.lora import LoraSlots
 from wgpu_lora.ops.norm import residual_rmsnorm, rmsnorm
@@ -64,10 +64,12 @@ class Block:
         loras = [self._lora(x, module, first_row) for module in modules]
         return adapted_linears(self.rec, x, layers, loras, apart=self.cache is None)
 
-    def gated(self, x: Tensor, modules: Sequence[str], first_row: int | None = None) -> Tensor:
-        """silu(first module) * second module, in one dispatch for few rows in generation."""
+    def gated(self, x: Tensor, modules: Sequence[str], first_row: int | None = None, gelu: bool = False) -> Tensor:
+        """silu(first module) * second module, in one dispatch for few rows in generation; or with GELU."""
         layers = [self._linear(module, first_row) for module in modules]
         loras = [self._lora(x, module, first_row) for module in modules]
+        if gelu:
+            return geglu(self.rec, *adapted_linears(self.rec, x, layers, loras))
         found = adapted_gated(self.rec, x, layers, loras)
         return found or swiglu(self.rec, *adapted_linears(self.rec, x, layers, loras))
 

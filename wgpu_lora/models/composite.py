@@ -28,7 +28,7 @@ class Composite:
 
 
 def text_part(d: Mapping[str, Any], types: tuple[str, ...], where: str) -> Mapping[str, Any]:
-    """The fields of a composite model's text part, with the model_type of the whole.
+    """The fields of a composite model's text part, with the model_type of the whole; that of the part is text_type.
 
     Args:
         types: the model_types that the text part may have.
@@ -45,4 +45,4 @@ def text_part(d: Mapping[str, Any], types: tuple[str, ...], where: str) -> Mappi
             f"use a model with {' or '.join(types)}."
         )
     whole = {name: d[name] for name in _OF_THE_WHOLE if d.get(name) is not None}
-    return {**text, **whole, "model_type": d["model_type"]}
+    return {**text, **whole, "model_type": d["model_type"], "text_type": kind}

@@ -136,6 +136,14 @@ class ModelConfig(ABC):
         a cache is of no use beyond; None if there is no such length."""
         return None
 
+    def embedding_scale(self, dtype: str) -> float:
+        """The factor of embeddings, of a table that is stored in this dtype."""
+        return 1.0
+
+    def logit_cap(self) -> float:
+        """The soft cap of the logits (`ops.capped`), 0 if there is none."""
+        return 0.0
+
     def tables(self) -> Sequence[Table]:
         """The tables that blocks need and that only depend on positions, such as rotary angles."""
         return ()

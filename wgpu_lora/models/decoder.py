@@ -70,9 +70,9 @@ class Decoder:
             return Layer(path, {module: Linear(weight, item.bias) for (module, item), weight in pairs}, vectors)
 
         shape = (config.vocab_size, config.hidden_size)
-        embedding = DenseWeight.declare(shape, table_dtype, config.EMBEDDING, max_binding)
-        tied = config.tie_word_embeddings
-        head = embedding if tied else DenseWeight.declare(shape, table_dtype, config.HEAD, max_binding)
+        tied, cap = config.tie_word_embeddings, config.logit_cap()
+        embedding = DenseWeight.declare(shape, table_dtype, config.EMBEDDING, max_binding, cap if tied else 0.0)
+        head = embedding if tied else DenseWeight.declare(shape, table_dtype, config.HEAD, max_binding, cap)
         layers = tuple(layer(i) for i in range(config.num_hidden_layers))
         return cls(config, base_dtype, embedding, layers, vector((config.hidden_size,), config.FINAL_NORM), head)
 
@@ -110,7 +110,7 @@ class Decoder:
 
         caches: in generation, the state of each layer.
         """
-        x = embed(rec, inputs.ids, self.embedding)
+        x = embed(rec, inputs.ids, self.embedding, scale=self.config.embedding_scale(self.embedding.dtype))
         for i, layer in enumerate(self.layers):
             block = Block(rec, layer, inputs, adapters, caches[i] if caches else None)
             x = rec.checkpoint(partial(self.config.block, block, i), x)

@@ -45,10 +45,21 @@ _ROWS: dict[str, tuple[Any, ...]] = {
     "qwen3.5-0.8b": ("qwen3_5_text", 248320, 1024, 3584, 24, 8, 2, 256, 1e-6, 1e7, True, 262144),
     "qwen3.5-4b": ("qwen3_5_text", 248320, 2560, 9216, 32, 16, 4, 256, 1e-6, 1e7, True, 262144),
     "qwen3.5-9b": ("qwen3_5_text", 248320, 4096, 12288, 32, 16, 4, 256, 1e-6, 1e7, False, 262144),
+    "smollm3-3b": ("smollm3", 128256, 2048, 11008, 36, 16, 4, 128, 1e-6, 5e6, True, 65536),
+    "phi-4-mini": ("phi3", 200064, 3072, 8192, 32, 24, 8, 128, 1e-5, 1e4, True, 131072),
+    "gemma-2-2b": ("gemma2", 256000, 2304, 9216, 26, 8, 4, 256, 1e-6, 1e4, True, 8192),
+    "gemma-3-1b": ("gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256, 1e-6, 1e6, True, 32768),
+    "gemma-3-4b": ("gemma3_text", 262208, 2560, 10240, 34, 8, 4, 256, 1e-6, 1e6, True, 131072),
     # Not a published model: the shape of the training-step benchmarks.
     "tiny-qwen3": ("qwen3", 4096, 512, 1536, 8, 8, 4, 64, 1e-6, 1e6, True, 4096),
 }
-_OTHERS: dict[str, dict[str, Any]] = {"qwen3.5-0.8b": {"linear_num_value_heads": 16}}  # other than by default
+_MORE: dict[str, dict[str, Any]] = {
+    "qwen3.5-0.8b": {"linear_num_value_heads": 16},
+    # Without longrope, whose factors change neither sizes nor work.
+    "phi-4-mini": {"partial_rotary_factor": 0.75, "sliding_window": None},
+    "gemma-3-1b": {"sliding_window": 512},
+    "gemma-3-4b": {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+}
 _ROPE_FACTOR = {"llama-3.2-1b": 32.0, "llama-3.2-3b": 32.0, "llama-3.1-8b": 8.0}
 SHAPES = tuple(_ROWS)
 
@@ -57,7 +68,7 @@ def shape_config(name: str, layers: int | None = None) -> ModelConfig:
     """The config of a named shape, cut to its first `layers` layers. Raises UserError if the name is not known."""
     if name not in _ROWS:
         raise UserError(f"The shape {name} is not known: choose one of {', '.join(SHAPES)}.")
-    values = dict(zip(_FIELDS, _ROWS[name], strict=True)) | _OTHERS.get(name, {})
+    values = dict(zip(_FIELDS, _ROWS[name], strict=True)) | _MORE.get(name, {})
     if name in _ROPE_FACTOR:
         values["rope_scaling"] = {**_LLAMA_ROPE, "factor": _ROPE_FACTOR[name]}
     return cut(parse_config(values, name), layers)

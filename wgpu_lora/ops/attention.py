@@ -25,12 +25,13 @@ def _over_keys(c: Any) -> tuple[int, int, int]:
 
 
 def _weights(
-    q: Any, k: Any, ranges: Any, rows: int, keys: int, kv_heads: int, group: int, dim: int, scale: float
+    q: Any, k: Any, ranges: Any, rows: int, keys: int, kv_heads: int, group: int, dim: int, scale: float, cap: float
 ) -> Any:
     """(q [h, g, t, d], k [h, s, d], scores, seen [t, s]) in float64."""
     q = q.reshape(rows, kv_heads, group, dim).transpose(1, 2, 0, 3)
     k = k.reshape(keys, kv_heads, dim).transpose(1, 0, 2)
     scores = scale * np.einsum("hgtd,hsd->hgts", q, k)
+    scores = cap * np.tanh(scores / cap) if cap else scores
     bounds = ranges.reshape(rows, 4).astype(int)
     column = np.arange(keys)
     seen = (column >= bounds[:, :1]) & (column < bounds[:, 1:2])
@@ -43,6 +44,7 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
 
 @kernel(
     "attention/forward.wgsl.j2",
+    lib=("tanh",),
     grid=_over_queries,
     variants=tilings(sums=1, scores=1, kept=2),
     tuning=TUNING,
@@ -62,11 +64,12 @@ def attention_forward(
     group: U32,
     dim: U32,
     scale: F32,
+    cap: F32 = 0.0,
 ) -> Any:
     """y[t] = sum_j softmax_j(scale q[t] k[j]) v[j] over the keys ranges[t].xy, and the softmax's log-sum-exp.
 
-    Rows with an empty range give zeros."""
-    _, _, scores, _ = _weights(q, k, ranges, rows, keys, kv_heads, group, dim, scale)
+    With a cap, the scores s = scale q[t] k[j] are cap tanh(s / cap). Rows with an empty range give zeros."""
+    _, _, scores, _ = _weights(q, k, ranges, rows, keys, kv_heads, group, dim, scale, cap)
     top = np.maximum(scores.max(axis=-1, keepdims=True), LOWEST)
     lse = top + np.log(np.maximum(np.exp(scores - top).sum(axis=-1, keepdims=True), 1e-38))
     y = np.einsum("hgts,hsd->hgtd", np.exp(scores - lse), v.reshape(keys, kv_heads, dim).transpose(1, 0, 2))
@@ -92,17 +95,22 @@ def _score_gradients(
     group: int,
     dim: int,
     scale: float,
+    cap: float,
 ) -> Any:
-    qs, ks, scores, _ = _weights(q, k, ranges, rows, keys, kv_heads, group, dim, scale)
+    qs, ks, scores, _ = _weights(q, k, ranges, rows, keys, kv_heads, group, dim, scale, cap)
     stats = stats.reshape(rows, kv_heads, group, 2).transpose(1, 2, 0, 3)
     p = np.exp(scores - stats[..., :1])
     dys = dy.reshape(rows, kv_heads, group, dim).transpose(1, 2, 0, 3)
     dp = np.einsum("hgtd,hsd->hgts", dys, v.reshape(keys, kv_heads, dim).transpose(1, 0, 2))
-    return qs, ks, dys, p, scale * p * (dp - stats[..., 1:])
+    ds = scale * p * (dp - stats[..., 1:])
+    if cap:
+        ds = ds * (1 - (np.where(np.isneginf(scores), 0.0, scores) / cap) ** 2)
+    return qs, ks, dys, p, ds
 
 
 @kernel(
     "attention/backward_q.wgsl.j2",
+    lib=("tanh",),
     grid=_over_queries,
     variants=tilings(sums=1, scores=2),
     tuning=TUNING,
@@ -123,14 +131,16 @@ def attention_backward_q(
     group: U32,
     dim: U32,
     scale: F32,
+    cap: F32 = 0.0,
 ) -> Any:
-    """dq = ds k, with ds = scale p (dy · v - delta) and p = exp(s - lse)."""
-    _, ks, _, _, ds = _score_gradients(q, k, v, dy, stats, ranges, rows, keys, kv_heads, group, dim, scale)
+    """dq = ds k, with ds = scale p (dy · v - delta) and p = exp(s - lse), and with a cap also ds (1 - (s / cap)^2)."""
+    _, ks, _, _, ds = _score_gradients(q, k, v, dy, stats, ranges, rows, keys, kv_heads, group, dim, scale, cap)
     return _rows_first(np.einsum("hgts,hsd->hgtd", ds, ks))
 
 
 @kernel(
     "attention/backward_kv.wgsl.j2",
+    lib=("tanh",),
     grid=_over_keys,
     variants=tilings(sums=2, scores=2, queries=False),
     tuning=TUNING,
@@ -151,23 +161,29 @@ def attention_backward_kv(
     group: U32,
     dim: U32,
     scale: F32,
+    cap: F32 = 0.0,
 ) -> Any:
     """dk = ds^T q and dv = p^T dy, summed over the query heads that share a key head.
 
     Key t is seen by the queries [ranges[t].w, ranges[t].z) without [ranges[t].x, t)."""
-    qs, _, dys, p, ds = _score_gradients(q, k, v, dy, stats, ranges, rows, rows, kv_heads, group, dim, scale)
+    qs, _, dys, p, ds = _score_gradients(q, k, v, dy, stats, ranges, rows, rows, kv_heads, group, dim, scale, cap)
     dk, dv = np.einsum("hgts,hgtd->shd", ds, qs), np.einsum("hgts,hgtd->shd", p, dys)
     return dk, dv
 
 
-def attention(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, kv_heads: int, scale: float) -> Tensor:
+def attention(
+    rec: Recorder, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, kv_heads: int, scale: float, cap: float = 0.0
+) -> Tensor:
     """Attention of q [T, heads, dim] over k and v [S, kv_heads, dim]. Training requires S = T.
+
+    cap: soft cap of the scores, 0 for none.
 
     ranges [T, 4] u32: first key, one past the last key; one past the last query that sees key t, and the first. All
     queries between these see key t, except rows [first key, t).
     """
     rows, dim = q.shape[0], q.shape[2]
-    shape: Shape = {"rows": rows, "kv_heads": kv_heads, "group": q.shape[1] // kv_heads, "dim": dim, "scale": scale}
+    shape: Shape = {"rows": rows, "kv_heads": kv_heads, "group": q.shape[1] // kv_heads, "dim": dim}
+    shape |= {"scale": scale, "cap": cap}
     y, lse = rec.temp(q.shape, name="attended"), rec.temp(q.shape[:2], name="lse")
     rec.dispatch(attention_forward, q, k, v, ranges, y, lse, keys=k.shape[0], **shape)
     rec.save_for_backward(y)

@@ -1,4 +1,4 @@
-"""SwiGLU, addition, copies, dropout and fill."""
+"""SwiGLU, GEGLU, addition, copies, dropout and fill."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, Grid, In, InOut, Out, Place, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, Grid, In, InOut, Kernel, Out, Place, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.ops.recorder import Recorder
@@ -40,6 +40,25 @@ def swiglu_backward(gate: In, up: In, dy: In, dgate: Out, dup: Out, *, size: U32
     """dgate = dy up s (1 + gate (1 - s)), dup = dy gate s, with s = sigmoid(gate)."""
     s = 1 / (1 + np.exp(-gate))
     return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
+
+
+@kernel("geglu_forward.wgsl.j2", **QUADS)
+def geglu_forward(gate: In, up: In, y: Out, *, size: U32) -> Any:
+    """y = gelu(gate) * up, with gelu(g) = g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) / 2."""
+    return gate * _gelu_share(gate) * up
+
+
+@kernel("geglu_backward.wgsl.j2", **QUADS)
+def geglu_backward(gate: In, up: In, dy: In, dgate: Out, dup: Out, *, size: U32) -> Any:
+    """dgate = dy up (s + g ds/dg), dup = dy g s, with gelu(g) = g s."""
+    s = _gelu_share(gate)
+    slope = s + gate * s * (1 - s) * 2 * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * gate**2)
+    return dy * up * slope, dy * gate * s
+
+
+def _gelu_share(g: np.ndarray) -> np.ndarray:
+    share: np.ndarray = (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) / 2
+    return share
 
 
 @kernel("add.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
@@ -83,13 +102,22 @@ def dropout_apply(
 
 def swiglu(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, for equal shapes."""
-    y = rec.temp(gate.shape, name="swiglu")
-    rec.dispatch(swiglu_forward, gate, up, y, size=y.size)
-    rec.cheap(y, lambda y: rec.dispatch(swiglu_forward, gate, up, y, size=y.size))
+    return _gated(rec, gate, up, swiglu_forward, swiglu_backward)
+
+
+def geglu(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, in GELU's form by tanh, for equal shapes."""
+    return _gated(rec, gate, up, geglu_forward, geglu_backward)
+
+
+def _gated(rec: Recorder, gate: Tensor, up: Tensor, forward: Kernel, back: Kernel) -> Tensor:
+    y = rec.temp(gate.shape, name=forward.name.partition("_")[0])
+    rec.dispatch(forward, gate, up, y, size=y.size)
+    rec.cheap(y, lambda y: rec.dispatch(forward, gate, up, y, size=y.size))
 
     def backward() -> None:
         (dgate, _), (dup, _) = rec.gradient_target(gate), rec.gradient_target(up)
-        rec.dispatch(swiglu_backward, gate, up, rec.gradient(y), dgate, dup, size=y.size)
+        rec.dispatch(back, gate, up, rec.gradient(y), dgate, dup, size=y.size)
 
     rec.node(backward, inputs=[gate, up], outputs=[y])
     return y

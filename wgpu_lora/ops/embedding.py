@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Place, Word, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Place, Word, kernel, one_per
 from wgpu_lora.gpu.part import Part
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tunable import Arrays, Constants
@@ -15,13 +15,19 @@ from wgpu_lora.ops.recorder import Recorder
 
 
 class Table(Protocol):
-    """A frozen embedding or LM head [out_features, in_features] in its stored dtype."""
+    """A frozen embedding or LM head [out_features, in_features] in its stored dtype.
+
+    cap: soft cap of the logits, 0 if there is none (`ops.capped`).
+    """
 
     @property
     def in_features(self) -> int: ...
 
     @property
     def dtype(self) -> str: ...
+
+    @property
+    def cap(self) -> float: ...
 
     def chunks(self, max_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yields (first row, rows) pieces of at most max_rows rows, a multiple of 128 so that offsets are aligned."""
@@ -43,13 +49,14 @@ def rows_asked_for(arrays: Arrays, c: Constants, size: str = "count") -> Part:
 
 @kernel("embedding.wgsl.j2", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "half"), part=rows_asked_for)
 def embedding_rows(
-    ids: Fixed, table: Fixed, y: InOut, *, rows: U32, cols: U32, first: Place[U32], count: U32, b_type: Word = "f32"
-) -> Any:
-    """y[t] = table[ids[t] - first] for ids in [first, first + count); other rows are unchanged."""
+    ids: Fixed, table: Fixed, y: InOut, *, rows: U32, cols: U32, first: Place[U32], count: U32, b_type: Word = "f32",
+    scale: F32 = 1.0,
+) -> Any:  # fmt: skip
+    """y[t] = scale table[ids[t] - first] for ids in [first, first + count); other rows are unchanged."""
     local = ids.astype(np.int64) - first
     here = (local >= 0) & (local < count)
     result = y.copy()
-    result[here] = table.reshape(count, cols)[local[here]]
+    result[here] = scale * table.reshape(count, cols)[local[here]]
     return result
 
 
@@ -71,12 +78,11 @@ def scatter_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> An
     return result
 
 
-def embed(rec: Recorder, ids: Tensor, table: Table, name: str = "embedded") -> Tensor:
-    """table[ids], f32 [T, in]. The table is frozen, so there is no backward pass."""
+def embed(rec: Recorder, ids: Tensor, table: Table, name: str = "embedded", scale: float = 1.0) -> Tensor:
+    """scale table[ids], f32 [T, in]. The table is frozen, so there is no backward pass."""
     rows, cols = ids.size, table.in_features
     y = rec.temp((rows, cols), name=name)
     for first, chunk in table.chunks():
-        rec.dispatch(
-            embedding_rows, ids, chunk, y, rows=rows, cols=cols, first=first, count=chunk.shape[0], b_type=table.dtype
-        )
+        shape = {"rows": rows, "cols": cols, "first": first, "count": chunk.shape[0]}
+        rec.dispatch(embedding_rows, ids, chunk, y, b_type=table.dtype, scale=scale, **shape)
     return y

@@ -10,6 +10,9 @@ Objectives may also ask for the logits of a few tokens per row, the *support*. T
 then is that of all other tokens, the *rest*: what an objective computes of both has no cancellation, however little
 probability is outside of the support. With beta the loss's derivatives by the support's logits, and r the sum of those
 by the others, which have the proportions of their softmax q, the gradient is sum_i beta_i W[id_i] + r sum_v q_v W[v].
+
+If the head has a soft cap, all logits here are capped, and derivatives by them are multiplied by the cap's slope before
+they meet W.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ import numpy as np
 
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, Place, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops.capped import cap_gradient, head_logits
 from wgpu_lora.ops.elementwise import add_forward, fill
 from wgpu_lora.ops.embedding import Table, embed, gather_rows, scatter_rows
-from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
+from wgpu_lora.ops.matmul import matmul_nn
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 from wgpu_lora.ops.support import LOWEST, add_support, hide_logits, pick_logits
@@ -46,9 +50,11 @@ def softmax_chunk(
     first: Place[U32],
     rate: F32 = 1.0,
     hidden: Flag = False,
+    cap: F32 = 0.0,
 ) -> Any:
     """logits, or `apart` if it is there -> exp(rate (logits - m')), with 0 for hidden ones (LOWEST) if there are any;
-    state = (m', sum', target's logit, 0); rescale = exp(rate (m - m')). Rows < count[0]."""
+    state = (m', sum', target's logit, 0); rescale = exp(rate (m - m')). Rows < count[0]. With a cap, the results, after
+    they have been added to sum', are multiplied by 1 - (logits / cap)^2, the derivatives of logits that are capped."""
     result, state, rescale = logits.copy(), state.reshape(rows, 4).copy(), rescale.copy()
     for r in range(int(count.reshape(-1)[0])):
         old, total, picked = (LOWEST, 0.0, 0.0) if first == 0 else state[r, :3]
@@ -58,6 +64,8 @@ def softmax_chunk(
         result[r] = np.exp(rate * (logits[r] - top)) * (1 if not hidden else logits[r] > LOWEST / 2)
         rescale[r] = np.exp(rate * (old - top))
         state[r] = (top, total * rescale[r] + result[r].sum(), picked, 0)
+        if cap:
+            result[r] = np.where(result[r] == 0, 0, result[r] * (1 - (logits[r] / cap) ** 2))
     if apart is None:
         return result, state, rescale
     kept = apart.copy()
@@ -74,11 +82,15 @@ def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32) -> Any
 
 
 @kernel("logprob_gradient.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
-def logprob_gradient(state: In, weights: In, count: Fixed, head_rows: In, dh: InOut, *, rows: U32, cols: U32) -> Any:
-    """dh = weights (dh / sum - head_rows); rows of weight 0 and rows >= count[0] give zeros."""
-    total = state.reshape(rows, 4)[:, 1]
+def logprob_gradient(
+    state: In, weights: In, count: Fixed, head_rows: In, dh: InOut, *, rows: U32, cols: U32, cap: F32 = 0.0
+) -> Any:
+    """dh = weights (dh / sum - slope head_rows); rows of weight 0 and rows >= count[0] give zeros. slope = 1 or, with a
+    cap, 1 - (target's logit / cap)^2."""
+    _, total, picked, _ = state.reshape(rows, 4).T
     used = (weights.reshape(-1) != 0) & (np.arange(rows) < int(count.reshape(-1)[0]))
-    gradient = weights.reshape(-1, 1) * (dh / np.where(used, total, 1)[:, None] - head_rows)
+    slope = np.where(used, 1 - (picked / cap) ** 2, 0) if cap else np.ones(rows)
+    gradient = weights.reshape(-1, 1) * (dh / np.where(used, total, 1)[:, None] - slope[:, None] * head_rows)
     return np.where(used[:, None], gradient, 0)
 
 
@@ -171,7 +183,7 @@ def sweep(
         width = part.shape[0]
         logits = rec.temp((rows, width), name="logits")
         count, kind = targets.count, head.dtype
-        rec.dispatch(matmul_nt, inputs, part, logits, None, count, m=rows, n=width, k=cols, b_type=kind)
+        head_logits(rec.dispatch, inputs, head, part, logits, count)
         for ids, values in picked.items():
             place = {"rows": rows, "kept": ids.shape[1], "cols": width, "first": first}
             rec.dispatch(pick_logits, logits, ids, count, values, **place)
@@ -180,6 +192,7 @@ def sweep(
             last = t == temperatures[-1]
             apart = None if last else rec.temp((rows, width), name="exponentials")
             softmax = {"rows": rows, "cols": width, "first": first, "rate": 1 / t, "hidden": bool(supports)}
+            softmax["cap"] = head.cap if gradient else 0.0
             rec.dispatch(softmax_chunk, logits, targets.ids, count, states[t], rescales[t], apart, **softmax)
             if gradient:
                 old, p = rescales[t] if first else None, apart or logits
@@ -220,7 +233,9 @@ def _gradient(
         total = into
     if given.weights is not None:
         head_rows, state = embed(rec, targets.ids, head, name="target rows"), swept.states[first]
-        rec.dispatch(logprob_gradient, state, given.weights, targets.count, head_rows, sums[first], **shape)
+        rec.dispatch(
+            logprob_gradient, state, given.weights, targets.count, head_rows, sums[first], **shape, cap=head.cap
+        )
         if total is None:
             total = sums[first]
         else:
@@ -229,7 +244,11 @@ def _gradient(
             total = both
     assert total is not None, "the sweep has no gradient"
     for ids, weights in given.picked.items():
-        add_support(rec, weights, ids, head, targets.count, total)
+        by_logits = weights
+        if head.cap:
+            by_logits = rec.temp(weights.shape, name="before the cap")
+            rec.dispatch(cap_gradient, weights, swept.picked[ids], by_logits, size=weights.size, cap=head.cap)
+        add_support(rec, by_logits, ids, head, targets.count, total)
     return total
 
 

@@ -154,6 +154,7 @@ def rope(
     norm: HeadNorm | None = None,
     cache: Appending | None = None,
     turns: bool = True,
+    query_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotates q [T, heads, dim] and k [T, kv_heads, dim], normalised first if `norm` is given; returns q, k and v.
 
@@ -165,19 +166,27 @@ def rope(
         positions: u32 [T].
         table: f32 [positions, rotated / 2, 2], cos and sin; the other dim - rotated values of a head are not rotated.
         turns: whether any are, as in all layers but those without positions.
+        query_table: that of q, if it is another one; without a norm.
     """
     q, k, v = qkv
     if not (turns or norm or cache):
         return q, k, v
+    apart = query_table is not None
+    if query_table is not None:
+        assert norm is None, "queries with a table of their own are not normalised"
+        (q,) = _rotated(rec, q, None, positions, query_table, None, turns)
     if cache:
         assert k.storage is v.storage, "k and v are in different storages"
-        together = q if q.storage is k.storage else None
-        if together is None:
+        together = not apart and q.storage is k.storage
+        if not (apart or together):
             _rotated(rec, q, None, positions, table, norm, turns)
         stored = (None, cache.keys, cache.values, cache.rows)
-        shape = {**_shape(together, k, table, norm, turns), "v_first": v.byte_offset // 4}
+        shape = {**_shape(q if together else None, k, table, norm, turns), "v_first": v.byte_offset // 4}
         rec.dispatch(rope_forward, _whole(k), positions, table, *_weights(norm), *stored, **shape)
         return q, cache.keys, cache.values
+    if apart:
+        (yk,) = _rotated(rec, None, k, positions, table, None, turns)
+        return q, yk, v
     if q.storage is k.storage:
         yq, yk = _rotated(rec, q, k, positions, table, norm, turns)
     else:

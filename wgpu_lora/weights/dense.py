@@ -30,10 +30,14 @@ MOST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """A matrix in parts of rows that fit one binding. dtype: f32, bf16 or f16, as stored."""
+    """A matrix in parts of rows that fit one binding.
+
+    dtype: f32, bf16 or f16, as stored. cap: of the logits, if it is an LM head whose logits are capped.
+    """
 
     parts: tuple[Tensor, ...]
     dtype: str
+    cap: float = 0.0
 
     @property
     def format(self) -> str:
@@ -48,7 +52,7 @@ class DenseWeight:
         return self.parts[0].shape[1]
 
     @classmethod
-    def declare(cls, shape: tuple[int, int], dtype: str, name: str, max_binding: int) -> DenseWeight:
+    def declare(cls, shape: tuple[int, int], dtype: str, name: str, max_binding: int, cap: float = 0.0) -> DenseWeight:
         rows, cols = shape
         limit = max(1, max_binding // (cols * ITEM_BYTES[dtype]))
         if rows > limit:
@@ -59,6 +63,7 @@ class DenseWeight:
                 for start in range(0, rows, limit)
             ),
             dtype,
+            cap,
         )
 
     def chunks(self, max_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:

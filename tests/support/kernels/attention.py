@@ -39,9 +39,11 @@ def cached(rows: int, keys: int, window: int = NONE) -> np.ndarray:
     return u32((5, 5, 0, 0), *seen[1:])
 
 
-def attend(ranges: np.ndarray, keys: int, kv_heads: int, group: int, dim: int, backward: bool = True) -> None:
+def attend(
+    ranges: np.ndarray, keys: int, kv_heads: int, group: int, dim: int, backward: bool = True, cap: float = 0.0
+) -> None:
     rows = len(ranges)
-    shape = {"rows": rows, "kv_heads": kv_heads, "group": group, "dim": dim, "scale": dim**-0.5}
+    shape = {"rows": rows, "kv_heads": kv_heads, "group": group, "dim": dim, "scale": dim**-0.5, "cap": cap}
     heads = kv_heads * group
 
     def forward(rng: np.random.Generator) -> Arrays:
@@ -70,6 +72,9 @@ attend(packed(19, window=4), 19, kv_heads=1, group=4, dim=64)
 attend(packed(7, 16, window=3), 23, kv_heads=3, group=1, dim=20)
 attend(packed(2, 1, window=2), 3, kv_heads=1, group=2, dim=4)
 attend(forked((3, 6, 5), (9, 1, 2)), 26, kv_heads=2, group=2, dim=12)
+attend(packed(5, 1, 20), 26, kv_heads=2, group=2, dim=10, cap=0.7)
+attend(packed(6, 9, window=4), 15, kv_heads=1, group=2, dim=256, cap=0.3)
+attend(cached(5, 37), 37, kv_heads=2, group=2, dim=6, backward=False, cap=1.5)
 attend(cached(5, 37, window=30), 37, kv_heads=2, group=2, dim=6, backward=False)
 add(
     attention.attention_stats,

@@ -10,7 +10,7 @@ from support.kernels import NONE, Arrays, add, normal, poison
 from wgpu_lora.bench import ceiling
 from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.gpu.values import stored, widened
-from wgpu_lora.ops import columns, elementwise, embedding, rope
+from wgpu_lora.ops import capped, columns, elementwise, embedding, rope
 from wgpu_lora.weights import nf4, nf4_scales
 from wgpu_lora.weights.nf4_codes import DYNAMIC_CODE
 
@@ -22,6 +22,8 @@ def several(rng: np.random.Generator, size: int, inputs: str, outputs: str) -> A
 for one, inputs, outputs in (
     (elementwise.swiglu_forward, "gate up", "y"),
     (elementwise.swiglu_backward, "gate up dy", "dgate dup"),
+    (elementwise.geglu_forward, "gate up", "y"),
+    (elementwise.geglu_backward, "gate up dy", "dgate dup"),
     (elementwise.add_forward, "a b", "y"),
     (elementwise.copy, "x", "y"),
 ):
@@ -48,6 +50,19 @@ add(
     cols=13,
     width=5,
     first=8,
+)
+
+
+add(capped.cap_logits, lambda rng: {"logits": 3 * normal(rng, 67)}, size=67, cap=2.5)
+add(
+    capped.cap_gradient,
+    lambda rng: {
+        "x": normal(rng, 67) * (rng.random(67) < 0.7),
+        "logits": 2 * np.tanh(normal(rng, 67)),
+        "y": poison(67),
+    },
+    size=67,
+    cap=2.5,
 )
 
 
@@ -133,12 +148,12 @@ rotate(13, 0, 2, 10, norm=True)  # k in a storage of its own
 rotate(5, 3, 0, 20, norm=False)  # q in a storage of its own
 
 
-def table(b_type: str, rows: int = 29, cols: int = 7, first: int = 3, count: int = 5) -> None:
+def table(b_type: str, rows: int = 29, cols: int = 7, first: int = 3, count: int = 5, scale: float = 1.0) -> None:
     def make(rng: np.random.Generator) -> Arrays:
         ids = rng.integers(0, first + count + 3, rows, np.uint32)
         return {"ids": ids, "table": stored(rng, b_type, count, cols), "y": normal(rng, rows, cols)}
 
-    add(embedding.embedding_rows, make, rows=rows, cols=cols, first=first, count=count, b_type=b_type)
+    add(embedding.embedding_rows, make, rows=rows, cols=cols, first=first, count=count, b_type=b_type, scale=scale)
 
 
 add(
@@ -182,7 +197,7 @@ def encode(b_type: str, rows: int, size_in: int, first: int, out: int) -> None:
 
 
 for kind, size in (("f32", 64 * 67 + 13), ("bf16", 5), ("f16", 64 * 3 + 1)):
-    table(kind)
+    table(kind, scale=7.25 if kind == "bf16" else 1.0)
     add(
         nf4.nf4_absmax,
         lambda rng, n=size, t=kind: {"w": stored(rng, t, n), "absmax": poison(cdiv(n, 64))},

@@ -41,26 +41,30 @@ normalise(67, 37, True)
 normalise(32771, 3, False)  # more rows than a grid has in one dimension
 
 
-def softmax(first: int, rows: int = 67, cols: int = 37, count: int = 61, rate: float = 1.0) -> None:
+def softmax(first: int, rows: int = 67, cols: int = 37, count: int = 61, rate: float = 1.0, cap: float = 0.0) -> None:
     """At another rate, the exponentials are stored apart, some logits are hidden, and all of some rows'."""
 
     def make(rng: np.random.Generator) -> Arrays:
         state = normal(rng, rows, 4) ** 2 if first else poison(rows, 4)
         targets, logits = rng.integers(0, first + 2 * cols, rows, np.uint32), 5 * normal(rng, rows, cols)
         arrays = {"targets": targets, "count": u32(count), "state": state, "rescale": normal(rng, rows)}
+        if cap:
+            logits = (cap * np.tanh(logits / cap)).astype(np.float32)
         if rate != 1:
             logits[::3, ::5] = logits[7::20] = support.LOWEST
             targets[::3] = first + 1
             arrays["apart"] = poison(rows, cols, value=5.0)
         return {"logits": logits, **arrays}
 
-    add(loss.softmax_chunk, make, rows=rows, cols=cols, first=first, rate=rate, hidden=rate != 1)
+    add(loss.softmax_chunk, make, rows=rows, cols=cols, first=first, rate=rate, hidden=rate != 1, cap=cap)
 
 
 softmax(first=37)
 softmax(first=0)
 softmax(first=37, rate=0.5)
 softmax(first=0, rate=0.5)
+softmax(first=37, cap=6.0)
+softmax(first=0, rate=0.5, cap=6.0)
 
 
 def finished(rng: np.random.Generator, rows: int = 67, cols: int = 37, count: int = 61) -> Arrays:
@@ -95,6 +99,7 @@ def weighted(rng: np.random.Generator, rows: int = 67) -> Arrays:
 
 add(loss.target_logprobs, scored, rows=67)
 add(loss.logprob_gradient, finished, rows=67, cols=37)
+add(loss.logprob_gradient, finished, rows=67, cols=37, cap=3.0)
 for accumulate in (True, False):
     add(loss.rest_gradient, rests, rows=67, cols=37, accumulate=accumulate)
 add(sft.sft_loss, weighted, rows=67)

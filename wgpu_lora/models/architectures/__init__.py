@@ -22,10 +22,29 @@ ARCHITECTURES: Registry[type[ModelConfig]] = Registry(
         "mistral": "wgpu_lora.models.architectures.mistral:Mistral",
         "qwen3_5": "wgpu_lora.models.architectures.qwen3_5:Qwen35",
         "qwen3_5_text": "wgpu_lora.models.architectures.qwen3_5:Qwen35Text",
+        "ministral": "wgpu_lora.models.architectures.ministral:Ministral",
+        "ministral3": "wgpu_lora.models.architectures.ministral:Ministral3",
+        "mistral3": "wgpu_lora.models.architectures.ministral:Mistral3",
+        "gemma2": "wgpu_lora.models.architectures.gemma2:Gemma2",
+        "gemma3_text": "wgpu_lora.models.architectures.gemma3:Gemma3Text",
+        "gemma3": "wgpu_lora.models.architectures.gemma3:Gemma3",
         "phi3": "wgpu_lora.models.architectures.phi3:Phi3",
         "smollm3": "wgpu_lora.models.architectures.smollm3:SmolLM3",
     }
 )
+
+# Parts of model_types that are known -> what they would need.
+MISSING = {
+    "moe": "mixtures of experts are not implemented",
+    "mixtral": "mixtures of experts are not implemented",
+    "gpt_oss": "mixtures of experts and attention sinks are not implemented",
+    "deepseek": "mixtures of experts and latent attention are not implemented",
+    "llama4": "mixtures of experts and chunked attention are not implemented",
+    "mistral4": "mixtures of experts and latent attention are not implemented",
+    "gemma3n": "per-layer embeddings, alternating updates and shared caches are not implemented",
+    "gemma4": "per-layer embeddings and caches that layers share are not implemented",
+    "phi4_multimodal": "adapters of its own for images and sounds are not implemented",
+}
 
 
 def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -38,6 +57,8 @@ def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfi
         UserError: the model_type is not registered, or a field is missing, invalid or unsupported.
     """
     name = d.get("model_type")
+    if isinstance(name, str) and (missing := next((what for part, what in MISSING.items() if part in name), None)):
+        raise UserError(f"model_type {name!r:.100} in {where} is not supported, because {missing}: use a dense model.")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise UserError(f"model_type {name!r:.100} in {where} is not supported: use one of {supported}.")

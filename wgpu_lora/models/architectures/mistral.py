@@ -20,8 +20,15 @@ class Mistral(Transformer):
 
     @classmethod
     def windows(cls, d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-        window, types = stated_window(d, where), d.get("layer_types")
-        kinds = [] if types is None else layer_types(types, window, layers, where)
-        if window is not None and "full_attention" in kinds:
-            raise UserError(f"layer_types in {where} mixes attention kinds, which mistral does not: use another model.")
-        return (window,) * layers
+        return same_windows(d, layers, where)
+
+
+def same_windows(d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
+    """The window of all layers alike. Raises UserError if layer_types says otherwise."""
+    window, types = stated_window(d, where), d.get("layer_types")
+    kinds = [] if types is None else layer_types(types, window, layers, where)
+    if window is not None and "full_attention" in kinds:
+        raise UserError(
+            f"layer_types in {where} mixes attention kinds, which {d['model_type']} does not: use another model."
+        )
+    return (window,) * layers

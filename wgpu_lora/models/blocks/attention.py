@@ -46,7 +46,8 @@ class Attention:
     fused: the number of heads if one module, qkv_proj, has the rows of q, k and v.
 
     qk_eps: epsilon of q_norm and k_norm over each head; None if the model does not have them.
-    turns: whether q and k are rotated.
+    turns: whether q and k are rotated. query_rope: the table of q, if it has another one.
+    scale: of the scores, by default head_dim^-0.5. cap: their soft cap, 0 for none.
     """
 
     num_key_value_heads: int
@@ -57,6 +58,9 @@ class Attention:
     name: str = "self_attn"
     turns: bool = True
     fused: int | None = None
+    scale: float | None = None
+    cap: float = 0.0
+    query_rope: RopeTable | None = None
 
     def cache(self) -> dict[str, CacheTensor]:
         """Rotated keys, and values."""
@@ -81,9 +85,11 @@ class Attention:
             norm = HeadNorm(q_norm, k_norm, self.qk_eps)
         cache = Appending(*block.cache.appending("keys", "values")) if block.cache else None
         places = inputs.rows[self.rope.places] if self.rope.places else inputs.positions
-        q, k, v = rope(rec, (q, k, v), places, inputs.tables[self.rope], norm, cache, self.turns)
+        table, of_q = inputs.tables[self.rope], inputs.tables[self.query_rope] if self.query_rope else None
+        q, k, v = rope(rec, (q, k, v), places, table, norm, cache, self.turns, of_q)
         ranges = inputs.rows[KeyRanges(self.window)]
-        return attention(rec, q, k, v, ranges, self.num_key_value_heads, self.head_dim**-0.5)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return attention(rec, q, k, v, ranges, self.num_key_value_heads, scale, self.cap)
 
     def _project(self, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, head_dim], and k and v [T, kv_heads, head_dim], in one storage if it fits a binding."""

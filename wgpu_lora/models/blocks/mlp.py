@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.block import Block
 from wgpu_lora.ops.columns import split_columns
-from wgpu_lora.ops.elementwise import swiglu
+from wgpu_lora.ops.elementwise import geglu, swiglu
 
 
 @dataclass(frozen=True)
 class GatedMLP:
     """The modules gate_proj, up_proj and down_proj of `name`; or gate_up_proj, which has the rows of both, if `fused`.
 
-    inner: values between the matrices.
+    inner: values between the matrices. gelu: GELU in its form by tanh instead of SiLU.
     """
 
     inner: int
     fused: bool = False
+    gelu: bool = False
     name: str = "mlp"
 
     def stack(self) -> tuple[str, ...]:
@@ -30,7 +31,10 @@ class GatedMLP:
         y = onto or block.rec.temp(x.shape, name="mlp")
         for start, stop in block.rec.row_blocks(x.shape[0], 2 * self.inner):  # gate and up are in one storage
             rows = x.rows(start, stop)
-            activated = self._fused(block, rows, start) if self.fused else block.gated(rows, self.stack(), start)
+            if self.fused:
+                activated = self._fused(block, rows, start)
+            else:
+                activated = block.gated(rows, self.stack(), start, self.gelu)
             block.project(activated, f"{self.name}.down_proj", y.rows(start, stop), start, accumulate=onto is not None)
         return y
 
@@ -38,4 +42,4 @@ class GatedMLP:
         both = block.project(x, f"{self.name}.gate_up_proj", first_row=first_row)
         parts = block.rec.temps(*[(x.shape[0], self.inner)] * 2, name="gate and up")
         split_columns(block.rec, both, parts)
-        return swiglu(block.rec, *parts)
+        return (geglu if self.gelu else swiglu)(block.rec, *parts)

@@ -120,6 +120,7 @@ class Transformer(ModelConfig):
         biases = cls.biases(d, where)
         return cls(
             **facts,
+            **cls.own_fields(d, where),
             intermediate_size=whole(d, "intermediate_size", where),
             num_attention_heads=heads,
             num_key_value_heads=cls._kv_heads(d, heads, where),
