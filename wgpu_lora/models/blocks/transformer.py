@@ -133,7 +133,6 @@ class Transformer(ModelConfig):
             mlp_bias=biases.mlp,
             qk_norm=cls.QK_NORM,
             sliding_windows=cls.windows(d, facts["num_hidden_layers"], where),
-            **cls.own_fields(d, where),
         )
 
     @classmethod
