@@ -118,12 +118,10 @@ def describe_model(job: Job[Any]) -> None:
 
 def _kept(model: LoadedModel) -> str:
     """The matrices that are not in the base format, since they are small."""
-    from wgpu_lora.models.config import KEPT, module_of
-
-    own, base = model.decoder.embedding.dtype, model.decoder.base_dtype
-    paths = [module_of(name) for name, item in model.config.parameters.items() if item.kind == KEPT]
-    names = tuple(dict.fromkeys(path.rpartition(".")[2] for path in paths))
-    return f", {listed(names)} in {own}" if names and own != base else ""
+    own, names = model.decoder.embedding.dtype, model.config.kept_modules()
+    return (
+        f", {listed(names)} in {own}" if names and own != model.decoder.base_dtype and not model.config.packed else ""
+    )
 
 
 def describe_modules(job: Job[Any]) -> None:

@@ -54,7 +54,7 @@ def write_packed(
         if is_gguf(model.path):
             write_companions(model.path, model.tokenizer, directory)
         _write_weights(model, checkpoint, form, directory, max_shard_bytes, events, instead or {})
-        skipped = Beside(checkpoint).modules()
+        skipped = (*model.config.kept_modules(), *Beside(checkpoint).modules())
         restate(directory, quantization_config=dict(form.quantization_config(model.decoder.base_dtype, skipped)))
 
 

@@ -203,6 +203,15 @@ class ModelConfig(ABC):
         """(out, in) of every matrix stored in the base format, by parameter name."""
         return {name: (i.shape[0], i.shape[1]) for name, i in self.parameters.items() if i.kind == MATRIX}
 
+    def may_be_packed(self) -> set[str]:
+        """Names of the matrices that a checkpoint may have packed: also those that are kept as they are otherwise."""
+        return {name for name, item in self.parameters.items() if item.kind in (MATRIX, KEPT)}
+
+    def kept_modules(self) -> tuple[str, ...]:
+        """The last parts of the paths of modules whose matrices are kept, such as 'in_proj_a'."""
+        paths = (module_of(name) for name, item in self.parameters.items() if item.kind == KEPT)
+        return tuple(dict.fromkeys(path.rpartition(".")[2] for path in paths))
+
     @cached_property
     def lora_modules(self) -> dict[str, tuple[int, int]]:
         """(out, in) of every module that may have an adapter, by path: 'model.layers.0.self_attn.q_proj'."""

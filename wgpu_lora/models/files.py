@@ -47,7 +47,7 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
     """A directory's weights, checked against the config. Raises UserError."""
     if config.packed:
         packed = PackedCheckpoint(directory, config.packed, config.STORED)
-        packed.check_against(config.parameter_shapes(), config.matrices())
+        packed.check_against(config.parameter_shapes(), config.may_be_packed())
         return packed
     checkpoint = Checkpoint(directory, config.STORED)
     checkpoint.check_against(config.parameter_shapes())
