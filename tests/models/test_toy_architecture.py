@@ -269,7 +269,7 @@ def test_decoding_gives_what_a_full_pass_gives(toy: Path, trained: Path, device:
 
 
 def test_what_it_does_not_have_is_said(toy: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"llama\.cpp does not support the architecture toy"):
+    with pytest.raises(UserError, match="GGUF files of the architecture toy are not supported"):
         export_model(toy, tmp_path / "toy.gguf")
-    with pytest.raises(UserError, match=r"model_type 'tow' .* use one of qwen2, qwen3, llama, mistral, toy\."):
+    with pytest.raises(UserError, match=r"model_type 'tow' .* use one of qwen2, .*, toy\."):
         parse_config({**STATED, "model_type": "tow"})

@@ -83,9 +83,11 @@ def write_gguf(
         leave_out: a tensor's name in GGUF.
     """
     config = json.loads((directory / "config.json").read_text())
-    architecture = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    named = {"mistral": "llama", "gemma3_text": "gemma3"}
+    architecture, gemma = named.get(config["model_type"], config["model_type"]), "gemma" in config["model_type"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     rope = config.get("rope_parameters") or config
+    rope = rope.get("full_attention", rope)
     writer = gguf.GGUFWriter(output, architecture)
     keys: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
@@ -97,6 +99,12 @@ def write_gguf(
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": rope["rope_theta"],
     }
+    if rope.get("rope_type") == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if gemma:
+        caps = {name: config[name] for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+        keys |= {name: cap for name, cap in caps.items() if cap}
+        keys["attention.sliding_window"] = config["sliding_window"]
     if config.get("head_dim"):
         keys |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
     for key, value in (keys | dict(metadata or {})).items():
@@ -112,6 +120,8 @@ def write_gguf(
         tensors.pop("lm_head.weight", None)
     for name, values in tensors.items():
         theirs = names.get_name(name, (".weight", ".bias")) or name
+        if gemma and name.endswith("norm.weight"):
+            values = values + np.float32(1)
         if theirs == leave_out:
             continue
         if architecture in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):

@@ -81,7 +81,7 @@ class ModelConfig(ABC):
     # 'mlp' and 'attention' -> the prefixes of their modules in a layer: what --target-modules and mixed formats name.
     LAYER_PARTS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     MODULES: ClassVar[tuple[str, ...]] = ()  # names that LoRA may target, for shell completion
-    GGUF: ClassVar[GGUFForm[Any] | None] = None  # None if llama.cpp does not support the architecture
+    GGUF: ClassVar[GGUFForm[Any] | None] = None  # None if GGUF files of the architecture are not supported
 
     # -- defined by architectures ----------------------------------------------------------------------------------
 
@@ -224,10 +224,10 @@ class ModelConfig(ABC):
         return next((part for part, prefix in parts if inside.startswith(prefix)), None)
 
     def gguf(self) -> GGUFForm[Any]:
-        """The GGUF form of the architecture. Raises UserError if llama.cpp does not support it."""
+        """The GGUF form of the architecture. Raises UserError if there is none."""
         if self.GGUF is None:
             raise UserError(
-                f"llama.cpp does not support the architecture {self.architecture}: write the model with merge instead."
+                f"GGUF files of the architecture {self.architecture} are not supported: write the model with merge."
             )
         return self.GGUF
 

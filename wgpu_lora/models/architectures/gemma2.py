@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from wgpu_lora.models.blocks.gemma import Gemma
+from wgpu_lora.models.blocks.gemma_gguf import GemmaGGUF
 
 
 class Gemma2(Gemma):
@@ -10,3 +11,4 @@ class Gemma2(Gemma):
     TRANSFORMERS = "Gemma2ForCausalLM"
     EVERY = 2
     CAPS = (50.0, 30.0)
+    GGUF = GemmaGGUF("gemma2", attention_bias=False)

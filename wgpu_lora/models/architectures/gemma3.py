@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.blocks.attention import Attention
 from wgpu_lora.models.blocks.gemma import Gemma
+from wgpu_lora.models.blocks.gemma_gguf import GemmaGGUF
 from wgpu_lora.models.composite import Composite
 from wgpu_lora.models.rope import Rope, RopeScaling, RopeTable, parse_rope, stated_rope
 
@@ -29,6 +30,7 @@ class Gemma3Text(Gemma):
     TRANSFORMERS = "Gemma3ForCausalLM"
     EVERY = 6
     CAPS = (None, None)
+    GGUF = GemmaGGUF("gemma3", attention_bias=False)
 
     @classmethod
     def rope(cls, d: Mapping[str, Any], positions: int, where: str) -> Rope:
@@ -68,12 +70,6 @@ class Gemma3(Composite, Gemma3Text):
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
     }
-
-    def gguf(self) -> Any:
-        raise UserError(
-            "GGUF files of gemma3 with images are not supported, because llama.cpp has the text part and the vision "
-            "tower in files of their own: write the model with merge instead."
-        )
 
 
 def _rope_of(d: Mapping[str, Any], kind: str, theta: str, default: float, positions: int, where: str) -> Rope:
