@@ -127,7 +127,7 @@ gpu-compilers: setup  ## what the compilers of five GPUs make of the kernels, wi
 	$(BIN)/python -m scripts.gpu_compilers --json gpu-compilers.json $(GPUS)
 
 test-gpu-compilers: setup  ## no kernel spills on AMD's GPUs, by their compiler; and the check fails when it should
-	$(BIN)/python -m scripts.gpu_compilers --check --gpu rdna1 --gpu rdna3 --shape qwen2.5-0.5b --shape qwen2.5-7b --head-dim 256
+	$(BIN)/python -m scripts.gpu_compilers --check --gpu rdna1 --gpu rdna3 --shape qwen2.5-0.5b --shape qwen2.5-7b --shape qwen3.5-0.8b --head-dim 256
 	$(PYTEST) tests/scripts/runs
 
 lint: setup  ## ruff, mypy and import-linter
