@@ -18,8 +18,9 @@ from support.sources import written
 
 from wgpu_lora.data.preparing import Preparation
 from wgpu_lora.data.preparing.content import normal
-from wgpu_lora.data.preparing.thinking import marker_in, without_thinking
+from wgpu_lora.data.preparing.thinking import without_thinking
 from wgpu_lora.data.split import held_out
+from wgpu_lora.data.thinking import marker_in
 from wgpu_lora.errors import UserError
 
 # -- rows and their kinds ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from wgpu_lora.data import template
 from wgpu_lora.data.encoding import MAX_CHARACTERS, EncodeRequest, Steps, run_together
 from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text, Tokens
 from wgpu_lora.data.template import Span
+from wgpu_lora.data.thinking import mark_of
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 
@@ -78,6 +79,12 @@ def _rows(
         raise UserError(
             "the row is text, but the model has no tokenizer.json; add one, or tokenise the data to 'input_ids'."
         )
+    kwargs = {**template_kwargs, **(example.template_kwargs if isinstance(example, Conversation) else {})}
+    if kwargs.get("enable_thinking") is False and (mark := mark_of(example)):
+        raise UserError(
+            f"{mark} is left in trained text, but 'enable_thinking' is off; leave it on, or drop reasoning with "
+            "'wgpu-lora data prepare --drop-thinking'."
+        )
     if isinstance(example, Alpaca):
         example = _alpaca(example, tokenizer)
     if isinstance(example, Text):
@@ -89,7 +96,6 @@ def _rows(
         prompt = tokenizer.opening + prompt
         ids = _ended(prompt + answer, tokenizer)
         return [(ids, _behind(ids, len(prompt) if completion_only_loss else 0))]
-    kwargs = {**template_kwargs, **example.template_kwargs}
     if reserved := kwargs.keys() & template.GIVEN:
         raise UserError(
             f"chat_template_kwargs must not set {', '.join(sorted(reserved))}; they come from the row itself."

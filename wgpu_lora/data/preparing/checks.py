@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from wgpu_lora.data.empty import without_empty_answers
-from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text, Tokens
+from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Tokens
 from wgpu_lora.data.preparing.kinds import Read
-from wgpu_lora.data.preparing.thinking import FIELDS, marker_in
+from wgpu_lora.data.thinking import mark_of
 from wgpu_lora.names.naming import flag
 
 _UNTRAINED = -100
@@ -23,7 +23,7 @@ def reason_against(read: Read, thinks: bool | None, dropped: bool, most: int | N
             return "the answer is empty."
         if not _is_trained(example):
             return "it has no answer to train on."
-        if (off := _thinking_off(example, thinks) or dropped) and (mark := _mark(example)):
+        if (off := _thinking_off(example, thinks) or dropped) and (mark := mark_of(example)):
             why = f"its reasoning was dropped ({flag('drop_thinking')})" if dropped else "'enable_thinking' is off"
             cure = "" if dropped or not off else f"; drop reasoning with {flag('drop_thinking')}"
             return f"{mark} is left in trained text, but {why}{cure}."
@@ -41,32 +41,6 @@ def _is_trained(example: Example) -> bool:
 def _thinking_off(example: Example, thinks: bool | None) -> bool:
     own = example.template_kwargs.get("enable_thinking") if isinstance(example, Conversation) else None
     return (thinks if own is None else own) is False
-
-
-def _mark(example: Example) -> str | None:
-    """The first marker or field of reasoning in trained text."""
-    if isinstance(example, Conversation):
-        for i in sorted(example.trained):
-            message = example.messages[i]
-            if field := next((name for name in FIELDS if message.get(name)), None):
-                return f"'{field}'"
-            if mark := marker_in(message["content"] or ""):
-                return repr(mark)
-        return None
-    mark = marker_in(_answer(example))
-    return repr(mark) if mark else None
-
-
-def _answer(example: Example) -> str:
-    match example:
-        case Completion():
-            return example.completion
-        case Alpaca():
-            return example.output
-        case Text():
-            return example.text
-        case _:
-            return ""
 
 
 def characters(example: Example) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from wgpu_lora.data.preparing.kinds import ANSWER_COLUMNS, MESSAGE_COLUMNS, Row
-from wgpu_lora.data.preparing.thinking import FIELDS, without_thinking
+from wgpu_lora.data.preparing.thinking import without_thinking
+from wgpu_lora.data.thinking import FIELDS
 from wgpu_lora.errors import UserError
 
 _SYSTEM = ("system", "developer")

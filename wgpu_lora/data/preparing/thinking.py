@@ -1,25 +1,9 @@
-"""Reasoning in the text of an answer: its markers, and what is left without it."""
+"""What is left of an answer without its reasoning."""
 
 from __future__ import annotations
 
-import re
-
+from wgpu_lora.data.thinking import MARKER
 from wgpu_lora.errors import UserError
-
-FIELDS = ("reasoning_content", "thinking", "reasoning")  # of messages
-_TAGS = "think|thinking|thought|reasoning"
-# As models write them: tags, Mistral's brackets, Cohere's and OpenThoughts' special tokens, Seed's and Kimi's tags.
-MARKER = re.compile(
-    rf"[<◁]\s{{,9}}(?:seed:)?(?P<close>/)?\s{{,9}}(?:{_TAGS})\s{{,9}}[>▷]|\[(?P<end>/)?THINK\]|<\|(?P<stop>end_)(?:thinking|of_thought)\|>"
-    r"|<\|(?:start_thinking|begin_of_thought)\|>",
-    re.IGNORECASE,
-)
-
-
-def marker_in(text: str) -> str | None:
-    """The first marker of reasoning in a text, or None."""
-    found = MARKER.search(text)
-    return found[0] if found else None
 
 
 def without_thinking(text: str) -> str:

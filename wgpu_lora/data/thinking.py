@@ -1,0 +1,48 @@
+"""Marks of reasoning in the trained text of rows."""
+
+from __future__ import annotations
+
+import re
+
+from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text
+
+FIELDS = ("reasoning_content", "thinking", "reasoning")  # of messages
+_TAGS = "think|thinking|thought|reasoning"
+# As models write them: tags, Mistral's brackets, Cohere's and OpenThoughts' special tokens, Seed's and Kimi's tags.
+MARKER = re.compile(
+    rf"[<◁]\s{{,9}}(?:seed:)?(?P<close>/)?\s{{,9}}(?:{_TAGS})\s{{,9}}[>▷]|\[(?P<end>/)?THINK\]|<\|(?P<stop>end_)(?:thinking|of_thought)\|>"
+    r"|<\|(?:start_thinking|begin_of_thought)\|>",
+    re.IGNORECASE,
+)
+
+
+def marker_in(text: str) -> str | None:
+    """The first marker of reasoning in a text, or None."""
+    found = MARKER.search(text)
+    return found[0] if found else None
+
+
+def mark_of(example: Example) -> str | None:
+    """The first marker or field of reasoning in an example's trained text, quoted, or None."""
+    if isinstance(example, Conversation):
+        for i in sorted(example.trained):
+            message = example.messages[i]
+            if field := next((name for name in FIELDS if message.get(name)), None):
+                return f"'{field}'"
+            if mark := marker_in(message["content"] or ""):
+                return repr(mark)
+        return None
+    mark = marker_in(_answer(example))
+    return repr(mark) if mark else None
+
+
+def _answer(example: Example) -> str:
+    match example:
+        case Completion():
+            return example.completion
+        case Alpaca():
+            return example.output
+        case Text():
+            return example.text
+        case _:
+            return ""
