@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,8 +169,18 @@ def test_runs_that_cannot_be_taken_are_refused() -> None:
     cluster.submit(request("r", [task("one")]))
     with pytest.raises(UserError, match="'r' is known already"):
         cluster.submit(request("r", [task("two")]))
-    with pytest.raises(UserError, match="out/one is the output of adapter 'one', and of run 'r'"):
+    with pytest.raises(UserError, match="out/one, the output of adapter 'one', is that of an adapter of run 'r'"):
         cluster.submit(request("s", [task("one")]))
+    with pytest.raises(UserError, match="one/x, the output of adapter 'x', overlaps that of an adapter of run 'r'"):
+        cluster.submit(request("s", [replace(task("x"), output="out/two/../one/x")]))
+    cluster.submit(request("s", [task("one")], by="another"))
+
+
+def test_a_shared_folder_has_one_run_for_an_output_whoever_asks() -> None:
+    cluster = Cluster({"a": [device("a", "x")]})
+    cluster.submit(request("r", [task("one")], shared="/mnt", by="ann"))
+    with pytest.raises(UserError, match="out/one, the output of adapter 'one', is that of an adapter of run 'r'"):
+        cluster.submit(request("s", [task("one")], shared="/mnt", by="bob"))
 
 
 class Half:

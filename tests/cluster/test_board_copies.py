@@ -94,6 +94,24 @@ def test_the_checkpoint_of_a_task_that_ends_between_two_devices_is_its_result(ho
     assert (found.state, found.results, found.fetched) == (how, True, False)
 
 
+def test_results_of_earlier_steps_than_a_checkpoint_are_results() -> None:
+    """A run whose newest update ruined its weights ends with the checkpoint before."""
+    cluster = Cluster({"a": [device("a", "x")]})
+    cluster.submit(request("r", [task("one")]))
+    ((_, order),) = cluster.decide()
+    cluster.report(order, step=20, copy=20)
+    cluster.report(order, step=20, copy=10)  # but no other copy
+    unit = cluster.board.state.units[order.unit]
+    assert unit.copy
+    assert unit.copy.steps == {"one": 20}
+    said = "its loss was not finite"
+    cluster.report(order, step=20, copy=10, final=True, outcomes={"one": "failed"}, ended="done", said=said)
+    found = cluster.task("r", "one")
+    assert (found.state, found.said, found.results) == ("failed", said, True)
+    assert unit.copy.steps == {"one": 10}
+    assert cluster.decide() == []
+
+
 def test_results_go_to_the_coordinators_host() -> None:
     cluster = Cluster({"a": [device("a", "x")], "b": [device("b", "x")]})
     cluster.submit(request("r", [task("one"), task("two")], join="never"))

@@ -26,6 +26,21 @@ def test_a_device_that_fails_twice_in_a_row_is_quarantined_until_it_is_released(
         cluster.board.release("a/x", cluster.now)
 
 
+def test_adapters_that_fail_anywhere_take_no_device_from_others() -> None:
+    cluster = Cluster({name: [device(name, "x")] for name in "abc"})
+    cluster.submit(request("r", [task("one"), task("two")], join="never"))
+    for _ in range(20):
+        orders = cluster.decide()
+        for _, order in orders:
+            cluster.report(order, step=1, ended="failed")
+        if not orders:
+            break
+    assert [cluster.task("r", name).state for name in ("one", "two")] == ["failed", "failed"]
+    cluster.submit(request("s", [task(name) for name in ("x", "y", "z")], join="never"))
+    assert len(cluster.decide()) >= 2
+    assert sum(view.state == "quarantined" for view in cluster.snapshot().devices) <= 1
+
+
 def test_kills_from_outside_are_no_fault_of_the_device_but_do_not_go_on_for_ever() -> None:
     cluster = Cluster({"a": [device("a", "x")]})
     cluster.submit(request("r", [task("one")]))

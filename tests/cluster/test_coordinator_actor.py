@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import device, request, task
+from support.cluster import Cluster, device, request, task
 
 from wgpu_lora.cluster.coordinator.board import Board
 from wgpu_lora.cluster.coordinator.journal import Journal
@@ -55,6 +55,33 @@ def test_devices_of_another_version_that_join_later_are_not_used() -> None:
     assert list(board.state.devices) == ["a/x"]
     assert board.state.nodes[1].versions == other  # which a driver refuses
     assert sum("No device of b is used" in line.text for line in board.state.events) == 1
+
+
+def test_results_are_found_where_they_are_now() -> None:
+    """The host's address has changed since it told of them."""
+    pytest.importorskip("ray")
+    from wgpu_lora.cluster.coordinator.chores import Chores
+
+    cluster = Cluster({"a": [device("a", "x")]})
+    cluster.submit(request("r", [task("one")]))
+    ((_, given),) = cluster.decide()
+    cluster.report(given, step=9, copy=9, final=True, outcomes={"one": "finished"}, ended="done")
+    copy = cluster.copy(given, 9, final=True)
+
+    class Hosts:
+        async def living(self) -> list[str]:
+            return ["other", "moved"]
+
+        async def ask(self, node: str, method: str, *arguments: Any, seconds: float = 0) -> Any:
+            if method == "held":
+                return to_plain(copy) if node == "moved" else None
+            assert (method, *arguments) == ("results", given.unit, copy.digest, "one")
+            return []
+
+    cluster.board.state.nodes = []
+    chores: Any = Chores(cluster.board, Hosts(), lambda: 1.0, lambda: None)  # type: ignore[arg-type]
+    (found,) = asyncio.run(chores.results("r"))
+    assert (found["task"], found["host"]) == ("one", "moved")
 
 
 def test_a_name_that_is_free_again_brings_nothing_of_the_earlier_run(

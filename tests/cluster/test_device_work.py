@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,13 @@ def test_a_lease_that_ran_out_ends_the_process_and_its_copies(site: Site, tmp_pa
     assert site.shelf("a").held(given.unit) == before or site.shelf("a").held(given.unit)
     assert not work.copies.copy(ended=True)
     assert not work.directory.exists()
+
+
+def test_without_mirror_steps_only_results_are_copied(site: Site, tmp_path: Path) -> None:
+    given = replace(order(fake_task("one", tmp_path, steps=9), shelf="c"), mirror_steps=0)
+    copies = [report.copy for report in driven(site.work(given, "a", program=FAKE)) if report.copy]
+    assert copies
+    assert all(copy.final for copy in copies)
 
 
 def test_copies_stay_on_the_host_while_the_other_one_is_away(site: Site, tmp_path: Path) -> None:

@@ -70,6 +70,20 @@ def through(act: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch) -> D
     return asyncio.run(play())
 
 
+def test_a_copy_that_comes_later_is_measured_at_once() -> None:
+    async def play() -> Device:
+        device = Device()
+        for step in (10, 20):
+            device.evaluating.copied(copy(step), TASKS, REQUEST)
+            for _ in range(20):
+                await asyncio.sleep(0)
+        return device
+
+    device = asyncio.run(play())  # REST_SECONDS are not over
+    assert device.heard == [("a", 10, 1.5), ("a", 20, 1.5)]
+    assert device.rested == []
+
+
 def test_only_the_newest_copy_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     def act(device: Device) -> None:
         for step in (10, 20, 30):

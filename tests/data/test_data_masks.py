@@ -120,6 +120,19 @@ def test_every_assistant_turn_is_learnt_with_its_end_in_one_row(template, turns)
     assert learnt({"messages": FOUR}, template, completion_only_loss=False) == [[tokenizer.render(FOUR)]]
 
 
+def test_marks_of_reasoning_are_refused_where_thinking_is_off():
+    reasoned = {"messages": chat("Hi", "<think>Well.</think>Hello")}
+    for row in (reasoned, {"prompt": "Hi", "completion": "<think>Well.</think>Hello"}, {"text": "a </think> b"}):
+        rows(row, "chatml")
+        rows(row, "chatml", chat_template_kwargs={"enable_thinking": True})
+        with pytest.raises(UserError, match=r"think>' is left in trained text, but 'enable_thinking' is off"):
+            rows(row, "chatml", chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(UserError, match="left in trained text"):
+        rows({**reasoned, "chat_template_kwargs": {"enable_thinking": False}}, "chatml")
+    asked = {"messages": chat("<think>", "Hello")}  # a question is not trained
+    rows(asked, "chatml", chat_template_kwargs={"enable_thinking": False})
+
+
 def test_a_template_that_forgets_thinking_gives_a_row_for_each_turn():
     four = chat("Hi", "<think>\none\n</think>\n\nHello", "And?", "<think>\ntwo\n</think>\n\nSo.")
     assert learnt({"messages": four}, "thinking") == [

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -167,11 +168,24 @@ class Chores:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def _where(self, task: TaskState) -> tuple[str, str] | None:
-        """The node and the digest of the copy that has a task's results, if the node is alive."""
+    async def _where(self, task: TaskState) -> tuple[str, str] | None:
+        """The node and the digest of the copy that has a task's results, if a living node has it.
+
+        A host's address may have changed since, and others may have the copy, too."""
         unit = self.board.state.units[task.unit]
-        node = self.board.state.node_at(unit.at)
-        return (node, unit.copy.digest) if node and unit.copy else None
+        if not unit.copy:
+            return None
+        node = self.board.state.node_at(unit.at) or await self._holder(unit.id, unit.copy.digest)
+        return (node, unit.copy.digest) if node else None
+
+    async def _holder(self, unit: str, digest: str) -> str | None:
+        """A living node that has this copy of a unit."""
+        for node in await self._nodes.living():
+            with suppress(Away, UserError):
+                held = await self._nodes.ask(node, "held", unit)
+                if held and held.get("digest") == digest:
+                    return node
+        return None
 
     async def results(self, run: str) -> list[dict[str, Any]]:
         """See `Coordinator.results`. Raises UserError if there is no such run."""
@@ -181,7 +195,7 @@ class Chores:
         tasks = [task for task in self.board.state.tasks.values() if task.run == run]
         found = []
         for task in [task for task in tasks if task.over and task.results and not task.fetched]:
-            where = self._where(task)
+            where = await self._where(task)
             if where is None:
                 task.said = f"its results are on {self.board.state.units[task.unit].at}, which is away"
             else:
@@ -197,7 +211,7 @@ class Chores:
     async def _publish(self, task: TaskState, name: str) -> None:
         """Write a task's results to the shared folder, from the host that has them."""
         self._not_before[name] = self._now() + RETRY_SECONDS
-        where = self._where(task)
+        where = await self._where(task)
         output = next(one.output for one in self.board.requests[task.run].tasks if one.name == task.name)
         try:
             if where is None:

@@ -35,10 +35,14 @@ def ended(state: State, unit: UnitState, report: Report, now: float) -> None:
             task.killed += kind == "killed"
         _again(state, unit, report.said or f"its process was {kind}", now)
     else:
+        before = {name for task in tasks for name in task.failed_on}
         for task in tasks:
             task.failed_on.append(devices[0])
         _again(state, unit, report.said or "its process ended without its results", now)
-        fleet.count_failure(state, devices[0], now)
+        if before <= {devices[0]}:
+            fleet.count_failure(state, devices[0], now)
+        elif len(before) == 1:  # it fails on unlike devices, so that was not the first one's fault either
+            fleet.take_back(state, before.pop(), now)
 
 
 def _refused(state: State, unit: UnitState, said: str, now: float) -> None:

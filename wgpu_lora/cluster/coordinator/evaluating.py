@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ class _Queue:
     """Copies that wait for a device, by run and task; the oldest entry first."""
 
     waiting: dict[tuple[str, str], tuple[Task, Copy]] = field(default_factory=dict)
+    came: asyncio.Event = field(default_factory=asyncio.Event)
     worker: asyncio.Task[None] | None = None
 
 
@@ -58,6 +60,7 @@ class Evaluating:
             if copy.steps.get(task.name, 0) <= self._steps.get(at, 0) or not _heldout(request, task):
                 continue
             queue.waiting[at] = task, copy  # keeps its place in the line
+            queue.came.set()
         if queue.waiting and (queue.worker is None or queue.worker.done()):
             queue.worker = asyncio.get_running_loop().create_task(self._work(device, queue))
 
@@ -69,11 +72,13 @@ class Evaluating:
 
     async def _work(self, device: str, queue: _Queue) -> None:
         while queue.waiting:
+            queue.came.clear()
             at = next(iter(queue.waiting))
             task, copy = queue.waiting.pop(at)
             await self._one(device, at, task, copy)
             if not queue.waiting:
-                await asyncio.sleep(REST_SECONDS)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(queue.came.wait(), REST_SECONDS)
         await self._rest(device)
 
     async def _one(self, device: str, at: tuple[str, str], task: Task, copy: Copy) -> None:

@@ -73,6 +73,16 @@ def count_failure(state: State, name: str, now: float) -> None:
         state.say(now, f"{said}: 'wgpu-lora cluster release {name}' uses it again")
 
 
+def take_back(state: State, name: str, now: float) -> None:
+    """What failed on a device has failed on another, too: no failure of the device counts any more."""
+    if (device := state.devices.get(name)) is None:
+        return
+    device.failures = 0
+    if device.quarantined:
+        device.quarantined = False
+        state.say(now, f"{state.called(name)} is used again, since what failed on it fails on others, too")
+
+
 def release_device(state: State, name: str, now: float) -> None:
     """Use a quarantined device again.
 

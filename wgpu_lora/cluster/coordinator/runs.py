@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from os.path import normpath
+from pathlib import PurePath
+
 from wgpu_lora.cluster.coordinator import teaching, units
 from wgpu_lora.cluster.coordinator.choosing import Refusals
 from wgpu_lora.cluster.coordinator.state import Requests, RunState, State, TaskState
@@ -48,18 +51,9 @@ def check(state: State, requests: Requests, request: RunRequest) -> None:
     lacking = next((name for name in names if not request.plans.get(name)), None)
     if lacking is not None:
         raise UserError(f"Adapter '{lacking}' has no memory plan: plan it for the cluster's devices first.")
-    outputs = {
-        task.output: other.name
-        for other in requests.values()
-        if not state.runs[other.name].ended and (other.shared, other.by) == (request.shared, request.by)
-        for task in other.tasks
-    }
-    for task in request.tasks:
-        if task.output in outputs:
-            raise UserError(
-                f"{task.output} is the output of adapter '{task.name}', and of run '{outputs[task.output]}', which is "
-                f"not over: choose another output."
-            )
+    for other in requests.values():
+        if not state.runs[other.name].ended and _same_place(other, request):
+            _check_apart(request, other)
     refusals = Refusals(state, request)
     found = [sentence for name in names if (sentence := refusals.of([name])) is not None]
     if len(found) == 1:
@@ -70,6 +64,25 @@ def check(state: State, requests: Requests, request: RunRequest) -> None:
             f"{counted(len(found), 'adapter')} of run '{request.name}' cannot be placed on the cluster's devices:",
             [*found[:MOST_REFUSALS], *more],
         )
+
+
+def _same_place(one: RunRequest, other: RunRequest) -> bool:
+    """Whether results go to one folder: a shared one, whoever asked, or that of one person."""
+    return one.shared == other.shared and (one.shared is not None or one.by == other.by)
+
+
+def _check_apart(request: RunRequest, other: RunRequest) -> None:
+    """Raises UserError if an output of the request is one of another run's, lies in one, or has one in it."""
+    taken = [PurePath(normpath(task.output)) for task in other.tasks]
+    for task in request.tasks:
+        output = PurePath(normpath(task.output))
+        for place in taken:
+            if output == place or place in output.parents or output in place.parents:
+                where = "is" if output == place else "overlaps"
+                raise UserError(
+                    f"{task.output}, the output of adapter '{task.name}', {where} that of an adapter of run "
+                    f"'{other.name}', which is not over: choose another output."
+                )
 
 
 def cancel(state: State, run: str, task: str | None, now: float) -> None:

@@ -55,7 +55,8 @@ def start(state: State, unit: UnitState, devices: Sequence[str], needed: int, ex
 def take_copy(state: State, unit: UnitState, copy: Copy) -> bool:
     """Remember a copy, unless a newer one is known. Returns whether it was taken.
 
-    One of earlier steps is not, nor one of an older epoch in which the unit had other tasks. A task without a step has
+    One of earlier steps is not, unless it has the results of the present epoch: a run whose weights are ruined ends
+    with an older checkpoint. Nor is one of an older epoch in which the unit had other tasks. A task without a step has
     no checkpoint yet.
     """
     known, named = unit.copy, set(copy.steps)
@@ -65,7 +66,8 @@ def take_copy(state: State, unit: UnitState, copy: Copy) -> bool:
         return False
     before = {name: known.steps.get(name, 0) if known else 0 for name in unit.tasks}
     now = {name: copy.steps.get(name, 0) for name in unit.tasks}
-    if any(now[name] < before[name] for name in unit.tasks):
+    results = copy.final and copy.epoch == unit.epoch
+    if not results and any(now[name] < before[name] for name in unit.tasks):
         return False
     if known and ((known.epoch, known.final) > (copy.epoch, copy.final) or known == copy):
         return False

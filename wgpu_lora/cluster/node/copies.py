@@ -52,8 +52,8 @@ class Copies:
 
     def saved(self, steps: Mapping[str, int]) -> None:
         """Checkpoints of these steps, by task, have been written: copy them if that is due."""
-        every = max(self.order.mirror_steps, 1)
-        if any(step - self._copied.get(name, 0) >= every for name, step in steps.items()):
+        every = self.order.mirror_steps
+        if every and any(step - self._copied.get(name, 0) >= every for name, step in steps.items()):
             self._due.set()
 
     def _work(self) -> None:
