@@ -33,7 +33,7 @@ from wgpu_lora.models.files import read_model
         ({"metadata": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.freq_base": 1.0}}, "yarn cannot"),
         ({"metadata": {"expert_count": 8}}, "mixture of experts"),
         ({"metadata": {"general.type": "adapter"}}, "is a GGUF file of type 'adapter'"),
-        ({"metadata": {"general.architecture": "gemma3"}}, "architecture 'gemma3'"),
+        ({"metadata": {"general.architecture": "gemma4"}}, "architecture 'gemma4'"),
         ({"metadata": {"split.count": 3}}, "one part of a split model"),
         ({"quantize": lambda name, values: (values.astype(np.int32), Kind.I32)}, "stored as I32"),
         ({"metadata": {"tokenizer.ggml.model": "bert"}}, "The tokenizer 'bert'"),

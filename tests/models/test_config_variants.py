@@ -131,6 +131,10 @@ def test_partial_rotary_embedding():
             "attn_logit_softcapping .* transformers ignores",
         ),
         ({"model_type": "gemma3_text", "rope_parameters": LINEAR}, "rope_parameters .* must be by kind of layer"),
+        (
+            {"model_type": "phi3", "rope_scaling": LONG, "original_max_position_embeddings": 0.5},
+            "original_max_position_embeddings in here.json is 0.5",
+        ),
         ({"model_type": "phi3", "rope_scaling": LINEAR}, "rope type 'linear' in here.json .* default or longrope"),
         ({"model_type": "phi3", "rope_scaling": {**LONG, "long_factor": [1]}}, "long_factor .* must list 4 numbers"),
         (

@@ -17,7 +17,7 @@ def golden_segments(architecture):
 @pytest.mark.parametrize(
     ("architecture", "base"),
     [
-        pytest.param(a, b, marks=[pytest.mark.drivers] if (a, b) == ("qwen3", "nf4") else [])
+        pytest.param(a, b, marks=[pytest.mark.drivers] if (a, b) in (("qwen3", "nf4"), ("gemma2", "nf4")) else [])
         for a in ARCHITECTURES
         for b in ("f32", "nf4")
     ],

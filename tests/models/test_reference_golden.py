@@ -82,6 +82,16 @@ def test_models_and_golden_values(architecture, tmp_path):
     assert_same_ends(ends, stored_ends, starts, 5e-4)
 
 
+def test_generated_tokens():
+    from golden.generation import generation
+
+    live = generation(FIXTURES / "models", FIXTURES / "golden")
+    stored = load_file(FIXTURES / "golden" / "generation.safetensors")
+    assert live.keys() == stored.keys()
+    for name, tokens in live.items():
+        np.testing.assert_array_equal(tokens, stored[name], name)
+
+
 def test_preference_runs(monkeypatch):
     pytest.importorskip("trl")
     from golden import preferences

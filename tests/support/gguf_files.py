@@ -101,6 +101,13 @@ def write_gguf(
     }
     if rope.get("rope_type") == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if "partial_rotary_factor" in rope:
+        keys["rope.dimension_count"] = int(config["hidden_size"] // heads * rope["partial_rotary_factor"])
+        keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+        scale = config["max_position_embeddings"] / config["original_max_position_embeddings"]
+        keys["rope.scaling.attn_factor"] = float(
+            np.sqrt(1 + np.log(scale) / np.log(config["original_max_position_embeddings"]))
+        )
     if gemma:
         caps = {name: config[name] for name in ("attn_logit_softcapping", "final_logit_softcapping")}
         keys |= {name: cap for name, cap in caps.items() if cap}
@@ -128,6 +135,9 @@ def write_gguf(
             values = neighbours(values, heads if "q_proj" in name else kv_heads)
         data, how = quantize(theirs, values) if quantize else (stored(values, kind), kind)
         writer.add_tensor(theirs, data, raw_dtype=how if data.dtype == np.uint8 else None)
+    for name in ("short", "long"):
+        if f"{name}_factor" in rope:
+            writer.add_tensor(f"rope_factors_{name}.weight", np.float32(rope[f"{name}_factor"]))
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(config, rope))
     return finished(writer, output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,7 +92,7 @@ class TwinFiles:
 
     title, suffixes = "the twins", (".low",)
 
-    def quantization_config(self, base_format: str) -> dict[str, str]:
+    def quantization_config(self, base_format: str, skipped: Sequence[str] = ()) -> dict[str, str]:
         return {"quant_method": base_format}
 
     def base_format(self, quantization_config: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.infer.running import Generation, Run, check_requests, known_tokens
+from wgpu_lora.infer.running import Generation, Run, check_requests, known_tokens, laid_out
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.step import Programs, Step
 from wgpu_lora.models.loaded import LoadedModel
@@ -265,11 +265,7 @@ class Generator:
 
         Returns the seconds taken, without compilation; None if stopped.
         """
-        ids = np.concatenate([prompt[start:] for prompt, start in zip(prompts, starts, strict=True)])
-        lengths = np.array([prompt.size - start for prompt, start in zip(prompts, starts, strict=True)])
-        sequences, sizes = np.repeat(np.arange(len(prompts)), lengths), np.array([prompt.size for prompt in prompts])
-        ends = np.cumsum(lengths) - 1
-        positions = np.arange(ids.size) - (ends - lengths + 1)[sequences] + np.asarray(starts)[sequences]
+        ids, positions, sequences, lengths, newest = laid_out(prompts, starts)
         pieces: list[tuple[Step, int]] = []
         at = 0
         while at < ids.size:
@@ -284,9 +280,9 @@ class Generator:
                 return None
             piece = slice(at, at + step.tokens)
             picked = np.full(self.batch, NOWHERE, np.int64)
-            here = np.flatnonzero((lengths > 0) & (ends >= at) & (ends < at + step.tokens))
-            picked[here] = ends[here] - at
-            step.upload(ids[piece], positions[piece], sequences[piece], sizes[sequences[piece]], slots, picked)
+            here = np.flatnonzero((newest >= at) & (newest < at + step.tokens))
+            picked[here] = newest[here] - at
+            step.upload(ids[piece], positions[piece], sequences[piece], lengths[piece], slots, picked)
             step.program.run()
         self._head.run()
         self.device.wait()

@@ -76,6 +76,19 @@ class Run:
         return token
 
 
+def laid_out(prompts: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """The tokens of all prompts from `starts` on, one prompt after the other: int64 [n] each, but for the last.
+
+    Returns (ids, positions, sequences, lengths of their sequences, the place of each prompt's last token or -1).
+    """
+    sizes = np.array([prompt.size for prompt in prompts])
+    counts = sizes - np.asarray(starts)
+    ids = np.concatenate([prompt[start:] for prompt, start in zip(prompts, starts, strict=True)])
+    sequences, ends = np.repeat(np.arange(len(prompts)), counts), np.cumsum(counts) - 1
+    positions = np.arange(ids.size) - (ends - counts + 1)[sequences] + np.asarray(starts)[sequences]
+    return ids, positions, sequences, sizes[sequences], np.where(counts > 0, ends, -1)
+
+
 def known_tokens(held: np.ndarray, prompt: np.ndarray, rewinds: bool, switch: int | None) -> int:
     """Tokens of a prompt, without its last one, whose state in the cache, of the tokens `held`, is of use.
 

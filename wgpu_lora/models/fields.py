@@ -19,6 +19,7 @@ MOST = {
     "num_key_value_heads": 1 << 12,
     "head_dim": 1 << 12,
     "max_position_embeddings": 1 << 28,
+    "original_max_position_embeddings": 1 << 28,
     "sliding_window": (1 << 31) - 1,
     "linear_num_key_heads": 1 << 12,
     "linear_num_value_heads": 1 << 12,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.fields import whole
 from wgpu_lora.models.rope import RopeScaling, RopeTable, Rotary, positive, rotary_dim, stated_rope
 from wgpu_lora.models.rows import Rows
 
@@ -82,8 +83,8 @@ def parse_longrope(
         return None
     if kind not in ("longrope", "su", "yarn"):  # earlier names, which transformers still reads
         raise UserError(f"rope type {kind!r} in {where} is not supported: use a model with default or longrope.")
-    stated = d.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or 4096
-    original = int(positive(stated, "original_max_position_embeddings", where))
+    name = "original_max_position_embeddings"
+    original = whole({name: d.get(name) or rope.get(name) or 4096}, name, where)
     factor = positive(rope.get("factor") or positions / original, "rope factor", where)
     if rope.get("attention_factor") is not None:
         attention = positive(rope["attention_factor"], "attention_factor", where)

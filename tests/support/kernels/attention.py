@@ -74,6 +74,7 @@ attend(packed(2, 1, window=2), 3, kv_heads=1, group=2, dim=4)
 attend(forked((3, 6, 5), (9, 1, 2)), 26, kv_heads=2, group=2, dim=12)
 attend(packed(5, 1, 20), 26, kv_heads=2, group=2, dim=10, cap=0.7)
 attend(packed(6, 9, window=4), 15, kv_heads=1, group=2, dim=256, cap=0.3)
+attend(packed(5, 9), 14, kv_heads=1, group=1, dim=140)
 attend(cached(5, 37), 37, kv_heads=2, group=2, dim=6, backward=False, cap=1.5)
 attend(cached(5, 37, window=30), 37, kv_heads=2, group=2, dim=6, backward=False)
 add(

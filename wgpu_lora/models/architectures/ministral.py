@@ -13,6 +13,7 @@ from wgpu_lora.models.architectures.mistral import same_windows
 from wgpu_lora.models.blocks.attention import Attention
 from wgpu_lora.models.blocks.transformer import Transformer, layer_types, stated_window
 from wgpu_lora.models.composite import Composite
+from wgpu_lora.models.fields import whole
 from wgpu_lora.models.rope import RopeTable, positive, stated_rope
 
 
@@ -63,8 +64,7 @@ class Ministral3(Transformer):
         if d.get("text_type") == "mistral":  # which has no such scale
             return {}
         beta = positive(rope.get("llama_4_scaling_beta"), "llama_4_scaling_beta", where)
-        original = positive(rope.get("original_max_position_embeddings"), "original_max_position_embeddings", where)
-        return {"query_beta": beta, "query_original": int(original)}
+        return {"query_beta": beta, "query_original": whole(rope, "original_max_position_embeddings", where)}
 
     def tables(self) -> list[RopeTable]:
         return [self._rope, *([self._query_rope] if self._query_rope else [])]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
+from wgpu_lora.models.blocks.phi_gguf import PhiGGUF
 from wgpu_lora.models.blocks.transformer import Transformer, stated_window
 from wgpu_lora.models.longrope import parse_longrope
 from wgpu_lora.models.rope import Rope, parse_rope
@@ -18,6 +19,7 @@ class Phi3(Transformer):
     FUSED = True
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5, "sliding_window": None}
     TRANSFORMERS = "Phi3ForCausalLM"
+    GGUF = PhiGGUF("phi3", attention_bias=False)
     MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
     @classmethod

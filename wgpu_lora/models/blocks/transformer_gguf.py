@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from gguf import GGUFWriter, RopeScalingType
@@ -35,7 +35,6 @@ _YARN = {
 }
 _EMBEDDING, _FACTORS = "token_embd.weight", "rope_freqs.weight"
 _BY_FACTORS = ("llama3", "factors")  # rope types that GGUF stores as a tensor
-_LEAST_TENSORS = 9  # per layer
 # The rope parameters of Llama 3.1 and later, except for the factor.
 _LLAMA3: dict[str, Any] = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -59,6 +58,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
     factors: bool = False
     split_heads: bool = True
     pretokenizer: str | None = None
+    least_tensors: ClassVar[int] = 9  # per layer
     passed_over = r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight"  # read_tensors reads the first
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
         if self._number(header, "expert_count"):
             raise UserError(f"{path} is a mixture of experts, which is not supported: use a dense model.")
         # Checked before anything is created per layer.
-        if _LEAST_TENSORS * d["num_hidden_layers"] > len(header.tensors):
+        if self.least_tensors * d["num_hidden_layers"] > len(header.tensors):
             raise UserError(
                 f"{path} claims {d['num_hidden_layers']:,} layers but holds {len(header.tensors):,} tensors: "
                 "download or copy the file again."
@@ -114,10 +114,18 @@ class TransformerGGUF(GGUFForm[Transformer]):
         heads, head_dim = d["num_attention_heads"], self._number(header, "attention.key_length")
         if head_dim is None and heads and isinstance(heads, int):
             head_dim = d["hidden_size"] // heads
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if (found := self._number(header, key, head_dim)) != head_dim:
+        stated = {
+            "attention.value_length": self._number(header, "attention.value_length", head_dim),
+            "rope.dimension_count": self.rotated(header, head_dim),
+        }
+        for key, found in stated.items():
+            if found != head_dim:
                 raise UserError(f"{self.name}.{key} in {header.path} is {found}, but heads of {head_dim} are expected.")
         return head_dim
+
+    def rotated(self, header: Header, head_dim: Any) -> Any:
+        """The values of a head that must be as many as it has."""
+        return self._number(header, "rope.dimension_count", head_dim)
 
     def _rope(self, header: Header) -> dict[str, Any]:
         """config.json's rope_parameters."""

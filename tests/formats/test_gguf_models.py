@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.gguf_models import read, small, values
+from support.gguf_models import make_adapter, read, small, values
 from support.models import full_logits
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.gguf_model import export_model
+from wgpu_lora.export.merge import merge_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.files import config_of
@@ -46,6 +47,32 @@ def test_gemma(device: Device, tmp_path: Path, architecture: str) -> None:
     again, before = config_of(tmp_path / "f16.gguf"), load_config(model)
     assert replace(again, eos_token_ids=before.eos_token_ids) == before
     found, expected = logits(tmp_path / "f16.gguf", device), logits(model, device)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_longrope_of_phi(device: Device, tmp_path: Path) -> None:
+    """Exported and read back: the same config but for rounding, and the same logits, also of a merged directory."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}
+    stated = {"rope_parameters": rope, "original_max_position_embeddings": 16, "sliding_window": 12}
+    model = small(tmp_path / "model", "phi3", tie_word_embeddings=False, **stated)
+    adapter = make_adapter(tmp_path / "adapter", model)
+    written = export_model(model, tmp_path / "f16.gguf", "f16")
+    assert any("context of up to 16 tokens" in note for note in written.notes)
+    facts, tensors = read(tmp_path / "f16.gguf")
+    assert facts["phi3.rope.dimension_count"] == 12
+    np.testing.assert_array_equal(values(tensors["rope_factors_long.weight"]), np.float32(rope["long_factor"]))
+    again, before = config_of(tmp_path / "f16.gguf"), load_config(model)
+    assert again.switch() == before.switch() == 16
+    assert again.sliding_windows == before.sliding_windows
+    assert again.partial_rotary_factor == 0.75
+    np.testing.assert_allclose(again.rope_scaling.attention_factor, before.rope_scaling.attention_factor, rtol=1e-6)
+    np.testing.assert_allclose(again.rope_scaling.factors, before.rope_scaling.factors, rtol=1e-6)
+    found, expected = logits(tmp_path / "f16.gguf", device), logits(model, device)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    for base in (model, tmp_path / "f16.gguf"):
+        merge_adapter(base, adapter, tmp_path / f"merged{len(base.suffix)}", "f32")
+    found, expected = (logits(tmp_path / f"merged{kind}", device) for kind in (5, 0))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
