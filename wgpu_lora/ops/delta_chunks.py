@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Out, Place, Word, cdiv, kernel, one_per
-from wgpu_lora.gpu.part import Part, costly
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
-from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 CHUNK = 64
@@ -34,22 +32,6 @@ def over_chunks(columns: Callable[[Any], int], every: bool = True) -> Callable[[
     return grid
 
 
-def first_sequences(work: Callable[[Constants], float], *names: str) -> Callable[[Arrays, Constants], Part | None]:
-    """A part with the first chunks, if a reference of the whole call would take too long. names: arrays by chunk."""
-
-    def take(arrays: Arrays, c: Constants) -> Part | None:
-        rows = c["rows"]
-        if not costly(work(c), arrays) or rows <= CHUNK:
-            return None
-        kept = {
-            n: a.reshape(cdiv(rows, CHUNK), -1)[:1] if n in names else a.reshape(rows, -1)[:CHUNK]
-            for n, a in arrays.items()
-        }
-        return kept, {**c, "rows": CHUNK}
-
-    return take
-
-
 def pieces(runs: np.ndarray, rows: int) -> Iterator[tuple[int, int]]:
     """[start, stop) of the rows that are in the same chunk and belong to the same sequence."""
     start = 0
@@ -59,8 +41,9 @@ def pieces(runs: np.ndarray, rows: int) -> Iterator[tuple[int, int]]:
             start = t
 
 
-def heads_of(c: Any) -> slice:
-    return slice(c["first"], c["first"] + c["heads"])
+def block(first: int, heads: int, value_heads: int, key_heads: int = 0) -> dict[str, int]:
+    """Which value heads a call is about."""
+    return {"first": first, "heads": heads, "value_heads": value_heads, "key_heads": key_heads}
 
 
 def of_block(x: np.ndarray, of: str, rows: int, c: Mapping[str, Any]) -> np.ndarray:
@@ -68,7 +51,7 @@ def of_block(x: np.ndarray, of: str, rows: int, c: Mapping[str, Any]) -> np.ndar
     if of == "block":
         return x.reshape(rows, c["heads"], -1)
     if of == "value":
-        return x.reshape(rows, c["value_heads"], -1)[:, heads_of(c)]
+        return x.reshape(rows, c["value_heads"], -1)[:, c["first"] : c["first"] + c["heads"]]
     index = (c["first"] + np.arange(c["heads"])) * c["key_heads"] // c["value_heads"]
     return x.reshape(rows, c["key_heads"], -1)[:, index]
 
@@ -109,7 +92,7 @@ def delta_pairs(
 ) -> Any:
     """c[i, h, j] = sign beta[i] (x[i] · y[j] + x2[i] · y2[j]) exp(decay[i] - decay[j]) for the rows j <= i, or j < i,
     of i's chunk and sequence, at their places in the chunk; else 0. Without y, it is x."""
-    of = {"first": first, "heads": heads, "key_heads": key_heads, "value_heads": value_heads}
+    of = block(first, heads, value_heads, key_heads)
     pairs = [(of_block(x, x_of, rows, of), of_block(x if y is None else y, y_of, rows, of))]
     if x2 is not None:
         pairs.append((of_block(x2, x2_of, rows, of), of_block(y2, y2_of, rows, of)))
@@ -160,7 +143,7 @@ def delta_mix(
 ) -> Any:
     """y[i] (+)= sum_j a[i, j] s[j] x[j], or, transposed, y[j] (+)= sum_i a[i, j] s[i] x[i], over the rows of the same
     chunk and sequence, with s = beta exp(decay), of which either may be left out."""
-    of = {"first": first, "heads": heads, "key_heads": key_heads, "value_heads": value_heads}
+    of = block(first, heads, value_heads, key_heads)
     scale = scalars(beta, rows, of) * (1 if decay is None else np.exp(scalars(decay, rows, of)))
     x, a, result = of_block(x, x_of, rows, of) * scale, a.reshape(rows, heads, CHUNK), y.copy()
     found = of_block(result, y_of, rows, of)  # a view
@@ -186,7 +169,7 @@ def delta_scaled(
     y_of: Word,
 ) -> Any:
     """y = beta exp(decay) x, of the heads of a block; decay may be left out."""
-    of, result = {"first": first, "heads": heads, "value_heads": value_heads}, y.copy()
+    of, result = block(first, heads, value_heads), y.copy()
     scale = scalars(beta, rows, of) * (1 if decay is None else np.exp(scalars(decay, rows, of)))
     of_block(result, y_of, rows, of)[:] = x.reshape(rows, heads, dim) * scale
     return result
@@ -235,7 +218,7 @@ def delta_sums(
 ) -> Any:
     """sums[t, h] = (q · dq + k · dk - k · dk_behind, k · dk + v · dv), the gradients by decay and by log beta. dk is by
     the k of the row itself, dk_behind by the k that later rows see."""
-    of = {"first": first, "heads": heads, "key_heads": key_heads, "value_heads": value_heads}
+    of = block(first, heads, value_heads, key_heads)
     size = rows * key_heads * key_dim
     q, k = (of_block(qk[at : at + size], "key", rows, of) for at in (q_first, k_first))
     dq, dk, dk_behind = (of_block(x, "block", rows, of) for x in (dq, dk, dk_behind))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Out, Place, Word, cdiv, kernel, one_per
-from wgpu_lora.ops.delta_chunks import CHUNK, of_block, over_chunks, pieces, scalars, tiles
+from wgpu_lora.ops.delta_chunks import CHUNK, block, of_block, over_chunks, pieces, scalars, tiles
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 NOWHERE = 0xFFFFFFFF
@@ -47,7 +47,7 @@ def delta_scan(
 
     states: S before each chunk, [chunks, heads, key_dim, value_dim]; cached: that of each sequence, before and after.
     given: the states are known, and v alone is computed."""
-    of = {"first": first, "heads": heads, "key_heads": key_heads, "value_heads": value_heads}
+    of = block(first, heads, value_heads, key_heads)
     states = states.reshape(-1, heads, key_dim, value_dim).copy()
     u, w = (of_block(x, "block", rows, of) for x in (u, w))
     new = u.copy()
@@ -98,7 +98,7 @@ def delta_scan_backward(
 ) -> Any:
     """From the last chunk to the first, with dS by the state behind it: dv += exp(total - decay) k dS, then dstates[n -
     1], by the state before chunk n, = exp(total) dS + sum_i exp(decay[i]) q[i]^T dy[i] - w[i]^T dv[i]."""
-    of = {"first": first, "heads": heads, "key_heads": key_heads, "value_heads": value_heads}
+    of = block(first, heads, value_heads, key_heads)
     dstates = dstates.reshape(-1, heads, key_dim, value_dim).copy()
     size, decays, w = rows * key_heads * key_dim, scalars(decay, rows, of), of_block(w, "block", rows, of)
     q, k = (of_block(qk[at : at + size], "key", rows, of) for at in (q_first, k_first))
@@ -138,7 +138,7 @@ def delta_through(
 ) -> Any:
     """y[i] (+)= sign f[i] x[i] S^T by the state S before i's chunk, with f = exp(decay) if decay is given, or behind
     it, with f = exp(total - decay); nothing for rows whose sequence begins in the chunk, or ends there."""
-    of = {"first": first, "heads": heads, "key_heads": key_heads, "value_heads": value_heads}
+    of = block(first, heads, value_heads, key_heads)
     x, states = of_block(x, x_of, rows, of), states.reshape(-1, heads, key_dim, value_dim)
     result = y.reshape(rows, heads, key_dim) * (1 if accumulate else 0)
     if not accumulate:
@@ -199,7 +199,7 @@ def delta_gates_backward(
 ) -> Any:
     """da = dg * -exp(a_log) sigmoid(a + dt_bias), with dg[i] = the sum of sums[..].x over the rows of the same chunk
     and sequence from i on, and the flow behind the chunk."""
-    of = {"first": first, "heads": heads, "value_heads": value_heads}
+    of = block(first, heads, value_heads)
     result, here = da.copy(), slice(first, first + heads)
     decays, flow = sums.reshape(rows, heads, 2)[..., 0].copy(), flow.reshape(-1, heads)
     for start, stop in pieces(runs, rows):
@@ -216,7 +216,7 @@ def delta_beta_gradient(
     b: In, sums: In, db: InOut, *, rows: Dim, first: Place[Dim], heads: U32, value_heads: U32
 ) -> Any:
     """db = sums[..].y (1 - sigmoid(b)): the gradient by log beta times its derivative."""
-    of, result = {"first": first, "heads": heads, "value_heads": value_heads}, db.copy()
+    of, result = block(first, heads, value_heads), db.copy()
     logs = sums.reshape(rows, heads, 2)[..., 1]
     of_block(result, "value", rows, of)[..., 0] = logs / (1 + np.exp(of_block(b, "value", rows, of)[..., 0]))
     return result

@@ -9,23 +9,10 @@ import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, In, InOut, Out, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops.columns import put_columns, take_columns
 from wgpu_lora.ops.recorder import Recorder
 
 PER_VALUE: dict[str, Any] = {"grid": lambda c: one_per(c.size)}
-
-
-@kernel("split_gate.wgsl", lib=("linear",), **PER_VALUE)
-def split_gate(x: In, y: Out, *, size: U32, dim: U32) -> Any:
-    """y[t, h] = x[t, h, 0] of the two parts of each head."""
-    return x.reshape(-1, 2, dim)[:, 0]
-
-
-@kernel("join_gate.wgsl", lib=("linear",), **PER_VALUE)
-def join_gate(dy: In, dx: InOut, *, size: U32, dim: U32) -> Any:
-    """dx[t, h, 0] = dy[t, h], of the two parts of each head."""
-    dx = dx.copy()
-    dx.reshape(-1, 2, dim)[:, 0] = dy.reshape(-1, dim)
-    return dx
 
 
 @kernel("gate_forward.wgsl", lib=("linear", "logistic"), **PER_VALUE)
@@ -43,15 +30,15 @@ def gate_backward(x: In, gates: In, dy: In, dx: Out, dgates: InOut, *, size: U32
     return dy * s, dgates
 
 
-def query_part(rec: Recorder, projected: Tensor, heads: int, into: Tensor | None = None) -> Tensor:
+def query_part(rec: Recorder, projected: Tensor, heads: int) -> Tensor:
     """The queries [T, heads, dim] of a projection [T, heads * 2 * dim]; then `gated` must be recorded on it, too."""
     rows, dim = projected.shape[0], projected.shape[1] // (2 * heads)
-    y = into or rec.temp((rows, heads, dim), name="q")
-    shape: dict[str, Any] = {"size": rows * heads * dim, "dim": dim}
-    rec.dispatch(split_gate, projected, y, **shape)
+    y = rec.temp((rows, heads, dim), name="q")
+    shape: dict[str, Any] = {"rows": rows * heads, "cols": 2 * dim, "width": dim, "first": 0}
+    rec.dispatch(take_columns, projected, y, **shape)
 
     def backward() -> None:  # after that of `gated`, which has begun the gradient
-        rec.dispatch(join_gate, rec.gradient(y), rec.gradient(projected), **shape)
+        rec.dispatch(put_columns, rec.gradient(y), rec.gradient(projected), **shape)
 
     rec.node(backward, inputs=[projected], outputs=[y])
     return y

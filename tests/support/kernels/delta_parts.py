@@ -79,7 +79,5 @@ def head(rng: np.random.Generator) -> Arrays:
     return {**arrays, "y": poison(35, 6), "dx": poison(35, 6), "dgates": normal(rng, 35, 2, 6)}
 
 
-add(head_gate.split_gate, lambda rng: {"x": normal(rng, 35, 2, 6), "y": poison(35, 6)}, **HEADS)
-add(head_gate.join_gate, lambda rng: {"dy": normal(rng, 35, 6), "dx": normal(rng, 35, 2, 6)}, **HEADS)
 add(head_gate.gate_forward, without(head, "dy", "dx", "dgates"), **HEADS)
 add(head_gate.gate_backward, without(head, "y"), **HEADS)
