@@ -54,7 +54,7 @@ def dequantized(path: Path, model: Path, directory: Path) -> Path:
     for name, item in config.parameters.items():
         tensor, heads = found[names[name]], item.gguf_heads
         values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(item.shape)
-        tensors[name] = to_halves(values, heads) if heads else np.ascontiguousarray(values)
+        tensors[name] = to_halves(values, heads) if heads else np.ascontiguousarray(values - np.float32(item.offset))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

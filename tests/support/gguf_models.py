@@ -23,6 +23,7 @@ BASE |= {"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
 ORIGINAL = {"original_max_position_embeddings": 64}
+GEMMA = {"head_dim": 128, "query_pre_attn_scalar": 128, "sliding_window": 24, "tie_word_embeddings": True}
 # What config.json says beyond BASE; each of what exporting treats apart is in one of them.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -32,6 +33,30 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-llama3": {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {**LLAMA3, **ORIGINAL}},
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     "llama-yarn": {"model_type": "llama", "rope_scaling": {**YARN, **ORIGINAL, "attention_factor": 1.2}},
+    "smollm3": {"model_type": "smollm3", "pad_token_id": 0, "num_hidden_layers": 5, "rope_theta": 5e6},
+    # llama.cpp asks models that are named phi3 for certain tokens.
+    "phi": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0 + i / 48 for i in range(24)],
+            "long_factor": [1.0 + i / 6 for i in range(24)],
+        },
+    },
+    "gemma2": {"model_type": "gemma2", **GEMMA},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        **GEMMA,
+    },
     "mistral": {"model_type": "mistral", "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False},
 }
 
@@ -43,9 +68,10 @@ def make_model(directory: Path, stated: dict[str, Any], seed: int = 0, tokenizer
     (directory / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, shape in load_config(directory).parameter_shapes().items():
+    for name, item in load_config(directory).parameters.items():
+        shape = item.shape
         if name.endswith("norm.weight"):
-            values = rng.uniform(0.7, 1.3, shape)
+            values = rng.uniform(0.7, 1.3, shape) - item.offset
         elif name.endswith(".bias") or "embed" in name or "lm_head" in name:
             values = rng.normal(0, 0.2, shape)
         else:

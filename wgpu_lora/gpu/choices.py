@@ -110,11 +110,14 @@ def bucket(size: int) -> int:
 def choice_key(kernel: Kernel, present: tuple[str, ...], constants: Constants) -> str:
     """The key of a call: everything compiled into its shader, and the bucket of each size.
 
-    Checkpoints contain these keys, so changing their form discards the saved choices.
+    Checkpoints contain these keys, so changing their form discards the saved choices. Constants that a kernel got later
+    (`Tunable.later`) are left out at their default.
     """
     assert kernel.tuning is not None, f"{kernel.name} is not tuned"
+    later = {name: kernel.defaults[name] for name in kernel.tuning.later}
+    compiled = [item for item in kernel.compiled_in(constants).items() if later.get(item[0]) != item[1]]
     sizes = {name: bucket(constants[name]) for name in kernel.dims if name in kernel.tuning.sizes}
-    return json.dumps([kernel.name, present, sorted(kernel.compiled_in(constants).items()), sizes])
+    return json.dumps([kernel.name, present, sorted(compiled), sizes])
 
 
 def _parts(kernel: Kernel, key: str) -> tuple[list[Any], dict[str, int], dict[str, int]]:

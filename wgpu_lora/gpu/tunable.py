@@ -18,6 +18,7 @@ class Tunable(Protocol):
     sizes: the dims that choices are keyed by, each rounded to the nearest power of two.
     batch: the sizes and constants that depend on the batch's rows and adapters. A call may copy the choice of another
         that differs in nothing else.
+    later: constants that were added after choices had been saved, with defaults that change nothing.
     """
 
     @property
@@ -25,6 +26,9 @@ class Tunable(Protocol):
 
     @property
     def batch(self) -> tuple[str, ...]: ...
+
+    @property
+    def later(self) -> tuple[str, ...]: ...
 
     def work(self, c: Constants) -> float:
         """Multiply-adds of a call. The heaviest calls are tuned first."""

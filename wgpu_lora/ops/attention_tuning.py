@@ -83,6 +83,7 @@ class AttentionTuning:
 
     sizes: tuple[str, ...] = ("rows", "keys")
     batch: tuple[str, ...] = ("rows", "keys")
+    later: tuple[str, ...] = ("cap",)
 
     def work(self, c: Constants) -> float:
         """Multiply-adds of the scores if every query saw all keys."""

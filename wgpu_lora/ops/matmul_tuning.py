@@ -112,6 +112,7 @@ class MatmulTuning:
     operand: Operand
     sizes: tuple[str, ...] = ("m", "n", "k", "n1", "n2", "k1", "k2")
     batch: tuple[str, ...] = ("m",)
+    later: tuple[str, ...] = ()
 
     def work(self, c: Constants) -> float:
         return float(c["m"] * sum(sizes(c, "n")) * sum(sizes(c, "k")))
@@ -170,6 +171,7 @@ class LoraTuning:
 
     batch: tuple[str, ...] = ("m", "slots")
     sizes: tuple[str, ...] = ("m", "n", "k")
+    later: tuple[str, ...] = ()
 
     def work(self, c: Constants) -> float:
         return float(c["m"] * c["n"] * c["k"])

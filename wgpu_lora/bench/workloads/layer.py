@@ -35,13 +35,13 @@ BRICKS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "rope": (None, ("rope",)),
     "swiglu": (None, ("swiglu",)),
 }
-OPS = ("lora", "attention", "rmsnorm", "rope", "swiglu", "add", "fill", "dropout")
+OPS = {name: name for name in ("lora", "attention", "rmsnorm", "rope", "swiglu", "add", "fill", "dropout")}
+OPS |= {"geglu": "swiglu", "take": "columns", "put": "columns"}
 
 
 def op_of(kernel: Kernel) -> str:
     """The op of a kernel; `base` for products with frozen matrices and the preparation of their operands."""
-    op = kernel.name.partition("_")[0]
-    return op if op in OPS else "base"
+    return OPS.get(kernel.name.partition("_")[0], "base")
 
 
 def of_layer(name: str, context: Context) -> Workload:
