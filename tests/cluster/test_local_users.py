@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from wgpu_lora.cluster.client import local
 from wgpu_lora.cluster.client.connect import Target
 from wgpu_lora.cluster.client.local import Local
 from wgpu_lora.cluster.client.users import end_unused, using
-from wgpu_lora.cluster.facts import Task
+from wgpu_lora.cluster.facts import RunRequest, Task
 from wgpu_lora.cluster.launcher.processes import MARK
 from wgpu_lora.cluster.spec.run_options import RunOptions
 from wgpu_lora.errors import UserError
@@ -115,11 +116,40 @@ def test_a_refused_run_ends_what_nobody_else_uses(
 
     monkeypatch.setattr(local, "started", lambda resources, dashboard: (ray, True))
     monkeypatch.setattr(running, "connected", lambda what: nullcontext())
-    monkeypatch.setattr(running, "_begun", refused)
+    monkeypatch.setattr(running, "_request", refused)
     monkeypatch.setattr(running, "_all_done", lambda cluster: over)
     with pytest.raises(UserError, match="is refused"):
         running.run_tasks(Target(here=True), [], RunOptions())
     assert (local.found() is not None) == stays
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_submission_leaves_the_accepted_run(
+    ray: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    class Accepting:
+        def coordinator(self, method: str, *args: object, seconds: float) -> dict[str, str]:
+            assert method == "submit"
+            signal.raise_signal(number)
+            return {"run": "mine"}
+
+    def ended(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, ended)  # as a program that is told to end leaves its blocks
+    monkeypatch.setattr(local, "started", lambda resources, dashboard: (ray, True))
+    monkeypatch.setattr(running, "connected", lambda what: nullcontext(Accepting()))
+    monkeypatch.setattr(running, "_request", lambda *given: RunRequest("mine", [], {}))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            running.run_tasks(Target(here=True), [], RunOptions())
+    finally:
+        signal.signal(number, before)
+    assert local.found() == ray
+    said = capsys.readouterr().out
+    assert "mine is accepted, and goes on" in said
+    assert "cluster attach mine --local" in said
+    assert "cluster cancel mine --local" in said
 
 
 def test_data_is_looked_for_before_ray_is_started(tmp_path: Path) -> None:
