@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot, task_view
 
@@ -20,6 +19,7 @@ from wgpu_lora.cluster.client.connect import Target, connected, explained, targe
 from wgpu_lora.cluster.client.local import Local
 from wgpu_lora.cluster.client.status import chosen_device, chosen_run
 from wgpu_lora.errors import UserError
+from wgpu_lora.share.owner import boot_id
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,7 @@ def test_a_failed_client_server_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
 def recorded(state: Path, place: Path, **more: object) -> Path:
     state.mkdir()
     file = state / "local.json"
-    file.write_text(json.dumps({**asdict(Local("127.0.0.1:1", str(place), psutil.boot_time())), **more}))
+    file.write_text(json.dumps({**asdict(Local("127.0.0.1:1", str(place), boot_id())), **more}))
     return file
 
 

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from wgpu_lora.cluster.facts import RunRequest, Task
 from wgpu_lora.cluster.launcher.processes import MARK
 from wgpu_lora.cluster.spec.run_options import RunOptions
 from wgpu_lora.errors import UserError
+from wgpu_lora.share.owner import boot_id
 from wgpu_lora.strict_json import to_json
 
 USER = """
@@ -46,7 +48,7 @@ def ray(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Local:
     place = tmp_path / "wgl-x"
     place.mkdir()
     (place / "token").write_text("t")
-    made = Local("127.0.0.1:1", str(place), psutil.boot_time())
+    made = Local("127.0.0.1:1", str(place), boot_id())
     (state / "local.json").write_text(to_json(asdict(made)))
     monkeypatch.setattr(Local, "alive", lambda self: Path(self.place).is_dir())
     monkeypatch.setattr(local, "_answers", lambda one: True)
@@ -88,12 +90,21 @@ def test_a_start_that_was_killed_leaves_no_process(state: Path, tmp_path: Path) 
     place = tmp_path / "wgl-y"
     place.mkdir()
     (place / "token").write_text("t")
-    began = Local("", str(place), psutil.boot_time())
+    began = Local("", str(place), boot_id())
     (state / "local.json").write_text(to_json(asdict(began)))
     with subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: f"{began.mark}/1"}) as process:
         assert local.found() is None
         assert process.wait(60) != 0
     assert not place.exists()
+
+
+def test_a_clock_that_is_set_ends_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    living = Local("127.0.0.1:1", str(tmp_path / "wgl-z"), boot_id())
+    monkeypatch.setattr(local.processes, "running", lambda mark: "1")
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr(psutil, "boot_time", lambda: 86400.0)  # which is computed from the clock
+    assert living.alive()
+    assert not replace(living, boot="another start of the machine").alive()
 
 
 def test_a_state_directory_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import FileLock, Timeout
 from platformdirs import user_state_dir
 
@@ -26,6 +25,7 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.launcher import processes
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.share.owner import boot_id
 from wgpu_lora.signals import deferred
 from wgpu_lora.strict_json import to_json, typed
 
@@ -45,12 +45,12 @@ class Local:
 
     Attributes:
         address: HOST:PORT of its GCS; '' while it starts. place: its directory, with Ray's files and the token.
-        booted: when the machine was started, since process ids and ports are others' after that.
+        boot: of which start of the machine it is, as `share.owner` names that: the clock may be set meanwhile.
     """
 
     address: str
     place: str
-    booted: float
+    boot: str
     schema: int = SCHEMA
 
     @property
@@ -70,8 +70,7 @@ class Local:
 
     def alive(self) -> bool:
         """Whether its Ray has started, and has a process."""
-        booted = abs(psutil.boot_time() - self.booted) < 60
-        return bool(self.address) and booted and processes.running(self.mark) is not None
+        return bool(self.address) and self.boot == boot_id() and processes.running(self.mark) is not None
 
     def end(self) -> None:
         """End all of its processes, the jobs among them, and remove its files; a signal meanwhile acts afterwards."""
@@ -177,7 +176,7 @@ def _start(resources: Mapping[str, float], dashboard: bool) -> Local:
         token = place / "token"
         with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(TOKEN_BYTES))
-        local = Local("", str(place), psutil.boot_time())
+        local = Local("", str(place), boot_id())
         _record(local)  # if this program is killed, the next one ends what it has begun
         port = _free_port()
         command = [
@@ -193,9 +192,9 @@ def _start(resources: Mapping[str, float], dashboard: bool) -> Local:
         ]
         own = {processes.MARK: f"{local.mark}/1"}
         said = _run(command, {**os.environ, **local.environment, **processes.SETTINGS, **own}, place)
-        return Local(_address(place, port, said), str(place), local.booted)
+        return Local(_address(place, port, said), str(place), local.boot)
     except BaseException:
-        Local("", str(place), 0).end()
+        Local("", str(place), "").end()
         _file().unlink(missing_ok=True)
         raise
 
