@@ -35,6 +35,8 @@ JOINED = "joined"  # a file in its directory
 START_SECONDS, LOCK_SECONDS = 120.0, 150.0
 ATTEMPTS, SLOW = 3, "timed out during startup"
 CONNECT = 2.0  # seconds
+HERE = "127.0.0.1"
+ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray is for this machine only, and takes HERE for its address
 TOKEN_BYTES = 32
 STORE_BYTES = 200_000_000  # Ray's object store: calls take small values only
 
@@ -54,9 +56,10 @@ class Local:
     schema: int = SCHEMA
 
     @property
-    def environment(self) -> dict[str, str]:
-        """What a program needs to join it."""
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(Path(self.place) / "token")}
+    def environment(self) -> dict[str, str | None]:
+        """What a program needs to join it, as `processes.environment` takes it."""
+        token = {"RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(Path(self.place) / "token")}
+        return {"RAY_AUTH_MODE": "token", **token, ALONE: "0"}
 
     @property
     def mark(self) -> str:
@@ -191,7 +194,8 @@ def _start(resources: Mapping[str, float], dashboard: bool) -> Local:
             *(("--dashboard-host=127.0.0.1", "--dashboard-port=0") if dashboard else ()),
         ]
         own = {processes.MARK: f"{local.mark}/1"}
-        said = _run(command, {**os.environ, **local.environment, **processes.SETTINGS, **own}, place)
+        changes = {**local.environment, **processes.SETTINGS, **own, "RAY_ADDRESS": None}
+        said = _run(command, processes.environment(changes), place)
         return Local(_address(place, port, said), str(place), local.boot)
     except BaseException:
         Local("", str(place), "").end()
@@ -201,7 +205,6 @@ def _start(resources: Mapping[str, float], dashboard: bool) -> Local:
 
 def _run(command: list[str], environment: dict[str, str], place: Path) -> str:
     """Ray's command, in a session of its own, so that a Ctrl-C or the end of this terminal does not reach Ray."""
-    environment.pop("RAY_ADDRESS", None)
     apart: dict[str, Any] = {"start_new_session": True}
     if os.name == "nt":
         apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined,unused-ignore]
@@ -225,7 +228,7 @@ def _run(command: list[str], environment: dict[str, str], place: Path) -> str:
 
 
 def _address(place: Path, port: int, said: str) -> str:
-    """Where it listens: Ray chooses the host's address by itself."""
+    """Where it listens, as Ray says it."""
     with suppress(OSError):
         text = (place / "ray" / "ray_current_cluster").read_text().strip()
         if text.endswith(f":{port}"):
@@ -235,7 +238,7 @@ def _address(place: Path, port: int, said: str) -> str:
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind((HERE, 0))
         return int(probe.getsockname()[1])
 
 
