@@ -13,13 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.fake_cluster import FakeCluster, snapshot, task_view
 
 from wgpu_lora.cli.cluster import running
 from wgpu_lora.cluster.client import local
 from wgpu_lora.cluster.client.connect import Target
 from wgpu_lora.cluster.client.local import Local
 from wgpu_lora.cluster.client.users import end_unused, using
-from wgpu_lora.cluster.facts import RunRequest, Task
+from wgpu_lora.cluster.facts import RunRequest, Sweep, Task
 from wgpu_lora.cluster.launcher.processes import MARK
 from wgpu_lora.cluster.spec.run_options import RunOptions
 from wgpu_lora.errors import UserError
@@ -161,6 +162,17 @@ def test_a_signal_during_submission_leaves_the_accepted_run(
     assert "mine is accepted, and goes on" in said
     assert "cluster attach mine --local" in said
     assert "cluster cancel mine --local" in said
+
+
+def test_a_sweep_json_that_cannot_be_written_leaves_no_ray(
+    ray: Local, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sweep.json").mkdir()
+    done = snapshot(task_view("a", "finished", 10, output=str(tmp_path / "a"), fetched=True), over=True)
+    swept = replace(done, runs=[replace(done.runs[0], sweep=Sweep("loss"))])
+    with pytest.raises(UserError, match=r"sweep\.json cannot be written \(.*\): mend that for other sweeps"):
+        running.follow_run(FakeCluster(snapshots=[swept]), Target(here=True), "r", fetches=True)
+    assert local.found() is None
 
 
 def test_data_is_looked_for_before_ray_is_started(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from wgpu_lora.cluster.client.bridge import Bridge, ClusterGone
 from wgpu_lora.cluster.client.connect import Target, connected
 from wgpu_lora.cluster.client.evaluated import write_evaluations
 from wgpu_lora.cluster.client.follow import follow, snapshot_of
-from wgpu_lora.cluster.client.preflight import check_here, listed_hosts, request_of, surveyed
+from wgpu_lora.cluster.client.preflight import check_here, request_of
 from wgpu_lora.cluster.client.status import chosen_run
+from wgpu_lora.cluster.client.survey import listed_hosts, missing_hosts, surveyed
 from wgpu_lora.cluster.client.users import end_unused, using
 from wgpu_lora.cluster.coordinator.journal import DIRECTORY, unfinished
 from wgpu_lora.cluster.facts import RunRequest, Task, to_plain
@@ -58,7 +59,7 @@ def run_tasks(
         check_here(tasks)
     with _here(what, dashboard) as ray, connected(what) as cluster:
         try:
-            run = submit(cluster, _request(cluster, tasks, options, sweep), what, ray)
+            run = submit(cluster, _request(cluster, what, tasks, options, sweep), what, ray)
         except BaseException:
             if ray.running and not ray.accepted:
                 end_unused(lambda: not ray.shared or _all_done(cluster))
@@ -88,13 +89,18 @@ def attach_to(what: Target, name: str | None) -> int:
         return follow_run(cluster, what, run.name, fetches=run.shared is None)
 
 
-def _request(cluster: Bridge, tasks: Sequence[Task], options: RunOptions, sweep: SweepOptions | None) -> RunRequest:
+def _request(
+    cluster: Bridge, what: Target, tasks: Sequence[Task], options: RunOptions, sweep: SweepOptions | None
+) -> RunRequest:
     """What to ask the coordinator for, which has been checked on the cluster. Raises UserError if it is refused."""
     from wgpu_lora.cluster.devices.versions import own_versions
 
-    nodes = surveyed(cluster, own_versions())
+    nodes = surveyed(cluster, own_versions(), what.here)
     devices = sum(len(node.devices) for node in nodes)
     line("cluster", f"{counted(devices, 'device')} of {counted(len(nodes), 'host')}: {listed_hosts(nodes)}")
+    if what.file and (gone := missing_hosts(nodes, what.file)):
+        names = listed(gone[:MOST], max(0, len(gone) - MOST))
+        line("missing", f"{names}: the run goes on without; '{program()} cluster up{what.words()}' starts it again")
     return request_of(cluster, nodes, tasks, options, sweep)
 
 
@@ -127,7 +133,6 @@ def follow_run(cluster: Bridge, what: Target, run: str, *, fetches: bool) -> int
     try:
         with Table(run) as table:
             followed = follow(cluster, run, table, fetches=fetches)
-        write_evaluations(cluster, run, followed.tasks)
     except ClusterGone:
         say_how(what, run)
         raise
@@ -135,9 +140,12 @@ def follow_run(cluster: Bridge, what: Target, run: str, *, fetches: bool) -> int
         line("detached", "the run goes on")
         say_how(what, run)
         raise
-    report(followed)
-    if what.here:
-        end_unused(lambda: _all_done(cluster))
+    try:
+        write_evaluations(cluster, run, followed.tasks)
+        report(followed)
+    finally:  # also if a file cannot be written
+        if what.here:
+            end_unused(lambda: _all_done(cluster))
     return followed.code
 
 

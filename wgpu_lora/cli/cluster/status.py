@@ -30,7 +30,7 @@ def status(address: Address = None, file: ClusterToml = None, local: Here = Fals
     from wgpu_lora.cluster.client import status as facts
     from wgpu_lora.cluster.client.connect import connected, target
     from wgpu_lora.cluster.client.follow import snapshot_of
-    from wgpu_lora.cluster.client.preflight import SURVEY_SECONDS
+    from wgpu_lora.cluster.client.survey import SURVEY_SECONDS
 
     with connected(target(address, file, local)) as cluster:
         cluster.coordinator("nodes", seconds=SURVEY_SECONDS)  # as they are now
