@@ -10,16 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot, task_view
 
 from wgpu_lora.cluster.client import connect, local
 from wgpu_lora.cluster.client.bridge import Bridge, ClusterGone, NotConnected
-from wgpu_lora.cluster.client.connect import Target, connected, explained, target
+from wgpu_lora.cluster.client.connect import Target, connected, endpoint, explained, target
 from wgpu_lora.cluster.client.local import Local
 from wgpu_lora.cluster.client.status import chosen_device, chosen_run
+from wgpu_lora.cluster.launcher import processes
 from wgpu_lora.errors import UserError
+from wgpu_lora.share.owner import boot_id
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +155,7 @@ def test_a_failed_client_server_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
 def recorded(state: Path, place: Path, **more: object) -> Path:
     state.mkdir()
     file = state / "local.json"
-    file.write_text(json.dumps({**asdict(Local("127.0.0.1:1", str(place), psutil.boot_time())), **more}))
+    file.write_text(json.dumps({**asdict(Local("127.0.0.1:1", str(place), boot_id())), **more}))
     return file
 
 
@@ -166,6 +167,18 @@ def test_what_a_killed_ray_left_is_removed(alone: Path, tmp_path: Path) -> None:
     assert local.found() is None
     assert not file.exists()
     assert not place.exists()
+
+
+def test_the_own_ray_has_its_own_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
+    ray = Local("127.0.0.1:1", str(tmp_path / "wgl-x"), boot_id())
+    found = processes.environment(ray.environment)
+    assert "RAY_AUTH_TOKEN" not in found  # which goes before the path
+    assert found["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "wgl-x/token")
+    monkeypatch.setattr(connect.local, "found", lambda: ray)
+    with endpoint(Target(here=True)) as end, Bridge(end.environment) as bridge:
+        said = Path(f"/proc/{bridge._process.pid}/environ")
+        assert not said.exists() or b"RAY_AUTH_TOKEN=" not in said.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["home", "wgl-x"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot, task_view
 
+from wgpu_lora.cli.cluster.status import show
 from wgpu_lora.cli.cluster.table import Table, report
 from wgpu_lora.cluster.client.bridge import ClusterGone
 from wgpu_lora.cluster.client.follow import PATIENCE, Followed, follow
@@ -39,6 +40,7 @@ class Seen:
         self.snapshots: list[Snapshot] = []
         self.gone: list[float] = []
         self.fetches: list[tuple[str, int, int]] = []
+        self.unwritten: list[tuple[str, str]] = []
 
     def shown(self, snapshot: Snapshot) -> None:
         self.snapshots.append(snapshot)
@@ -48,6 +50,9 @@ class Seen:
 
     def fetching(self, task: str, done: int, total: int) -> None:
         self.fetches.append((task, done, total))
+
+    def kept(self, task: str, why: str) -> None:
+        self.unwritten.append((task, why))
 
 
 def followed(cluster: FakeCluster, watching: Any = None, **more: Any) -> Followed:
@@ -165,6 +170,48 @@ def rendered(table: Any) -> str:
     out = io.StringIO()
     Console(file=out, width=120).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+AWAY = "its results are not in /mnt/lab/a yet: /mnt/lab/a exists already, with other files: move it away."
+
+
+def test_a_result_that_cannot_be_put_in_place_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    waits = task_view("a", "finished", 10, said=AWAY)
+    placed = task_view("b", "finished", 10, fetched=True, said="of no interest any more")
+    seen = snapshot(waits, placed, nodes=(NODE,))
+    assert f"a: {AWAY[:50]}" in rendered(Table("r").table(seen))
+    for show_it in (Table("r").shown, lambda seen: report(Followed(seen)), show):
+        show_it(seen)
+        said = capsys.readouterr().out
+        assert AWAY in said
+        assert "of no interest" not in said
+
+
+def test_a_helper_that_refuses_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    why = "10.0.0.5: the rows differ from those of the leader"
+    running = [task_view(name, said=why, device=DEVICE.id) for name in ("a", "b", "c")]
+    many = [task_view(f"waits-{number}", "pending", said=f"reason {number}") for number in range(100)]
+    seen = snapshot(*many, *running, nodes=(NODE,))
+    assert f"a and 2 others: {why}" in rendered(Table("r").table(seen))
+    Table("r").shown(seen)
+    assert capsys.readouterr().out.count(why) == 3
+    show(seen)
+    said = capsys.readouterr().out
+    assert f"running   r/a and 2 others: {why}" in said
+    assert "and       91 more reasons" in said
+
+
+def test_what_could_not_be_written_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").write_text("in the way")
+    ended, going = task_view("a", "finished", output=str(tmp_path / "a")), task_view("b")
+    over = snapshot(ended, replace(going, state="cancelled", fetched=True), over=True)
+    cluster = FakeCluster(files={"a": {"x": b"1"}}, snapshots=[snapshot(ended, going)] * 3 + [over])
+    seen = Seen()
+    assert followed(cluster, seen).code == 1
+    ((task, why),) = seen.unwritten  # once
+    assert task == "a"
+    Table("r").kept(task, why)
+    assert "a: its result stays on the cluster" in capsys.readouterr().out
 
 
 def test_a_terminal_gets_one_table(monkeypatch: pytest.MonkeyPatch) -> None:

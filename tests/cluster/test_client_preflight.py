@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import pytest
 from support.fake_cluster import VERSIONS, FakeCluster, device_facts, node_facts
 
-from wgpu_lora.cluster.client.preflight import MOST_SAID, request_of, surveyed
+from wgpu_lora.cli.cluster import running
+from wgpu_lora.cluster.client.connect import Target
+from wgpu_lora.cluster.client.preflight import request_of
+from wgpu_lora.cluster.client.refusals import MOST_SAID
+from wgpu_lora.cluster.client.survey import missing_hosts, surveyed
+from wgpu_lora.cluster.devices import versions
 from wgpu_lora.cluster.facts import Needs, RunRequest, Task, from_plain, to_plain
+from wgpu_lora.cluster.spec.file import read_cluster_file
 from wgpu_lora.cluster.spec.run_options import RunOptions
 from wgpu_lora.cluster.spec.sweep_options import SweepOptions
 from wgpu_lora.errors import UserError
@@ -49,6 +56,29 @@ def test_another_version_on_a_node() -> None:
     with pytest.raises(UserError, match=r"beta \(10.0.0.4\) differs from this machine: .*shaders.*; install the same"):
         surveyed(FakeCluster([ALPHA, other]), VERSIONS)
     assert [node.host for node in surveyed(FakeCluster([ALPHA, BETA]), VERSIONS)] == ["alpha", "beta"]
+
+
+def test_code_that_changed_under_a_running_local_ray() -> None:
+    old = replace(ALPHA, versions=replace(VERSIONS, code="6" * 64))
+    with pytest.raises(
+        UserError, match=r"its wgpu-lora .* has other code .*: end it with 'wgpu-lora cluster down --local'"
+    ):
+        surveyed(FakeCluster([old]), VERSIONS, here=True)
+
+
+def test_a_host_that_has_died_since_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = (("alpha.lab", ALPHA.address), ("gone.lab", "10.0.0.9"), ("beta.lab", "10.9.9.9"))
+    tables = "".join(f'[[host]]\nhost = "{host}"\naddress = "{address}"\n' for host, address in hosts)
+    (tmp_path / "lab.toml").write_text('name = "lab"\n' + tables)
+    file = read_cluster_file(tmp_path / "lab.toml")
+    assert missing_hosts([ALPHA, BETA], file) == ["gone.lab (10.0.0.9)"]  # beta is reached by another address here
+    monkeypatch.setattr(versions, "own_versions", lambda: VERSIONS)
+    running._request(
+        FakeCluster([ALPHA, BETA]), Target(None, file, tmp_path / "lab.toml"), [task()], RunOptions(), None
+    )
+    assert re.search(r"missing +gone.lab \(10.0.0.9\): .*cluster up -f \S*lab.toml' starts it", capsys.readouterr().out)
 
 
 def test_a_cluster_without_devices() -> None:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
+from support.fake_cluster import FakeCluster, snapshot, task_view
 
 from wgpu_lora.cli.cluster import running
 from wgpu_lora.cluster.client import local
 from wgpu_lora.cluster.client.connect import Target
 from wgpu_lora.cluster.client.local import Local
 from wgpu_lora.cluster.client.users import end_unused, using
-from wgpu_lora.cluster.facts import Task
+from wgpu_lora.cluster.facts import RunRequest, Sweep, Task
 from wgpu_lora.cluster.launcher.processes import MARK
 from wgpu_lora.cluster.spec.run_options import RunOptions
 from wgpu_lora.errors import UserError
+from wgpu_lora.share.owner import boot_id
 from wgpu_lora.strict_json import to_json
 
 USER = """
@@ -45,7 +49,7 @@ def ray(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Local:
     place = tmp_path / "wgl-x"
     place.mkdir()
     (place / "token").write_text("t")
-    made = Local("127.0.0.1:1", str(place), psutil.boot_time())
+    made = Local("127.0.0.1:1", str(place), boot_id())
     (state / "local.json").write_text(to_json(asdict(made)))
     monkeypatch.setattr(Local, "alive", lambda self: Path(self.place).is_dir())
     monkeypatch.setattr(local, "_answers", lambda one: True)
@@ -87,12 +91,21 @@ def test_a_start_that_was_killed_leaves_no_process(state: Path, tmp_path: Path) 
     place = tmp_path / "wgl-y"
     place.mkdir()
     (place / "token").write_text("t")
-    began = Local("", str(place), psutil.boot_time())
+    began = Local("", str(place), boot_id())
     (state / "local.json").write_text(to_json(asdict(began)))
     with subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: f"{began.mark}/1"}) as process:
         assert local.found() is None
         assert process.wait(60) != 0
     assert not place.exists()
+
+
+def test_a_clock_that_is_set_ends_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    living = Local("127.0.0.1:1", str(tmp_path / "wgl-z"), boot_id())
+    monkeypatch.setattr(local.processes, "running", lambda mark: "1")
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr(psutil, "boot_time", lambda: 86400.0)  # which is computed from the clock
+    assert living.alive()
+    assert not replace(living, boot="another start of the machine").alive()
 
 
 def test_a_state_directory_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +128,51 @@ def test_a_refused_run_ends_what_nobody_else_uses(
 
     monkeypatch.setattr(local, "started", lambda resources, dashboard: (ray, True))
     monkeypatch.setattr(running, "connected", lambda what: nullcontext())
-    monkeypatch.setattr(running, "_begun", refused)
+    monkeypatch.setattr(running, "_request", refused)
     monkeypatch.setattr(running, "_all_done", lambda cluster: over)
     with pytest.raises(UserError, match="is refused"):
         running.run_tasks(Target(here=True), [], RunOptions())
     assert (local.found() is not None) == stays
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_submission_leaves_the_accepted_run(
+    ray: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    class Accepting:
+        def coordinator(self, method: str, *args: object, seconds: float) -> dict[str, str]:
+            assert method == "submit"
+            signal.raise_signal(number)
+            return {"run": "mine"}
+
+    def ended(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, ended)  # as a program that is told to end leaves its blocks
+    monkeypatch.setattr(local, "started", lambda resources, dashboard: (ray, True))
+    monkeypatch.setattr(running, "connected", lambda what: nullcontext(Accepting()))
+    monkeypatch.setattr(running, "_request", lambda *given: RunRequest("mine", [], {}))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            running.run_tasks(Target(here=True), [], RunOptions())
+    finally:
+        signal.signal(number, before)
+    assert local.found() == ray
+    said = capsys.readouterr().out
+    assert "mine is accepted, and goes on" in said
+    assert "cluster attach mine --local" in said
+    assert "cluster cancel mine --local" in said
+
+
+def test_a_sweep_json_that_cannot_be_written_leaves_no_ray(
+    ray: Local, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sweep.json").mkdir()
+    done = snapshot(task_view("a", "finished", 10, output=str(tmp_path / "a"), fetched=True), over=True)
+    swept = replace(done, runs=[replace(done.runs[0], sweep=Sweep("loss"))])
+    with pytest.raises(UserError, match=r"sweep\.json cannot be written \(.*\): mend that for other sweeps"):
+        running.follow_run(FakeCluster(snapshots=[swept]), Target(here=True), "r", fetches=True)
+    assert local.found() is None
 
 
 def test_data_is_looked_for_before_ray_is_started(tmp_path: Path) -> None:

@@ -54,6 +54,13 @@ def test_what_is_not_sent(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         parcel(str(tmp_path / "none"))
     (tmp_path / "a").write_text("abc")
+    for name, target, what in (("folder", tmp_path.parent, "a link to a folder"), ("gone", "nowhere", "no file")):
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(UserError, match=f"{name} is {what}.*, which is not sent: put the files themselves there"):
+            parcel(str(tmp_path))
+        (tmp_path / name).unlink()
+    (tmp_path / "link").symlink_to("a")
+    assert [file.digest for file in parcel(str(tmp_path)).files] == [parcel(str(tmp_path / "a")).files[0].digest] * 2
     with pytest.raises(UserError, match="has 3 bytes in 1 files, too much to send"):
         parcel(str(tmp_path / "a"), most_bytes=2)
 

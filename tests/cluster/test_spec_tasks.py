@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fake_cluster import FakeCluster
 
+from wgpu_lora.cluster.client.fetch import fetch_ended
 from wgpu_lora.cluster.facts import Task
 from wgpu_lora.cluster.spec.file import read_cluster_file
 from wgpu_lora.cluster.spec.tasks import gather_tasks
@@ -118,7 +120,7 @@ def test_outputs_in_a_shared_folder(here: Path) -> None:
 def test_a_shared_folder_of_others_is_looked_into_by_them(here: Path) -> None:
     (here / "lab/used").mkdir(parents=True)
     (here / "lab/used/adapter_config.json").touch()
-    with pytest.raises(UserError, match="already holds a run"):  # this machine has it, too
+    with pytest.raises(UserError, match="is not empty"):  # this machine has it, too
         gathered(adapters=["a:used"], shared=str(here / "lab"))
     with pytest.raises(UserError, match="is the output directory of"):
         gathered(adapters=["a:x", "b:y/../x"], shared="/mnt/nowhere")
@@ -146,10 +148,18 @@ def test_two_tasks_with_one_output(here: Path, first: str, second: str, said: st
 def test_outputs_in_use_or_unusable(here: Path) -> None:
     Path("used").mkdir()
     Path("used/adapter_config.json").write_text("{}")
+    Path("notes").mkdir()
+    Path("notes/README.md").touch()
+    Path("link").symlink_to("notes")
     Path("file").touch()
     Path("circle").symlink_to("circle")
     for output, said in (
-        ("used", "already holds a run or an adapter"),
+        ("used", r"output directory .*used of used is not empty \(it has adapter_config\.json\): choose another"),
+        ("notes", r"is not empty \(it has README\.md\)"),
+        ("link", "link is a link, which is not replaced, so notes cannot be written"),
+        ("long/" + 250 * "n", r"n of n{50,} cannot be made \(.*too long.*\): choose another"),
+        ("n" * 300, "'checkpoint' must be UTF-8 text, neither empty nor too long"),
+        ("/proc/nope/n", r"/proc/nope/n of n cannot be made|/proc is not writable"),
         ("file", "file is not a directory"),
         ("file/a", "file is not a directory"),
         ("circle", "circle is not a directory"),
@@ -157,7 +167,20 @@ def test_outputs_in_use_or_unusable(here: Path) -> None:
         with pytest.raises(UserError, match=said):
             gathered(adapters=[f"x:{output}"])
     Path("empty").mkdir()
-    assert gathered(adapters=["x:empty"])
+    before = sorted(here.rglob("*"))
+    assert gathered(adapters=["x:empty", "x:new/place/a", f"x:new/{'n' * 240}"])
+    assert sorted(here.rglob("*")) == before  # trying leaves nothing behind
+
+
+def test_the_longest_name_that_is_accepted_can_be_fetched(here: Path) -> None:
+    for length in range(230, 256):
+        try:
+            (task,) = gathered(adapters=[f"x:{'n' * length}"])
+        except UserError:
+            break
+        found = FakeCluster(files={"a": {"x": b"1"}})
+        assert not fetch_ended(found, "r", {"a": task.output}).wrong
+    assert length == 241  # the file system's 255, without what hidden names have more
 
 
 ADAPTER = '[[adapter]]\ndata = "a"\ncheckpoint = "o/a"\n'

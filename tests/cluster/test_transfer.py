@@ -206,6 +206,17 @@ def test_paths_are_confined_where_a_host_says_so(
     publish(site.shelf("b"), UNIT, copy.digest, "one", str(inside / "one"))
     given = {"data": str(inside / "rows.jsonl"), "model": "owner/name", "lora_r": 4}
     assert options_here(given, site.layout("a")) == given
+    for value in ("none/../../outside", "rows.jsonl"):  # of whatever directory the process is in
+        with pytest.raises(UserError, match="is not an absolute path: use a path that this host allows"):
+            options_here({"model": value}, site.layout("a"))
+
+
+@pytest.mark.parametrize("roots", ["", "/tmp"])
+def test_home_directories_are_not_looked_into(site: Site, monkeypatch: pytest.MonkeyPatch, roots: str) -> None:
+    monkeypatch.setenv(ROOTS, roots)
+    for name, value in (("model", "~/x"), ("teacher", "~root/x"), ("data", "~")):
+        with pytest.raises(UserError, match=f"{name} {value} begins with '~'"):
+            options_here({name: value}, site.layout("a"))
 
 
 @pytest.fixture

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from support.cli import flags, write_rows
 from support.cluster_runs import cluster, rows_of, status
-from support.hosts import Hosts, hosts_here, until
+from support.hosts import Hosts, drivers_here, hosts_here, until
 
 from wgpu_lora.proof.checks.training import SAME_LOSS
 from wgpu_lora.train.output import LOG, read_log
 
 COUNT = 8
+MUCH = 3.0  # times that the one driver is faster than the other, at least, on a busy machine
 ADAPTER = "adapter_model.safetensors"
 OPTIONS = {
     "model": "demo",
@@ -127,5 +128,7 @@ def assert_placed_by_speed(devices: list[dict[str, Any]], tasks: list[dict[str, 
     speeds = {f"{one['facts']['address']}/{one['facts']['key']}": one["facts"]["speed"] for one in devices}
     given = Counter(task["device"] for task in tasks)
     assert all(speed > 0 for speed in speeds.values())
-    order = sorted(speeds, key=speeds.__getitem__)
-    assert given[order[-1]] > given[order[0]] or speeds[order[-1]] < 1.5 * speeds[order[0]], (speeds, given)
+    slow, *_, fast = sorted(speeds, key=speeds.__getitem__)
+    if len(drivers_here()) > 1:  # lavapipe is about ten times as fast as SwiftShader
+        assert speeds[fast] > MUCH * speeds[slow], speeds
+        assert given[fast] > given[slow], (speeds, given)

@@ -119,6 +119,18 @@ def test_jobs_go_on_without_a_driver(commands: Commands) -> None:
     assert local.found() is None
 
 
+def test_other_machines_reach_nothing(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)  # of another cluster; Ray takes it before that of a file
+    commands.environment["RAY_AUTH_TOKEN"] = "f" * 64
+    running, _ = local.started(lambda: {"webgpu:x": 1})
+    assert commands.status()["nodes"][0]["address"] == local.HERE  # the coordinator and the host's actor run
+    from wgpu_lora.cluster.launcher import processes
+
+    found = processes.listening(running.mark)
+    assert {"gcs_server", "raylet", "ray.util.client.server", "ray::Coordinator"} <= {one["process"] for one in found}
+    assert {one["address"] for one in found} == {local.HERE}
+
+
 def test_a_ray_that_was_killed_is_forgotten(commands: Commands) -> None:
     running, fresh = local.started(lambda: {"webgpu:x": 1})
     assert fresh

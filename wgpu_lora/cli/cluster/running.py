@@ -15,8 +15,9 @@ from wgpu_lora.cluster.client.bridge import Bridge, ClusterGone
 from wgpu_lora.cluster.client.connect import Target, connected
 from wgpu_lora.cluster.client.evaluated import write_evaluations
 from wgpu_lora.cluster.client.follow import follow, snapshot_of
-from wgpu_lora.cluster.client.preflight import check_here, listed_hosts, request_of, surveyed
+from wgpu_lora.cluster.client.preflight import check_here, request_of
 from wgpu_lora.cluster.client.status import chosen_run
+from wgpu_lora.cluster.client.survey import listed_hosts, missing_hosts, surveyed
 from wgpu_lora.cluster.client.users import end_unused, using
 from wgpu_lora.cluster.coordinator.journal import DIRECTORY, unfinished
 from wgpu_lora.cluster.facts import RunRequest, Task, to_plain
@@ -58,12 +59,11 @@ def run_tasks(
         check_here(tasks)
     with _here(what, dashboard) as ray, connected(what) as cluster:
         try:
-            run = _begun(cluster, tasks, options, sweep)
+            run = submit(cluster, _request(cluster, what, tasks, options, sweep), what, ray)
         except BaseException:
-            if ray.running:
+            if ray.running and not ray.accepted:
                 end_unused(lambda: not ray.shared or _all_done(cluster))
             raise
-        ray.accepted = True
         line("run", f"{run}: {counted(len(tasks), 'adapter')}")
         if detach:
             say_how(what, run)
@@ -83,35 +83,44 @@ def attach_to(what: Target, name: str | None) -> int:
         UserError: there is no such run, or the cluster cannot be reached.
     """
     starts = what.here and (local.found() is not None or unfinished(cluster_root() / DIRECTORY))
-    with _here(what) if starts else nullcontext(_Ray()) as ray, connected(what) as cluster:
+    with _here(what) if starts else nullcontext(HereRay()) as ray, connected(what) as cluster:
         run = chosen_run(cluster, name)
         ray.accepted = True
         return follow_run(cluster, what, run.name, fetches=run.shared is None)
 
 
-def _begun(cluster: Bridge, tasks: Sequence[Task], options: RunOptions, sweep: SweepOptions | None) -> str:
-    """The name of a run that has been checked and accepted. Raises UserError if it is refused."""
+def _request(
+    cluster: Bridge, what: Target, tasks: Sequence[Task], options: RunOptions, sweep: SweepOptions | None
+) -> RunRequest:
+    """What to ask the coordinator for, which has been checked on the cluster. Raises UserError if it is refused."""
     from wgpu_lora.cluster.devices.versions import own_versions
 
-    nodes = surveyed(cluster, own_versions())
+    nodes = surveyed(cluster, own_versions(), what.here)
     devices = sum(len(node.devices) for node in nodes)
     line("cluster", f"{counted(devices, 'device')} of {counted(len(nodes), 'host')}: {listed_hosts(nodes)}")
-    return submit(cluster, request_of(cluster, nodes, tasks, options, sweep))
+    if what.file and (gone := missing_hosts(nodes, what.file)):
+        names = listed(gone[:MOST], max(0, len(gone) - MOST))
+        line("missing", f"{names}: the run goes on without; '{program()} cluster up{what.words()}' starts it again")
+    return request_of(cluster, nodes, tasks, options, sweep)
 
 
-def submit(cluster: Bridge, request: RunRequest) -> str:
-    """The name of the accepted run. An interruption meanwhile is obeyed afterwards, when it is known what happened.
+def submit(cluster: Bridge, request: RunRequest, what: Target, ray: HereRay) -> str:
+    """The name of the accepted run; from then on, Ray of this machine is left to it.
+
+    An interruption meanwhile is obeyed afterwards, when it is known what happened and said how to come back.
 
     Raises:
         UserError: the run is refused.
     """
     signals: list[int] = []
     with handled(signals.append):
-        found = cluster.coordinator("submit", to_plain(request), seconds=SUBMIT_SECONDS)
-    for number in signals:
-        line("run", f"{found['run']}: accepted")
-        signal.raise_signal(number)
-    return str(found["run"])
+        run = str(cluster.coordinator("submit", to_plain(request), seconds=SUBMIT_SECONDS)["run"])
+        ray.accepted = True
+    if signals:
+        line("detached", f"{run} is accepted, and goes on")
+        say_how(what, run)
+        signal.raise_signal(signals[0])
+    return run
 
 
 def follow_run(cluster: Bridge, what: Target, run: str, *, fetches: bool) -> int:
@@ -124,7 +133,6 @@ def follow_run(cluster: Bridge, what: Target, run: str, *, fetches: bool) -> int
     try:
         with Table(run) as table:
             followed = follow(cluster, run, table, fetches=fetches)
-        write_evaluations(cluster, run, followed.tasks)
     except ClusterGone:
         say_how(what, run)
         raise
@@ -132,9 +140,12 @@ def follow_run(cluster: Bridge, what: Target, run: str, *, fetches: bool) -> int
         line("detached", "the run goes on")
         say_how(what, run)
         raise
-    report(followed)
-    if what.here:
-        end_unused(lambda: _all_done(cluster))
+    try:
+        write_evaluations(cluster, run, followed.tasks)
+        report(followed)
+    finally:  # also if a file cannot be written
+        if what.here:
+            end_unused(lambda: _all_done(cluster))
     return followed.code
 
 
@@ -145,7 +156,7 @@ def say_how(what: Target, run: str) -> None:
 
 
 @dataclass
-class _Ray:
+class HereRay:
     """Ray on this machine, if a run is for that. accepted: it has the run."""
 
     running: Local | None = None
@@ -158,13 +169,13 @@ class _Ray:
 
 
 @contextmanager
-def _here(what: Target, dashboard: bool = False) -> Iterator[_Ray]:
+def _here(what: Target, dashboard: bool = False) -> Iterator[HereRay]:
     """For `--local`, Ray on this machine; one that was started for a run that is not accepted is ended again."""
     if not what.here:
-        yield _Ray()
+        yield HereRay()
         return
     with using():
-        ray = _Ray(local.started(_devices_here, dashboard=dashboard)[0])
+        ray = HereRay(local.started(_devices_here, dashboard=dashboard)[0])
         try:
             yield ray
         finally:

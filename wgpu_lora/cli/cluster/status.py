@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from wgpu_lora.bounded import printable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from wgpu_lora.cluster.facts import DeviceView, RunView, Snapshot, TaskView
 
 LINES = 5  # of events
+REASONS = 10  # of adapters
 RUNS = 20
 
 
@@ -28,7 +30,7 @@ def status(address: Address = None, file: ClusterToml = None, local: Here = Fals
     from wgpu_lora.cluster.client import status as facts
     from wgpu_lora.cluster.client.connect import connected, target
     from wgpu_lora.cluster.client.follow import snapshot_of
-    from wgpu_lora.cluster.client.preflight import SURVEY_SECONDS
+    from wgpu_lora.cluster.client.survey import SURVEY_SECONDS
 
     with connected(target(address, file, local)) as cluster:
         cluster.coordinator("nodes", seconds=SURVEY_SECONDS)  # as they are now
@@ -66,10 +68,26 @@ def show(seen: Snapshot) -> None:
         rows = [_run(run, [task for task in seen.tasks if task.run == run.name]) for run in seen.runs[-RUNS:]]
         cells = [[Text(printable(cell)) for cell in row] for row in rows]
         console().print(made_table(of_runs, cells, (*of_runs[:4], "results")))
+    _explain(seen)
     if seen.events:
         print()
     for event in seen.events[-LINES:]:
         line("event", f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {event.text}")
+
+
+def _explain(seen: Snapshot) -> None:
+    """Print what is said of adapters whose run goes on, or whose result has not been fetched."""
+    from wgpu_lora.cli.cluster.reasons import reasons
+
+    over = {run.name for run in seen.runs if run.over}
+    named = [
+        replace(task, name=f"{task.run}/{task.name}") for task in seen.tasks if task.run not in over or not task.fetched
+    ]
+    found = reasons(named)
+    for state, why in found[:REASONS]:
+        line(state, why)
+    if len(found) > REASONS:
+        line("and", f"{len(found) - REASONS:,} more reasons: see '{program()} cluster status --json'")
 
 
 def _device(view: DeviceView, host: str) -> list[str]:

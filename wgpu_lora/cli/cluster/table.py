@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wgpu_lora.bounded import printable
+from wgpu_lora.cli.cluster.reasons import reasons, why_of
 from wgpu_lora.cli.console import OFTEN, console, duration, is_terminal, line
 from wgpu_lora.cli.console import table as made_table
 from wgpu_lora.cli.trend import Trend
@@ -20,13 +21,13 @@ TREND = 10  # bars of a loss
 ROWS = 24  # without a terminal's height
 WIDE = 100  # columns of a terminal that has room for trends
 MARGIN = 10  # lines of a terminal that are left to what is not a row
-MOST = 4  # devices that are named below, and twice as many as reasons
+MOST = 4  # devices that are named below
+REASONS = 3  # that are said below
 LATE = 5.0  # seconds without an answer that are worth a word
 COLUMNS = ("adapter", "state", "device", "step", "loss", "held-out", "tokens/s", "left", "trend")
 LEFT = ("adapter", "state", "device")
 # What is shown first, if there are more tasks than lines.
 ORDER = ("running", "starting", "moving", "failed", "cancelled", "pending", "stopped", "finished")
-EXPLAINED = ("failed", "pending", "moving")  # states whose reason is said
 STYLES = {"failed": "red", "cancelled": "yellow", "moving": "yellow", "finished": "green", "stopped": "green"}
 
 
@@ -66,6 +67,9 @@ class Table:
         else:
             self._lines(snapshot)
 
+    def kept(self, task: str, why: str) -> None:
+        self._print("kept", kept(task, why))
+
     def away(self, seconds: float) -> None:
         if seconds > LATE:
             self._below = f"no answer from the cluster for {duration(seconds)}"
@@ -101,11 +105,10 @@ class Table:
         rest = len(snapshot.tasks) - len(tasks)
         used = {task.device for task in tasks if task.device}
         known = [f"{places[one.facts.id]} {one.facts.name}" for one in snapshot.devices if one.facts.id in used]
-        why = [f"{task.name}: {task.said}" for task in tasks if task.said and task.state in EXPLAINED]
         lines = [
             "; ".join(filter(None, [f"and {rest:,} more" if rest else "", summary(snapshot.tasks)])),
             "; ".join(known[:MOST]),
-            *why[: MOST // 2],
+            *[why for _, why in reasons(snapshot.tasks)[:REASONS]],
             self._below,
         ]
         table.caption, table.caption_justify = Text("\n".join(printable(text) for text in lines if text)), "left"
@@ -146,13 +149,17 @@ class Table:
 
     def _tell(self, events: Sequence[Line]) -> None:
         for event in events:
-            text = f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {printable(event.text)}"
-            if self._live is not None:
-                from rich.text import Text
+            clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+            self._print("event", f"{clock} {printable(event.text)}")
 
-                self._live.console.print(Text(text))
-            else:
-                line("event", text)
+    def _print(self, label: str, text: str) -> None:
+        """A line that stays, above the table if there is one."""
+        if self._live is None:
+            line(label, text)
+            return
+        from rich.text import Text
+
+        self._live.console.print(Text(text))
 
 
 def places_of(snapshot: Snapshot) -> dict[str, str]:
@@ -194,7 +201,7 @@ def sentence_of(task: TaskView, places: Mapping[str, str]) -> str:
         f"on {places.get(task.device, task.device)}" if task.device else "",
         f"{left} left" if left else "",
         state_of(task) if state_of(task) != task.state else "",
-        task.said if task.state in ("failed", "pending", "cancelled") else "",
+        why_of(task),
     ]
     return "  ".join([task.name, *filter(None, parts)])
 
@@ -205,6 +212,11 @@ def summary(tasks: Sequence[TaskView]) -> str:
     said = ", ".join(f"{number:,} {state}" for state, number in count.items() if number)
     speed = sum(task.progress.tokens_per_second or 0 for task in tasks if task.state == "running")
     return f"{said}, {speed:,.0f} tokens/s" if speed else said
+
+
+def kept(task: str, why: str) -> str:
+    """That a result could not be written here, in a line."""
+    return printable(f"{task}: its result stays on the cluster: {why}")
 
 
 def report(followed: Followed) -> None:
@@ -235,14 +247,13 @@ def report(followed: Followed) -> None:
     from rich.text import Text
 
     console().print(made_table(columns, [[Text(cell) for cell in row] for row in rows], ("adapter", "state", "output")))
-    for view in views:
-        if view.state in ("failed", "cancelled") and view.said:
-            line(view.state, f"{view.name}: {view.said}")
+    for state, why in reasons(views):
+        line(state, why)
     moved = [view.name for view in views if view.attempts > 1]
     if moved:
         names = listed(moved[:5], max(0, len(moved) - 5))
         line("moved", f"{names} began again from the last copy, on this device or another")
     for name, why in followed.wrong.items():
-        line("kept", f"{name}: its result stays on the cluster: {why}")
+        line("kept", kept(name, why))
     if run and run.sweep:
         line("sweep", str(write_results(snapshot, run)))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from wgpu_lora.cluster.facts import COORDINATOR
+from wgpu_lora.cluster.launcher import processes
 from wgpu_lora.errors import UserError
 from wgpu_lora.tokens.child import Message, receive, send
 
@@ -50,10 +51,10 @@ class Bridge:
     """Calls of actors by name, one at a time.
 
     Args:
-        environment: changes to this process's own, such as Ray's token.
+        environment: changes to this process's own, such as Ray's token, as `processes.environment` takes them.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, environment: Mapping[str, str | None] | None = None) -> None:
         self._file = tempfile.NamedTemporaryFile(prefix="wgpu-lora-ray-", suffix=".log")  # noqa: SIM115
         self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._number = 0  # of the last request
@@ -66,7 +67,7 @@ class Bridge:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._file.fileno(),
-            env={**os.environ, **QUIET, **(environment or {})},
+            env=processes.environment({**QUIET, **(environment or {})}),
             **apart,
         )
         threading.Thread(target=self._read, daemon=True).start()

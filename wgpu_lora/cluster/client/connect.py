@@ -54,7 +54,7 @@ class Endpoint:
     """Where to connect to, and the environment of the program that does, with the token."""
 
     address: str
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def target(address: str | None, path: Path | None, here: bool) -> Target:

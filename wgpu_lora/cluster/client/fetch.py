@@ -21,6 +21,7 @@ from wgpu_lora.cluster.client.logged import log_place
 from wgpu_lora.cluster.facts import from_plain
 from wgpu_lora.cluster.node.listing import FileFacts, checked_listing
 from wgpu_lora.cluster.node.shelf import PIECE
+from wgpu_lora.cluster.spec.outputs import fetching, fetching_lock
 from wgpu_lora.errors import UserError, reason
 
 
@@ -67,10 +68,10 @@ def fetch(
         raise UserError(
             f"{final} holds something else than the result of {result.task}: move it away, and attach again."
         )
-    hidden = final.with_name(f".{final.name}.fetching")
+    hidden = fetching(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(final.with_name(f".{final.name}.fetching.lock"), timeout=0)
+        lock = FileLock(fetching_lock(final), timeout=0)
         with lock:
             if same(result, final):  # another program was faster
                 return True

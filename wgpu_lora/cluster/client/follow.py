@@ -29,6 +29,8 @@ class Watching(Protocol):
 
     def fetching(self, task: str, done: int, total: int) -> None: ...
 
+    def kept(self, task: str, why: str) -> None: ...
+
 
 @dataclass
 class Followed:
@@ -81,6 +83,8 @@ def follow(
                 found = fetch_ended(cluster, run, outputs_of(seen, due), watching.fetching)
                 fetched |= found.done
                 wrong |= found.wrong
+                for task, why in found.wrong.items():
+                    watching.kept(task, why)
                 due -= fetched | wrong.keys()
             heard = clock()
             if not due and any(one.name == run and one.over for one in seen.runs):

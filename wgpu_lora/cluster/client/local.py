@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import FileLock, Timeout
 from platformdirs import user_state_dir
 
@@ -26,6 +25,7 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.launcher import processes
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.share.owner import boot_id
 from wgpu_lora.signals import deferred
 from wgpu_lora.strict_json import to_json, typed
 
@@ -35,6 +35,8 @@ JOINED = "joined"  # a file in its directory
 START_SECONDS, LOCK_SECONDS = 120.0, 150.0
 ATTEMPTS, SLOW = 3, "timed out during startup"
 CONNECT = 2.0  # seconds
+HERE = "127.0.0.1"
+ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray is for this machine only, and takes HERE for its address
 TOKEN_BYTES = 32
 STORE_BYTES = 200_000_000  # Ray's object store: calls take small values only
 
@@ -45,18 +47,19 @@ class Local:
 
     Attributes:
         address: HOST:PORT of its GCS; '' while it starts. place: its directory, with Ray's files and the token.
-        booted: when the machine was started, since process ids and ports are others' after that.
+        boot: of which start of the machine it is, as `share.owner` names that: the clock may be set meanwhile.
     """
 
     address: str
     place: str
-    booted: float
+    boot: str
     schema: int = SCHEMA
 
     @property
-    def environment(self) -> dict[str, str]:
-        """What a program needs to join it."""
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(Path(self.place) / "token")}
+    def environment(self) -> dict[str, str | None]:
+        """What a program needs to join it, as `processes.environment` takes it."""
+        token = {"RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(Path(self.place) / "token")}
+        return {"RAY_AUTH_MODE": "token", **token, ALONE: "0"}
 
     @property
     def mark(self) -> str:
@@ -70,8 +73,7 @@ class Local:
 
     def alive(self) -> bool:
         """Whether its Ray has started, and has a process."""
-        booted = abs(psutil.boot_time() - self.booted) < 60
-        return bool(self.address) and booted and processes.running(self.mark) is not None
+        return bool(self.address) and self.boot == boot_id() and processes.running(self.mark) is not None
 
     def end(self) -> None:
         """End all of its processes, the jobs among them, and remove its files; a signal meanwhile acts afterwards."""
@@ -177,7 +179,7 @@ def _start(resources: Mapping[str, float], dashboard: bool) -> Local:
         token = place / "token"
         with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(TOKEN_BYTES))
-        local = Local("", str(place), psutil.boot_time())
+        local = Local("", str(place), boot_id())
         _record(local)  # if this program is killed, the next one ends what it has begun
         port = _free_port()
         command = [
@@ -192,17 +194,17 @@ def _start(resources: Mapping[str, float], dashboard: bool) -> Local:
             *(("--dashboard-host=127.0.0.1", "--dashboard-port=0") if dashboard else ()),
         ]
         own = {processes.MARK: f"{local.mark}/1"}
-        said = _run(command, {**os.environ, **local.environment, **processes.SETTINGS, **own}, place)
-        return Local(_address(place, port, said), str(place), local.booted)
+        changes = {**local.environment, **processes.SETTINGS, **own, "RAY_ADDRESS": None}
+        said = _run(command, processes.environment(changes), place)
+        return Local(_address(place, port, said), str(place), local.boot)
     except BaseException:
-        Local("", str(place), 0).end()
+        Local("", str(place), "").end()
         _file().unlink(missing_ok=True)
         raise
 
 
 def _run(command: list[str], environment: dict[str, str], place: Path) -> str:
     """Ray's command, in a session of its own, so that a Ctrl-C or the end of this terminal does not reach Ray."""
-    environment.pop("RAY_ADDRESS", None)
     apart: dict[str, Any] = {"start_new_session": True}
     if os.name == "nt":
         apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined,unused-ignore]
@@ -226,7 +228,7 @@ def _run(command: list[str], environment: dict[str, str], place: Path) -> str:
 
 
 def _address(place: Path, port: int, said: str) -> str:
-    """Where it listens: Ray chooses the host's address by itself."""
+    """Where it listens, as Ray says it."""
     with suppress(OSError):
         text = (place / "ray" / "ray_current_cluster").read_text().strip()
         if text.endswith(f":{port}"):
@@ -236,7 +238,7 @@ def _address(place: Path, port: int, said: str) -> str:
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind((HERE, 0))
         return int(probe.getsockname()[1])
 
 

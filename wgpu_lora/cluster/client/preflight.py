@@ -8,11 +8,12 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wgpu_lora.cluster.client.asking import Asking
+from wgpu_lora.cluster.client.refusals import Refusals
 from wgpu_lora.cluster.client.sending import send_lacking
+from wgpu_lora.cluster.client.survey import MOST_HOSTS, listed_hosts
 from wgpu_lora.cluster.facts import (
     DeviceFacts,
     Needs,
@@ -20,7 +21,6 @@ from wgpu_lora.cluster.facts import (
     RunRequest,
     Task,
     Taught,
-    Versions,
     from_plain,
     to_plain,
 )
@@ -35,57 +35,7 @@ from wgpu_lora.words import counted, listed
 if TYPE_CHECKING:
     from wgpu_lora.cluster.spec.sweep_options import SweepOptions
 
-MOST_SAID = 20  # refusals that are listed
-MOST_HOSTS = 3  # that a sentence names
-SURVEY_SECONDS, PLAN_SECONDS = 120.0, 900.0  # opening a large model over a network takes minutes
-
-
-@dataclass
-class Refusals:
-    """What is wrong, by sentence; equal ones count once."""
-
-    said: dict[str, None] = field(default_factory=dict)
-
-    def add(self, *sentences: str) -> None:
-        self.said.update(dict.fromkeys(sentences))
-
-    def settle(self) -> None:
-        """Raise UserError if there are any."""
-        if not self.said:
-            return
-        found = list(self.said)
-        if len(found) == 1:
-            raise UserError(found[0])
-        rest = len(found) - MOST_SAID
-        more = [f"and {rest:,} more"] if rest > 0 else []
-        raise UserError(f"The run is refused for {len(found):,} reasons: mend them all.", [*found[:MOST_SAID], *more])
-
-
-def surveyed(cluster: Asking, own: Versions) -> list[NodeFacts]:
-    """The nodes of the cluster, with their devices as they are now.
-
-    Raises:
-        UserError: a node has another version of something than this machine, or there is no device.
-    """
-    nodes = [from_plain(NodeFacts, one) for one in cluster.coordinator("nodes", seconds=SURVEY_SECONDS)]
-    refusals = Refusals()
-    refusals.add(*_other_versions(nodes, own))
-    if not any(node.devices for node in nodes):
-        refusals.add(
-            f"The cluster has no WebGPU device ({listed_hosts(nodes)}): see 'wgpu-lora info' on its machines."
-            if nodes
-            else "The cluster has no node that answers: see 'wgpu-lora cluster status'."
-        )
-    refusals.settle()
-    return nodes
-
-
-def _other_versions(nodes: Iterable[NodeFacts], own: Versions) -> Iterable[str]:
-    from wgpu_lora.cluster.devices.versions import difference
-
-    for node in nodes:
-        if what := difference(own, node.versions):
-            yield f"{node.host} ({node.address}) differs from this machine: {what}; install the same there and here."
+PLAN_SECONDS = 900.0  # opening a large model over a network takes minutes
 
 
 def request_of(
@@ -144,12 +94,6 @@ def asked_by() -> str:
     with suppress(OSError, KeyError):  # no name is known for the user's number
         user = getpass.getuser()
     return f"{user}@{socket.gethostname()}"
-
-
-def listed_hosts(nodes: Sequence[NodeFacts]) -> str:
-    """The names of hosts, of which there may be many."""
-    names = [node.host for node in nodes]
-    return listed(names[:MOST_HOSTS], len(names) - MOST_HOSTS if len(names) > MOST_HOSTS else 0)
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +20,12 @@ SETTINGS = {  # of Ray, wherever we start it
 }
 GRACE = 10.0  # seconds
 ROUNDS = 5
+
+
+def environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This program's environment, changed; None removes a variable, such as a token that goes before a file's."""
+    found = {**os.environ, **changes}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def of_cluster(name: str) -> dict[int, psutil.Process]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from wgpu_lora.cluster.facts import Task
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
+from wgpu_lora.words import listed
+
+LOCK, PROBE = ".lock", ".test"  # of the same length
+MOST = 3  # files that a sentence names
 
 
 def output_of(text: str, shared: str | None) -> str:
@@ -28,10 +33,10 @@ def output_of(text: str, shared: str | None) -> str:
 
 
 def check_outputs(tasks: Sequence[Task]) -> None:
-    """Whether every task has a directory of its own that can be written and holds nothing yet, on this machine.
+    """Whether every task has a directory of its own that can be made and holds nothing yet, on this machine.
 
     Raises:
-        UserError: two tasks have the same directory, or one in another's, or it is in use or cannot be written.
+        UserError: two tasks have the same directory, or one in another's, or it is not empty or cannot be made.
     """
     check_apart(tasks)
     for task in tasks:
@@ -69,19 +74,56 @@ def _place(task: Task) -> Path:
     return Path(os.path.realpath(task.output).casefold())  # pathlib raises for links in a circle
 
 
-def _check_free(task: Task) -> None:
-    from wgpu_lora.train.resume import refuse_used  # imports wgpu, which --help does not need
+def fetching(output: Path) -> Path:
+    """The hidden directory beside an output in which its results are gathered."""
+    return output.with_name(f".{output.name}.fetching")
 
+
+def fetching_lock(output: Path) -> Path:
+    """What says that a program gathers them; no other hidden name beside an output is longer."""
+    return output.with_name(f".{output.name}.fetching{LOCK}")
+
+
+def _check_free(task: Task) -> None:
     path = Path(task.output)
-    existing = next(one for one in (path, *path.parents) if one.exists() or one.is_symlink())
-    if not existing.is_dir():
-        raise UserError(f"{existing} is not a directory, so {task.name} cannot be written to {path}: choose another.")
+    existing = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if not existing.is_dir() or path.is_symlink():
+        what = "is not a directory" if not existing.is_dir() else "is a link, which is not replaced"
+        raise UserError(f"{existing} {what}, so {task.name} cannot be written to {path}: choose another.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"{existing} is not writable, so {task.name} cannot be written to {path}: choose another.")
     try:
-        refuse_used(path)
-    except UserError:
+        held = sorted(os.listdir(path))[:MOST] if existing == path else []
+        if not held:
+            _try(path)
+    except OSError as error:
         raise UserError(
-            f"The output directory {path} of {task.name} already holds a run or an adapter: choose another "
-            "directory, or move it away."
+            f"The output directory {path} of {task.name} cannot be made ({reason(error)}): choose another."
         ) from None
+    if held:
+        raise UserError(
+            f"The output directory {path} of {task.name} is not empty (it has {listed(held)}): choose another "
+            "directory, or move it away."
+        )
+
+
+def _try(output: Path) -> None:
+    """Make the folders of an output, and a directory with the longest name that is needed in them; nothing is left.
+
+    Raises:
+        OSError: that cannot be done.
+    """
+    probe = fetching_lock(output).name.removesuffix(LOCK) + PROBE
+    made: list[Path] = []
+    try:
+        for folder in (*reversed(output.parents), output.with_name(probe)):
+            try:
+                folder.mkdir()
+                made.append(folder)
+            except OSError:  # on a read-only file system also where it exists
+                if not folder.is_dir():
+                    raise
+    finally:
+        for folder in reversed(made):
+            with suppress(OSError):  # another program has begun to use it
+                folder.rmdir()

@@ -38,13 +38,13 @@ def _absolute(name: str, text: str, root: str | None) -> str:
     if text == "demo" or text.startswith(SENT):
         return text
     if root and name in DATA:
-        return text if _is_hub_id(text, root) else str(PurePosixPath(root) / text)
-    if _is_hub_id(text, "."):
+        return text if is_hub_id(text, root) else str(PurePosixPath(root) / text)
+    if is_hub_id(text, "."):
         return text
     return os.path.abspath(os.path.expanduser(text))
 
 
-def _is_hub_id(text: str, folder: str) -> bool:
+def is_hub_id(text: str, folder: str) -> bool:
     """Whether a text is OWNER/NAME, and no file here."""
     plain = Path(text).suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet", ".gz", ".gguf")
     return bool(_HUB_ID.fullmatch(text)) and plain and not Path(folder, text).exists()

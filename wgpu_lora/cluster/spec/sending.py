@@ -56,7 +56,7 @@ def parcel(path: str, most_bytes: int = MOST_BYTES, most_files: int = MOST_FILES
     """The parcel of a file or a folder.
 
     Raises:
-        UserError: it cannot be read, is empty or too large.
+        UserError: it cannot be read, is empty or too large, or has links to folders.
     """
     root = Path(path)
     found = []
@@ -82,8 +82,12 @@ def parcel(path: str, most_bytes: int = MOST_BYTES, most_files: int = MOST_FILES
 
 def _files_in(root: Path, most: int) -> list[Path]:
     found = []
-    for folder, _, names in os.walk(root, onerror=_raise):
-        found += [Path(folder, name) for name in names if Path(folder, name).is_file()]
+    for folder, folders, names in os.walk(root, onerror=_raise):
+        found += [Path(folder, name) for name in names]
+        linked = [Path(folder, name) for name in folders if Path(folder, name).is_symlink()]
+        if wrong := [*linked, *(path for path in map(Path(folder).joinpath, names) if not path.is_file())]:
+            what = "a link to a folder" if linked else "no file that can be read"
+            raise UserError(f"{wrong[0]} is {what}, which is not sent: put the files themselves there, or remove it.")
         if len(found) > most:
             break
     return sorted(found)

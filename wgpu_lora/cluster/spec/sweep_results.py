@@ -11,7 +11,7 @@ from typing import Any
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster.facts import RunView, Snapshot, TaskView
 from wgpu_lora.cluster.spec.sweep import RESULTS
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 from wgpu_lora.strict_json import to_json
 
 VERSION = 1
@@ -79,5 +79,7 @@ def write_results(snapshot: Snapshot, run: RunView) -> Path:
     try:
         write_bytes_atomic(path, (to_json(found, indent=1) + "\n").encode())
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): make room, and attach to {run.name}.") from None
+        raise UserError(
+            f"{path} cannot be written ({reason(error)}): mend that for other sweeps, and see the table for its values."
+        ) from None
     return path
