@@ -11,7 +11,6 @@ from wgpu_lora.formats.tensor_names import TensorNames
 from wgpu_lora.models.blocks.delta_net import DeltaNet, Runs
 from wgpu_lora.models.blocks.gated_attention import GatedAttention
 from wgpu_lora.models.blocks.transformer import Mixer, Transformer
-from wgpu_lora.models.composite import Composite
 from wgpu_lora.models.config import VECTOR, Parameter
 from wgpu_lora.models.fields import whole
 from wgpu_lora.models.rows import RowInput
@@ -118,12 +117,12 @@ class Qwen35Text(Transformer):
         )
 
 
-class Qwen35(Composite, Qwen35Text):
-    """With a vision tower, which is left out, as is the head that predicts several tokens."""
+class Qwen35(Qwen35Text):
+    """With a vision tower, which is left out, as is the head that predicts several tokens.
+
+    Modules have the names of the class that AutoModelForCausalLM makes of the whole's config.json: the text part's."""
 
     TEXT_TYPES = ("qwen3_5_text",)
-    TRANSFORMERS = "Qwen3_5ForConditionalGeneration"
-    STORED: ClassVar[TensorNames] = TensorNames((), ("mtp.", "model.visual."))
 
 
 def linear_layers(d: Mapping[str, Any], layers: int, where: str) -> tuple[bool, ...]:
