@@ -183,6 +183,10 @@ def test_results_are_published_whole_and_once(site: Site, single: Path, tmp_path
     assert (target / "log.jsonl").read_text() == "mine"
     with pytest.raises(UserError, match="has no files of two"):
         publish(shelf, UNIT, copy.digest, "two", str(tmp_path / "two"))
+    gone = tmp_path / "gone"
+    with pytest.raises(UserError, match="this host has no shared folder"):
+        publish(shelf, UNIT, copy.digest, "one", str(gone / "one"), str(gone))
+    assert not gone.exists()
 
 
 def test_paths_are_confined_where_a_host_says_so(

@@ -212,12 +212,14 @@ class Chores:
         """Write a task's results to the shared folder, from the host that has them."""
         self._not_before[name] = self._now() + RETRY_SECONDS
         where = await self._where(task)
-        output = next(one.output for one in self.board.requests[task.run].tasks if one.name == task.name)
+        request = self.board.requests[task.run]
+        output = next(one.output for one in request.tasks if one.name == task.name)
         try:
             if where is None:
                 raise Away(f"the host {self.board.state.units[task.unit].at}, which has them, is gone")
             node, digest = where
-            await self._nodes.ask(node, "publish", task.unit, digest, task.name, output, seconds=PUBLISH_SECONDS)
+            place = task.name, output, request.shared
+            await self._nodes.ask(node, "publish", task.unit, digest, *place, seconds=PUBLISH_SECONDS)
         except (Away, UserError) as error:
             task.said = f"its results are not in {output} yet: {error}"
             return

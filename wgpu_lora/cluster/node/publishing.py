@@ -42,16 +42,19 @@ def unreadable(path: str, roots: Sequence[Path]) -> str | None:
     return None if os.access(path, os.R_OK) else "cannot be read"
 
 
-def publish(shelf: Shelf, unit: str, digest: str, task: str, target: str) -> Listing:
-    """Write a task's result from a copy in this host's shelf to a directory; returns its files.
+def publish(shelf: Shelf, unit: str, digest: str, task: str, target: str, shared: str = "/") -> Listing:
+    """Write a task's result from a copy in this host's shelf to a directory in a shared folder; returns its files.
 
     It is complete, or not there. One that is there already with the same files stays as it is.
 
     Raises:
-        UserError: the path may not be used, has other files, or cannot be written, or the copy is not there.
+        UserError: the shared folder or the copy is not there, or the path may not be used, has other files, or cannot be
+            written.
     """
     if wrong := refused_path(target, allowed_roots()):
         raise UserError(f"The result of {task} cannot be written: {target} {wrong}; choose another output.")
+    if not Path(shared).is_dir():
+        raise UserError(f"The result of {task} cannot be written: this host has no shared folder {shared}; mount it.")
     place = Path(target)
     whole = shelf.files(unit, digest)
     files = results_of(whole, task)
