@@ -48,8 +48,8 @@ def publish(shelf: Shelf, unit: str, digest: str, task: str, target: str, shared
     It is complete, or not there. One that is there already with the same files stays as it is.
 
     Raises:
-        UserError: the shared folder or the copy is not there, or the path may not be used, has other files, or cannot be
-            written.
+        UserError: the shared folder or the copy is not there, or the path may not be used, has other files, or cannot
+            be written.
     """
     if wrong := refused_path(target, allowed_roots()):
         raise UserError(f"The result of {task} cannot be written: {target} {wrong}; choose another output.")
