@@ -110,7 +110,7 @@ def test_a_task_from_order_to_results(cluster: Cluster, tmp_path: Path) -> None:
     assert copy.final
     assert copy.steps == {"whole": 4}
     target = tmp_path / "shared" / "whole"
-    published = cluster.host.publish.remote(given.unit, copy.digest, "whole", str(target), "/")
+    published = cluster.host.publish.remote(given.unit, copy.digest, "whole", str(target))
     files = {file["path"] for file in ray.get(published, timeout=60)}
     assert {"adapter_model.safetensors", "run.json", "log.jsonl", "README.md"} <= files
     listed = ray.get(cluster.host.results.remote(given.unit, copy.digest, "whole"), timeout=30)

@@ -156,7 +156,7 @@ class Host:
         return self._shelf.read(unit, digest, path, offset, size)
 
     @plainly
-    def publish(self, unit: str, digest: str, task: str, target: str, shared: str) -> list[dict[str, Any]]:
+    def publish(self, unit: str, digest: str, task: str, target: str, shared: str = "/") -> list[dict[str, Any]]:
         """Write a task's result to a directory of this host; returns its files. The second time changes nothing."""
         return plain_listing(publish(self._shelf, unit, digest, task, target, shared))
 
