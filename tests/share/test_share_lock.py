@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from wgpu_lora.share import Ledger
 from wgpu_lora.share import ledger as module
@@ -68,6 +69,28 @@ def test_what_interrupts_the_taking_of_the_lock_does_not_keep_it(
     with Ledger("gpu", ledger.directory).changing():
         pass
     assert collected_again()
+
+
+def test_garbage_is_collected_while_another_process_has_the_lock(ledger: Ledger) -> None:
+    """Leases and devices that are garbage would otherwise stay as long as any thread waits."""
+    with FileLock(ledger.path.with_suffix(".lock")):
+        waiting = [threading.Thread(target=_change, args=(ledger,), daemon=True) for _ in range(8)]
+        for thread in waiting:
+            thread.start()
+        until, seen = time.monotonic() + 10, []
+        while sum(seen) < 5 and time.monotonic() < until:
+            seen.append(gc.isenabled())
+            time.sleep(0.01)
+        assert all(thread.is_alive() for thread in waiting)
+    for thread in waiting:
+        thread.join(10)
+    assert sum(seen) >= 5
+    assert collected_again()
+
+
+def _change(ledger: Ledger) -> None:
+    with Ledger("gpu", ledger.directory).changing():
+        pass
 
 
 def test_the_free_memory_is_asked_for_before_the_ledger_is_locked(

@@ -6,8 +6,9 @@ import gc
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from wgpu_lora.gpu.devices import DeviceInfo
 
 LOCK_SECONDS = 30.0  # a change takes milliseconds
-POLL_SECONDS = 0.002
+FIRST_PAUSE, LAST_PAUSE = 0.002, 0.05  # seconds between attempts to take the lock
 
 
 class _Uncollected:
@@ -151,25 +152,44 @@ class Ledger:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with _UNCOLLECTED:  # before the lock is taken
-            try:
-                self._acquire()
-                yield
-            finally:
-                self._lock.release(force=True)  # also if the lock was taken, but then something raised
+        try:
+            self._acquire()
+            yield
+        finally:
+            if self._lock.is_locked:
+                self._lock.release(force=True)
+                _UNCOLLECTED.__exit__()
 
     def _acquire(self) -> None:
-        try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock.acquire(timeout=LOCK_SECONDS, poll_interval=POLL_SECONDS)
-            self._share_lock()
-        except Timeout:
-            raise UserError(
-                f"The ledger {self.path} has been locked by another process for {LOCK_SECONDS:.0f} s: find it with "
-                "'wgpu-lora share status', and end it if it hangs."
-            ) from None
-        except OSError as error:
-            raise self._unusable(error) from error
+        end, pause = time.monotonic() + LOCK_SECONDS, FIRST_PAUSE
+        while not self._take():
+            if time.monotonic() >= end:
+                raise UserError(
+                    f"The ledger {self.path} has been locked by another process for {LOCK_SECONDS:.0f} s: find it with "
+                    "'wgpu-lora share status', and end it if it hangs."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
+
+    def _take(self) -> bool:
+        """Take the lock, unless another has it.
+
+        Garbage is not collected while it is held. While others are waited for, it is: many threads that wait in turn
+        would keep it for good, and with it the devices and leases that they wait for.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(_UNCOLLECTED)  # before the lock is taken
+            stack.callback(self._lock.release, force=True)  # also if it was taken, but then something raised
+            try:
+                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock.acquire(blocking=False)
+                self._share_lock()
+            except Timeout:
+                return False
+            except OSError as error:
+                raise self._unusable(error) from error
+            stack.pop_all()
+        return True
 
     def _share_lock(self) -> None:
         """Let other users lock the ledger if they may write to its directory."""
