@@ -84,7 +84,8 @@ def parse_longrope(
     if kind not in ("longrope", "su", "yarn"):  # earlier names, which transformers still reads
         raise UserError(f"rope type {kind!r} in {where} is not supported: use a model with default or longrope.")
     name = "original_max_position_embeddings"
-    original = whole({name: d.get(name) or rope.get(name) or 4096}, name, where)
+    found = (place[name] for place in (d, rope) if place.get(name) is not None)
+    original = whole({name: next(found, 4096)}, name, where)
     factor = positive(rope.get("factor") or positions / original, "rope factor", where)
     if rope.get("attention_factor") is not None:
         attention = positive(rope["attention_factor"], "attention_factor", where)
