@@ -54,7 +54,8 @@ class Lab:
         custom.mkdir()
         (custom / "sitecustomize.py").write_text(CUSTOM)
         path = f"{custom}:{hosts[0].env['PYTHONPATH']}:{HERE.parent}"
-        self.env = {"PYTHONPATH": path, "WGPU_LORA_CLUSTER_LEASE": str(lease)}
+        cache = hosts.shared / "cache"  # of speeds that are made up
+        self.env = {"PYTHONPATH": path, "WGPU_LORA_CLUSTER_LEASE": str(lease), "WGPU_LORA_CACHE_DIR": str(cache)}
         for host in hosts:
             host.start_node({}, env=self.env)
         self._driver: subprocess.Popen[str] | None = None
