@@ -87,7 +87,8 @@ def test_a_run_leaves_its_result_and_no_process(commands: Commands) -> None:
 
 
 def test_jobs_go_on_without_a_driver(commands: Commands) -> None:
-    adapters = ["--adapters", "rows.jsonl:out/a", "--adapters", "rows.jsonl:out/b"]
+    # One pipeline, whatever is measured: on one device, the second would else wait for an endless run.
+    adapters = ["--join", "always", "--adapters", "rows.jsonl:out/a", "--adapters", "rows.jsonl:out/b"]
     endless = flags(**SMALL, max_steps=1_000_000, save_steps=20, mirror_steps=20, name="long")
     driver = commands.start("run", "--local", *adapters, *endless)
     until(driver, "running")
