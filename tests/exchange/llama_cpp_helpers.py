@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
-from wgpu_lora.formats.gguf.order import to_halves
+from wgpu_lora.formats.gguf.layout import file_shape
 from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.gguf import gguf_names
 
@@ -52,9 +52,10 @@ def dequantized(path: Path, model: Path, directory: Path) -> Path:
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     tensors, names = {}, gguf_names(config)
     for name, item in config.parameters.items():
-        tensor, heads = found[names[name]], item.gguf_heads
-        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(item.shape)
-        tensors[name] = to_halves(values, heads) if heads else np.ascontiguousarray(values - np.float32(item.offset))
+        tensor, layout = found[names[name]], item.layout
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(file_shape(item.shape))
+        values = layout.columns_back(layout.values(values))[np.argsort(layout.row_index(len(values)))]
+        tensors[name] = np.ascontiguousarray(values.reshape(item.shape))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

@@ -23,6 +23,7 @@ BASE |= {"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
 ORIGINAL = {"original_max_position_embeddings": 64}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 GEMMA = {"head_dim": 128, "query_pre_attn_scalar": 128, "sliding_window": 24, "tie_word_embeddings": True}
 # What config.json says beyond BASE; each of what exporting treats apart is in one of them.
 MODELS: dict[str, dict[str, Any]] = {
@@ -57,6 +58,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
         **GEMMA,
     },
+    "qwen35": {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 5,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        **DELTA,
+    },
+    # Layers in an order of their own, as many key as value heads, another convolution.
+    "qwen35-odd": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        **{**DELTA, "linear_num_key_heads": 6},
+        "linear_conv_kernel_dim": 3,
+    },
     "mistral": {"model_type": "mistral", "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False},
 }
 
@@ -72,8 +91,10 @@ def make_model(directory: Path, stated: dict[str, Any], seed: int = 0, tokenizer
         shape = item.shape
         if name.endswith("norm.weight"):
             values = rng.uniform(0.7, 1.3, shape) - item.offset
-        elif name.endswith(".bias") or "embed" in name or "lm_head" in name:
-            values = rng.normal(0, 0.2, shape)
+        elif name.endswith("A_log"):
+            values = rng.uniform(-3, 1, shape)
+        elif name.endswith(("bias", "conv1d.weight")) or "embed" in name or "lm_head" in name:
+            values = rng.normal(0, 0.4 if "conv1d" in name else 0.2, shape)
         else:
             gain = 1.2 if "q_proj" in name or "k_proj" in name else 0.7
             values = rng.normal(0, gain / shape[1] ** 0.5, shape)

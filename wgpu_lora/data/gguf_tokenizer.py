@@ -33,7 +33,7 @@ _REGEXES = {name: regex for regex, name in NAMES.items()}
 _PRES = {name: name for name in ("gpt-2", "smollm", *_REGEXES)}
 _PRES |= {"default": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 _ADD_BOS = ("llama-bpe", "tekken")
-_NFC = ("qwen2",)  # Qwen's tokenizers use NFC, which llama.cpp does not
+_NFC = ("qwen2", "qwen35")  # Qwen's tokenizers use NFC, which llama.cpp does not
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from gguf import GGMLQuantizationType, Keys
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.gguf_model import Written, check_expressible
 from wgpu_lora.export.merge import check_finite, scaled_factors
-from wgpu_lora.formats.gguf.order import to_neighbours
 from wgpu_lora.formats.gguf.write import Pieces, Tensors, new_gguf, refuse_existing, write_tensors
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.models.files import config_of
@@ -39,9 +38,11 @@ def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
         # llama.cpp multiplies B A by alpha / rank, with the same alpha for all modules. This adapter's scaling may
         # differ (rsLoRA, patterns), so B is stored scaled and divided by alpha / rank.
         factor_b = b * np.float32(len(a) / alpha)
-        heads = config.parameters[own].gguf_heads
-        factor_b = to_neighbours(factor_b, heads) if heads else factor_b
-        for letter, factor in (("a", a), ("b", factor_b)):
+        layout = config.parameters[own].gguf_layout
+        columns = layout.column_index(a.shape[1])
+        factor_a = a if columns is None else a[:, columns]
+        factor_b = factor_b[layout.row_index(len(factor_b))]
+        for letter, factor in (("a", factor_a), ("b", factor_b)):
             check_finite(factor, f"lora_{letter} of {own}")
             tensors[f"{names[own]}.lora_{letter}"] = (factor.shape, [GGMLQuantizationType.F32], _whole(factor))
             count += factor.size

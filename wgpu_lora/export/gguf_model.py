@@ -18,11 +18,11 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export import mix
 from wgpu_lora.export.gguf_vocabulary import read_vocabulary, write_vocabulary
 from wgpu_lora.export.merge import F16_MAX, MergedModel
-from wgpu_lora.formats.gguf.order import to_neighbours
+from wgpu_lora.formats.gguf.layout import file_shape
 from wgpu_lora.formats.gguf.types import nbytes, pack
 from wgpu_lora.formats.gguf.write import Tensors, new_gguf, refuse_existing, write_tensors
 from wgpu_lora.formats.hub import is_gguf
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.config import VECTOR, ModelConfig
 from wgpu_lora.models.gguf import gguf_names
 from wgpu_lora.names.naming import setting
 
@@ -92,20 +92,20 @@ def export_models(
 
     def packed(own: str, targets: Sequence[GGMLQuantizationType]) -> Iterator[list[np.ndarray]]:
         item = config.parameters[own]
-        size = item.shape[0] // item.gguf_heads if item.gguf_heads else 1  # rows of a head
-        for values in merged.pieces(own, size):
-            values = values + np.float32(item.offset) if item.offset else values
+        for rows in merged.pieces(own, item.gguf_layout.row_index(item.shape[0])):
+            values = item.layout.written(rows.reshape(len(rows), *file_shape(item.shape)[1:]))
             for target in targets:
                 _check_range(values, own, target)
-            ordered = to_neighbours(values, len(values) // size) if item.gguf_heads else values
-            of_type = {target: pack(ordered, target) for target in dict.fromkeys(targets)}
+            of_type = {target: pack(values, target) for target in dict.fromkeys(targets)}
             yield [of_type[target] for target in targets]
         events.written(own, next(done), len(merged.shapes))
 
     form, names, tensors = config.gguf(), gguf_names(config), Tensors()
     for own, shape in merged.shapes.items():
-        targets = [mix.tensor_type(config, kind, names[own], shape) for kind in outputs]
-        tensors[names[own]] = (shape, targets, partial(packed, own, targets))
+        stored, targets = file_shape(shape), [GGMLQuantizationType.F32] * len(outputs)
+        if config.parameters[own].kind != VECTOR:
+            targets = [mix.tensor_type(config, kind, names[own], stored) for kind in outputs]
+        tensors[names[own]] = (stored, targets, partial(packed, own, targets))
     for stated, values in form.tensors(config).items():
         whole = [values] * len(outputs)
         tensors[stated] = (values.shape, [GGMLQuantizationType.F32] * len(outputs), partial(iter, [whole]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from wgpu_lora.export.beside import Beside, restate
 from wgpu_lora.export.companions import write_companions
 from wgpu_lora.export.decoded import Decoded
 from wgpu_lora.formats.cards import CARD, card_of_merged
+from wgpu_lora.formats.gguf.layout import gather
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.packed import PackedCheckpoint
 from wgpu_lora.formats.peft import read_adapter
@@ -51,28 +53,29 @@ class MergedModel:
         self._deltas = scaled_factors(adapter, self.config, model) if adapter else {}
         self.shapes = self.config.parameter_shapes()
 
-    def pieces(self, name: str, multiple: int = 1) -> Iterator[np.ndarray]:
-        """Yields the tensor's rows in order, float32 [rows, ...], a multiple of `multiple` at a time.
+    def pieces(self, name: str, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """Yields the tensor's rows, float32 [rows, ...], some at a time; a one-dimensional tensor as a whole.
 
-        A one-dimensional tensor is yielded as a whole.
+        Args:
+            order: the numbers of the rows in the order in which they are wanted.
         """
         shape = self.shapes[name]
         if len(shape) == 1:
             values = self._checkpoint.read_f32(name)
             check_finite(values, name)
-            yield values
+            yield values if order is None else values[order]
             return
-        step = max(1, PIECE // int(np.prod(shape[1:], dtype=np.int64)) // multiple) * multiple
+        step = max(1, PIECE // int(np.prod(shape[1:], dtype=np.int64)))
         for start in range(0, shape[0], step):
-            stop = min(start + step, shape[0])
-            values = self._checkpoint.read_f32(name, start, stop)
+            rows = np.arange(start, min(start + step, shape[0])) if order is None else order[start : start + step]
+            values = gather(partial(self._checkpoint.read_f32, name), rows)
             if name in self._deltas:
                 a, b, *magnitude = self._deltas[name]
                 with np.errstate(over="ignore", invalid="ignore"):  # check_finite reports it
-                    values = values + b[start:stop] @ a
+                    values = values + b[rows] @ a
                     if magnitude:
                         norms = np.sqrt(np.einsum("oi,oi->o", values, values, dtype=np.float64))
-                        gain = np.divide(magnitude[0][start:stop], norms, out=np.ones(len(norms)), where=norms != 0)
+                        gain = np.divide(magnitude[0][rows], norms, out=np.ones(len(norms)), where=norms != 0)
                         values = values * gain.astype(np.float32)[:, None]
             check_finite(values, name)
             yield values

@@ -48,7 +48,7 @@ def _wanted(config: ModelConfig, kind: str, most: GGMLQuantizationType, name: st
     if kind not in ("q4_k_m", "q5_k_m") or not name.startswith("blk."):
         return most
     _, layer, module, _ = name.split(".")
-    if module in ("attn_v", "ffn_down") and _deserves_more(int(layer), config.num_hidden_layers):
+    if module in ("attn_v", "attn_qkv", "ffn_down") and _deserves_more(int(layer), config.num_hidden_layers):
         return Q.Q6_K
     return Q.Q5_K if module == "attn_v" and most == Q.Q4_K and config.gguf().widens_values(config) else most
 

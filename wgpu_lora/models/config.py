@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.gguf.layout import PLAIN_LAYOUT, Layout
 from wgpu_lora.formats.tensor_names import TensorNames
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models import fields
@@ -31,8 +32,8 @@ class Parameter:
         checkpoint's dtype, a `bias` belongs to the matrix of the same module, a `vector` of any shape is stored in
         float32, and a `table` (the embedding and the LM head) in the checkpoint's dtype.
     lora: whether the matrix may have an adapter.
-    gguf: its module in GGUF, within a block, such as 'attn_q'.
-    gguf_heads: the number of heads, if GGUF stores the rows of each head with their halves interleaved.
+    gguf: its module in GGUF, within a block, such as 'attn_q'; its name there if it is neither a weight nor a bias.
+    gguf_layout: how GGUF arranges it.
     offset: what a model adds to the values of a vector, as in norms by (1 + w). Vectors on the device and in GGUF are
         sums, those in checkpoints are not.
     """
@@ -41,8 +42,13 @@ class Parameter:
     kind: str = VECTOR
     lora: bool = False
     gguf: str | None = None
-    gguf_heads: int | None = None
+    gguf_layout: Layout = PLAIN_LAYOUT
     offset: float = 0.0
+
+    @property
+    def layout(self) -> Layout:
+        """How GGUF arranges it, and its offset."""
+        return replace(self.gguf_layout, offset=self.offset)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,10 +30,10 @@ def open_weights(header: Header, config: ModelConfig) -> GGUFCheckpoint:
     """The file's weights under Hugging Face's names. Raises UserError as `GGUFCheckpoint` does."""
     names = gguf_names(config)
     tensors = {
-        name: Stored(names[name], item.shape, item.gguf_heads, item.kind == TABLE, item.offset)
+        name: Stored(names[name], item.shape, item.layout, item.kind == TABLE)
         for name, item in config.parameters.items()
     }
-    return GGUFCheckpoint(header, tensors, config.gguf().passed_over)
+    return GGUFCheckpoint(header, tensors, config.gguf().passed_over(header))
 
 
 def gguf_names(config: ModelConfig) -> dict[str, str]:
@@ -44,7 +44,7 @@ def gguf_names(config: ModelConfig) -> dict[str, str]:
         assert item.gguf is not None, f"{config.architecture} has a GGUF form, but {name} has no name in it"
         inner, kind = name.removeprefix(f"{config.LAYERS}."), name.rpartition(".")[2]
         block = "" if inner == name else f"blk.{inner.partition('.')[0]}."
-        found[name] = f"{block}{item.gguf}.{kind}"
+        found[name] = f"{block}{item.gguf}.{kind}" if kind in ("weight", "bias") else f"{block}{item.gguf}"
     return found
 
 

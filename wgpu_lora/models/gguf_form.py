@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,6 @@ class GGUFForm(ABC, Generic[Config]):
     """How GGUF files with the `general.architecture` `name` describe a model with the config class `Config`."""
 
     name: str  # general.architecture
-    passed_over: ClassVar[str] = ""  # pattern of tensors that are not parameters
     pretokenizer: str | None = None  # default of tokenizer.ggml.pre
 
     @abstractmethod
@@ -31,6 +30,10 @@ class GGUFForm(ABC, Generic[Config]):
         Raises:
             UserError: the metadata are invalid or unsupported.
         """
+
+    def passed_over(self, header: Header) -> str:
+        """A pattern of tensors in a file that are not parameters."""
+        return ""
 
     def read_tensors(self, config: Config, header: Header) -> Config:
         """The config, completed by values that the file stores as tensors."""

@@ -16,9 +16,11 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LETTERS = r"[\p{L}\p{M}]"
 # Regular expression of a byte-level tokenizer's Split -> its name in llama.cpp.
 NAMES = {
     rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}|{_REST}": "qwen2",
+    rf"{_CONTRACTIONS}|{_WORD}{_LETTERS}+|\p{{N}}|{_REST.replace('L}', 'L}' + chr(92) + 'p{M}', 1)}": "qwen35",
     rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}": "llama-bpe",
     rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST.replace('n]*', 'n/]*', 1)}": "tekken",
 }

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import EDGE_BYTES
 from wgpu_lora.formats.gguf.header import Header, TensorInfo
-from wgpu_lora.formats.gguf.order import to_halves
+from wgpu_lora.formats.gguf.layout import PLAIN_LAYOUT, Layout, file_shape, gather
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.packed import Packed
@@ -32,16 +33,13 @@ _GROUP_VALUES = 1 << 16  # values decoded at a time; the library's groups of 16 
 class Stored:
     """A parameter in the file: its name there and its shape.
 
-    heads: the number of heads, if the halves of each head's rows are interleaved (`order`).
     table: an embedding or LM head, which is not quantised on loading.
-    offset: what the file's values are greater than the checkpoint's by.
     """
 
     name: str
     shape: tuple[int, ...]
-    heads: int | None = None
+    layout: Layout = PLAIN_LAYOUT
     table: bool = False
-    offset: float = 0.0
 
 
 class GGUFCheckpoint:
@@ -63,14 +61,14 @@ class GGUFCheckpoint:
         return sorted(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+        return self._stored_as[name].shape
 
     def dtype(self, name: str) -> str:
         """The dtype of `read_raw`: the stored one if it is a float, else 'F32', or 'F16' for an embedding or LM head.
 
         Those stay dense, and the 11 bits of F16 are far finer than any quantisation.
         """
-        if self._stored_as[name].offset:
+        if self._stored_as[name].layout.changes_values:
             return "F32"
         return PLAIN.get(self._tensors[name].kind, "F16" if self._stored_as[name].table else "F32")
 
@@ -83,13 +81,12 @@ class GGUFCheckpoint:
             UserError: the file has been truncated since it was opened, or a value of a table is out of F16's range.
             ValueError: the rows are out of range.
         """
-        if self._stored_as[name].offset:
-            return self.read_f32(name, row_start, row_stop).view(np.uint32)
-        info, rows = self._tensors[name], self._rows(name, row_start, row_stop)
-        if info.kind in PLAIN:
-            return rows.view("<u4" if info.kind == Kind.F32 else "<u2").reshape(-1, *info.shape[1:])
-        values = self._decoded(info, rows)
-        if not self._stored_as[name].table:
+        stored, kind = self._stored_as[name], self._tensors[name].kind
+        if kind in PLAIN and not stored.layout.changes_values:
+            rows = self._rows(name, row_start, row_stop).view("<u4" if kind == Kind.F32 else "<u2")
+            return self._shaped(name, rows)
+        values = self.read_f32(name, row_start, row_stop)
+        if not stored.table:
             return values.view(np.uint32)
         if np.abs(values).max(initial=0) > F16_MAX:
             raise UserError(f"{name} in {self.path} has values beyond F16's range: use another quantisation.")
@@ -98,8 +95,7 @@ class GGUFCheckpoint:
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         """The rows of `read_raw`, decoded to float32."""
         values = self._decoded(self._tensors[name], self._rows(name, row_start, row_stop))
-        offset = self._stored_as[name].offset
-        return values - np.float32(offset) if offset else values
+        return self._shaped(name, self._stored_as[name].layout.values(values))
 
     def packed(self, name: str) -> Packed | None:
         """The tensor if it is stored in a base format; here always None."""
@@ -116,6 +112,12 @@ class GGUFCheckpoint:
             file.seek(max(0, size - EDGE_BYTES))
             sha.update(file.read(EDGE_BYTES))
         return sha.hexdigest()
+
+    def _shaped(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Rows with the checkpoint's order of columns and shape."""
+        stored = self._stored_as[name]
+        rows = stored.layout.columns_back(rows.reshape(len(rows), *file_shape(stored.shape)[1:]))
+        return np.ascontiguousarray(rows).reshape(-1, *stored.shape[1:])
 
     def _decoded(self, info: TensorInfo, rows: np.ndarray) -> np.ndarray:
         """float32 [rows, *shape[1:]] of stored rows."""
@@ -142,13 +144,11 @@ class GGUFCheckpoint:
         stop = count if stop is None else stop
         if not 0 <= start <= stop <= count:
             raise ValueError(f"rows {start}:{stop} of {name}, which has {count}")
-        heads = self._stored_as[name].heads
-        if heads is None or start == stop:
+        layout = self._stored_as[name].layout
+        if layout.rows is None or start == stop:
             return self._stored(name, start, stop)
-        size = count // heads
-        first, last = start // size, -(-stop // size)
-        rows = to_halves(self._stored(name, first * size, last * size), last - first)
-        return rows[start - first * size : stop - first * size]
+        places = np.argsort(layout.row_index(count))[start:stop]
+        return gather(partial(self._stored, name), places)
 
     def _stored(self, name: str, start: int, stop: int) -> np.ndarray:
         info = self._tensors[name]
@@ -164,7 +164,7 @@ def _checked(header: Header, tensors: Mapping[str, Stored], passed_over: re.Patt
     """The tensors by the model's names. Raises UserError (see `GGUFCheckpoint`)."""
     path, found = header.path, {}
     for name, stored in tensors.items():
-        theirs, shape = stored.name, stored.shape
+        theirs, shape = stored.name, file_shape(stored.shape)
         info = header.tensors.get(theirs)
         if info is None:
             raise UserError(f"{theirs} is missing from {path}: download it again, or use another conversion.")

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Self
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.tensor_names import TensorNames
+from wgpu_lora.models.blocks.delta_gguf import DeltaGGUF
 from wgpu_lora.models.blocks.delta_net import DeltaNet, Runs
 from wgpu_lora.models.blocks.gated_attention import GatedAttention
-from wgpu_lora.models.blocks.transformer import Mixer, Transformer
+from wgpu_lora.models.blocks.transformer import MLP_NORM, Mixer, Transformer
 from wgpu_lora.models.config import VECTOR, Parameter
 from wgpu_lora.models.fields import whole
 from wgpu_lora.models.rows import RowInput
@@ -33,6 +34,7 @@ class Qwen35Text(Transformer):
     TRANSFORMERS = "Qwen3_5ForCausalLM"
     QK_NORM = True
     HEAD_DIM = 256
+    GGUF = DeltaGGUF("qwen35", attention_bias=False)
     PARTIAL = 0.25
     NORM_OFFSET = 1.0
     LAYER_PARTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp": ("mlp",), "attention": ("self_attn", "linear_attn")}
@@ -78,6 +80,7 @@ class Qwen35Text(Transformer):
     def layer(self, index: int) -> dict[str, Parameter]:
         found = super().layer(index)
         found = {name: replace(item, offset=1.0) if item.kind == VECTOR else item for name, item in found.items()}
+        found[f"{MLP_NORM}.weight"] = replace(found[f"{MLP_NORM}.weight"], gguf="post_attention_norm")
         name = "self_attn.q_proj.weight"
         if not self.linear_layers[index]:
             out, hidden = found[name].shape

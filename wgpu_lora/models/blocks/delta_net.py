@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from wgpu_lora.formats.gguf.layout import Layout, Tiled
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.block import Block
 from wgpu_lora.models.cache import CacheTensor
@@ -62,17 +63,19 @@ class DeltaNet:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def parameters(self) -> dict[str, Parameter]:
-        hidden, values = self.hidden_size, self.value_heads * self.value_dim
+        hidden, heads, values = self.hidden_size, self.value_heads, self.value_heads * self.value_dim
+        order = Tiled(self.key_heads, heads)
+        dealt, mixed = Layout(order), Layout(replace(order, start=2 * self.key_heads * self.key_dim))
         found = {
-            "dt_bias": Parameter((self.value_heads,)),
-            "A_log": Parameter((self.value_heads,)),
-            "conv1d.weight": Parameter((self.columns, 1, self.taps)),
-            "norm.weight": Parameter((self.value_dim,)),
-            "in_proj_qkv.weight": Parameter((self.columns, hidden), MATRIX, True),
-            "in_proj_z.weight": Parameter((values, hidden), MATRIX, True),
-            "in_proj_b.weight": Parameter((self.value_heads, hidden), KEPT, True),
-            "in_proj_a.weight": Parameter((self.value_heads, hidden), KEPT, True),
-            "out_proj.weight": Parameter((hidden, values), MATRIX, True),
+            "dt_bias": Parameter((heads,), gguf="ssm_dt.bias", gguf_layout=dealt),
+            "A_log": Parameter((heads,), gguf="ssm_a", gguf_layout=Layout(order, negative_exp=True)),
+            "conv1d.weight": Parameter((self.columns, 1, self.taps), gguf="ssm_conv1d", gguf_layout=mixed),
+            "norm.weight": Parameter((self.value_dim,), gguf="ssm_norm"),
+            "in_proj_qkv.weight": Parameter((self.columns, hidden), MATRIX, True, "attn_qkv", mixed),
+            "in_proj_z.weight": Parameter((values, hidden), MATRIX, True, "attn_gate", dealt),
+            "in_proj_b.weight": Parameter((heads, hidden), KEPT, True, "ssm_beta", dealt),
+            "in_proj_a.weight": Parameter((heads, hidden), KEPT, True, "ssm_alpha", dealt),
+            "out_proj.weight": Parameter((hidden, values), MATRIX, True, "ssm_out", Layout(columns=order)),
         }
         return {f"{self.name}.{name}": item for name, item in found.items()}
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from gguf import GGUFWriter
 
-from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.header import Header
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 
@@ -24,11 +23,7 @@ class GemmaGGUF(TransformerGGUF):
         d = super().fields(header)
         if d is None:
             return None
-        window = self._number(header, "attention.sliding_window")
-        if window is None:
-            raise UserError(
-                f"{header.path} does not state {self.name}.attention.sliding_window: use another conversion of it."
-            )
+        window = self._required(header, "attention.sliding_window")
         d |= {"sliding_window": window, "query_pre_attn_scalar": self._scalar(d)}
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             if (cap := self._number(header, name)) is not None:

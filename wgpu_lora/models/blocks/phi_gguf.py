@@ -22,7 +22,6 @@ SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 
 
 class PhiGGUF(TransformerGGUF):
-    passed_over = r"rope_factors_(short|long)\.weight"
     least_tensors = 6
 
     def fields(self, header: Header) -> dict[str, Any] | None:
@@ -48,6 +47,9 @@ class PhiGGUF(TransformerGGUF):
 
     def rotated(self, header: Header, head_dim: Any) -> Any:
         return head_dim  # a part of it, which `fields` reads
+
+    def passed_over(self, header: Header) -> str:
+        return r"rope_factors_(short|long)\.weight"
 
     def read_tensors(self, config: Transformer, header: Header) -> Transformer:
         scaling = config.rope_scaling

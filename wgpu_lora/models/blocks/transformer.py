@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.gguf.layout import PLAIN_LAYOUT, Layout, Neighbours
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.block import Block
 from wgpu_lora.models.blocks.attention import Attention, KeyRanges
@@ -23,7 +24,7 @@ from wgpu_lora.ops.elementwise import residual
 ATTENTION_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
 
 
-Linears = tuple[tuple[str, tuple[int, int], bool, str, int | None], ...]  # module, shape, bias, GGUF's name, heads
+Linears = tuple[tuple[str, tuple[int, int], bool, str, Layout], ...]  # module, shape, bias, its form in GGUF
 
 
 class Biases(NamedTuple):
@@ -183,29 +184,31 @@ class Transformer(ModelConfig):
     def layer(self, index: int) -> dict[str, Parameter]:
         hidden, inner, kv_heads = self.hidden_size, self.intermediate_size, self.num_key_value_heads
         q, kv = self.num_attention_heads * self.head_dim, kv_heads * self.head_dim
-        heads, kv_rotated = (self.num_attention_heads, kv_heads) if self.GGUF_INTERLEAVES else (None, None)
+        turned, kv_turned = PLAIN_LAYOUT, PLAIN_LAYOUT
+        if self.GGUF_INTERLEAVES:
+            turned, kv_turned = Layout(Neighbours(self.num_attention_heads)), Layout(Neighbours(kv_heads))
         found = {f"{ATTENTION_NORM}.weight": Parameter((hidden,), gguf="attn_norm")}
         qkv: Linears = (
-            ("self_attn.q_proj", (q, hidden), self.attention_bias, "attn_q", heads),
-            ("self_attn.k_proj", (kv, hidden), self.attention_bias, "attn_k", kv_rotated),
-            ("self_attn.v_proj", (kv, hidden), self.attention_bias, "attn_v", None),
+            ("self_attn.q_proj", (q, hidden), self.attention_bias, "attn_q", turned),
+            ("self_attn.k_proj", (kv, hidden), self.attention_bias, "attn_k", kv_turned),
+            ("self_attn.v_proj", (kv, hidden), self.attention_bias, "attn_v", PLAIN_LAYOUT),
         )
         gate_up: Linears = (
-            ("mlp.gate_proj", (inner, hidden), self.mlp_bias, "ffn_gate", None),
-            ("mlp.up_proj", (inner, hidden), self.mlp_bias, "ffn_up", None),
+            ("mlp.gate_proj", (inner, hidden), self.mlp_bias, "ffn_gate", PLAIN_LAYOUT),
+            ("mlp.up_proj", (inner, hidden), self.mlp_bias, "ffn_up", PLAIN_LAYOUT),
         )
         if self.FUSED:
-            qkv = (("self_attn.qkv_proj", (q + 2 * kv, hidden), self.attention_bias, "attn_qkv", None),)
-            gate_up = (("mlp.gate_up_proj", (2 * inner, hidden), self.mlp_bias, "ffn_up", None),)
-        for module, shape, bias, gguf, rotated in (
+            qkv = (("self_attn.qkv_proj", (q + 2 * kv, hidden), self.attention_bias, "attn_qkv", PLAIN_LAYOUT),)
+            gate_up = (("mlp.gate_up_proj", (2 * inner, hidden), self.mlp_bias, "ffn_up", PLAIN_LAYOUT),)
+        for module, shape, bias, gguf, layout in (
             *qkv,
-            ("self_attn.o_proj", (hidden, q), self.attention_output_bias, "attn_output", None),
+            ("self_attn.o_proj", (hidden, q), self.attention_output_bias, "attn_output", PLAIN_LAYOUT),
             *gate_up,
-            ("mlp.down_proj", (hidden, inner), self.mlp_bias, "ffn_down", None),
+            ("mlp.down_proj", (hidden, inner), self.mlp_bias, "ffn_down", PLAIN_LAYOUT),
         ):
-            found[f"{module}.weight"] = Parameter(shape, MATRIX, True, gguf, rotated)
+            found[f"{module}.weight"] = Parameter(shape, MATRIX, True, gguf, layout)
             if bias:
-                found[f"{module}.bias"] = Parameter(shape[:1], BIAS, gguf=gguf, gguf_heads=rotated)
+                found[f"{module}.bias"] = Parameter(shape[:1], BIAS, gguf=gguf, gguf_layout=layout)
         if self.qk_norm:
             found["self_attn.q_norm.weight"] = Parameter((self.head_dim,), gguf="attn_q_norm")
             found["self_attn.k_norm.weight"] = Parameter((self.head_dim,), gguf="attn_k_norm")

@@ -59,7 +59,6 @@ class TransformerGGUF(GGUFForm[Transformer]):
     split_heads: bool = True
     pretokenizer: str | None = None
     least_tensors: ClassVar[int] = 9  # per layer
-    passed_over = r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight"  # read_tensors reads the first
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -69,13 +68,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
         if self.windowed is not None and self.windowed != bool(window and not any(biases.values())):
             return None
 
-        def required(key: str) -> int | float:
-            value = self._number(header, key)
-            if value is None:
-                raise UserError(f"{path} does not state {self.name}.{key}: use another conversion of the model.")
-            return value
-
-        d: dict[str, Any] = {name: required(key) for name, key in _FIELDS.items()}
+        d: dict[str, Any] = {name: self._required(header, key) for name, key in _FIELDS.items()}
         if self._number(header, "expert_count"):
             raise UserError(f"{path} is a mixture of experts, which is not supported: use a dense model.")
         # Checked before anything is created per layer.
@@ -100,6 +93,12 @@ class TransformerGGUF(GGUFForm[Transformer]):
 
     def _number(self, header: Header, key: str, default: Any = None) -> Any:
         return header.number(f"{self.name}.{key}", default)
+
+    def _required(self, header: Header, key: str) -> Any:
+        value = self._number(header, key)
+        if value is None:
+            raise UserError(f"{header.path} does not state {self.name}.{key}: use another conversion of the model.")
+        return value
 
     def _biases(self, header: Header) -> dict[str, bool]:
         """The biases of config.json, from the first layer's tensors. `GGUFCheckpoint` checks the others."""
@@ -155,6 +154,9 @@ class TransformerGGUF(GGUFForm[Transformer]):
             if self._number(header, f"rope.scaling.{key}", neutral) not in (neutral, -1):
                 raise UserError(f"{self.name}.rope.scaling.{key} in {header.path} is not supported: use another model.")
         return rope
+
+    def passed_over(self, header: Header) -> str:
+        return r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight"  # read_tensors reads the first
 
     def read_tensors(self, config: Transformer, header: Header) -> Transformer:
         """Adds the frequency factors that llama.cpp's converter writes for llama3 scaling."""
