@@ -27,14 +27,15 @@ from wgpu_lora.train.options.recipes import find_recipe
 def of_demo(place: Path) -> Chain:
     """The chain with the demo model, and made-up rows of the published counts."""
     text = find_recipe("persona").read_text()
-    text = text.replace("Qwen/Qwen3-0.6B", "demo").replace('"persona-data"', f'"{place / "rows"}"')
+    assert 'model = "Qwen/Qwen3.5-9B"' in text
+    text = text.replace('"persona-data"', f'"{place / "rows"}"')
     (place / "persona.toml").write_text(text)
     (place / "rows").mkdir()
     chats = [{"messages": [*chat(f"question {i}", f"answer {i}")]} for i in range(1886)]
     pairs = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(180)]
     write_jsonl(place / "rows" / "chats.jsonl", *chats)
     write_jsonl(place / "rows" / "pairs.jsonl", *pairs)
-    return read_chain(str(place / "persona.toml"), str(place / "out"))
+    return read_chain(str(place / "persona.toml"), str(place / "out"), model="demo")
 
 
 def test_the_published_steps(tmp_path: Path, device: Device) -> None:

@@ -68,7 +68,7 @@ def test_every_architecture(tmp_path: Path, name: str, kind: str) -> None:
     assert relative_error(stored, original) < 2 * ROUNDING[kind]  # random weights, where nothing averages out
 
 
-@pytest.mark.parametrize("name", ["demo", "qwen2", "llama-llama3", "mistral", "phi", "gemma3"])
+@pytest.mark.parametrize("name", ["demo", "qwen2", "llama-llama3", "mistral", "phi", "gemma3", "qwen35"])
 def test_adapters_merged_and_alone(tmp_path: Path, name: str) -> None:
     model = DEMO if name == "demo" else make_model(tmp_path / "model", MODELS[name])
     # What GGUF has no words for: rsLoRA, and ranks and alphas by module.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
 from llama_cpp_helpers import tensor_types
-from support.gguf_models import DEMO, make_model
+from support.gguf_models import DEMO, MODELS, make_model
 
 from wgpu_lora.export.gguf_model import export_model
 from wgpu_lora.export.mix import FILE_TYPES
@@ -22,6 +22,8 @@ MIXED: dict[str, dict[str, Any]] = {
     "demo": {},  # rows of 192, which are no whole super-blocks, and of 512
     "untied": {"model_type": "qwen2", "num_hidden_layers": 11, "tie_word_embeddings": False},
     "odd": {"model_type": "llama", "hidden_size": 96, "intermediate_size": 272, "num_hidden_layers": 3},
+    "qwen35": {**MODELS["qwen35"], "num_hidden_layers": 9, "intermediate_size": 768},
+    "phi": {**MODELS["phi"], "num_hidden_layers": 9},
     "70b": {"model_type": "llama", "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 80},
 }
 

@@ -43,7 +43,8 @@ def windowless(architecture: str, directory: Path) -> Path:
     else:
         config |= {"sliding_window": None, "use_sliding_window": False}
     for name in ("layer_types", "no_rope_layers", "no_rope_layer_interval"):
-        config.pop(name, None)
+        if "qwen3_5" not in architecture:
+            config.pop(name, None)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 

@@ -56,6 +56,25 @@ def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows[order]
 
 
+def delta_net(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    """A tensor of Qwen3.5's delta nets as llama.cpp has it: value heads in turns of the key heads, written out."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    order = [key * heads // keys + turn for turn in range(heads // keys) for key in range(keys)]
+
+    def ordered(rows: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.split(rows, heads)[head] for head in order])
+
+    kind = name.removeprefix("model.layers.").partition("linear_attn.")[2]
+    if kind.startswith(("in_proj_qkv", "conv1d")):
+        values, start = values.reshape(len(values), -1), 2 * keys * config["linear_key_head_dim"]
+        return np.concatenate([values[:start], ordered(values[start:])])
+    if kind.startswith("out_proj"):
+        return np.ascontiguousarray(ordered(values.T).T)
+    if kind == "A_log":
+        return -np.exp(ordered(values))
+    return ordered(values) if kind.startswith(("in_proj_", "dt_bias")) else values
+
+
 def stored(values: np.ndarray, kind: Kind) -> np.ndarray:
     """Values as GGUF holds them; vectors stay F32, as llama.cpp's converter leaves them."""
     if values.ndim == 1 or kind == Kind.F32:
@@ -83,7 +102,7 @@ def write_gguf(
         leave_out: a tensor's name in GGUF.
     """
     config = json.loads((directory / "config.json").read_text())
-    named = {"mistral": "llama", "gemma3_text": "gemma3"}
+    named = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_5_text": "qwen35"}
     architecture, gemma = named.get(config["model_type"], config["model_type"]), "gemma" in config["model_type"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     rope = config.get("rope_parameters") or config
@@ -101,7 +120,14 @@ def write_gguf(
     }
     if rope.get("rope_type") == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
-    if "partial_rotary_factor" in rope:
+    if architecture == "qwen35":
+        keys["rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
+        of_sizes = {"conv_kernel": "conv_kernel_dim", "state_size": "key_head_dim", "group_count": "num_key_heads"}
+        of_sizes["time_step_rank"] = "num_value_heads"
+        keys |= {f"ssm.{key}": config[f"linear_{name}"] for key, name in of_sizes.items()}
+        keys["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        keys["full_attention_interval"] = config["num_hidden_layers"]
+    elif "partial_rotary_factor" in rope:
         keys["rope.dimension_count"] = int(config["hidden_size"] // heads * rope["partial_rotary_factor"])
         keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
         scale = config["max_position_embeddings"] / config["original_max_position_embeddings"]
@@ -126,8 +152,9 @@ def write_gguf(
     if config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
     for name, values in tensors.items():
-        theirs = names.get_name(name, (".weight", ".bias")) or name
-        if gemma and name.endswith("norm.weight"):
+        theirs = names.get_name(name.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")) or name
+        values = delta_net(name, values, config) if "linear_attn" in name else values
+        if (gemma or architecture == "qwen35") and "linear_attn" not in name and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if theirs == leave_out:
             continue

@@ -98,6 +98,10 @@ def make_model(directory: Path, stated: dict[str, Any], seed: int = 0, tokenizer
         else:
             gain = 1.2 if "q_proj" in name or "k_proj" in name else 0.7
             values = rng.normal(0, gain / shape[1] ** 0.5, shape)
+        if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+            # Queries like keys: the output of a head is normed, so that rounding tells all where they are orthogonal.
+            keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+            values[:keys] = values[keys : 2 * keys] + 0.3 * values[:keys]
         tensors[name] = values.astype(np.float16)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     for file in TOKENIZER_FILES:

@@ -107,7 +107,7 @@ def test_chains_say_so_too(name: str, capsys: pytest.CaptureFixture[str]) -> Non
         *[(f"wallclock-0.5b-{name}", "qwen2.5-0.5b", 270_336) for name in ("15m", "30m", "60m")],
         *[(f"wallclock-7b-{name}", "qwen2.5-7b", 1_261_568) for name in ("3m", "15m", "30m", "h100")],
         ("persona-sft", "qwen3-0.6b", 40_370_176),
-        ("persona-sft", "qwen3-8b", 174_587_904),
+        ("persona-sft", "qwen3.5-9b", 173_113_344),
     ],
 )
 def test_trained_parameters(recipe: str, shape: str, trained: int) -> None:

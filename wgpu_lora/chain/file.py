@@ -42,11 +42,13 @@ class Chain:
     links: tuple[Link, ...]
 
 
-def read_chain(name: str, output: str | None = None, device: str | None = None) -> Chain:
+def read_chain(
+    name: str, output: str | None = None, device: str | None = None, model: str | None = None
+) -> Chain:
     """Read and check a chain: a file, or the name of a bundled one.
 
     Args:
-        output: instead of the file's. device: of the stages that use one.
+        output, model: instead of the file's. device: of the stages that use one.
 
     Raises:
         UserError: the file cannot be read, or a stage or an option is not known or invalid.
@@ -64,7 +66,7 @@ def read_chain(name: str, output: str | None = None, device: str | None = None) 
     for key in values:
         if key not in OWN:
             raise UserError(f"{where} has no option '{key:.60}': its options are {listed([*OWN[:2]])}, then stages.")
-    place, model = output or values.get("output", path.stem), values.get("model")
+    place, model = output or values.get("output", path.stem), model or values.get("model")
     for key, value in (("output", place), ("model", model)):
         if value is not None and not (isinstance(value, str) and value.strip()):
             raise UserError(f"{where}: '{key}' is {value!r:.60}, but must be text.")

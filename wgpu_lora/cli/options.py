@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -134,6 +134,8 @@ def training_options(run: Callable[..., int], instead: Instead | None = None) ->
         beside = _first_checkpoint(**values) if own_data and given.get("resume") else None
         demo = not (own_data or values.get("shape"))
         args, path = gather(given, recipe, "The command line", demo, beside)
+        if values.get("shape"):  # which stands for the model and the data of a recipe
+            args = replace(args, **dict.fromkeys({"model", "data", "eval_data"} - given.keys()))
         note_idle(given, args)
         note = None
         if path is not None:

@@ -31,6 +31,9 @@ def run_chain(
         ),
     ],
     output: Annotated[str | None, typer.Option(help="Directory of all results; by default, the file's.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model of all stages that name none; by default, the file's.")
+    ] = None,
     start: Annotated[
         str | None,
         typer.Option("--from", help="Run this stage and those after it again, and none before it.", metavar="STAGE"),
@@ -49,14 +52,16 @@ def run_chain(
     from wgpu_lora.chain.run import run, standings
     from wgpu_lora.chain.stage import EndedEarlyError
 
-    found = read_chain(chain, output, device)
+    found = read_chain(chain, output, device, model)
     if listing:
         _list(standings(found, start))
         return 0
     try:
         run(found, _Shown(found), start)
     except (EndedEarlyError, KeyboardInterrupt) as error:
-        again = [program(), "run", chain, *(("--output", output) if output else ())]
+        again = [program(), "run", chain]
+        for name, value in (("--output", output), ("--model", model)):
+            again += [name, value] if value else []
         line("continue", shlex.join(again), whole=True)
         if isinstance(error, EndedEarlyError):
             return error.code

@@ -24,7 +24,7 @@ _ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "
 _ENDS |= {"</s>", "<｜end▁of▁sentence｜>"}
 # Limits for rebuilding merges, which looks at every split of every token.
 _MAX_SPLITS, _MAX_TOKEN = 1 << 21, 1024
-# The largest vocabulary of a supported architecture has 152,000 tokens, and Llama 3 has two merges per token.
+# The largest vocabulary of a supported architecture has 262,208 tokens, and Llama 3 has two merges per token.
 _MAX_TOKENS, _MERGES_A_TOKEN = 320_000, 3
 _SPACE = "▁"
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

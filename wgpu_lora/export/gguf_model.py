@@ -22,6 +22,7 @@ from wgpu_lora.formats.gguf.layout import file_shape
 from wgpu_lora.formats.gguf.types import nbytes, pack
 from wgpu_lora.formats.gguf.write import Tensors, new_gguf, refuse_existing, write_tensors
 from wgpu_lora.formats.hub import is_gguf
+from wgpu_lora.formats.tensor_names import note_of_skipped
 from wgpu_lora.models.config import VECTOR, ModelConfig
 from wgpu_lora.models.gguf import gguf_names
 from wgpu_lora.names.naming import setting
@@ -119,7 +120,8 @@ def export_models(
             form.write(config, writer)
             write_vocabulary(writer, vocabulary)
         write_tensors(writers, tensors)
-    notes = (*form.notes(config), *vocabulary.notes)
+    others = merged.beside.specs()
+    notes = (*form.notes(config), *vocabulary.notes, *([note_of_skipped(others)] if others else []))
     found = {}
     for number, (kind, output) in enumerate(outputs.items()):
         tensor_bytes = sum(nbytes(shape, targets[number]) for shape, targets, _ in tensors.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gguf import GGUFWriter
 
@@ -10,9 +10,6 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.header import Header
 from wgpu_lora.models.blocks.delta_net import L2_EPS
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
-
-if TYPE_CHECKING:
-    from wgpu_lora.models.architectures.qwen3_5 import Qwen35Text
 
 # Of the rotated pairs, those that turn with time, height and width in images. For text all turn with the position.
 _SECTIONS = [11, 11, 10, 0]
@@ -30,7 +27,8 @@ class DeltaGGUF(TransformerGGUF):
         d = super().fields(header)
         if d is None:
             return None
-        d["num_hidden_layers"] -= self._predicting(header)
+        blocks = d["num_hidden_layers"]
+        d["num_hidden_layers"] = layers = blocks - self._predicting(header)
         for name, key in _SIZES.items():
             d[name] = self._required(header, key)
         inner, heads = self._required(header, "ssm.inner_size"), d["linear_num_value_heads"]
@@ -42,12 +40,12 @@ class DeltaGGUF(TransformerGGUF):
         d["linear_value_head_dim"] = inner // heads
         rotated = self._number(header, "rope.dimension_count", d["head_dim"])
         d["rope_parameters"]["partial_rotary_factor"] = rotated / d["head_dim"] if d["head_dim"] else 1.0
-        kinds = header.numbers(f"{self.name}.{_RECURRENT}", d["num_hidden_layers"] + self._predicting(header))
+        kinds = header.numbers(f"{self.name}.{_RECURRENT}", blocks)
         if kinds is None:
             d["full_attention_interval"] = self._number(header, "full_attention_interval", 4)
         else:
-            kinds = kinds[: d["num_hidden_layers"]]
-            d["layer_types"] = ["linear_attention" if kind else "full_attention" for kind in kinds.tolist()]
+            named = ["linear_attention" if kind else "full_attention" for kind in kinds.tolist()]
+            d["layer_types"] = named[: int(layers)]
         return d
 
     def rotated(self, header: Header, head_dim: Any) -> Any:
@@ -69,23 +67,22 @@ class DeltaGGUF(TransformerGGUF):
         return int(count)
 
     def refusal(self, config: Any) -> str | None:
-        own: Qwen35Text = config
-        if own.linear_key_head_dim != own.linear_value_head_dim:
-            return f"keys of {own.linear_key_head_dim} and values of {own.linear_value_head_dim} in its delta nets"
-        if own.rms_norm_eps != L2_EPS:
-            return f"an rms_norm_eps of {own.rms_norm_eps:g}, which is also that of the keys' norms"
+        keys, values = config.linear_key_head_dim, config.linear_value_head_dim
+        if keys != values:
+            return f"keys of {keys} and values of {values} in its delta nets"
+        if config.rms_norm_eps != L2_EPS:
+            return f"an rms_norm_eps of {config.rms_norm_eps:g}, which is also that of the keys' norms"
         return super().refusal(config)
 
     def write(self, config: Any, writer: GGUFWriter) -> None:
         super().write(config, writer)
-        own: Qwen35Text = config
         for name, key in _SIZES.items():
-            writer.add_uint32(f"{self.name}.{key}", getattr(own, name))
-        writer.add_ssm_inner_size(own.linear_num_value_heads * own.linear_value_head_dim)
+            writer.add_uint32(f"{self.name}.{key}", getattr(config, name))
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
         writer.add_rope_dimension_sections(_SECTIONS)
-        every = interval(own.linear_layers)
+        every = interval(config.linear_layers)
         if every is None:
-            writer.add_array(f"{self.name}.{_RECURRENT}", list(own.linear_layers))
+            writer.add_array(f"{self.name}.{_RECURRENT}", list(config.linear_layers))
         else:
             writer.add_full_attention_interval(every)
 
