@@ -280,6 +280,10 @@ def test_plan_of_a_shape(run: Run, data: Path, monkeypatch: pytest.MonkeyPatch):
     assert "not known: choose one of" in refused(run("plan", "--shape", "qwen"))
     assert "--data and --shape exclude each other" in refused(run("plan", *shape, "--data", data))
     assert "leave out --adapters" in refused(run("plan", *shape, "--adapters", f"{data}:x"))
+    # It stands for the model and the data that a recipe names, but not for those that are given.
+    recipe = ["--recipe", "persona-sft", "--shape", "qwen2.5-0.5b", "--max-length", "64"]
+    assert "rank 64 on all-linear: 35,192,832 trained parameters" in run("plan", *recipe).out
+    assert "--model and --shape exclude each other" in refused(run("plan", *recipe, "--model", "demo"))
 
 
 def test_advice_leaves_out_what_the_device_cannot_bind():

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.gguf_models import make_adapter, make_model, read, small, values
+from support.gguf_models import changed, make_adapter, make_model, read, small, values
 from support.models import full_logits
 
 from wgpu_lora.errors import UserError
@@ -44,33 +44,6 @@ def logits(path: Path, device: Device) -> np.ndarray:
 def assert_same_logits(device: Device, found: Path, expected: Path) -> None:
     theirs = logits(expected, device)
     np.testing.assert_allclose(logits(found, device), theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
-
-
-def changed(path: Path, output: Path, changes: dict[str, Any]) -> Path:
-    """A copy of a file with other metadata (None: without), and an empty array for a key that is an empty list."""
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(output, "qwen35")
-    for key, field in reader.fields.items():
-        kind = field.types[0] if field.types else None
-        if kind is None or key.startswith("GGUF.") or key == "general.architecture" or key in changes:
-            continue
-        if kind == gguf.GGUFValueType.ARRAY:
-            writer.add_array(key, field.contents())
-        else:
-            writer.add_key_value(key, field.contents(), kind)
-    for key, value in changes.items():
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif value is not None:
-            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-            add[type(value)](key, value)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return output
 
 
 def test_orders() -> None:

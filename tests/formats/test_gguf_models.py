@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from support.gguf_models import make_adapter, read, small, values
+from safetensors.numpy import load_file, save_file
+from support.gguf_models import changed, make_adapter, read, small, values
 from support.models import full_logits
 
 from wgpu_lora.errors import UserError
@@ -74,6 +75,57 @@ def test_longrope_of_phi(device: Device, tmp_path: Path) -> None:
         merge_adapter(base, adapter, tmp_path / f"merged{len(base.suffix)}", "f32")
     found, expected = (logits(tmp_path / f"merged{kind}", device) for kind in (5, 0))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+MINISTRAL = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
+
+
+def test_ministral3(device: Device, tmp_path: Path) -> None:
+    """Queries scaled by position; yarn's factor also as llama.cpp's converter states it."""
+    alike = {"mscale": 1.0, "mscale_all_dim": 1.0}
+    model = small(tmp_path / "model", "ministral3", rope_parameters={**MINISTRAL, **alike}, head_dim=16)
+    export_model(model, tmp_path / "f16.gguf", "f16")
+    facts, _ = read(tmp_path / "f16.gguf")
+    assert facts["mistral3.attention.temperature_scale"] == pytest.approx(0.3)
+    assert facts["mistral3.rope.scaling.original_context_length"] == 16
+    before = load_config(model)
+    stated = {"mistral3.rope.scaling.yarn_log_multiplier": 1.0, "mistral3.rope.scaling.attn_factor": None}
+    converted = changed(tmp_path / "f16.gguf", tmp_path / "converted.gguf", stated)
+    expected = logits(model, device)
+    for path in (tmp_path / "f16.gguf", converted):
+        again = config_of(path)
+        assert again.rope_scaling.attention_factor == pytest.approx(1.0)
+        scaling = replace(again.rope_scaling, attention_factor=1.0)
+        assert replace(again, eos_token_ids=before.eos_token_ids, rope_scaling=scaling) == before
+        np.testing.assert_allclose(logits(path, device), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    adapter = make_adapter(tmp_path / "adapter", model)
+    for base, name in ((model, "a"), (converted, "b")):
+        merge_adapter(base, adapter, tmp_path / name, "f32")
+    expected = logits(tmp_path / "a", device)
+    np.testing.assert_allclose(logits(tmp_path / "b", device), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_mistral3_without_a_scale_is_mistral(device: Device, tmp_path: Path) -> None:
+    text = small(tmp_path / "text", "mistral", sliding_window=None, tie_word_embeddings=False)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    stated = {"model_type": "mistral3", "text_config": json.loads((text / "config.json").read_text())}
+    (whole / "config.json").write_text(json.dumps(stated | {"vision_config": {}}))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (whole / file).write_bytes((text / file).read_bytes())
+    tensors = {f"language_model.{name}": values for name, values in load_file(text / "model.safetensors").items()}
+    tensors["vision_tower.w"] = np.zeros(3, np.float32)
+    save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+    written = export_model(whole, tmp_path / "f16.gguf", "f16")
+    assert any("text part" in note for note in written.notes)
+    assert read(tmp_path / "f16.gguf")[0]["general.architecture"] == "mistral3"
+    again, before = config_of(tmp_path / "f16.gguf"), load_config(text)
+    assert replace(again, eos_token_ids=before.eos_token_ids) == before
+    expected = logits(text, device)
+    np.testing.assert_allclose(
+        logits(tmp_path / "f16.gguf", device), expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,13 @@ from wgpu_lora.models.architectures import load_config
 from wgpu_lora.tokens.pretokenizers import splitting_of
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-# As they stand in the tokenizer.json of Qwen2.5, Llama 3 and Mistral Nemo.
+# As they stand in the tokenizer.json of Qwen2.5, Qwen3.5, Llama 3 and Mistral Nemo.
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
 )
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -61,6 +65,7 @@ DIGITS = {"type": "Digits", "individual_digits": True}
 GPT2 = {**BYTES, "use_regex": True}
 KNOWN: dict[str, tuple[dict[str, Any], tuple[str, str, bool, int]]] = {
     "qwen2": (stated(split(QWEN2), BYTES, normalizers=[{"type": "NFC"}]), ("gpt2", "qwen2", False, 0)),
+    "qwen35": (stated(split(QWEN35), BYTES, normalizers=[{"type": "NFC"}]), ("gpt2", "qwen35", False, 0)),
     "llama3": (stated(split(LLAMA3), BYTES, ignore_merges=True), ("gpt2", "llama-bpe", False, 0)),
     "llama3 merging": (stated(split(LLAMA3), BYTES), ("gpt2", "llama-bpe", False, 0)),
     "llama3 unreachable": (

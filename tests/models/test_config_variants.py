@@ -67,6 +67,9 @@ def test_queries_of_ministral_are_scaled_by_position():
     np.testing.assert_allclose(of_queries, plain * scale[:, None, None], rtol=1e-6)
     whole = parse_config({"model_type": "mistral3", "text_config": {**BASE, "model_type": "mistral"}})
     assert (len(whole.tables()), whole.path(0)) == (1, "model.language_model.layers.0")
+    plain = parse_config({**BASE, "model_type": "mistral"})  # whose defaults are others than ministral3's
+    for name in ("head_dim", "rms_norm_eps", "rope_theta", "sliding_windows", "max_position_embeddings"):
+        assert getattr(whole, name) == getattr(plain, name), name
     types = ["full_attention"] * 2 + ["sliding_attention"]
     assert config(model_type="ministral", layer_types=types).sliding_windows == (None, None, 4096)
 

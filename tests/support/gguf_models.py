@@ -76,6 +76,16 @@ MODELS: dict[str, dict[str, Any]] = {
         **{**DELTA, "linear_num_key_heads": 6},
         "linear_conv_kernel_dim": 3,
     },
+    # Queries by position, from 64 tokens on, and yarn's factor with mscale_all_dim, which makes it 1.
+    "ministral3": {
+        "model_type": "ministral3",
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            **{**YARN, **ORIGINAL, "rope_theta": 1e6},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+    },
     "mistral": {"model_type": "mistral", "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False},
 }
 
@@ -138,3 +148,29 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def values(tensor: Any) -> np.ndarray:
     """A tensor of `read`'s, in float32 and the order of rows and columns."""
     return gguf.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1])
+
+
+def changed(path: Path, output: Path, changes: dict[str, Any]) -> Path:
+    """A copy of a GGUF file with other metadata; None leaves a key out."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(output, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture" or key in changes:
+            continue
+        if field.types[0] == gguf.GGUFValueType.ARRAY:
+            writer.add_array(key, field.contents())
+        else:
+            writer.add_key_value(key, field.contents(), field.types[0])
+    for key, value in changes.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add[type(value)](key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return output

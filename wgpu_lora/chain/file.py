@@ -42,9 +42,7 @@ class Chain:
     links: tuple[Link, ...]
 
 
-def read_chain(
-    name: str, output: str | None = None, device: str | None = None, model: str | None = None
-) -> Chain:
+def read_chain(name: str, output: str | None = None, device: str | None = None, model: str | None = None) -> Chain:
     """Read and check a chain: a file, or the name of a bundled one.
 
     Args:

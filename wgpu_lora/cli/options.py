@@ -135,7 +135,8 @@ def training_options(run: Callable[..., int], instead: Instead | None = None) ->
         demo = not (own_data or values.get("shape"))
         args, path = gather(given, recipe, "The command line", demo, beside)
         if values.get("shape"):  # which stands for the model and the data of a recipe
-            args = replace(args, **dict.fromkeys({"model", "data", "eval_data"} - given.keys()))
+            unset: dict[str, Any] = dict.fromkeys({"model", "data", "eval_data"} - given.keys())
+            args = replace(args, **unset)
         note_idle(given, args)
         note = None
         if path is not None:

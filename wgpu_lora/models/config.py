@@ -103,6 +103,11 @@ class ModelConfig(ABC):
             UserError: a field is missing, invalid or unsupported.
         """
 
+    @classmethod
+    def defaults(cls, d: Mapping[str, Any]) -> Mapping[str, Any]:
+        """DEFAULTS, where config.json's content determines them."""
+        return cls.DEFAULTS
+
     @abstractmethod
     def layer(self, index: int) -> Mapping[str, Parameter]:
         """The parameters of a layer by their names in it ('self_attn.q_proj.weight'), in a fixed order.

@@ -22,7 +22,7 @@ def config_fields(header: Header) -> dict[str, Any]:
     name = _general_architecture(header)
     for model_type, kind in ARCHITECTURES.items():
         if kind.GGUF is not None and kind.GGUF.name == name and (found := kind.GGUF.fields(header)) is not None:
-            return {"model_type": model_type, **found}
+            return {"model_type": model_type, **found}  # which may name another class for files of the same name
     raise UserError(f"{header.path} is a variant of {name!r} that is not supported: use another model.")
 
 

@@ -64,7 +64,7 @@ def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfi
         raise UserError(f"model_type {name!r:.100} in {where} is not supported: use one of {supported}.")
     kind = ARCHITECTURES[name]
     stated = text_part(d, kind.TEXT_TYPES, where) if kind.TEXT_TYPES else d
-    return kind.parse({**kind.DEFAULTS, **stated}, where)
+    return kind.parse({**kind.defaults(stated), **stated}, where)
 
 
 def load_config(directory: str | Path) -> ModelConfig:

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from gguf import GGUFWriter
 
-from wgpu_lora.models.architectures.mistral import same_windows
+from wgpu_lora.formats.gguf.header import Header
+from wgpu_lora.models.architectures.mistral import Mistral, same_windows
 from wgpu_lora.models.blocks.attention import Attention
 from wgpu_lora.models.blocks.transformer import Transformer, layer_types, stated_window
+from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 from wgpu_lora.models.composite import Composite
 from wgpu_lora.models.fields import whole
-from wgpu_lora.models.rope import RopeTable, positive, stated_rope
+from wgpu_lora.models.rope import DEFAULT_THETA, RopeTable, positive, stated_rope
 
 
 class Ministral(Transformer):
@@ -28,6 +32,37 @@ class Ministral(Transformer):
             return (window,) * layers
         kinds = layer_types(types, window, layers, where)
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+class Ministral3GGUF(TransformerGGUF):
+    """llama.cpp's `mistral3`, whose files without a scale of queries are of plain Mistral models."""
+
+    def fields(self, header: Header) -> dict[str, Any] | None:
+        d = super().fields(header)
+        if d is None:
+            return None
+        d["sliding_window"] = None
+        beta, original = "attention.temperature_scale", "rope.scaling.original_context_length"
+        if not self._number(header, beta):
+            return {**d, "model_type": "mistral"}
+        scale = {"llama_4_scaling_beta": self._required(header, beta)}
+        scale["original_max_position_embeddings"] = self._required(header, original)
+        return {**d, "rope_parameters": {**d["rope_parameters"], **scale}}
+
+    def stated(self, config: Any, path: Path) -> dict[str, Any]:
+        found = super().stated(config, path)
+        if config.query_beta and "rope_parameters" in found:  # which replaces those of `fields`
+            scale = {"llama_4_scaling_beta": config.query_beta}
+            scale["original_max_position_embeddings"] = config.query_original
+            found["rope_parameters"] |= scale
+        return found
+
+    def write(self, config: Any, writer: GGUFWriter) -> None:
+        super().write(config, writer)
+        if config.query_beta:
+            writer.add_attn_temperature_scale(config.query_beta)
+            if config.rope_scaling is None or config.rope_scaling.rope_type != "yarn":
+                writer.add_rope_scaling_orig_ctx_len(config.query_original)
 
 
 @dataclass(frozen=True)
@@ -52,6 +87,8 @@ class Ministral3(Transformer):
     POSITIONS = 262144
     THETA = 1e6
     TRANSFORMERS = "Ministral3ForCausalLM"
+    GGUF_INTERLEAVES = True
+    GGUF = Ministral3GGUF("mistral3", attention_bias=False, factors=True, log_multiplier=True)
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None}
 
     @classmethod
@@ -83,3 +120,9 @@ class Ministral3(Transformer):
 class Mistral3(Composite, Ministral3):
     TRANSFORMERS = "Mistral3ForConditionalGeneration"
     TEXT_TYPES = ("mistral", "ministral3")
+
+    @classmethod
+    def defaults(cls, d: Mapping[str, Any]) -> Mapping[str, Any]:
+        if d["text_type"] == "ministral3":
+            return cls.DEFAULTS
+        return {"rope_theta": DEFAULT_THETA, "max_position_embeddings": Mistral.POSITIONS}

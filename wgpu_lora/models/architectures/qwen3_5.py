@@ -34,7 +34,7 @@ class Qwen35Text(Transformer):
     TRANSFORMERS = "Qwen3_5ForCausalLM"
     QK_NORM = True
     HEAD_DIM = 256
-    GGUF = DeltaGGUF("qwen35", attention_bias=False)
+    GGUF = DeltaGGUF("qwen35", attention_bias=False, pretokenizer="qwen35")
     PARTIAL = 0.25
     NORM_OFFSET = 1.0
     LAYER_PARTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp": ("mlp",), "attention": ("self_attn", "linear_attn")}

@@ -48,6 +48,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
     output_bias: whether llama.cpp adds a bias of o_proj.
     factors: whether llama.cpp divides the rotary frequencies by a tensor of factors.
     split_heads: whether heads * head_dim may differ from the hidden size.
+    log_multiplier: whether llama.cpp reads yarn's mscale_all_dim.
     """
 
     name: str
@@ -58,6 +59,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
     factors: bool = False
     split_heads: bool = True
     pretokenizer: str | None = None
+    log_multiplier: bool = False
     least_tensors: ClassVar[int] = 9  # per layer
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -148,9 +150,12 @@ class TransformerGGUF(GGUFForm[Transformer]):
         stated = {name: self._number(header, f"rope.scaling.{key}") for name, key in _YARN.items()}
         rope |= {name: value for name, value in stated.items() if value is not None}
         more = self._number(header, "rope.scaling.attn_factor")
-        if "attention_factor" not in rope and more is not None and (factor or 0) > 0:
-            rope["attention_factor"] = more * (1.0 + 0.1 * math.log(max(factor, 1.0)))  # times yarn's default one
-        for key, neutral in (("yarn_ext_factor", 1), ("yarn_log_multiplier", 0)):
+        log, others = self._number(header, "rope.scaling.yarn_log_multiplier", 0), [("yarn_ext_factor", 1)]
+        if not self.log_multiplier:
+            log, others = 0, [*others, ("yarn_log_multiplier", 0)]
+        if "attention_factor" not in rope and (more is not None or log) and (factor or 0) > 0:
+            rope["attention_factor"] = (1.0 if more is None else more) * _mscale(factor, 1.0) / _mscale(factor, log)
+        for key, neutral in others:
             if self._number(header, f"rope.scaling.{key}", neutral) not in (neutral, -1):
                 raise UserError(f"{self.name}.rope.scaling.{key} in {header.path} is not supported: use another model.")
         return rope
@@ -244,6 +249,11 @@ class TransformerGGUF(GGUFForm[Transformer]):
         return config.num_hidden_layers == 80 and (self.name == "qwen2" or (self.name == "llama" and grouped))
 
 
+def _mscale(factor: float, scale: float) -> float:
+    """Yarn's attention factor; for a scale of 1, the default one."""
+    return 1.0 + 0.1 * scale * math.log(max(factor, 1.0))
+
+
 def _write_scaling(writer: GGUFWriter, scaling: RopeScaling | None) -> None:
     if scaling is None or scaling.rope_type in _BY_FACTORS:
         return
@@ -255,6 +265,6 @@ def _write_scaling(writer: GGUFWriter, scaling: RopeScaling | None) -> None:
     writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
     writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
     # llama.cpp multiplies this factor by yarn's default one.
-    usual = 1.0 + 0.1 * math.log(max(scaling.factor, 1.0))
+    usual = _mscale(scaling.factor, 1.0)
     if not math.isclose(scaling.attention_factor, usual, rel_tol=1e-6):
         writer.add_rope_scaling_attn_factors(scaling.attention_factor / usual)
