@@ -14,10 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file, save, save_file
 
 from support import FIXTURES, MODELS
 from support.fuzz import evidence
@@ -226,13 +227,25 @@ def a_low_bit_model(place: Path) -> list[bytes]:
 
 
 def a_gguf(place: Path) -> list[bytes]:
-    model = place / "model"
-    shutil.copytree(MODELS / "qwen3", model)
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(DEMO / name, model)
-    (model / "tokenizer.json").write_bytes(small_tokenizer())
-    run_cli("export", "gguf", "--model", model, "--output", place / "m.gguf", "--quantize", "q4_0")
-    return [(place / "m.gguf").read_bytes()]
+    def exported(name: str) -> bytes:
+        model, output = place / name, place / f"{name}.gguf"
+        shutil.copytree(MODELS / name, model)
+        for file in ("tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(DEMO / file, model)
+        (model / "tokenizer.json").write_bytes(small_tokenizer())
+        config = json.loads((model / "config.json").read_text())
+        usual: dict[str, Any] = {
+            "rms_norm_eps": 1e-6,
+            "linear_value_head_dim": config.get("linear_key_head_dim"),
+            "vocab_size": 300,
+        }
+        (model / "config.json").write_text(json.dumps(config | usual))
+        weights = {item: np.zeros(shape, np.float32) for item, shape in load_config(model).parameter_shapes().items()}
+        save_file(weights, model / WEIGHTS, metadata={"format": "pt"})
+        run_cli("export", "gguf", "--model", model, "--output", output, "--quantize", "q4_0")
+        return output.read_bytes()
+
+    return [exported("qwen3"), exported("qwen3_5_text")]
 
 
 def some_rows(place: Path) -> list[bytes]:
