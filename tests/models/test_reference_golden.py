@@ -15,7 +15,7 @@ from wgpu_lora.models.targets import expression
 pytestmark = pytest.mark.reference
 Arrays = dict[str, np.ndarray]
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text", "gemma3")
-ARCHITECTURES += ("ministral3", "qwen3_5_text")
+ARCHITECTURES += ("ministral", "ministral3", "qwen3_5_text")
 
 
 @pytest.fixture(autouse=True)
