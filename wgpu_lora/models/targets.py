@@ -60,7 +60,8 @@ def targeted(target_modules: str, config: ModelConfig) -> list[str]:
 
 def shortest(modules: Collection[str], config: ModelConfig) -> tuple[str, ...]:
     """The shortest names that select exactly these modules, in the model's order."""
-    chosen, everything = set(modules), [module_of(name) for name in config.matrices()]
+    may, chosen = config.may_be_packed(), set(modules)
+    everything = [module_of(name) for name in config.parameters if name in may]
     by_name: dict[str, set[str]] = {}
     for module in everything:
         for name in _endings(module):
