@@ -84,6 +84,11 @@ def expression(modules: Collection[str], config: ModelConfig) -> str:
     return "|".join(map(re.escape, modules))
 
 
+def stated(modules: Collection[str], config: ModelConfig) -> tuple[str, ...] | str:
+    """target_modules for adapter_config.json that make PEFT choose exactly these modules: names or an expression."""
+    return expression(modules, config) if config.TEXT_TYPES else shortest(modules, config)
+
+
 def _endings(module: str) -> list[str]:
     """'a.b.c' -> c, b.c, a.b.c."""
     parts = module.split(".")
