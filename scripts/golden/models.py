@@ -12,12 +12,12 @@ from golden.quant import is_clear_cut
 
 SEEDS = {
     "qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50, "smollm3": 70, "phi3": 80, "gemma2": 90, "gemma3_text": 104,
-    "gemma3": 114, "ministral3": 121, "qwen3_5_text": 90,
+    "gemma3": 114, "ministral3": 121, "qwen3_5_text": 90, "ministral": 132,
 }  # fmt: skip
 # Of the saved weights; float32 unless stated.
 OFFSETS = ("gemma2", "gemma3_text", "gemma3", "qwen3_5_text")  # architectures with norms by 1 + w
 KEPT = ("in_proj_a", "in_proj_b")  # linear layers that are too small to be quantised
-DTYPES = {"qwen2": torch.bfloat16, "qwen3": torch.float16, "smollm3": torch.bfloat16}
+DTYPES = {"qwen2": torch.bfloat16, "qwen3": torch.float16, "smollm3": torch.bfloat16, "ministral": torch.float16}
 
 _COMMON = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 128}
 
@@ -81,7 +81,13 @@ CONFIGS: dict[str, dict] = {
         "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
         "rope_parameters": {**_default_rope(1e4), "partial_rotary_factor": 0.25},
     },
-    # queries are scaled from the fourth token on; a key head for each query head
+    # three query heads to the only key head, wider together than the hidden state; the first layer alone has a window
+    "ministral": {
+        "vocab_size": 167, "hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 2, "head_dim": 20,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": _default_rope(1e5),
+    },
+    # queries are scaled from the fifth token on; a key head for each query head
     "ministral3": {
         "vocab_size": 157, "hidden_size": 40, "intermediate_size": 52, "num_hidden_layers": 2, "head_dim": 12,
         "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False,

@@ -21,6 +21,7 @@ WINDOWS |= {
     "gemma2": (5, None),
     "gemma3_text": (5, None, 5),
     "gemma3": (5, None),
+    "ministral": (4, None),
     "ministral3": (None,) * 2,
 }
 

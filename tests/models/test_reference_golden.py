@@ -10,12 +10,12 @@ from wgpu_lora.formats.adapter_config import AdapterConfig
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.peft import PARTS, read_adapter, tensor_name, write_adapter
 from wgpu_lora.models.files import config_of
-from wgpu_lora.models.targets import expression
+from wgpu_lora.models.targets import stated
 
 pytestmark = pytest.mark.reference
 Arrays = dict[str, np.ndarray]
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text", "gemma3")
-ARCHITECTURES += ("ministral3", "qwen3_5_text")
+ARCHITECTURES += ("ministral", "ministral3", "qwen3_5_text")
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,7 @@ def test_peft_loads_our_adapters_and_we_load_pefts(architecture, tmp_path):
         for factor in "AB"
     }
     own = config_of(FIXTURES / "models" / architecture)
-    targets = expression(list(own.lora_modules), own) if own.TEXT_TYPES else "all-linear"
+    targets = stated(list(own.lora_modules), own)
     config = AdapterConfig(4, 8, target_modules=targets, base_model_name_or_path="somewhere")
     write_adapter(tmp_path / "ours", ours, config)
     peft_model = PeftModel.from_pretrained(model, tmp_path / "ours")

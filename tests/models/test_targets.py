@@ -50,3 +50,12 @@ def test_what_is_meant(given: str, expected: list[str], names: tuple[str, ...]) 
 def test_what_the_model_does_not_have_is_refused(given: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         targeted(given, CONFIG)
+
+
+def test_matrices_that_are_kept_are_named_too() -> None:
+    """PEFT would leave out modules that adapter_config.json does not name, without an error."""
+    config = load_config(MODELS / "qwen3_5_text")
+    names = shortest(list(config.lora_modules), config)
+    assert {"in_proj_a", "in_proj_b"} <= set(names)
+    assert targeted(",".join(names), config) == list(config.lora_modules)
+    assert shortest([path_of(0, "in_proj_a")], config) == ("in_proj_a",)

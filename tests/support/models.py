@@ -26,7 +26,7 @@ from wgpu_lora.ops.capped import head_logits
 from wgpu_lora.ops.recorder import Recorder
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text", "gemma3")
-ARCHITECTURES += ("ministral3", "qwen3_5_text")
+ARCHITECTURES += ("ministral", "ministral3", "qwen3_5_text")
 ROWS = 40  # three golden rows of at most 13 tokens, and padding
 
 

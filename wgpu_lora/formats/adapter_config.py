@@ -59,9 +59,13 @@ class AdapterConfig:
         """The rank of a module, given its path such as 'model.layers.0.self_attn.q_proj'."""
         return int(self._of("rank_pattern", module, self.r))
 
+    def alpha(self, module: str) -> float:
+        """The alpha of a module."""
+        return self._of("alpha_pattern", module, self.lora_alpha)
+
     def scaling(self, module: str) -> float:
         """The factor of B(A(x)): alpha / r, or alpha / sqrt(r) for rsLoRA."""
-        alpha, rank = self._of("alpha_pattern", module, self.lora_alpha), self.rank(module)
+        alpha, rank = self.alpha(module), self.rank(module)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def match(self, modules: Sequence[str]) -> None:

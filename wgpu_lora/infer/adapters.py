@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, missing_bytes
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.fitting import check_fits
+from wgpu_lora.models.fitting import read_fitting
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.share import claim
 
@@ -24,9 +23,7 @@ def load_adapters(device: Device, config: ModelConfig, directories: Sequence[Pat
         UserError: an adapter cannot be read, or does not fit the model (with the module and both shapes).
     """
     assert directories, "there is no adapter to load"
-    read = [read_adapter(directory) for directory in directories]
-    for directory, (_, matrices) in zip(directories, read, strict=True):
-        check_fits(config, matrices, directory)
+    read = [read_fitting(config, directory) for directory in directories]
     specs = [SlotSpec.of(adapter, matrices) for adapter, matrices in read]
     adapters = AdapterSet.declare(config, specs, device.max_binding)
     with claim(device, missing_bytes(adapters.storages()), "adapters"):

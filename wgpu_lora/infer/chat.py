@@ -9,14 +9,13 @@ from pathlib import Path
 
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.infer.answer import replies, tokenizer_of
 from wgpu_lora.infer.conversation import Lane, Message
 from wgpu_lora.infer.generate import Generator
 from wgpu_lora.infer.named import BASE, on_device, slots_of
 from wgpu_lora.infer.reply import Reply
 from wgpu_lora.infer.settings import Settings
-from wgpu_lora.models.fitting import check_fits
+from wgpu_lora.models.fitting import read_fitting
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag
 
@@ -161,7 +160,7 @@ class Chat:
         slots_of({name: directory}, True)
         if name in self.adapters:
             raise UserError(f"An adapter '{name}' is already loaded ({self.adapters[name]}): name this one NAME=DIR.")
-        check_fits(self.model.config, read_adapter(directory)[1], directory)
+        read_fitting(self.model.config, directory)
         before = self.adapters
         self.adapters = {**before, name: directory}
         self.close()

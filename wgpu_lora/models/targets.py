@@ -60,7 +60,8 @@ def targeted(target_modules: str, config: ModelConfig) -> list[str]:
 
 def shortest(modules: Collection[str], config: ModelConfig) -> tuple[str, ...]:
     """The shortest names that select exactly these modules, in the model's order."""
-    chosen, everything = set(modules), [module_of(name) for name in config.matrices()]
+    may, chosen = config.may_be_packed(), set(modules)
+    everything = [module_of(name) for name in config.parameters if name in may]
     by_name: dict[str, set[str]] = {}
     for module in everything:
         for name in _endings(module):
@@ -81,6 +82,11 @@ def expression(modules: Collection[str], config: ModelConfig) -> str:
     if everywhere:
         return whole % "|".join(map(re.escape, wanted))
     return "|".join(map(re.escape, modules))
+
+
+def stated(modules: Collection[str], config: ModelConfig) -> tuple[str, ...] | str:
+    """target_modules for adapter_config.json that make PEFT choose exactly these modules: names or an expression."""
+    return expression(modules, config) if config.TEXT_TYPES else shortest(modules, config)
 
 
 def _endings(module: str) -> list[str]:

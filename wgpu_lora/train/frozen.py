@@ -11,7 +11,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft import Matrices, read_adapter
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.fitting import check_fits
+from wgpu_lora.models.fitting import read_fitting
 from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.initial import check_whole
@@ -33,8 +33,7 @@ class FrozenAdapter:
 def frozen_adapter(path: str | Path, config: ModelConfig) -> FrozenAdapter:
     """Read an adapter. Raises UserError if it cannot be read, is damaged or does not fit the model."""
     check_whole(Path(path))
-    loaded, matrices = read_adapter(path)
-    check_fits(config, matrices, str(path))
+    loaded, matrices = read_fitting(config, path)
     spec, digest = SlotSpec.of(loaded, matrices), hashlib.sha256()
     for module in sorted(matrices):
         digest.update(f"{module} {spec.scaling[module]!r}".encode())

@@ -13,11 +13,11 @@ import numpy as np
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.adapter_config import AdapterConfig
 from wgpu_lora.formats.hub import stated_name
-from wgpu_lora.formats.peft import Matrices, read_adapter
+from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.fitting import check_fits
+from wgpu_lora.models.fitting import read_fitting
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.targets import ALL, expression, shortest, target_names, targeted
+from wgpu_lora.models.targets import ALL, shortest, stated, target_names, targeted
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train import checkpoint
@@ -46,8 +46,7 @@ def adapter_of(
         check_whole(Path(args.init_adapter), storage)
     source = resumed or args.init_adapter
     if source:
-        loaded, matrices = read_adapter(source, storage.contents(Path(source)))
-        check_fits(config, matrices, str(source))
+        loaded, matrices = read_fitting(config, source, contents=storage.contents(Path(source)))
         for module, parts in matrices.items():
             if max(np.abs(part).max(initial=0) for part in parts) > MAX_PARAMETER:
                 raise UserError(
@@ -86,7 +85,7 @@ def _stated_targets(target_modules: str, config: ModelConfig) -> tuple[str, ...]
     chosen = targeted(target_modules, config)
     if target_names(target_modules) is None:
         return target_modules
-    return expression(chosen, config) if config.TEXT_TYPES else shortest(chosen, config)
+    return stated(chosen, config)
 
 
 def _as_loaded(

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from wgpu_lora.formats.adapter_config import AdapterConfig
 from wgpu_lora.formats.peft import WEIGHTS, Matrices, adapter_files, read_adapter, tensor_name
 from wgpu_lora.formats.safetensors_file import read_header
+from wgpu_lora.models.fitting import read_fitting
 from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.initial import SeededMatrices
@@ -52,10 +53,11 @@ class Adapter:
         facts = checkpoint.read_metadata(resumed_from, storage)
         options = facts.get("options")
         began = found_from(facts.get("directory"), options.get("init_adapter") if isinstance(options, dict) else None)
-        seeded = SeededMatrices(self.args, session.model.config)
+        config = session.model.config
+        seeded = SeededMatrices(self.args, config)
         if began:
             path = Path(str(began))
-            session.place_initial(slot, read_adapter(path, storage.contents(path))[1])
+            session.place_initial(slot, read_fitting(config, path, contents=storage.contents(path))[1])
         else:
             session.place_initial(slot, seeded.on(session.model))
 

@@ -1,0 +1,158 @@
+"""Adapters that PEFT made over the class of a whole model, by that class's names of modules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support import MODELS, path_of
+from support.models import full_logits, golden, golden_rows
+from support.training import random_rows
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import CONFIG, WEIGHTS, tensor_name
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.infer.adapters import load_adapters
+from wgpu_lora.models.architectures import parse_config
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.files import config_of
+from wgpu_lora.models.fitting import read_fitting
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.targets import targeted
+from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.frozen import frozen_adapter
+from wgpu_lora.train.options.arguments import TrainingArguments
+
+TEXT, WHOLE = "model.", "model.language_model."
+OPTIONS: dict[str, Any] = {
+    "lora_r": 4, "max_length": 16, "packing": False, "per_device_train_batch_size": 2, "save_steps": 1,
+    "gradient_accumulation_steps": 1, "warmup_ratio": 0.0,
+}  # fmt: skip
+EYE = "model.visual.blocks.0.attn.qkv"
+
+
+def mistral3() -> ModelConfig:
+    text = json.loads((MODELS / "mistral" / "config.json").read_text())
+    return parse_config({"model_type": "mistral3", "text_config": text})
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """The golden qwen3_5_text as the text part of a larger model."""
+    source, directory = MODELS / "qwen3_5_text", tmp_path / "base"
+    directory.mkdir()
+    tensors = {name.replace(TEXT, WHOLE, 1): value for name, value in load_file(source / "model.safetensors").items()}
+    save_file(tensors | {f"{EYE}.weight": np.ones((2, 3), np.float32)}, directory / "model.safetensors")
+    text = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    return directory
+
+
+def written(directory: Path, modules: dict[str, tuple[np.ndarray, np.ndarray]], **changes: Any) -> Path:
+    directory.mkdir()
+    tensors = {}
+    for module, (a, b) in modules.items():
+        tensors |= {tensor_name(module, "A"): a, tensor_name(module, "B"): b}
+    save_file(tensors, directory / WEIGHTS)
+    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": r".*\.language_model\..*", **changes}
+    (directory / CONFIG).write_text(json.dumps(said))
+    return directory
+
+
+def golden_adapter(directory: Path, prefix: str) -> Path:
+    """That of qwen3_5_text, with names that begin so, a rank of its own by path and alphas by expression."""
+    modules, values = {}, golden("qwen3_5_text")
+    for name in [name for name in values if name.startswith("adapter.") and name.endswith(".A")]:
+        _, layer, module, _ = name.split(".")
+        a, b = values[name], values[f"{name[:-1]}B"]
+        if module == "out_proj":
+            a, b = a[:2], np.ascontiguousarray(b[:, :2])
+        modules[path_of(layer, module).replace(TEXT, prefix, 1)] = a, b
+    ranks = {f"{prefix}layers.0.linear_attn.out_proj": 2}
+    alphas = {rf"^{prefix}layers\.\d+\.mlp\..*": 20, f"{prefix}layers.1.self_attn.q_proj": 3}
+    return written(directory, modules, rank_pattern=ranks, alpha_pattern=alphas)
+
+
+def test_either_names_are_the_same_adapter(device: Device, base: Path, tmp_path: Path) -> None:
+    model = open_model(str(base), device, "f32")
+    model.load_weights()
+    plain, whole = (golden_adapter(tmp_path / prefix, prefix) for prefix in (TEXT, WHOLE))
+    segments = [Segment(ids) for ids in golden_rows(golden("qwen3_5_text"), "input_ids")]
+    both = [full_logits(model, segments, load_adapters(device, model.config, [one])) for one in (plain, whole)]
+    for have, want in zip(*both, strict=True):
+        np.testing.assert_array_equal(have, want)
+    assert frozen_adapter(plain, model.config).digest == frozen_adapter(whole, model.config).digest
+
+
+def test_what_is_saved_has_the_names_of_the_text_part(device: Device, base: Path, tmp_path: Path) -> None:
+    """Of a run that goes on from such an adapter, also when it is resumed."""
+    whole, saved = golden_adapter(tmp_path / "whole", WHOLE), tmp_path / "saved"
+    data = str(random_rows(tmp_path / "rows.jsonl", 8, 140))
+    own = {**OPTIONS, "model": str(base), "data": data, "output": str(saved), "base_dtype": "f32"}
+    for more in ({"init_adapter": str(whole), "max_steps": 2}, {"resume": True, "max_steps": 3}):
+        args = TrainingArguments(**{**own, **more})
+        job = prepare_job(args, open_model(str(base), device, "f32"))
+        job.train()
+    config, placed = config_of(base), {}
+    session: Any = SimpleNamespace(model=job.session.model, place_initial=lambda _, matrices: placed.update(matrices))
+    job.run.subject.place_first(session, 0, job.run.resumed_from)  # what a diverged run goes back to
+    assert list(placed) == list(read_fitting(config, whole)[1])
+    before, after = (read_fitting(config, directory)[0] for directory in (whole, saved))
+    names = {tensor_name(module, factor) for module in config.lora_modules for factor in "AB"}
+    assert load_file(saved / WEIGHTS).keys() == names
+    for module in config.lora_modules:
+        assert (after.rank(module), after.scaling(module)) == (before.rank(module), before.scaling(module))
+    assert {after.rank(module) for module in config.lora_modules} == {2, 4}
+    assert {after.alpha(module) for module in config.lora_modules} == {3, 8, 20}
+    assert isinstance(after.target_modules, str)
+    assert targeted(after.target_modules, config) == list(config.lora_modules)
+
+
+@pytest.mark.parametrize("names", ["language_model.model.layers", "model.language_model.layers"])
+@pytest.mark.parametrize("config", [config_of(MODELS / "gemma3"), mistral3()], ids=["gemma3", "mistral3"])
+def test_names_of_all_versions_of_transformers(config: ModelConfig, names: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    modules = {
+        module: (rng.random((4, size_in), np.float32), rng.random((out, 4), np.float32))
+        for module, (out, size_in) in config.lora_modules.items()
+    }
+    stored = {module.replace(config.LAYERS, names, 1): pair for module, pair in modules.items()}
+    patterns = {f"{names}.1.self_attn.k_proj": 16}
+    found, matrices = read_fitting(config, written(tmp_path / "adapter", stored, alpha_pattern=patterns))
+    assert list(matrices) == list(read_fitting(config, tmp_path / "adapter")[1])
+    for module, pair in modules.items():
+        assert found.scaling(module) == (4 if module.endswith(".1.self_attn.k_proj") else 2)
+        for have, want in zip(matrices[module], pair, strict=True):
+            np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module"),
+    [
+        ("qwen3_5_text", EYE),
+        ("gemma3", "model.vision_tower.encoder.layers.0.self_attn.q_proj"),
+        ("gemma3", "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_modules_of_other_parts_are_refused(architecture: str, module: str, tmp_path: Path) -> None:
+    config = config_of(MODELS / architecture)
+    pair = np.ones((4, 3), np.float32), np.ones((2, 4), np.float32)
+    adapter = written(tmp_path / "adapter", {module: pair})
+    with pytest.raises(UserError, match=rf"it has {module}, but only the text part of this model is used: train it on"):
+        read_fitting(config, adapter)
+
+
+def test_a_module_under_two_names_is_refused(tmp_path: Path) -> None:
+    config = config_of(MODELS / "qwen3_5_text")
+    module = path_of(0, "up_proj")
+    out, size_in = config.lora_modules[module]
+    pair = np.ones((4, size_in), np.float32), np.ones((out, 4), np.float32)
+    adapter = written(tmp_path / "adapter", {module: pair, module.replace(TEXT, WHOLE, 1): pair})
+    with pytest.raises(UserError, match=rf"adapter holds {module} under two names: save it again"):
+        read_fitting(config, adapter)
