@@ -15,10 +15,12 @@ from support.models import full_logits, golden, golden_rows
 from support.training import random_rows
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.export.gguf_adapter import export_adapter
+from wgpu_lora.export.merge import merge_adapter
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS, tensor_name
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.adapters import load_adapters
-from wgpu_lora.models.architectures import parse_config
+from wgpu_lora.models.architectures import ARCHITECTURES, load_config, parse_config
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.files import config_of
 from wgpu_lora.models.fitting import read_fitting
@@ -90,6 +92,15 @@ def test_either_names_are_the_same_adapter(device: Device, base: Path, tmp_path:
     assert frozen_adapter(plain, model.config).digest == frozen_adapter(whole, model.config).digest
 
 
+def test_either_names_give_the_same_files(base: Path, tmp_path: Path) -> None:
+    plain, whole = (golden_adapter(tmp_path / prefix, prefix) for prefix in (TEXT, WHOLE))
+    found = []
+    for place, adapter in (("a", plain), ("b", whole)):
+        merge_adapter(base, adapter, tmp_path / place, "f32")
+        found.append((tmp_path / place / "model.safetensors").read_bytes())
+    assert found[0] == found[1] != (base / "model.safetensors").read_bytes()
+
+
 def test_what_is_saved_has_the_names_of_the_text_part(device: Device, base: Path, tmp_path: Path) -> None:
     """Of a run that goes on from such an adapter, also when it is resumed."""
     whole, saved = golden_adapter(tmp_path / "whole", WHOLE), tmp_path / "saved"
@@ -132,6 +143,23 @@ def test_names_of_all_versions_of_transformers(config: ModelConfig, names: str, 
             np.testing.assert_array_equal(have, want)
 
 
+def test_either_names_give_the_same_gguf_adapter(tmp_path: Path) -> None:
+    """With the ranks and scales that patterns by either names give."""
+    said = json.loads((MODELS / "gemma3" / "config.json").read_text())
+    said["text_config"]["layer_types"] = ["sliding_attention"] * 2  # as llama.cpp has it in the first layers
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    config, found = config_of(tmp_path), []
+    module = "model.language_model.layers.0.mlp.up_proj"
+    out, size_in = config.lora_modules[module]
+    pair = np.ones((2, size_in), np.float32), np.ones((out, 2), np.float32)
+    for place, name in (("a", module), ("b", module.replace(WHOLE, "language_model.model."))):
+        (tmp_path / place).mkdir()
+        adapter = written(tmp_path / place / "adapter", {name: pair}, rank_pattern={name: 2}, alpha_pattern={name: 3})
+        export_adapter(tmp_path, adapter, tmp_path / place / "adapter.gguf")
+        found.append((tmp_path / place / "adapter.gguf").read_bytes())
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("architecture", "module"),
     [
@@ -156,3 +184,17 @@ def test_a_module_under_two_names_is_refused(tmp_path: Path) -> None:
     adapter = written(tmp_path / "adapter", {module: pair, module.replace(TEXT, WHOLE, 1): pair})
     with pytest.raises(UserError, match=rf"adapter holds {module} under two names: save it again"):
         read_fitting(config, adapter)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("gemma3_text", "gemma3"), ("ministral3", "mistral3"), ("mistral", "mistral3")]
+)
+def test_an_adapter_of_the_whole_fits_its_text_part(tmp_path: Path, text: str, kind: str) -> None:
+    """Which a GGUF file is read as."""
+    config = load_config(MODELS / text)
+    module = "model.layers.0.mlp.up_proj"
+    out, size_in = config.lora_modules[module]
+    pair = np.ones((2, size_in), np.float32), np.ones((out, 2), np.float32)
+    adapter = written(tmp_path / "adapter", {module.replace(TEXT, WHOLE): pair}, r=2, lora_alpha=4)
+    assert [*read_fitting(config, adapter)[1]] == [module]
+    assert f"{WHOLE}layers" == ARCHITECTURES[kind].LAYERS

@@ -23,6 +23,10 @@ SHAPE = {
     "rope_theta": 10000.0, "max_position_embeddings": 64, "tie_word_embeddings": False, "hidden_act": "silu",
     "hidden_size": 256, "intermediate_size": 512, "vocab_size": 300,
 }  # fmt: skip
+OF_YARN = {
+    "factor": "factor", "original_max_position_embeddings": "original_context_length",
+    "mscale_all_dim": "yarn_log_multiplier", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
+}  # fmt: skip
 QWEN_KINDS = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3}
 
 
@@ -102,7 +106,7 @@ def write_gguf(
         leave_out: a tensor's name in GGUF.
     """
     config = json.loads((directory / "config.json").read_text())
-    named = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_5_text": "qwen35"}
+    named = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_5_text": "qwen35", "ministral3": "mistral3"}
     architecture, gemma = named.get(config["model_type"], config["model_type"]), "gemma" in config["model_type"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     rope = config.get("rope_parameters") or config
@@ -118,6 +122,9 @@ def write_gguf(
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": rope["rope_theta"],
     }
+    if rope.get("rope_type") == "yarn":
+        keys |= {f"rope.scaling.{theirs}": rope[ours] for ours, theirs in OF_YARN.items() if ours in rope}
+        keys |= {"rope.scaling.type": "yarn", "attention.temperature_scale": rope["llama_4_scaling_beta"]}
     if rope.get("rope_type") == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
     if architecture == "qwen35":
@@ -158,7 +165,7 @@ def write_gguf(
             values = values + np.float32(1)
         if theirs == leave_out:
             continue
-        if architecture in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        if architecture in ("llama", "smollm3", "mistral3") and ("q_proj" in name or "k_proj" in name):
             values = neighbours(values, heads if "q_proj" in name else kv_heads)
         data, how = quantize(theirs, values) if quantize else (stored(values, kind), kind)
         writer.add_tensor(theirs, data, raw_dtype=how if data.dtype == np.uint8 else None)

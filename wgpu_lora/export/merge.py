@@ -20,11 +20,10 @@ from wgpu_lora.formats.cards import CARD, card_of_merged
 from wgpu_lora.formats.gguf.layout import gather
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.packed import PackedCheckpoint
-from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.files import read_model
-from wgpu_lora.models.fitting import check_fits
+from wgpu_lora.models.fitting import read_fitting
 from wgpu_lora.names.naming import setting
 
 DTYPES = {"bf16": ("BF16", ml_dtypes.bfloat16), "f16": ("F16", np.float16), "f32": ("F32", np.float32)}
@@ -95,8 +94,7 @@ def scaled_factors(adapter: Path, config: ModelConfig, model: Path) -> dict[str,
     Raises:
         UserError: the adapter cannot be read, or does not fit the model.
     """
-    adapter_config, matrices = read_adapter(adapter)
-    check_fits(config, matrices, adapter, str(model))
+    adapter_config, matrices = read_fitting(config, adapter, str(model))
     return {
         f"{module}.weight": (a, np.float32(adapter_config.scaling(module)) * b, *magnitude)
         for module, (a, b, *magnitude) in matrices.items()

@@ -12,6 +12,19 @@ from wgpu_lora.formats.tensor_names import TensorNames
 _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config")
 
 
+# As transformers writes LLaVA's descendants, and as it names their modules. Others skip parts of their own.
+_OTHERS = ("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_projector.")
+# Names of the text part alone, of which adapters may have been trained as a part of the whole.
+TEXT_PART = TensorNames(
+    (
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+    _OTHERS,
+)
+
+
 class Composite:
     """A mix-in, before the text part's class. Modules are those of the class that transformers makes of config.json,
     `...ForConditionalGeneration`, which are also PEFT's; checkpoints may have other names (`STORED`)."""
@@ -20,10 +33,8 @@ class Composite:
     FINAL_NORM: ClassVar[str] = "model.language_model.norm.weight"
     HEAD: ClassVar[str] = "lm_head.weight"
     LAYERS: ClassVar[str] = "model.language_model.layers"
-    # As transformers writes LLaVA's descendants, and as it names their modules. Others skip parts of their own.
     STORED: ClassVar[TensorNames] = TensorNames(
-        (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head.")),
-        ("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_projector."),
+        (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head.")), _OTHERS
     )
 
 

@@ -11,7 +11,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.blocks.attention import Attention
 from wgpu_lora.models.blocks.gemma import Gemma
 from wgpu_lora.models.blocks.gemma_gguf import GemmaGGUF
-from wgpu_lora.models.composite import Composite
+from wgpu_lora.models.composite import TEXT_PART, Composite
 from wgpu_lora.models.rope import Rope, RopeScaling, RopeTable, parse_rope, stated_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -31,6 +31,7 @@ class Gemma3Text(Gemma):
     EVERY = 6
     CAPS = (None, None)
     GGUF = GemmaGGUF("gemma3", attention_bias=False)
+    STORED = TEXT_PART
 
     @classmethod
     def rope(cls, d: Mapping[str, Any], positions: int, where: str) -> Rope:

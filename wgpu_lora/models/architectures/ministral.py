@@ -16,7 +16,7 @@ from wgpu_lora.models.architectures.mistral import Mistral, same_windows
 from wgpu_lora.models.blocks.attention import Attention
 from wgpu_lora.models.blocks.transformer import Transformer, layer_types, stated_window
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
-from wgpu_lora.models.composite import Composite
+from wgpu_lora.models.composite import TEXT_PART, Composite
 from wgpu_lora.models.fields import whole
 from wgpu_lora.models.rope import DEFAULT_THETA, RopeTable, positive, stated_rope
 
@@ -89,6 +89,7 @@ class Ministral3(Transformer):
     TRANSFORMERS = "Ministral3ForCausalLM"
     GGUF_INTERLEAVES = True
     GGUF = Ministral3GGUF("mistral3", attention_bias=False, factors=True, log_multiplier=True)
+    STORED = TEXT_PART
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None}
 
     @classmethod

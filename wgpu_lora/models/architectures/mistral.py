@@ -8,6 +8,7 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.blocks.transformer import Transformer, layer_types, stated_window
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
+from wgpu_lora.models.composite import TEXT_PART
 
 
 class Mistral(Transformer):
@@ -17,6 +18,7 @@ class Mistral(Transformer):
     GGUF = TransformerGGUF(
         "llama", windowed=True, mlp_bias=True, output_bias=True, factors=True
     )  # llama.cpp runs it as llama
+    STORED = TEXT_PART
 
     @classmethod
     def windows(cls, d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
