@@ -1,8 +1,11 @@
 """The gated delta rule beside full attention on the same tokens: processor time of a layer's forward and backward pass.
 
     python -m scripts.bench_delta [--shape qwen3.5-0.8b] [--tokens 512,2048,8192] [--rounds 3]
+    python -m scripts.bench_delta --sequences 1,4 --rounds 9
 
-By turns, and medians of the rounds. Projections, norms and convolutions are not counted.
+By turns, and medians of the rounds. Projections, norms and convolutions are not counted. With --sequences: wall-clock
+time of a token of each of so many sequences, with norms and convolutions, by the kernels of prompts and by those of
+tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -19,29 +23,37 @@ from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.models.architectures.qwen3_5 import Qwen35Text
 from wgpu_lora.models.blocks.attention import KeyRanges
-from wgpu_lora.models.blocks.delta_net import Runs
+from wgpu_lora.models.blocks.delta_net import L2_EPS, Runs
 from wgpu_lora.models.inputs import Segment, write
 from wgpu_lora.models.placing import Placing
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.ops.attention import attention
+from wgpu_lora.ops.causal_conv import causal_conv
 from wgpu_lora.ops.delta import gated_delta_rule
+from wgpu_lora.ops.delta_step import gated_delta_step
+from wgpu_lora.ops.elementwise import copy
+from wgpu_lora.ops.gated_norm import gated_norm, l2norm
 from wgpu_lora.ops.recorder import Recorder
 
 Op = Callable[[Recorder, dict[str, Tensor]], Tensor]
+REPEATS = 60  # of a token per round
 
 
 class Pass:
-    """A recorded forward and backward pass of an op on random inputs."""
+    """A recorded forward pass of an op on random inputs, and its backward pass if it has trained ones."""
 
     def __init__(self, device: Device, tensors: dict[str, Tensor], trained: list[str], op: Op, runs: np.ndarray):
         self.device, self.program, rng = device, Program(device), np.random.default_rng(0)
-        rec = Recorder(self.program, training=True)
+        rec = Recorder(self.program, training=bool(trained))
         for name in trained:
             rec.node(lambda: None, inputs=[], outputs=[tensors[name]], trains=True)
         y = op(rec, tensors)
         dy = persistent(y.shape, "f32", "workspace", "dy")
-        rec.give_gradient(y, dy)
-        rec.backward()
+        if trained:
+            rec.give_gradient(y, dy)
+            rec.backward()
+        else:
+            rec.dispatch(copy, y, dy, size=y.size)
         self.owned = {t.storage for t in (*tensors.values(), dy)} | self.program.persistent_storages()
         allocate(device, self.owned)
         self.arena = Arena(device, self.program.plan().sizes)
@@ -57,6 +69,13 @@ class Pass:
         self.device.read(self.marker.storage.buffer)
         after = os.times()
         return after.user + after.system - before.user - before.system
+
+    def token_seconds(self) -> float:
+        begin = time.perf_counter()
+        for _ in range(REPEATS):
+            self.program.run()
+            self.device.wait()
+        return (time.perf_counter() - begin) / REPEATS
 
     def close(self) -> None:
         self.program.release()
@@ -92,6 +111,34 @@ def full(device: Device, config: Qwen35Text, tokens: int) -> Pass:
     return Pass(device, tensors, ["q", "k", "v"], op, inputs(tokens, KeyRanges()))
 
 
+def token(device: Device, config: Qwen35Text, sequences: int, stepping: bool) -> Pass:
+    """A token of each sequence, each of which has a state."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    key, value, taps = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
+    cols = 2 * keys * key + heads * value
+    shapes = {"x": (sequences, cols), "z": (sequences, heads * value), "a": (sequences, heads), "b": (sequences, heads)}
+    shapes |= {"conv": (cols, 1, taps), "a_log": (heads,), "dt_bias": (heads,), "norm": (value,)}
+    shapes |= {"inputs": (sequences, taps - 1, cols), "state": (sequences, heads, key, value)}
+    tensors = {name: persistent(shape, "f32", "workspace", name) for name, shape in shapes.items()}
+    tensors["runs"] = persistent((sequences, 4), "u32", "workspace", "runs")
+    eps = config.rms_norm_eps
+
+    def step(rec: Recorder, t: dict[str, Tensor]) -> Tensor:
+        frozen = t["conv"], t["a_log"], t["dt_bias"], t["norm"]
+        moving = t["x"], t["z"], t["a"], t["b"]
+        return gated_delta_step(rec, *moving, frozen, t["runs"], t["inputs"], t["state"], keys, L2_EPS, eps)
+
+    def chunks(rec: Recorder, t: dict[str, Tensor]) -> Tensor:
+        parts = [(sequences, keys, key)] * 2 + [(sequences, heads, value)]
+        q, k, v = causal_conv(rec, t["x"], t["conv"], t["runs"], parts, t["inputs"])
+        q, k = l2norm(rec, q, k, key**-0.5, L2_EPS)
+        y = gated_delta_rule(rec, q, k, v, t["a"], t["b"], t["a_log"], t["dt_bias"], t["runs"], t["state"])
+        return gated_norm(rec, y, t["z"], t["norm"], eps)
+
+    runs = np.array([(0, 1, number, 1) for number in range(sequences)])
+    return Pass(device, tensors, [], step if stepping else chunks, runs)
+
+
 def inputs(tokens: int, asked: Runs | KeyRanges) -> np.ndarray:
     """What a batch of one sequence has for the rows."""
     placing = Placing(tokens)
@@ -103,23 +150,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3.5-0.8b")
     parser.add_argument("--tokens", default="512,2048,8192")
+    parser.add_argument("--sequences", default="")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     device, config = Device(), shape_config(args.shape)
     assert isinstance(config, Qwen35Text), "the shape has no delta nets"
+    if args.sequences:
+        for count in map(int, args.sequences.split(",")):
+            both = {
+                "as a prompt": token(device, config, count, False),
+                "as a token": token(device, config, count, True),
+            }
+            medians = by_turns(both, Pass.token_seconds, args.rounds)
+            each = ", ".join(
+                f"{name} {1e6 * seconds:,.0f} us in {len(both[name].program.dispatches) - 1} dispatches"
+                for name, seconds in medians.items()
+            )
+            print(f"{count} sequences: {each}", flush=True)
+        return
     for tokens in map(int, args.tokens.split(",")):
         passes = {"delta rule": delta(device, config, tokens), "attention": full(device, config, tokens)}
-        for one in passes.values():
-            one.seconds()  # compiles
-        found: dict[str, list[float]] = {name: [] for name in passes}
-        for _ in range(args.rounds):
-            for name, one in passes.items():
-                found[name].append(one.seconds())
-        medians = {name: statistics.median(times) for name, times in found.items()}
+        medians = by_turns(passes, Pass.seconds, args.rounds)
         each = ", ".join(f"{name} {1e6 * seconds / tokens:,.0f} us" for name, seconds in medians.items())
         print(f"{tokens:,} tokens: {each} of processor time per token", flush=True)
-        for one in passes.values():
-            one.close()
+
+
+def by_turns(passes: dict[str, Pass], seconds: Callable[[Pass], float], rounds: int) -> dict[str, float]:
+    """Medians, after a round that compiles; closes the passes."""
+    for one in passes.values():
+        seconds(one)
+    found: dict[str, list[float]] = {name: [] for name in passes}
+    for _ in range(rounds):
+        for name, one in passes.items():
+            found[name].append(seconds(one))
+    for one in passes.values():
+        one.close()
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 if __name__ == "__main__":

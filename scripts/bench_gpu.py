@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bench.contract import brick_names, load_contract
+from wgpu_lora.bench.contract import load_contract
 from wgpu_lora.bench.results import Writer, header
+from wgpu_lora.bench.workloads import bricks_of
 from wgpu_lora.cli.console import line
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
 
 SCHEMA = "wgpu-lora-bench-gpu/3"
@@ -61,7 +63,7 @@ def parts(device: str | None, quick: bool) -> Iterator[Part]:
         )
     for shape in shapes:
         pieces = []
-        for name in brick_names():
+        for name in bricks_of(shape_config(shape)):
             taken = ("time_limit", *load_contract(name).options)  # a brick refuses any other
             options = {name: value for name, value in less.items() if name in taken}
             pieces.append(Part(f"{name} at {shape}", "bench", {"bricks": [name], "shape": shape, **options, **on}))

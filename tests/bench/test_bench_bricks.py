@@ -12,23 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 from support import MODELS
-from support.bench import CEILINGS, MINI, mini, result
+from support.bench import CEILINGS, MINI, MINI_DELTA, mini, result
 from support.broken import Break
 
 from wgpu_lora.bench.ceiling import bandwidth_gbs, decode_fma_gflops, dispatch_seconds, fma_gflops
 from wgpu_lora.bench.check import check
-from wgpu_lora.bench.contract import load_contract
+from wgpu_lora.bench.contract import brick_names, load_contract
 from wgpu_lora.bench.recording import ProgramWorkload
 from wgpu_lora.bench.results import Writer
 from wgpu_lora.bench.run import bench, check_fit, measure
 from wgpu_lora.bench.workload import Context, default_shape
-from wgpu_lora.bench.workloads import WORKLOADS, layer, serving
+from wgpu_lora.bench.workloads import WORKLOADS, bricks_of, layer, serving
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu import part
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import WrongResults
 from wgpu_lora.gpu.values import nmse
+from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.ops.elementwise import add_forward, swiglu_forward
 
 
@@ -44,7 +45,7 @@ def small_serving(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_brick(device: Device, name: str) -> None:
     contract, before = load_contract(name), device.allocated
-    context = mini(device)
+    context = mini(device, brick=name)
     labels = set()
     for workload in WORKLOADS[name](context):
         found = measure(context, contract, workload, CEILINGS, time_limit=0.01)
@@ -64,7 +65,7 @@ def test_brick(device: Device, name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in sorted(WORKLOADS) if load_contract(n).kind == "training"])
 def test_a_brick_takes_what_it_planned(device: Device, name: str) -> None:
-    context = mini(device)
+    context = mini(device, brick=name)
     (workload,) = WORKLOADS[name](context)
     before = device.allocated
     planned = workload.nbytes()
@@ -107,7 +108,7 @@ def test_a_part_stands_for_the_whole(device: Device, monkeypatch: pytest.MonkeyP
     cut: set[str] = set()
     dispatched: set[str] = set()
     for name in (n for n in WORKLOADS if load_contract(n).kind == "training"):
-        context = mini(device)
+        context = mini(device, brick=name)
         (workload,) = WORKLOADS[name](context)
         workload.open()
         found = workload.check(np.random.default_rng(1))
@@ -167,7 +168,13 @@ def test_a_brick_times_its_own_kernels_alone(device: Device) -> None:
         "rmsnorm": ["rmsnorm_backward", "rmsnorm_forward"],
         "rope": ["rope_backward", "rope_forward"],
         "swiglu": ["swiglu_backward", "swiglu_forward"],
-    }
+        "delta_rule": ["delta_gates", "delta_inverse", "delta_mix", "delta_pairs", "delta_scan"],
+        "delta_rule_backward": [
+            "delta_beta_gradient", "delta_flow", "delta_gates_backward", "delta_group_sum", "delta_inverse",
+            "delta_mix", "delta_pairs", "delta_scaled", "delta_scan", "delta_scan_backward", "delta_sums",
+            "delta_through",
+        ],
+    }  # fmt: skip
     calls = {
         "nf4_matmul": 5,
         "nf4_matmul_backward": 5,
@@ -175,16 +182,31 @@ def test_a_brick_times_its_own_kernels_alone(device: Device) -> None:
         "lora_backward": 29,
         "rmsnorm": 4,
         "rope": 3,
+        "delta_rule": 8,
+        "delta_rule_backward": 27,
     }
     assert kernels.keys() == layer.BRICKS.keys()
     for name, wanted in kernels.items():
-        context = mini(device)
+        context = mini(device, brick=name)
         (workload,) = WORKLOADS[name](context)
         timed, *beside = workload.programs()
         assert sorted({step.kernel.name for step in timed.dispatches}) == wanted
         assert len(timed.dispatches) == calls.get(name, len(wanted))
         assert bool(beside) == name.startswith("lora")
         context.close()
+
+
+def test_a_brick_finds_its_kind_of_layer(device: Device) -> None:
+    """Whichever is the first of the model."""
+    model = synthetic_model(MINI_DELTA, device, "nf4", "mini")
+    names = ["attention", "delta_rule"]
+    for name in names:
+        (workload,) = WORKLOADS[name](Context(model, tokens=16, rank=4))
+        assert workload.programs()[0].dispatches
+    assert set(names) < set(bricks_of(MINI_DELTA)) == set(WORKLOADS)
+    assert bricks_of(MINI) == [name for name in brick_names() if not name.startswith("delta_rule")]
+    with pytest.raises(UserError, match=r"mini has no gated delta nets: choose another shape, such as qwen3\.5-0\.8b"):
+        check_fit(mini(device), "delta_rule")
 
 
 def test_nmse() -> None:

@@ -150,7 +150,7 @@ def test_what_a_training_is_told_reaches_its_options(reached: list[Any], device:
 
 def recorded(device: Device, name: str, layers: int = 1, **changes: Any) -> Any:
     """All that measuring a brick depends on: what is counted, what is allocated, and what is dispatched."""
-    context, contract, found = mini(device, layers, **changes), load_contract(name), []
+    context, contract, found = mini(device, layers, brick=name, **changes), load_contract(name), []
     for workload in WORKLOADS[name](context):
         dims = contract.values({**context.keys(), **workload.keys})
         steps = [step for program in workload.programs() for step in program.dispatches]

@@ -13,7 +13,7 @@ import pytest
 from wgpu_lora.bench.contract import brick_names, load_contract
 from wgpu_lora.bench.run import check_fit
 from wgpu_lora.bench.workload import Context, Workload
-from wgpu_lora.bench.workloads import WORKLOADS
+from wgpu_lora.bench.workloads import WORKLOADS, bricks_of
 
 CASES = [
     pytest.param(name, case, id=f"{name}-{case}".strip("-").replace(" ", "-"))
@@ -43,6 +43,8 @@ CLOCK = WorkloadClock()
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_brick(context: Context, name: str, case: str, benchmark: Any) -> None:
+    if name not in bricks_of(context.config):
+        pytest.skip(f"{context.name} does not have it")
     contract = load_contract(name)
     check_fit(context, name)
     workload = the_case(context, name, case)

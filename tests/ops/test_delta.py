@@ -19,6 +19,7 @@ from wgpu_lora.models.inputs import write
 from wgpu_lora.ops import delta
 from wgpu_lora.ops.causal_conv import causal_conv
 from wgpu_lora.ops.delta import gated_delta_rule
+from wgpu_lora.ops.delta_step import gated_delta_step, possible_slices
 from wgpu_lora.ops.elementwise import copy
 from wgpu_lora.ops.gated_norm import gated_norm, l2norm
 from wgpu_lora.ops.recorder import Recorder
@@ -67,12 +68,13 @@ def drawn(rng: np.random.Generator, rows: int) -> Values:
 
 @dataclass
 class Net:
-    """The recorded ops, on rows of several sequences."""
+    """The recorded ops, on rows of several sequences. stepping: those of few rows, in generation."""
 
     device: Device
     runs: np.ndarray
     training: bool = True
     sequences: int = 0
+    stepping: bool = False
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,17 +90,26 @@ class Net:
         t = self.tensors
         for name in SHAPES:
             rec.node(lambda: None, inputs=[], outputs=[t[name]], trains=True)
-        parts = [(rows, KEY_HEADS, KEY)] * 2 + [(rows, HEADS, VALUE)]
-        q, k, v = causal_conv(rec, t["x"], t["conv"], t["runs"], parts, t.get("inputs"))
-        q, k = l2norm(rec, q, k, KEY**-0.5, EPS)
-        y = gated_delta_rule(rec, q, k, v, t["a"], t["b"], t["a_log"], t["dt_bias"], t["runs"], t.get("state"))
-        y = gated_norm(rec, y, t["z"], t["norm"], NORM_EPS)
+        y = (self._step if self.stepping else self._chunks)(rec, rows)
         rec.dispatch(copy, y, t["y"], size=y.size)
         if self.training:
             rec.give_gradient(y, t["dy"])
             rec.backward()
             for name in SHAPES:
                 rec.dispatch(copy, rec.gradient(t[name]), t[f"d{name}"], size=t[name].size)
+
+    def _chunks(self, rec: Recorder, rows: int) -> Tensor:
+        t, parts = self.tensors, [(rows, KEY_HEADS, KEY)] * 2 + [(rows, HEADS, VALUE)]
+        q, k, v = causal_conv(rec, t["x"], t["conv"], t["runs"], parts, t.get("inputs"))
+        q, k = l2norm(rec, q, k, KEY**-0.5, EPS)
+        y = gated_delta_rule(rec, q, k, v, t["a"], t["b"], t["a_log"], t["dt_bias"], t["runs"], t.get("state"))
+        return gated_norm(rec, y, t["z"], t["norm"], NORM_EPS)
+
+    def _step(self, rec: Recorder, rows: int) -> Tensor:
+        t = self.tensors
+        frozen = t["conv"], t["a_log"], t["dt_bias"], t["norm"]
+        moving = t["x"], t["z"], t["a"], t["b"]
+        return gated_delta_step(rec, *moving, frozen, t["runs"], t["inputs"], t["state"], KEY_HEADS, EPS, NORM_EPS)
 
     def exactly(self, values: Values) -> Values:
         held = run_exactly(self.program, {self.tensors[n]: x for n, x in {**values, "runs": self.runs}.items()})
@@ -192,6 +203,55 @@ def test_pieces_leave_the_state_of_tokens(device: Device, rng: np.random.Generat
         for name in kept:
             assert (end[name][[0, 2]] == 7).all()
             np.testing.assert_allclose(end[name], ends[1][name], rtol=1e-5, atol=1e-5, err_msg=f"{name} by {rows}")
+
+
+@pytest.mark.drivers
+@pytest.mark.parametrize("states", [(1,), (4, 0, 2)], ids=["one", "three of five"])
+def test_steps_are_the_chunks(device: Device, rng: np.random.Generator, states: tuple[int, ...]) -> None:
+    """Tokens of several sequences, of which one begins: the same outputs and states, whatever computes which step."""
+    rows, fresh = len(states) + 2, runs_of(*[1] * len(states), padding=2, states=states, fresh=states[:1])
+    runs = runs_of(*[1] * len(states), padding=2, states=states)
+    values = drawn(rng, rows)
+    kept = {"inputs": rng.normal(size=(5, TAPS - 1, COLS)), "state": rng.normal(size=(5, HEADS, KEY, VALUE))}
+    kept["state"][states[0]] = kept["inputs"][states[0]] = np.nan
+    more = [{n: drawn(rng, rows)[n] for n in SHAPES} for _ in range(3)]
+    found = []
+    for stepping in (True, False):
+        (first,) = Net(device, fresh, False, 5, stepping).run({**values, **kept})
+        held = {n: values[n] for n in FROZEN} | {n: first[n] for n in kept}
+        found.append([first, *Net(device, runs, False, 5, stepping).run({**held, **more[0]}, *more[1:])])
+    for step, chunked in zip(*found, strict=True):
+        for name in ("y", *kept):
+            got, want = step[name], chunked[name]
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want[np.isfinite(want)]).max())
+
+
+def test_steps_in_float64(device: Device, rng: np.random.Generator) -> None:
+    """Several rows of two sequences are the recurrence, too."""
+    values = {n: x.astype(np.float64) for n, x in drawn(rng, 8).items()}
+    values |= {"inputs": np.full((2, TAPS - 1, COLS), 7.0), "state": np.full((2, HEADS, KEY, VALUE), 7.0)}
+    net = Net(device, runs_of(3, 5, states=(1, 0), fresh=(0, 1)), False, 2, stepping=True)
+    np.testing.assert_allclose(net.exactly(values)["y"], recurrence(values, [3, 5]), rtol=1e-9, atol=1e-11)
+
+
+def test_states_that_do_not_fit_registers_are_left_to_chunks() -> None:
+    assert possible_slices(128, 128) == [8, 4]
+    assert possible_slices(4, 4) == [1]
+    assert possible_slices(256, 512) == []
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "inputs", "state"])
+def test_a_step_leaves_nan_in_its_sequence(device: Device, rng: np.random.Generator, name: str) -> None:
+    net = Net(device, runs_of(1, 1, 1, states=(2, 0, 1)), False, 3, stepping=True)
+    values = drawn(rng, 3)
+    values |= {"inputs": rng.normal(size=(3, TAPS - 1, COLS)), "state": rng.normal(size=(3, HEADS, KEY, VALUE))}
+    spoiled = {**values, name: values[name].copy()}
+    spoiled[name][0 if name in ("inputs", "state") else 1] = np.nan  # of sequence 0
+    clean, bad = net.run(values, spoiled)
+    for out, row in (("y", 1), ("inputs", 0), ("state", 0)):
+        others = [np.delete(v[out], row, axis=0) for v in (clean, bad)]
+        assert others[0].tobytes() == others[1].tobytes()
+    assert not np.isfinite(bad["y"][1]).all()
 
 
 @pytest.mark.parametrize("name", ["x", "a", "b", "z", "dy"])

@@ -89,7 +89,7 @@ def bricks(
         list[str] | None,
         typer.Option(help="Brick to measure; may be given several times.", autocompletion=completion.bricks),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Measure every brick.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Measure every brick that the model has.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="List the bricks and shapes.")] = False,
     shape: Shape = None,
     model: Model = None,
@@ -133,7 +133,8 @@ def bricks(
     refuse_idle(ctx, set(OPTIONS) - taken, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
     sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune)}
     with remarks(goal, notes, run_log):
-        return _measure(_context(device, shape, model, layers, base_dtype, sizes), names, time_limit, json)
+        context = _context(device, shape, model, layers, base_dtype, sizes)
+        return _measure(context, None if everything else names, time_limit, json)
 
 
 def _context(
@@ -148,12 +149,14 @@ def _context(
     return Context.of(OpenedDevice(selector), shape, model, layers, base_dtype, **sizes)
 
 
-def _measure(context: Any, names: list[str], time_limit: float | None, file: str | None) -> int:
+def _measure(context: Any, names: list[str] | None, time_limit: float | None, file: str | None) -> int:
+    """names: of bricks; None: all that the model has."""
     from wgpu_lora.bench.results import BROKEN, Writer
     from wgpu_lora.bench.run import bench as measured
+    from wgpu_lora.bench.workloads import bricks_of
     from wgpu_lora.cli.bench_results import COLUMNS, KEY, LEFT, STYLES, VERDICTS, cells, details, noise_text
 
-    writer = Writer(file)
+    writer, names = Writer(file), names or bricks_of(context.config)
     info, options = context.device.info, context.options()
     line("device", f"{info.name} ({info.driver})")
     tuned = "tuned" if options.pop("tuned") else "not tuned"

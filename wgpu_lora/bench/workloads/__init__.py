@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from wgpu_lora.bench.contract import brick_names
 from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import adapters, layer, serving, speed, training
+from wgpu_lora.models.config import ModelConfig
 
 
 def one(make: Callable[[Context], Workload]) -> Callable[[Context], Iterator[Workload]]:
@@ -28,3 +30,8 @@ WORKLOADS: dict[str, Callable[[Context], Iterator[Workload]]] = {
     "batch": serving.batch,
     "load": one(serving.Load),
 }
+
+
+def bricks_of(config: ModelConfig) -> list[str]:
+    """All bricks but those of parts that the model does not have."""
+    return [name for name in brick_names() if layer.has_brick(config, name)]

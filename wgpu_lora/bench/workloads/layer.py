@@ -1,6 +1,8 @@
-"""Bricks of a decoder layer: dispatches of its linear layers, adapters, attention and elementwise ops."""
+"""Bricks of a decoder layer: dispatches of its linear layers, adapters, attention, delta rule and elementwise ops."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,9 +13,11 @@ from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.models.architectures.qwen3_5 import Qwen35Text
 from wgpu_lora.models.block import Adapters, Block
 from wgpu_lora.models.blocks.attention import KeyRanges
 from wgpu_lora.models.blocks.transformer import Transformer
+from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import StepInputs, Tables
 from wgpu_lora.models.rows import Rows
@@ -34,9 +38,13 @@ BRICKS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "rmsnorm": (None, ("rmsnorm",)),
     "rope": (None, ("rope",)),
     "swiglu": (None, ("swiglu",)),
+    "delta_rule": ("forward", ("delta",)),
+    "delta_rule_backward": ("backward", ("delta",)),
 }
-OPS = {name: name for name in ("lora", "attention", "rmsnorm", "rope", "swiglu", "add", "fill", "dropout")}
-OPS |= {"geglu": "swiglu", "take": "columns", "put": "columns"}
+OF_DELTA_NETS = ("delta_rule", "delta_rule_backward")  # the others are of a layer with attention
+OPS = {name: name for name in ("lora", "attention", "delta", "rmsnorm", "rope", "swiglu", "add", "fill", "dropout")}
+OPS |= {"geglu": "swiglu", "take": "columns", "put": "columns", "gate": "attention gate"}
+OPS |= dict.fromkeys(("causal", "l2norm", "gated"), "delta net")  # around the rule
 
 
 def op_of(kernel: Kernel) -> str:
@@ -44,19 +52,33 @@ def op_of(kernel: Kernel) -> str:
     return OPS.get(kernel.name.partition("_")[0], "base")
 
 
+def has_brick(config: ModelConfig, name: str) -> bool:
+    """Whether a model has what a brick measures, as far as that depends on gated delta nets."""
+    return name not in OF_DELTA_NETS or isinstance(config, Qwen35Text)
+
+
+def one_layer(config: Transformer, name: str) -> Transformer:
+    """The config cut to the first layer, or to a layer of the kind that a brick measures if it has two."""
+    one = cut(config, 1)
+    assert isinstance(one, Transformer)
+    return replace(one, linear_layers=(name in OF_DELTA_NETS,)) if isinstance(one, Qwen35Text) else one
+
+
 def of_layer(name: str, context: Context) -> Workload:
-    """A brick that times some of the dispatches of the model's first layer, as its architecture records it.
+    """A brick that times some of the dispatches of a layer of the model, as its architecture records it.
 
     It is recorded over one row of all tokens, forward and backward, with adapters on all linear layers, unless the
     brick's contract has no rank. Options that the contract does not have do not affect it.
     """
     if not isinstance(context.config, Transformer):
         raise UserError(f"{context.name} has no layers of attention and a gated MLP: choose another shape or model.")
+    if not has_brick(context.config, name):
+        raise UserError(f"{context.name} has no gated delta nets: choose another shape, such as qwen3.5-0.8b.")
     (which, ops), options = BRICKS[name], load_contract(name).options
     base_dtype = context.base_dtype if "base_dtype" in options else NF4.name
     compute_dtype = context.compute_dtype if "compute_dtype" in options else "f32"
     tokens, rank = context.tokens, context.rank if "rank" in options else None
-    config, device = cut(context.config, 1), context.device
+    config, device = one_layer(context.config, name), context.device
     decoder = Decoder.declare(config, base_dtype, "bf16", device.max_binding)
     adapters = adapter_set(config, device, rank) if rank else None
     inputs = StepInputs.declare(config.row_inputs(), tokens, 1, Tables.declare(config.tables(), tokens))

@@ -14,6 +14,7 @@ from wgpu_lora.models.config import KEPT, MATRIX, Parameter
 from wgpu_lora.models.rows import NOWHERE, Rows
 from wgpu_lora.ops.causal_conv import causal_conv
 from wgpu_lora.ops.delta import gated_delta_rule
+from wgpu_lora.ops.delta_step import gated_delta_step, possible_slices
 from wgpu_lora.ops.gated_norm import gated_norm, l2norm
 
 L2_EPS = 1e-6
@@ -94,12 +95,18 @@ class DeltaNet:
         rec, rows, vectors = block.rec, x.shape[0], block.layer.vectors
         runs = block.inputs.rows[Runs()]
         (mixed, z), (b, a) = (block.projects(x, modules) for modules in self.stacks())
-        keys, values = (rows, self.key_heads, self.key_dim), (rows, self.value_heads, self.value_dim)
+        conv, a_log, dt_bias, norm = (
+            vectors[f"{self.name}.{name}"] for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
+        )
         kept = block.cache.tensors if block.cache else {}
-        weight = vectors[f"{self.name}.conv1d.weight"]
-        q, k, v = causal_conv(rec, mixed, weight, runs, (keys, keys, values), kept.get("inputs"))
-        q, k = l2norm(rec, q, k, self.key_dim**-0.5, L2_EPS)
-        a_log, dt_bias = (vectors[f"{self.name}.{name}"] for name in ("A_log", "dt_bias"))
-        y = gated_delta_rule(rec, q, k, v, a, b, a_log, dt_bias, runs, kept.get("state"))
-        y = gated_norm(rec, y, z, vectors[f"{self.name}.norm.weight"], self.eps)
+        fits = bool(possible_slices(self.key_dim, self.value_dim))
+        if kept and rows <= kept["state"].shape[0] and fits:  # a token of each sequence
+            frozen, of_sequences = (conv, a_log, dt_bias, norm), (kept["inputs"], kept["state"])
+            y = gated_delta_step(rec, mixed, z, a, b, frozen, runs, *of_sequences, self.key_heads, L2_EPS, self.eps)
+        else:
+            keys, values = (rows, self.key_heads, self.key_dim), (rows, self.value_heads, self.value_dim)
+            q, k, v = causal_conv(rec, mixed, conv, runs, (keys, keys, values), kept.get("inputs"))
+            q, k = l2norm(rec, q, k, self.key_dim**-0.5, L2_EPS)
+            y = gated_delta_rule(rec, q, k, v, a, b, a_log, dt_bias, runs, kept.get("state"))
+            y = gated_norm(rec, y, z, norm, self.eps)
         return block.project(y, f"{self.name}.out_proj", onto, accumulate=onto is not None)

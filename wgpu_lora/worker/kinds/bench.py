@@ -7,6 +7,7 @@ from typing import Any
 from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
 from wgpu_lora.bench.run import bench
 from wgpu_lora.bench.workload import Context
+from wgpu_lora.bench.workloads import bricks_of
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tuner import wanted
@@ -29,7 +30,7 @@ def run(
     device: str | int | None = None,
     time_limit: float | None = None,
 ) -> Ended:
-    """bricks: names, all if omitted. The exit code is 1 if a contract is broken."""
+    """bricks: names, all that the model has if omitted. The exit code is 1 if a contract is broken."""
     if shape and model:
         raise UserError("'shape' and 'model' are both given: leave one of them out.")
     names = brick_names() if bricks is None else bricks
@@ -44,5 +45,5 @@ def run(
     opened = Device(device)
     given.pop("layers", None)
     context = Context.of(opened, shape, model, layers, tune=wanted(tune), **given)
-    _, broken = bench(context, names, time_limit, port)
+    _, broken = bench(context, bricks_of(context.config) if bricks is None else names, time_limit, port)
     return Ended({"broken": broken}, int(bool(broken)), "; ".join(broken))
