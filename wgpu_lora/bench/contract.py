@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from wgpu_lora.assets import asset_dir
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.config import ModelConfig
 
 Kind = Literal["training", "serving"]
 DeviceClass = Literal["discrete", "integrated", "software"]
@@ -148,11 +147,6 @@ def load_contract(name: str) -> Contract:
     if path not in asset_dir("bricks").glob("*.toml"):
         raise UserError(f"The brick {name!r} is not known: choose one of {', '.join(brick_names())}.")
     return Contract.parse(name, path.read_text(encoding="utf-8"))
-
-
-def numbers_of(config: ModelConfig) -> dict[str, float]:
-    """The numbers of a config by name, which dims may use."""
-    return {name: float(value) for name, value in vars(config).items() if isinstance(value, int | float)}
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from wgpu_lora.bench.contract import load_contract, numbers_of
+from wgpu_lora.bench.contract import load_contract
+from wgpu_lora.bench.counts import numbers_of
 from wgpu_lora.bench.step import TrainingStep
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.config import ModelConfig

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.bench.check import Checked
-from wgpu_lora.bench.contract import numbers_of
+from wgpu_lora.bench.counts import numbers_of
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import ROW, adapter_set, chosen_model, own_words
 from wgpu_lora.errors import UserError

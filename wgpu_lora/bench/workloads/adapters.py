@@ -11,7 +11,7 @@ from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, new_bytes
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import clock_of
-from wgpu_lora.models.targets import ALL
+from wgpu_lora.models.targets import ALL, targeted
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.session import Session
 
@@ -129,6 +129,8 @@ class MultiAdapterMemory(SessionWorkload):
         self._allocated: list[int] = []
         self.clock = clock_of(context.device)
         self.keys = {"slots": float(FEW), "allocated_layers": float(fits or 1)}
+        config = self._cut.config
+        self.keys["adapted_sizes"] = float(sum(sum(config.lora_modules[path]) for path in targeted(QV, config)))
 
     def _need(self, layers: int) -> int:
         context = self._whole.with_layers(layers)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from wgpu_lora.bench.contract import load_contract
+from wgpu_lora.bench.counts import numbers_of
 from wgpu_lora.bench.recording import ProgramWorkload
 from wgpu_lora.bench.step import adapter_set, fill_adapters
 from wgpu_lora.bench.workload import Context, Workload
@@ -83,6 +84,7 @@ def of_layer(name: str, context: Context) -> Workload:
     adapters = adapter_set(config, device, rank) if rank else None
     inputs = StepInputs.declare(config.row_inputs(), tokens, 1, Tables.declare(config.tables(), tokens))
     workload = ProgramWorkload(context, compute_dtype)
+    workload.keys = numbers_of(config)
     x = workload.tracked((tokens, config.hidden_size))
 
     def record(rec: Recorder, bound: Adapters) -> Tensor:
@@ -98,7 +100,7 @@ def of_layer(name: str, context: Context) -> Workload:
     for item, tensor in inputs.rows.items():
         workload.adopt(tensor, item.values(rows))
         if isinstance(item, KeyRanges):
-            workload.keys = {"pairs": float((item.values(rows)[:, 1] - item.values(rows)[:, 0]).sum())}
+            workload.keys["pairs"] = float((item.values(rows)[:, 1] - item.values(rows)[:, 0]).sum())
     for table, tensor in inputs.tables.items():
         workload.adopt(tensor, table.values(tokens))
     for _, tensor in decoder.vectors():

@@ -7,12 +7,14 @@ from functools import partial
 import numpy as np
 
 from wgpu_lora.bench.check import Checked
+from wgpu_lora.bench.counts import numbers_of
 from wgpu_lora.bench.recording import ProgramWorkload, normal
 from wgpu_lora.bench.stats import Timings, timed
 from wgpu_lora.bench.step import SlotStep, adapter_set, fill_adapters, fill_update
 from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, Workload
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.config import MATRIX
+from wgpu_lora.models.shapes import cut
 from wgpu_lora.ops.loss import SweepGradient, Targets, seed, sum_by_slot, sweep
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Scoring
@@ -65,6 +67,7 @@ def optimizer(context: Context) -> Workload:
 def quantize(context: Context) -> Workload:
     """Packing the matrices of a layer from bf16 to NF4 codes, in the same pieces as loading, without the upload."""
     workload = ProgramWorkload(context)
+    workload.keys = numbers_of(cut(context.config, 1))
     matrices = [(name, item.shape) for name, item in context.config.layer(0).items() if item.kind == MATRIX]
     for module, (out, size_in) in matrices:
         weight = NF4.declare((out, size_in), module, Shared(context.device.max_binding))
