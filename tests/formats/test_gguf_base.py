@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from support import FIXTURES, path_of
 from support.gguf_files import DEMO, demo_tokenizer, made_up, tensors_of, write_gguf
 from support.models import ARCHITECTURES, full_logits, golden, golden_rows
@@ -40,6 +40,9 @@ def windowless(architecture: str, directory: Path) -> Path:
     config = json.loads((directory / "config.json").read_text())
     if "gemma" in architecture:  # whose windows are always written, with the usual scale of scores and a tied head
         config |= {"query_pre_attn_scalar": config["head_dim"], "tie_word_embeddings": True}
+        weights = load_file(directory / "model.safetensors")
+        weights.pop("lm_head.weight", None)
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     else:
         config |= {"sliding_window": None, "use_sliding_window": False}
     for name in ("layer_types", "no_rope_layers", "no_rope_layer_interval"):

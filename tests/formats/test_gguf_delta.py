@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from support.gguf_models import changed, make_adapter, make_model, read, small, values
 from support.models import full_logits
@@ -108,12 +109,11 @@ def test_exported_and_read_back(device: Device, tmp_path: Path, kind: str) -> No
     np.testing.assert_array_equal(model_read.read_f32(name, 60, 99), whole[60:99])
 
 
-@pytest.mark.parametrize("types", [["linear_attention"] * 3, ["full_attention"] * 3, [*TYPES[::-1], TYPES[1]]])
-def test_layers_in_any_order(tmp_path: Path, types: list[str]) -> None:
-    model = made(tmp_path / "model", layer_types=types[-3:])
+@pytest.mark.parametrize(("kinds", "regular"), [("LLL", True), ("FFF", True), ("LFL", True), ("FLF", False)])
+def test_layers_in_any_order(tmp_path: Path, kinds: str, regular: bool) -> None:
+    model = made(tmp_path / "model", layer_types=[{"L": TYPES[0], "F": TYPES[1]}[kind] for kind in kinds])
     export_model(model, tmp_path / "m.gguf", "f16")
     facts, _ = read(tmp_path / "m.gguf")
-    regular = len(set(types)) == 1
     assert ("qwen35.attention.recurrent_layers" in facts) != regular
     assert config_of(tmp_path / "m.gguf").linear_layers == load_config(model).linear_layers  # type: ignore[attr-defined]
 
@@ -171,7 +171,10 @@ def test_a_layer_that_predicts_is_passed_over(device: Device, tmp_path: Path) ->
     facts = {"qwen35.nextn_predict_layers": 1, "qwen35.attention.recurrent_layers": [True, False, False]}
     changed(tmp_path / "m.gguf", tmp_path / "mtp.gguf", facts)
     assert config_of(tmp_path / "mtp.gguf").num_hidden_layers == 2
-    assert np.isfinite(logits(tmp_path / "mtp.gguf", device)).all()
+    # The model without its last layer.
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "layer_types": TYPES[:2]}))
+    assert_same_logits(device, tmp_path / "mtp.gguf", model)
 
 
 @pytest.mark.parametrize(
@@ -220,3 +223,35 @@ def test_rates_that_are_no_numbers_are_found(tmp_path: Path, device: Device) -> 
         file.write(np.float32(0.5).tobytes())
     with pytest.raises(UserError, match="A_log"):
         open_model(str(path), device, "f32").load_weights()
+
+
+def test_extreme_rates(tmp_path: Path, device: Device) -> None:
+    """A decay rate that is zero in float32 has no logarithm, but one of the smallest number decays nothing either."""
+    model = made(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    rates = weights[f"{NET}.A_log"].astype(np.float32)
+    for last, name in ((-200.0, "slow"), (200.0, "fast")):
+        rates[-1] = last
+        save_file(weights | {f"{NET}.A_log": rates}, model / "model.safetensors", metadata={"format": "pt"})
+        if name == "slow":
+            export_model(model, tmp_path / "slow.gguf", "f16")
+            assert_same_logits(device, tmp_path / "slow.gguf", model)
+        else:
+            with pytest.raises(UserError, match="A_log has values that are too large for a GGUF file"):
+                export_model(model, tmp_path / "fast.gguf", "f16")
+            assert not (tmp_path / "fast.gguf").exists()
+
+
+def test_rates_stay_in_float32(tmp_path: Path) -> None:
+    """Where the model has them so beside matrices of 16 bits."""
+    model = made(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    mixed = weights | {f"{NET}.A_log": np.float32([1.2345678] * 6)}
+    adapter = make_adapter(tmp_path / "adapter", model)
+    save_file(mixed, model / "model.safetensors", metadata={"format": "pt"})
+    merge_adapter(model, adapter, tmp_path / "merged", "bf16")
+    with safe_open(tmp_path / "merged" / "model.safetensors", "np") as file:
+        kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        np.testing.assert_array_equal(file.get_tensor(f"{NET}.A_log"), mixed[f"{NET}.A_log"])
+    assert kinds.pop(f"{NET}.A_log") == "F32"
+    assert set(kinds.values()) == {"BF16"}

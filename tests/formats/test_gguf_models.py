@@ -106,6 +106,14 @@ def test_ministral3(device: Device, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(tmp_path / "b", device), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+def test_a_window_of_ministral3_is_read_back(tmp_path: Path) -> None:
+    model = small(tmp_path / "model", "ministral3", rope_parameters=MINISTRAL, head_dim=16, sliding_window=9)
+    assert any(
+        "ignores this model's sliding window of 9" in note for note in export_model(model, tmp_path / "m.gguf").notes
+    )
+    assert config_of(tmp_path / "m.gguf").sliding_windows == load_config(model).sliding_windows == (9, 9)
+
+
 def test_mistral3_without_a_scale_is_mistral(device: Device, tmp_path: Path) -> None:
     text = small(tmp_path / "text", "mistral", sliding_window=None, tie_word_embeddings=False)
     whole = tmp_path / "whole"

@@ -123,7 +123,7 @@ def test_partial_rotary_embedding():
         ({"model_type": "gemma4_text"}, "'gemma4_text' .* caches that layers share"),
         (
             {"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}},
-            "llama_4_scaling_beta in here.json",
+            "llama_4_scaling_beta is missing from here.json",
         ),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         ({"model_type": "gemma2", "final_logit_softcapping": 0}, "final_logit_softcapping in here.json is 0"),
@@ -138,7 +138,7 @@ def test_partial_rotary_embedding():
             {"model_type": "phi3", "rope_scaling": LONG, "original_max_position_embeddings": 0.5},
             "original_max_position_embeddings in here.json is 0.5",
         ),
-        ({"model_type": "phi3", "rope_scaling": LINEAR}, "rope type 'linear' in here.json .* default or longrope"),
+        ({"model_type": "phi3", "rope_scaling": LINEAR}, "rope_type 'linear' in here.json .* default or longrope"),
         ({"model_type": "phi3", "rope_scaling": {**LONG, "long_factor": [1]}}, "long_factor .* must list 4 numbers"),
         (
             {"model_type": "phi3", "rope_scaling": {**LONG, "short_factor": [1, 2, 3, 0]}},

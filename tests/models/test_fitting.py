@@ -20,7 +20,7 @@ from wgpu_lora.export.merge import merge_adapter
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS, tensor_name
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.adapters import load_adapters
-from wgpu_lora.models.architectures import ARCHITECTURES, load_config, parse_config
+from wgpu_lora.models.architectures import load_config, parse_config
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.files import config_of
 from wgpu_lora.models.fitting import read_fitting
@@ -197,4 +197,7 @@ def test_an_adapter_of_the_whole_fits_its_text_part(tmp_path: Path, text: str, k
     pair = np.ones((2, size_in), np.float32), np.ones((out, 2), np.float32)
     adapter = written(tmp_path / "adapter", {module.replace(TEXT, WHOLE): pair}, r=2, lora_alpha=4)
     assert [*read_fitting(config, adapter)[1]] == [module]
-    assert f"{WHOLE}layers" == ARCHITECTURES[kind].LAYERS
+    # And back: one that was trained on the text part alone fits the whole.
+    said = {"model_type": kind, "text_config": json.loads((MODELS / text / "config.json").read_text())}
+    plain = written(tmp_path / "plain", {module: pair}, r=2, lora_alpha=4)
+    assert [*read_fitting(parse_config(said), plain)[1]] == [module.replace(TEXT, WHOLE)]

@@ -54,7 +54,10 @@ def test_all_linear_layers_may_have_adapters() -> None:
         ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim in .* is 9, expected a whole number from 1 to 8"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim in .* is 1, expected 2 to 8"),
         ({"layer_types": ["linear_attention"]}, "layer_types in .* must list 2 layers"),
-        ({"layer_types": ["linear_attention", "sliding_attention"]}, "layer type 'sliding_attention' .* not supported"),
+        (
+            {"layer_types": ["linear_attention", "sliding_attention"]},
+            "layer_types in .* has 'sliding_attention', which is not supported",
+        ),
         ({"layer_types": 3}, "layer_types in .* must list 2 layers"),
         ({"num_attention_heads": 3}, "num_attention_heads 3 in .* is not a multiple of num_key_value_heads 2"),
         ({"hidden_size": None}, "hidden_size is missing from"),

@@ -95,7 +95,7 @@ def test_chains_say_so_too(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["recipes", "show", name]) == 0
     assert capsys.readouterr().out == find_recipe(name).read_text()
     assert main(["finetune", "--recipe", name]) == 2
-    assert f"run it with 'wgpu-lora run {find_recipe(name)}'" in capsys.readouterr().err
+    assert f"run it with 'wgpu-lora run {name}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,22 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == find_recipe("persona-sft").read_text()
     assert main(["recipes", "show", "nothing"]) == 2
     assert "persona-sft" in capsys.readouterr().err
+
+
+def test_results_do_not_hide_what_they_are_named_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe's or a chain's results have its name, and it runs, is resumed and listed again beside them."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("persona", "persona-sft"):
+        (tmp_path / name).mkdir()
+        assert find_recipe(name).is_file()
+    (tmp_path / "persona-data").mkdir()
+    (tmp_path / "persona-data" / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    assert main(["run", "persona", "--list", "--model", "demo"]) == 0
+    assert "finetune" in capsys.readouterr().out
+    assert main(["finetune", "--recipe", "persona"]) == 2
+    assert "run it with 'wgpu-lora run persona'" in capsys.readouterr().err
 
 
 def test_synthetic_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,8 @@ def export_models(
         item = config.parameters[own]
         for rows in merged.pieces(own, item.gguf_layout.row_index(item.shape[0])):
             values = item.layout.written(rows.reshape(len(rows), *file_shape(item.shape)[1:]))
+            if not np.isfinite(values).all():
+                raise UserError(f"{own} has values that are too large for a GGUF file: write the model with merge.")
             for target in targets:
                 _check_range(values, own, target)
             of_type = {target: pack(values, target) for target in dict.fromkeys(targets)}

@@ -21,7 +21,7 @@ from wgpu_lora.formats.gguf.layout import gather
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.packed import PackedCheckpoint
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.config import VECTOR, ModelConfig
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.fitting import read_fitting
 from wgpu_lora.names.naming import setting
@@ -51,6 +51,11 @@ class MergedModel:
         self._checkpoint = Decoded(stored) if isinstance(stored, PackedCheckpoint) else stored
         self._deltas = scaled_factors(adapter, self.config, model) if adapter else {}
         self.shapes = self.config.parameter_shapes()
+        # Vectors in float32 beside matrices that are not.
+        dtypes = {name: stored.dtype(name) for name in self.shapes}
+        mixed = dtypes[self.config.EMBEDDING] != "F32"
+        vectors = (name for name, item in self.config.parameters.items() if item.kind == VECTOR)
+        self.wide = {name for name in vectors if mixed and dtypes[name] == "F32"}
 
     def pieces(self, name: str, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """Yields the tensor's rows, float32 [rows, ...], some at a time; a one-dimensional tensor as a whole.
@@ -114,7 +119,9 @@ def merge_adapter(
 
     Args:
         model: the base: a directory, or a GGUF file. Quantised weights are decoded.
-        dtype: bf16, f16 or f32, of every tensor of the language model. Those of other parts are copied.
+        dtype: bf16, f16 or f32, of every tensor of the language model, except that vectors which the base keeps in
+            float32 beside matrices of 16 bits, such as the decay rates of delta nets, stay so. Those of other parts are
+            copied.
         name: of the base in the model card, such as a hub id.
         events: receives `written`.
 
@@ -124,7 +131,7 @@ def merge_adapter(
     if dtype not in DTYPES:
         raise UserError(f"{setting('dtype', dtype)} is not known: choose one of {', '.join(DTYPES)}.")
     merged = MergedModel(model, adapter)
-    kind, numpy_type = DTYPES[dtype]
+    kinds = {name: DTYPES["f32" if name in merged.wide else dtype] for name in merged.shapes}
     done, others = count(1), merged.beside.specs()
     own = {merged.beside.stored_name(name): name for name in merged.shapes}
 
@@ -134,7 +141,8 @@ def merge_adapter(
             return
         name = own[stored]
         for values in merged.pieces(name):
-            if dtype == "f16" and np.abs(values).max(initial=0) > F16_MAX:
+            kind, numpy_type = kinds[name]
+            if kind == "F16" and np.abs(values).max(initial=0) > F16_MAX:
                 raise UserError(
                     f"{name} has values beyond f16's range of {F16_MAX:,.0f}: use {setting('dtype', 'bf16')} or f32."
                 )
@@ -145,7 +153,7 @@ def merge_adapter(
     with new_model_directory(output, model) as directory:
         if is_gguf(model):
             write_companions(model, merged.tokenizer, directory)
-        specs = {stored: TensorSpec(kind, merged.shapes[name]) for stored, name in own.items()}
+        specs = {stored: TensorSpec(kinds[name][0], merged.shapes[name]) for stored, name in own.items()}
         write_shards(directory, specs | others, pieces, max_shard_bytes)
         restate(directory, TORCH[dtype], quantization_config=None)
         (directory / CARD).write_text(card_of_merged(name or str(model), adapter, dtype), encoding="utf-8")

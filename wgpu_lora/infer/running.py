@@ -125,8 +125,7 @@ def check_requests(
             raise UserError(f"Prompt {number} has no tokens: give a text that is not empty.")
         if len(prompt) > capacity:
             raise UserError(
-                f"Prompt {number} has {len(prompt):,} tokens, but the cache holds {capacity:,}: "
-                "shorten it, or raise the capacity."
+                f"Prompt {number} has {len(prompt):,} tokens, but a sequence may have {capacity:,} here: shorten it."
             )
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise UserError(

@@ -34,7 +34,12 @@ class Composite:
     HEAD: ClassVar[str] = "lm_head.weight"
     LAYERS: ClassVar[str] = "model.language_model.layers"
     STORED: ClassVar[TensorNames] = TensorNames(
-        (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head.")), _OTHERS
+        (
+            ("language_model.model.", "model.language_model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("model.layers.", "model.language_model.layers."),  # of adapters that were trained on the text part alone
+        ),
+        _OTHERS,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from wgpu_lora.data.gguf_tokenizer import read_tokenizer
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
@@ -17,6 +19,8 @@ from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.gguf import open_weights, read_config
 from wgpu_lora.names.naming import flag
+
+_AT_A_TIME = 1 << 22  # values that are compared
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,30 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
     if config.packed:
         packed = PackedCheckpoint(directory, config.packed, config.STORED)
         packed.check_against(config.parameter_shapes(), config.may_be_packed())
+        _check_tied(packed, config)
         return packed
     checkpoint = Checkpoint(directory, config.STORED)
     checkpoint.check_against(config.parameter_shapes())
+    _check_tied(checkpoint, config)
     return checkpoint
+
+
+def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raises UserError if a tied embedding has an LM head beside it that is no copy: transformers would use that."""
+    if not config.tie_word_embeddings or config.HEAD not in checkpoint.names():
+        return
+    rows, step = config.vocab_size, max(1, _AT_A_TIME // config.hidden_size)
+    same = checkpoint.shape(config.HEAD) == checkpoint.shape(config.EMBEDDING)
+    for start in range(0, rows if same else 0, step):
+        head, embedding = (
+            checkpoint.read_f32(name, start, min(start + step, rows)) for name in (config.HEAD, config.EMBEDDING)
+        )
+        same = same and np.array_equal(head, embedding, equal_nan=True)
+    if not same:
+        raise UserError(
+            f"{config.HEAD} in {checkpoint.directory} differs from {config.EMBEDDING}, although config.json ties them: "
+            "set tie_word_embeddings to false there, or remove the tensor."
+        )
 
 
 def _read_directory(directory: Path) -> ModelFiles:

@@ -82,7 +82,7 @@ def parse_longrope(
     if kind == "default":
         return None
     if kind not in ("longrope", "su", "yarn"):  # earlier names, which transformers still reads
-        raise UserError(f"rope type {kind!r} in {where} is not supported: use a model with default or longrope.")
+        raise UserError(f"rope_type {kind!r:.100} in {where} is not supported: use a model with default or longrope.")
     name = "original_max_position_embeddings"
     found = (place[name] for place in (d, rope) if place.get(name) is not None)
     original = whole({name: next(found, 4096)}, name, where)

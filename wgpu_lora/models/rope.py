@@ -55,12 +55,13 @@ class Rope(NamedTuple):
 def stated_rope(d: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The object of config.json with rope parameters, which may be one for each type of layer. Raises UserError."""
     # transformers 5 writes everything to rope_parameters, earlier versions rope_theta and rope_scaling.
-    rope = d.get("rope_parameters") or d.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise UserError(
-            f"rope parameters in {where} are {rope!r}, expected an object such as {{'rope_type': 'default'}}."
-        )
-    return rope
+    for name in ("rope_parameters", "rope_scaling"):
+        if d.get(name) is not None and not isinstance(d[name], Mapping):
+            raise UserError(
+                f"{name} in {where} is {d[name]!r:.100}, expected an object such as {{'rope_type': 'default'}}: "
+                "correct the file."
+            )
+    return d.get("rope_parameters") or d.get("rope_scaling") or {}
 
 
 def parse_rope(
@@ -80,7 +81,7 @@ def parse_rope(
         UserError: the rope type is not supported, or a field is invalid.
     """
     rope = stated_rope(d, where)
-    if any(isinstance(value, Mapping) for value in rope.values()):
+    if any(isinstance(value, Mapping) and name.endswith("_attention") for name, value in rope.items()):
         raise UserError(f"rope_parameters in {where} differ by layer type, which is not supported: use another model.")
     theta = positive(rope.get("rope_theta", d.get("rope_theta", theta)), "rope_theta", where)
     share = _share(rope.get("partial_rotary_factor", d.get("partial_rotary_factor")), partial, where)
@@ -118,7 +119,9 @@ def _scaling(
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in SUPPORTED_ROPE_TYPES:
         supported = ", ".join(SUPPORTED_ROPE_TYPES)
-        raise UserError(f"rope type {rope_type!r} in {where} is not supported: use a model with one of {supported}.")
+        raise UserError(
+            f"rope_type {rope_type!r:.100} in {where} is not supported: use a model with one of {supported}."
+        )
     if rope_type == "default":
         return None
     if rope_type == "yarn" and theta == 1:
@@ -254,6 +257,8 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float, where: str) -
 
 def positive(value: Any, name: str, where: str) -> float:
     """A positive number of config.json. Raises UserError."""
+    if value is None:
+        raise UserError(f"{name} is missing from {where}: restore the file from the model's source.")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not MIN_NUMBER <= value <= MAX_NUMBER:
         raise UserError(f"{name} in {where} is {value!r:.40}, expected a positive number: correct the file.")
     return float(value)

@@ -17,7 +17,7 @@ from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.fitting import read_fitting
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.targets import ALL, shortest, stated, target_names, targeted
+from wgpu_lora.models.targets import ALL, shortest, stated, targeted
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train import checkpoint
@@ -64,7 +64,7 @@ def adapter_of(
         lora_dropout=args.lora_dropout,
         use_rslora=args.use_rslora,
         use_dora=args.use_dora,
-        target_modules=_stated_targets(args.target_modules, config),
+        target_modules=stated(targeted(args.target_modules, config), config),
         base_model_name_or_path=stated_name(args.model or "demo"),
     )
     return args, adapter, SeededMatrices(args, config)
@@ -78,14 +78,6 @@ def check_whole(directory: Path, storage: Storage = PLAIN) -> None:
             f"The adapter {directory} is damaged: {wrong}; use another, or remove {MANIFEST} if you changed it "
             "yourself."
         )
-
-
-def _stated_targets(target_modules: str, config: ModelConfig) -> tuple[str, ...] | str:
-    """target_modules for adapter_config.json: names, or the regular expression that was given."""
-    chosen = targeted(target_modules, config)
-    if target_names(target_modules) is None:
-        return target_modules
-    return stated(chosen, config)
 
 
 def _as_loaded(

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 _NEAR = 16  # rows that are this close are read together
+_TINY = np.finfo(np.float32).tiny
 
 
 class Order(Protocol):
@@ -47,7 +48,8 @@ class Tiled:
 class Layout:
     """The order of rows and of columns, and what is done to the values.
 
-    offset: added to them. negative_exp: the file has -exp(value), where a checkpoint has a logarithm.
+    offset: added to them.
+    negative_exp: the file has -exp(value) where a checkpoint has a logarithm; at least _TINY, so that one is left.
     """
 
     rows: Order | None = None
@@ -71,7 +73,9 @@ class Layout:
         """Rows for the file, float32, from such of a checkpoint that have the file's order."""
         index = self.column_index(rows.shape[1]) if rows.ndim > 1 else None
         rows = rows if index is None else rows[:, index]
-        rows = -np.exp(rows) if self.negative_exp else rows
+        if self.negative_exp:
+            with np.errstate(over="ignore"):
+                rows = -np.maximum(np.exp(rows), _TINY)
         return np.ascontiguousarray(rows + np.float32(self.offset) if self.offset else rows)
 
     def values(self, rows: np.ndarray) -> np.ndarray:

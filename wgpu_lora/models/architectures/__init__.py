@@ -36,6 +36,7 @@ ARCHITECTURES: Registry[type[ModelConfig]] = Registry(
 # Parts of model_types that are known -> what they would need.
 MISSING = {
     "moe": "mixtures of experts are not implemented",
+    "qwen3_next": "mixtures of experts are not implemented",
     "mixtral": "mixtures of experts are not implemented",
     "gpt_oss": "mixtures of experts and attention sinks are not implemented",
     "deepseek": "mixtures of experts and latent attention are not implemented",
@@ -58,7 +59,7 @@ def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfi
     """
     name = d.get("model_type")
     if isinstance(name, str) and (missing := next((what for part, what in MISSING.items() if part in name), None)):
-        raise UserError(f"model_type {name!r:.100} in {where} is not supported, because {missing}: use a dense model.")
+        raise UserError(f"model_type {name!r:.100} in {where} is not supported, because {missing}: use another model.")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise UserError(f"model_type {name!r:.100} in {where} is not supported: use one of {supported}.")

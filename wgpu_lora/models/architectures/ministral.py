@@ -41,7 +41,7 @@ class Ministral3GGUF(TransformerGGUF):
         d = super().fields(header)
         if d is None:
             return None
-        d["sliding_window"] = None
+        d["sliding_window"] = self._number(header, "attention.sliding_window")
         beta, original = "attention.temperature_scale", "rope.scaling.original_context_length"
         if not self._number(header, beta):
             return {**d, "model_type": "mistral"}
@@ -59,6 +59,8 @@ class Ministral3GGUF(TransformerGGUF):
 
     def write(self, config: Any, writer: GGUFWriter) -> None:
         super().write(config, writer)
+        if (window := config.sliding_windows[0]) is not None:
+            writer.add_sliding_window(window)  # ignored by llama.cpp, but read back by `fields`
         if config.query_beta:
             writer.add_attn_temperature_scale(config.query_beta)
             if config.rope_scaling is None or config.rope_scaling.rope_type != "yarn":

@@ -138,5 +138,7 @@ def linear_layers(d: Mapping[str, Any], layers: int, where: str) -> tuple[bool, 
         raise UserError(f"layer_types in {where} must list {layers} layers (num_hidden_layers): correct the file.")
     for kind in types:
         if kind not in (FULL, LINEAR):
-            raise UserError(f"layer type {kind!r:.100} in {where} is not supported: only {FULL} and {LINEAR} are.")
+            raise UserError(
+                f"layer_types in {where} has {kind!r:.100}, which is not supported: only {FULL} and {LINEAR} are."
+            )
     return tuple(kind == LINEAR for kind in types)

@@ -70,7 +70,7 @@ class Gemma(Transformer):
         act = d.get("hidden_activation", GELU)
         if act != GELU:
             raise UserError(f"hidden_activation {act!r} in {where} is not supported: use a model with {GELU!r}.")
-        if boolean({"flag": d.get("use_bidirectional_attention") or False}, "flag", where):
+        if d.get("use_bidirectional_attention") is not None and boolean(d, "use_bidirectional_attention", where):
             raise UserError(
                 f"use_bidirectional_attention in {where} is not supported: use a model with causal attention."
             )

@@ -284,7 +284,10 @@ def layer_types(types: Any, window: int | None, layers: int, where: str) -> list
         raise UserError(f"layer_types in {where} must list {layers} layers (num_hidden_layers): correct the file.")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise UserError(f"layer type {kind!r} in {where} is not supported: only full and sliding attention are.")
+            raise UserError(
+                f"layer_types in {where} has {kind!r:.100}, which is not supported: only full and sliding "
+                "attention are."
+            )
         if kind == "sliding_attention" and window is None:
             raise UserError(f"layer_types in {where} has sliding_attention but no sliding_window is set: correct it.")
     return types

@@ -121,7 +121,10 @@ class TransformerGGUF(GGUFForm[Transformer]):
         }
         for key, found in stated.items():
             if found != head_dim:
-                raise UserError(f"{self.name}.{key} in {header.path} is {found}, but heads of {head_dim} are expected.")
+                raise UserError(
+                    f"{self.name}.{key} in {header.path} is {found}, but heads of {head_dim} are expected: use another "
+                    "model."
+                )
         return head_dim
 
     def rotated(self, header: Header, head_dim: Any) -> Any:

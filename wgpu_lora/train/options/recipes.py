@@ -18,9 +18,9 @@ def recipe_arguments(path: Path) -> TrainingArguments:
 
 
 def find_recipe(name: str) -> Path:
-    """A recipe file by path, or a bundled one by name."""
+    """A recipe file by path, or a bundled one by name, which is also that of the directory of its results."""
     bundled = asset_dir("recipes") / f"{name}.toml"
-    return bundled if not Path(name).exists() and bundled.is_file() else Path(name)
+    return bundled if bundled.is_file() and (not Path(name).exists() or Path(name).is_dir()) else Path(name)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -30,7 +30,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(f"The recipe {path} does not exist: give a TOML file, or the name of a bundled one ({names}).")
     values = read_toml(path, "The recipe")
     if isinstance(values.get("stage"), list):
-        raise UserError(f"{path} is a chain of stages, not a recipe: run it with 'wgpu-lora run {path}'.")
+        name = path.stem if path.parent == asset_dir("recipes") else path
+        raise UserError(f"{path} is a chain of stages, not a recipe: run it with 'wgpu-lora run {name}'.")
     nested = [key for key, value in values.items() if isinstance(value, dict)]
     if nested:
         raise UserError(f"The recipe {path} has a table [{nested[0]}]: recipes are flat, one option per line.")
