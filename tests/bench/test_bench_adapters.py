@@ -33,7 +33,7 @@ MEMORY = {
 def judged(brick: str, context: Context, extra: dict[str, float], **keys: float) -> list[str]:
     """What is broken of a made-up result that reaches every budget."""
     contract = load_contract(brick)
-    names = {**context.keys(), "pairs": 1.0, "trained": 1.0, "slots": 3.0, "allocated_layers": 1.0, **keys}
+    names = {**context.keys(), "pairs": 1.0, "trained": 1.0, "slots": 3.0, "adapted_sizes": 1.0, **keys}
     budget = {"of": contract.budget.of, "asked": None, "reached": 1.0}
     found = result(brick, extra=extra, budget=budget)
     judge(contract, found, {**names, **contract.values(names)}, "discrete")
