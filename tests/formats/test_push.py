@@ -21,6 +21,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.upload import prepare
+from wgpu_lora.models.architectures import ARCHITECTURES
 from wgpu_lora.train.card import card
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.records import Data, Environment, HeldOut, Memory, RunRecord, UsedDevice
@@ -318,6 +319,9 @@ def test_a_card_states_the_run_and_no_paths() -> None:
         environment=Environment({"wgpu-lora": "9"}, "", device, []),
     )  # fmt: skip
     text = card(record)
+    assert "from transformers import AutoModelForCausalLM, AutoTokenizer\n\nbase = AutoModelForCausalLM.from" in text
+    whole = card(record, ARCHITECTURES["mistral3"].AUTO_CLASS)
+    assert whole == text.replace("AutoModelForCausalLM", "AutoModelForImageTextToText")
     assert "base_model: Qwen/Qwen2.5-0.5B" in text
     assert "/home/me" not in text
     for fact in ("3 of 9 (finished)", "1,234", "5,678", "d1", "d2", "d3", "2.0000 before, 1.5000 after",

@@ -84,6 +84,7 @@ class ModelConfig(ABC):
     NORM_OFFSET: ClassVar[float] = 0.0  # `Parameter.offset` of the final norm
     POSITIONS: ClassVar[int] = 2048  # default of max_position_embeddings
     TRANSFORMERS: ClassVar[str | None] = None  # class in transformers, for a config.json made from a GGUF file
+    AUTO_CLASS: ClassVar[str] = "AutoModelForCausalLM"  # that loads models for PEFT, with the modules named here
     # 'mlp' and 'attention' -> the prefixes of their modules in a layer: what --target-modules and mixed formats name.
     LAYER_PARTS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     MODULES: ClassVar[tuple[str, ...]] = ()  # names that LoRA may target, for shell completion

@@ -9,6 +9,7 @@ from typing import Any
 from wgpu_lora.formats.cards import header, table
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import WEIGHTS
+from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.train.options.arguments import PATHS
 from wgpu_lora.train.records import RunRecord
 
@@ -25,9 +26,9 @@ With [PEFT](https://github.com/huggingface/peft):
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
-base = AutoModelForCausalLM.from_pretrained("{place}")
+base = {auto_class}.from_pretrained("{place}")
 model = PeftModel.from_pretrained(base, "{adapter}")
 tokenizer = AutoTokenizer.from_pretrained("{adapter}")
 ```
@@ -48,8 +49,8 @@ wgpu-lora generate --model {place}/last-f16 --prompt "..."
 ```"""
 
 
-def card(record: RunRecord) -> str:
-    """The text of the card."""
+def card(record: RunRecord, auto_class: str = ModelConfig.AUTO_CLASS) -> str:
+    """The text of the card. auto_class: of transformers, which loads the base."""
     options, environment = record.options, record.environment
     stated, device = options.model or "demo", environment.device
     base = hub_id(stated)
@@ -65,7 +66,7 @@ Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
 
 ## Use
 
-{_use(stated, name, record)}
+{_use(stated, name, record, auto_class)}
 
 ## Data
 
@@ -85,14 +86,14 @@ Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
 """
 
 
-def _use(stated: str, name: str, record: RunRecord) -> str:
+def _use(stated: str, name: str, record: RunRecord, auto_class: str) -> str:
     """How to load the adapter; the directory of a local base model is left for the reader to complete."""
     adapter = record.directory.resolve().name
     if record.options.train == "quant-scales":
         return USE_BASE.format(place=shlex.quote(adapter))
     place = stated if hub_id(stated) else "path/to/wgpu_lora/demo/model" if stated == "demo" else f"path/to/{name}"
     base = "demo" if stated == "demo" else place
-    return USE.format(base=shlex.quote(base), place=place, adapter=adapter)
+    return USE.format(base=shlex.quote(base), place=place, adapter=adapter, auto_class=auto_class)
 
 
 def _better(record: RunRecord) -> str:

@@ -259,7 +259,7 @@ class AdapterRun(Run):
         for place in (self.directory, self.directory / BEST):
             self.storage.write_tokenizer(place, session.model.path, session.model.tokenizer)
         record = record_of(self, session, stop_reason, stop_signal)
-        self.storage.write(self.directory / CARD, card(record).encode())
+        self.storage.write(self.directory / CARD, card(record, session.model.config.AUTO_CLASS).encode())
         self.storage.complete(self.directory)
         record.write(self.directory)
         self.follower.end(record)

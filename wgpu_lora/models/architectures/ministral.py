@@ -122,6 +122,7 @@ class Ministral3(Transformer):
 
 class Mistral3(Composite, Ministral3):
     TRANSFORMERS = "Mistral3ForConditionalGeneration"
+    AUTO_CLASS = "AutoModelForImageTextToText"
     TEXT_TYPES = ("mistral", "ministral3")
 
     @classmethod
