@@ -126,8 +126,9 @@ def _scaling(
         return None
     if rope_type == "yarn" and theta == 1:
         raise UserError(f"rope_theta in {where} is 1, which yarn cannot stretch: correct the file.")
-    original = d.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    original = positive(original or max_position_embeddings, "original_max_position_embeddings", where)
+    stated = (place.get("original_max_position_embeddings") for place in (d, rope))
+    original = next((value for value in stated if value not in (None, 0)), max_position_embeddings)
+    original = positive(original, "original_max_position_embeddings", where)
     factor = rope.get("factor")
     if factor is None and rope_type == "yarn":
         factor = max_position_embeddings / original
