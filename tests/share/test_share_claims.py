@@ -162,6 +162,22 @@ def test_claims_within_claims_and_what_stays(at: Path, device: Device, ledger: L
     assert sum(entry.bytes for entry in ledger.read()) == base
 
 
+def test_what_stays_is_one_lease(at: Path, device: Device, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many claims left something: each lease has a thread that renews it."""
+    before = device.allocated
+    for step in range(1, 40):
+        with claim(device, 1000, "models"):
+            monkeypatch.setattr(device, "allocated", before + 1000 * step)
+    (entry,) = ledger.read()
+    assert (entry.bytes, entry.what) == (before + 39_000, "loaded models")
+    with claim(device, 0, "fewer"):
+        monkeypatch.setattr(device, "allocated", before + 500)
+    assert [found.bytes for found in ledger.read()] == [before + 500]
+    with claim(device, 0, "none"):
+        monkeypatch.setattr(device, "allocated", 0)
+    assert ledger.read() == []
+
+
 def test_a_failure_leaves_no_lease(at: Path, device: Device, ledger: Ledger) -> None:
     before = device.allocated
     with pytest.raises(ZeroDivisionError), claim(device, 1000, "x"):

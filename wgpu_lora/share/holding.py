@@ -65,16 +65,19 @@ class _Holding:
             self.shrink(device.allocated)
 
     def shrink(self, to: int) -> None:
-        """Release all but `to` bytes, newest leases first."""
-        while self.leases and self.bytes > to and self.owner == os.getpid():  # a fork inherits its parent's leases
-            entry, stack = self.leases.pop()
-            keep = to - self.bytes
-            if keep <= 0:
-                stack.close()
-                continue
+        """Release all but `to` bytes, which become one lease: each is renewed by a thread of its own, and a device that
+        is used for long would gather many."""
+        if self.owner != os.getpid() or (len(self.leases) < 2 and self.bytes <= to):  # a fork inherits its parent's
+            return
+        keep, others = min(to, self.bytes), self.leases
+        self.leases = []
+        if keep > 0:
+            (entry, stack), *others = others
             kept = replace(entry, bytes=keep, what=STAYS)
-            update(self.ledger, kept)
-            self.leases.append((kept, stack))
+            update(self.ledger, kept)  # before the others end, so that nobody takes what stays
+            self.leases = [(kept, stack)]
+        for _, stack in reversed(others):
+            stack.close()
 
 
 _HOLDINGS: WeakKeyDictionary[Device, _Holding] = WeakKeyDictionary()
