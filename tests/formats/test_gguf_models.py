@@ -99,6 +99,9 @@ def test_ministral3(device: Device, tmp_path: Path) -> None:
         scaling = replace(again.rope_scaling, attention_factor=1.0)
         assert replace(again, eos_token_ids=before.eos_token_ids, rope_scaling=scaling) == before
         np.testing.assert_allclose(logits(path, device), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    stated["mistral3.rope.scaling.yarn_log_multiplier"] = float(-10 / np.log(4.0))  # a factor of 0, to be divided by
+    with pytest.raises(UserError, match=r"yarn_log_multiplier in .* must not be negative"):
+        config_of(changed(tmp_path / "f16.gguf", tmp_path / "negative.gguf", stated))
     adapter = make_adapter(tmp_path / "adapter", model)
     for base, name in ((model, "a"), (converted, "b")):
         merge_adapter(base, adapter, tmp_path / name, "f32")

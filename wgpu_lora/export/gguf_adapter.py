@@ -38,7 +38,7 @@ def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
         # llama.cpp multiplies B A by alpha / rank, with the same alpha for all modules. This adapter's scaling may
         # differ (rsLoRA, patterns), so B is stored scaled and divided by alpha / rank.
         factor_b = b * np.float32(len(a) / alpha)
-        layout = config.parameters[own].gguf_layout
+        layout = config.parameters[own].layout
         columns = layout.column_index(a.shape[1])
         factor_a = a if columns is None else a[:, columns]
         factor_b = factor_b[layout.row_index(len(factor_b))]

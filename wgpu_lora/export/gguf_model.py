@@ -93,7 +93,7 @@ def export_models(
 
     def packed(own: str, targets: Sequence[GGMLQuantizationType]) -> Iterator[list[np.ndarray]]:
         item = config.parameters[own]
-        for rows in merged.pieces(own, item.gguf_layout.row_index(item.shape[0])):
+        for rows in merged.pieces(own, item.layout.row_index(item.shape[0])):
             values = item.layout.written(rows.reshape(len(rows), *file_shape(item.shape)[1:]))
             if not np.isfinite(values).all():
                 raise UserError(f"{own} has values that are too large for a GGUF file: write the model with merge.")

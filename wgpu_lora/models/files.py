@@ -65,13 +65,14 @@ def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
     if not config.tie_word_embeddings or config.HEAD not in checkpoint.names():
         return
     rows, step = config.vocab_size, max(1, _AT_A_TIME // config.hidden_size)
-    same = checkpoint.shape(config.HEAD) == checkpoint.shape(config.EMBEDDING)
-    for start in range(0, rows if same else 0, step):
-        head, embedding = (
-            checkpoint.read_f32(name, start, min(start + step, rows)) for name in (config.HEAD, config.EMBEDDING)
-        )
-        same = same and np.array_equal(head, embedding, equal_nan=True)
-    if not same:
+
+    def piece(name: str, start: int) -> np.ndarray:
+        return checkpoint.read_f32(name, start, min(start + step, rows))
+
+    if checkpoint.shape(config.HEAD) != checkpoint.shape(config.EMBEDDING) or not all(
+        np.array_equal(piece(config.HEAD, start), piece(config.EMBEDDING, start), equal_nan=True)
+        for start in range(0, rows, step)
+    ):
         raise UserError(
             f"{config.HEAD} in {checkpoint.directory} differs from {config.EMBEDDING}, although config.json ties them: "
             "set tie_word_embeddings to false there, or remove the tensor."

@@ -153,13 +153,20 @@ class TransformerGGUF(GGUFForm[Transformer]):
         stated = {name: self._number(header, f"rope.scaling.{key}") for name, key in _YARN.items()}
         rope |= {name: value for name, value in stated.items() if value is not None}
         more = self._number(header, "rope.scaling.attn_factor")
-        log, others = self._number(header, "rope.scaling.yarn_log_multiplier", 0), [("yarn_ext_factor", 1)]
-        if not self.log_multiplier:
-            log, others = 0, [*others, ("yarn_log_multiplier", 0)]
+        neutral, log = {"yarn_ext_factor": 1}, 0
+        if self.log_multiplier:
+            log = self._number(header, "rope.scaling.yarn_log_multiplier", 0)
+        else:
+            neutral["yarn_log_multiplier"] = 0
+        if log < 0:
+            raise UserError(
+                f"{self.name}.rope.scaling.yarn_log_multiplier in {header.path} is {log}, but must not be negative: "
+                "use another conversion of the model."
+            )
         if "attention_factor" not in rope and (more is not None or log) and (factor or 0) > 0:
             rope["attention_factor"] = (1.0 if more is None else more) * _mscale(factor, 1.0) / _mscale(factor, log)
-        for key, neutral in others:
-            if self._number(header, f"rope.scaling.{key}", neutral) not in (neutral, -1):
+        for key, value in neutral.items():
+            if self._number(header, f"rope.scaling.{key}", value) not in (value, -1):
                 raise UserError(f"{self.name}.rope.scaling.{key} in {header.path} is not supported: use another model.")
         return rope
 

@@ -20,7 +20,7 @@ def recipe_arguments(path: Path) -> TrainingArguments:
 def find_recipe(name: str) -> Path:
     """A recipe file by path, or a bundled one by name, which is also that of the directory of its results."""
     bundled = asset_dir("recipes") / f"{name}.toml"
-    return bundled if bundled.is_file() and (not Path(name).exists() or Path(name).is_dir()) else Path(name)
+    return bundled if bundled.is_file() and not Path(name).is_file() else Path(name)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
