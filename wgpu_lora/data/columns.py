@@ -110,7 +110,13 @@ class RowFormats(Generic[T]):
             raise UserError(
                 f"the row fits no format: its keys are {keys}, but {self._needed}{f'; {advice}' if advice else ''}."
             )
-        return form.read(Fields(row, form, self))
+        try:
+            return form.read(Fields(row, form, self))
+        except UserError as error:
+            advice = self.remedy(row)
+            if not advice or advice in str(error):
+                raise
+            raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from error
 
     def of_cells(self, cells: Mapping[str, str]) -> dict[str, Any]:
         """A row of a CSV file. Empty cells of columns that are not text are left out.
@@ -135,7 +141,7 @@ class RowFormats(Generic[T]):
     def advice(self, row: Row) -> str | None:
         """How to turn a row, or an object that contains rows, into one that fits; None if that cannot be guessed."""
         given = [key for key, value in row.items() if value is not None]
-        return self.remedy(row) or self._other_names(given) or self._other_names([*row])
+        return self._other_names(given) or self._other_names([*row]) or self.remedy(row)
 
     def remedy(self, row: Row) -> str | None:
         """Advice for an object that contains rows instead of being one; None if it does not."""
@@ -146,6 +152,8 @@ class RowFormats(Generic[T]):
         texts = [value for name, value in row.items() if name in self.columns and self.columns[name].is_text]
         if texts and all(isinstance(value, list) and value and isinstance(value[0], str) for value in texts):
             return "it has columns, not rows: write a list of objects, one for each row"
+        if texts and all(isinstance(value, dict) and value and all(map(str.isdigit, value)) for value in texts):
+            return "it has columns, not rows: write it with pandas' to_json(..., orient='records', lines=True)"
         return None
 
     def _other_names(self, names: Sequence[str]) -> str | None:

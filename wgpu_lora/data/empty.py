@@ -36,5 +36,4 @@ def _answers(example: Conversation) -> set[int]:
 
 
 def _is_empty(message: dict[str, object]) -> bool:
-    called = message.get("tool_calls") or message.get("function_call")
-    return not called and not str(message["content"] or "").strip()
+    return not message.get("tool_calls") and not str(message["content"] or "").strip()

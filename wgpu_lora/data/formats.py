@@ -4,7 +4,7 @@ The keys of a row determine its format. If a row has the keys of several formats
 first in this order whose keys are not null is used:
 
     input_ids [labels, attention_mask]      tokens, and labels with -100 for tokens that are not trained on
-    messages [tools]                        a conversation in the format of OpenAI and TRL
+    messages [tools]                        a conversation in the format of OpenAI and TRL (data/messages.py)
     conversations [system, tools]           a conversation in the format of ShareGPT
     prompt, completion [tools]              two texts, or two lists of messages
     instruction, output [input, system]     Alpaca
@@ -18,13 +18,13 @@ from typing import Any
 
 from wgpu_lora.data.columns import Fields, Row, RowFormat, RowFormats
 from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Sample, Text, Tokens
-from wgpu_lora.data.kinds import LABELS, MESSAGES, OBJECT, TEXT, TEXT_OR_MESSAGES, TOKENS, TOOLS, TURNS
+from wgpu_lora.data.kinds import FUNCTIONS, LABELS, MESSAGES, OBJECT, TEXT, TEXT_OR_MESSAGES, TOKENS, TOOLS
 from wgpu_lora.data.source import Place, Source, strict_rows
 from wgpu_lora.data.values import kind_of
 from wgpu_lora.errors import UserError
 
 # Optional columns of conversations: what `answer_to` and `conversation` read besides the messages.
-CHAT_COLUMNS = {"tools": TOOLS, "chat_template_kwargs": OBJECT}
+CHAT_COLUMNS = {"tools": TOOLS, "functions": FUNCTIONS, "chat_template_kwargs": OBJECT}
 
 
 def answer_to(row: Fields, prompt: str, answer: str) -> Completion | Conversation:
@@ -51,8 +51,11 @@ def conversation(row: Fields, messages: list[dict[str, Any]], first_trained: int
         i for i, message in enumerate(messages)
         if i >= first_trained and message["role"] == "assistant" and message.get("weight", 1)
     )  # fmt: skip
-    kwargs = row["chat_template_kwargs"] or {}
-    return Conversation(messages, trained, row["tools"], kwargs)
+    tools, functions = row["tools"], row["functions"]
+    if tools and functions and tools != functions:
+        raise UserError("the row has both 'tools' and 'functions'; keep 'tools'.")
+    shown = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    return Conversation(shown, trained, tools or functions, row["chat_template_kwargs"] or {})
 
 
 def sharegpt(row: Fields) -> list[dict[str, Any]]:
@@ -89,7 +92,7 @@ EXAMPLES = RowFormats(
         RowFormat({"input_ids": TOKENS}, _one(_tokens), {"labels": LABELS, "attention_mask": TOKENS}),
         RowFormat({"messages": MESSAGES}, _one(lambda row: conversation(row, row["messages"])), CHAT_COLUMNS),
         RowFormat(
-            {"conversations": TURNS},
+            {"conversations": MESSAGES},
             _one(lambda row: conversation(row, sharegpt(row))),
             {"system": TEXT, **CHAT_COLUMNS},
         ),

@@ -8,13 +8,17 @@ from collections.abc import Collection, Sequence
 _QUESTION = ("instruction", "question", "query", "problem", "input", "user", "source")
 _ANSWER = ("completion", "output", "answer", "response", "solution", "reply", "target", "assistant")
 _OTHER_KEYS = {
-    "messages": ("conversations", "conversation", "dialogue", "dialog", "chat"),
+    "messages": ("conversations", "dialogue", "dialog", "chat"),
+    "conversations": ("conversation",),
     "prompt": _QUESTION,
     "completion": _ANSWER,
     "output": _ANSWER,
 }
-OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant",
-                "function": "tool", "observation": "tool"}  # fmt: skip
+OTHER_ROLES = dict.fromkeys(("gpt", "bot", "ai", "model", "chatgpt", "bing", "chatbot", "bard", "agent"), "assistant")
+OTHER_ROLES |= dict.fromkeys(("human", "person", "instruction"), "user") | {
+    "observation": "tool",
+    "tool_response": "tool",
+}
 
 
 def renaming(names: Sequence[str], formats: Sequence[Sequence[str]]) -> str | None:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from wgpu_lora.data.columns import Kind
-from wgpu_lora.data.messages import checked_messages, checked_turns
+from wgpu_lora.data.messages import checked_functions, checked_messages, checked_tools
 from wgpu_lora.data.values import kind_of
 from wgpu_lora.errors import UserError
 
@@ -60,10 +60,6 @@ def _messages(value: Any, name: str) -> list[dict[str, Any]]:
     return checked_messages(_list(value, name), name)
 
 
-def _turns(value: Any, name: str) -> list[dict[str, Any]]:
-    return checked_turns(_list(value, name), name)
-
-
 def _integers(value: Any, name: str, least: int) -> list[int]:
     found = _list(value, name)
     if not isinstance(found, list) or not all(type(item) is int and least <= item < 2**31 for item in found):
@@ -97,27 +93,14 @@ def _object(value: Any, name: str) -> dict[str, Any]:
     return value or {}
 
 
-def _tools(value: Any, name: str) -> list[dict[str, Any]] | None:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"'{name}' is a string that is not valid JSON; give a list of JSON schemas.") from error
-    if not value:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UserError(f"'{name}' is {kind_of(value)}, but must be a list of JSON schemas.")
-    return value
-
-
 ANYTHING = Kind(_anything)
 TEXT = Kind(_text, is_text=True)
 TEXT_OR_MESSAGES = Kind(_text_or_messages, is_text=True, cell=_messages_in)
-MESSAGES = Kind(_messages)  # of OpenAI: objects with role and content
-TURNS = Kind(_turns)  # of ShareGPT: objects with from and value, or messages
+MESSAGES = Kind(_messages)  # objects with role and content, or with from and value
 TOKENS = Kind(partial(_integers, least=0))
 LABELS = Kind(partial(_integers, least=-100))
 NUMBER = Kind(_number)
 FLAG = Kind(_flag)  # true or false
 OBJECT = Kind(_object)
-TOOLS = Kind(_tools)
+TOOLS = Kind(checked_tools)
+FUNCTIONS = Kind(checked_functions)  # OpenAI's older name of tools

@@ -1,4 +1,10 @@
-"""Validation of conversations in the formats of OpenAI and ShareGPT."""
+"""The normal form of a conversation: OpenAI's messages with `tool_calls`, from every spelling that rows have.
+
+A turn is an object with `role` and `content` (OpenAI, TRL), or with `from` and `value` (ShareGPT, LLaMA-Factory); its
+other fields mean the same in both. `weight` 0 says that a turn is not trained on, as do `train`, `training`,
+`trainable`, `train_on_turn` and `loss` with false. OpenAI's older `function_call`, `functions` and role `function`
+become `tool_calls`, `tools` and role `tool`; null is a missing value everywhere.
+"""
 
 from __future__ import annotations
 
@@ -10,48 +16,84 @@ from wgpu_lora.data.values import kind_of
 from wgpu_lora.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
+_OPENAI_ROLES = {role: role for role in ROLES} | {"function": "tool"}
+_CALLS = ("function_call", "tool_call")  # ShareGPT's roles of turns whose value is the JSON of a call
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
+_SHAREGPT_ROLES |= dict.fromkeys(_CALLS, "assistant") | _OPENAI_ROLES
+_TRAINED = ("weight", "train", "training", "trainable", "train_on_turn", "loss")
 
 
 def checked_messages(value: Any, name: str) -> list[dict[str, Any]]:
-    """Messages with contents that are text. Raises UserError, which names the column and the message."""
+    """Messages in the normal form, whose contents are text; null contents only beside tool calls.
+
+    Raises:
+        UserError: a message is wrong; names the column and the message.
+    """
     if not isinstance(value, list) or not value:
         raise UserError(f"'{name}' is {kind_of(value)}, but must be a list of at least one message.")
     return [_message(message, f"'{name}[{i}]'") for i, message in enumerate(value)]
 
 
-def checked_turns(value: Any, name: str) -> list[dict[str, Any]]:
-    """The messages of turns with `from` and `value`, as ShareGPT has them. Raises UserError."""
-    if not isinstance(value, list) or not value:
-        raise UserError(f"'{name}' is {kind_of(value)}, but must be a list of at least one turn.")
-    messages = []
-    for i, turn in enumerate(value):
-        if isinstance(turn, dict) and "from" in turn:
-            role = turn["from"]
-            if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
-                raise UserError(f"'{name}[{i}]' is from {role!r}, but the roles are {', '.join(_SHAREGPT_ROLES)}.")
-            turn = {"role": _SHAREGPT_ROLES[role], "content": turn.get("value")}
-        messages.append(_message(turn, f"'{name}[{i}]'"))
-    return messages
+def checked_tools(value: Any, name: str) -> list[dict[str, Any]] | None:
+    """JSON schemas of tools, as they are given; None without any. Raises UserError."""
+    value = _parsed(value, f"'{name}' is a string that is not valid JSON; give a list of JSON schemas.")
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise UserError(f"'{name}' is {kind_of(value)}, but must be a list of JSON schemas.")
+    return value
+
+
+def checked_functions(value: Any, name: str) -> list[dict[str, Any]] | None:
+    """The tools that OpenAI's older column `functions` declares. Raises UserError."""
+    functions = checked_tools(value, name)
+    return functions and [{"type": "function", "function": function} for function in functions]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise UserError(f"{where} is {kind_of(message)}, but a message is an object with 'role' and 'content'.")
-    role = message.get("role")
-    if role not in ROLES:
-        meant = OTHER_ROLES.get(role.lower()) if isinstance(role, str) else None
-        hint = f"; write {meant!r}" if meant else ""
-        raise UserError(f"{where} has the role {role!r:.80}, but the roles are {', '.join(ROLES)}{hint}.")
-    calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise UserError(f"{where} has 'tool_calls' that are not a list of objects.")
-    if message.get("weight", 1) not in (0, 1):
-        raise UserError(f"{where} has the weight {message['weight']!r}, but it must be 0 (do not train on it) or 1.")
-    checked = {**message, "content": _content(message.get("content"), where, may_be_null=bool(calls))}
-    if calls:
-        checked["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-    return checked
+    fields = {key: value for key, value in message.items() if value is not None}
+    turn = "from" in fields and ("value" in fields or "role" not in fields)
+    given = fields.pop("from" if turn else "role", None)
+    content = fields.pop("value", fields.get("content")) if turn else fields.get("content")
+    role = _role(given, _SHAREGPT_ROLES if turn else _OPENAI_ROLES, where, turn)
+    weight = _weight(fields, where)
+    calls = _calls(fields, where)
+    if turn and given in _CALLS:
+        wrong = f"{where} is from {given!r}, but its value is not the JSON of a call with 'name' and 'arguments'."
+        stated = _parsed(content, wrong)
+        stated = stated if isinstance(stated, list) else [stated]
+        if not stated or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in stated):
+            raise UserError(wrong)
+        calls, content = [*calls, *map(_function_call, stated)], None
+    checked = {**fields, "role": role, "content": _content(content, where, may_be_null=bool(calls))}
+    checked |= {"tool_calls": calls} if calls else {}
+    return checked if weight is None else {**checked, "weight": weight}
+
+
+def _role(given: Any, roles: dict[str, str], where: str, turn: bool) -> str:
+    if isinstance(given, str) and given in roles:
+        return roles[given]
+    meant = OTHER_ROLES.get(given.lower()) if isinstance(given, str) else None
+    if turn and meant:
+        meant = {"user": "human", "assistant": "gpt"}.get(meant, meant)
+    hint = f"; write {meant!r}" if meant else ""
+    what = "is from" if turn else "has the role"
+    raise UserError(f"{where} {what} {given!r:.80}, but the roles are {', '.join(roles)}{hint}.")
+
+
+def _weight(fields: dict[str, Any], where: str) -> int | None:
+    """1 if a turn is trained on, 0 if not, None if it does not say; removes the fields that say so."""
+    stated = {name: fields.pop(name) for name in _TRAINED if name in fields}
+    for name, value in stated.items():
+        if type(value) not in (bool, int, float) or value not in (0, 1):
+            shown, expected = json.dumps(value, default=repr)[:80], "0 (do not train on it) or 1"
+            expected = expected if name == "weight" else "true or false"
+            raise UserError(f"{where} has the {name} {shown}, but it must be {expected}.")
+    if len({int(value) for value in stated.values()}) > 1:
+        raise UserError(f"{where} has {' and '.join(map(repr, stated))}, which contradict each other; keep 'weight'.")
+    return int(next(iter(stated.values()))) if stated else None
 
 
 def _content(value: Any, where: str, may_be_null: bool) -> str | None:
@@ -66,7 +108,26 @@ def _content(value: Any, where: str, may_be_null: bool) -> str | None:
     return "".join(part["text"] for part in value)
 
 
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def _calls(fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """The tool calls of a message; removes `tool_calls` and `function_call`."""
+    calls, older = fields.pop("tool_calls", None) or [], fields.pop("function_call", None)
+    calls = _parsed(calls, f"{where} has 'tool_calls' that are not a list of objects.")
+    if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise UserError(f"{where} has 'tool_calls' that are not a list of objects.")
+    if older is None or (isinstance(older, dict) and not any(older.values())):
+        return [_parsed_call(call) for call in calls]
+    if not isinstance(older, dict) or not isinstance(older.get("name"), str):
+        raise UserError(f"{where} has a 'function_call' that is not an object with 'name' and 'arguments'.")
+    if calls:
+        raise UserError(f"{where} has both 'tool_calls' and 'function_call'; keep 'tool_calls'.")
+    return [_function_call(older)]
+
+
+def _function_call(function: dict[str, Any]) -> dict[str, Any]:
+    return _parsed_call({"type": "function", "function": function})
+
+
+def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
     # OpenAI's format has a call's arguments as JSON in a string; chat templates expect an object.
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
@@ -76,3 +137,13 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _parsed(value: Any, wrong: str) -> Any:
+    """A value, which may be given as a string with its JSON. Raises UserError with the text `wrong`."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(wrong) from error

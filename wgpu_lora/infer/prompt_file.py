@@ -15,7 +15,7 @@ from wgpu_lora.data.account import Account
 from wgpu_lora.data.columns import RowFormat, RowFormats
 from wgpu_lora.data.files import SUFFIXES, FileSource, reader_of
 from wgpu_lora.data.formats import EXAMPLES, alpaca, sharegpt
-from wgpu_lora.data.kinds import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES, TURNS
+from wgpu_lora.data.kinds import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
 from wgpu_lora.data.opening import bare_name, opened
 from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError
@@ -29,7 +29,7 @@ MAX_TEXT_BYTES = 256 << 20
 FORMATS: RowFormats[Any] = RowFormats(
     (
         RowFormat({"messages": MESSAGES}, lambda row: row["messages"], EXAMPLES.columns),
-        RowFormat({"conversations": TURNS}, sharegpt, EXAMPLES.columns),
+        RowFormat({"conversations": MESSAGES}, sharegpt, EXAMPLES.columns),
         RowFormat(
             {"prompt": replace(ANYTHING, cell=TEXT_OR_MESSAGES.cell)}, lambda row: row["prompt"], EXAMPLES.columns
         ),
@@ -93,7 +93,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _request(row: dict[str, Any]) -> Request:
-    for key in ("tools", "chat_template_kwargs"):
+    for key in ("tools", "functions", "chat_template_kwargs"):
         if row.get(key):
             raise UserError(f"the row has {key!r}, which generation does not support: leave it out.")
     messages, answered = FORMATS.read(row), False
