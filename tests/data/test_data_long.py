@@ -105,7 +105,7 @@ def test_rows_together_are_the_rows_alone(monkeypatch: pytest.MonkeyPatch, templ
     expected = [alone(example) for example in examples]
     monkeypatch.setattr(encoding, "MAX_CHARACTERS", most)
     found = masks.tokenize_examples(examples, tokenizer)
-    assert [str(each) if isinstance(each, UserError) else each for each in found] == expected
+    assert [str(each) if isinstance(each, UserError) else each.pairs for each in found] == expected
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_a_turn_that_merges_with_its_header_is_tokenised_apart():
     assert tokenizer.encode(tokenizer.render(messages))[: len(header)] != header
     [(ids, labels)] = tokenize_example(parse_example({"messages": messages}), tokenizer)
     assert ids[: len(header)] == header
-    assert trained_text(tokenizer, labels) == ["\nblue\n"], "without an end token the line break is the end"
+    assert trained_text(tokenizer, labels) == ["\nblue\n</s>"], "eos ends an answer that the template does not end"
 
 
 def test_turns_whose_header_changes_with_what_follows_get_a_row_each():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wgpu_lora.bounded import printable
+from wgpu_lora.data.masks import TokenizedExample
 from wgpu_lora.data.source import Place, Problem, Source
 from wgpu_lora.data.values import canonical, row_digest
 from wgpu_lora.errors import UserError
@@ -48,6 +49,8 @@ class Account:
     examples: rows of the source. expanded: training rows made of them (several if a conversation gives one per turn).
     cut: rows truncated to the maximum length. too_long: rows dropped for their length.
     empty: examples skipped for an empty answer. silent: turns of kept rows that are not trained on for that reason.
+    unrendered: rows of which the chat template leaves something out, by what that is. untrained_turns: answers that are
+        not trained on for that reason. remarks: rows whose text was changed, by how.
     untrained: other rows dropped because they have no trained tokens. lost_by_cut: those that lost them by truncation.
     repeated: kept examples that equal an earlier one. bad: unusable rows with the reason; with `keep_bad`, all of them
         and their content, else the first of `bad_count`.
@@ -61,6 +64,9 @@ class Account:
     too_long: Tally = field(default_factory=Tally)
     empty: Tally = field(default_factory=Tally)
     silent: Tally = field(default_factory=Tally)
+    unrendered: dict[str, Tally] = field(default_factory=dict)
+    untrained_turns: Tally = field(default_factory=Tally)
+    remarks: dict[str, Tally] = field(default_factory=dict)
     untrained: Tally = field(default_factory=Tally)
     lost_by_cut: Tally = field(default_factory=Tally)
     repeated: Tally = field(default_factory=Tally)
@@ -87,6 +93,14 @@ class Account:
             self.repeated.add(place)
         self._seen.add(key)
         return key
+
+    def note_text(self, place: Place, example: TokenizedExample) -> None:
+        """Count what the text of an example lacks, and how it was changed."""
+        for tallies, names in ((self.unrendered, example.unrendered), (self.remarks, example.remarks)):
+            for name in sorted(names):
+                tallies.setdefault(name, Tally()).add(place)
+        if example.untrained_turns:
+            self.untrained_turns.add(place, example.untrained_turns)
 
     def add_bad(self, place: Place, problem: Problem) -> None:
         """Count an unusable row; without `keep_bad`, only the first ones are stored."""
@@ -158,6 +172,12 @@ class Account:
             parts.append(f"{self.empty.count:,} skipped for an empty answer{self.empty}")
         if self.silent.count:
             parts.append(f"{counted(self.silent.count, 'empty turn')} not trained on{self.silent}")
+        for what, tally in self.unrendered.items():
+            parts.append(f"the chat template leaves out {what} of {counted(tally.count, 'row')}{tally}")
+        if self.untrained_turns.count:
+            parts.append(f"{counted(self.untrained_turns.count, 'such answer')} not trained on{self.untrained_turns}")
+        for what, tally in self.remarks.items():
+            parts.append(f"{what}{tally}")
         if self.untrained.count:
             by_cut = f", {self.lost_by_cut.count:,} of them by truncation" if self.lost_by_cut.count else ""
             parts.append(f"{self.untrained.count:,} dropped with nothing to train on{by_cut}{self.untrained}")

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from wgpu_lora.data.template import TemplateError
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 
@@ -26,7 +27,7 @@ Steps = Generator[EncodeRequest, list[Any], T]
 
 
 def run_together(tasks: Sequence[Steps[T]], tokenizer: Tokenizer | None) -> list[T | UserError]:
-    """Run all generators and return the result or the error of each."""
+    """Run all generators and return the result or the error of each; only TemplateError is raised."""
     done: dict[int, T | UserError] = {}
     answers: dict[int, list[Any] | None] = dict.fromkeys(range(len(tasks)))
     while answers:
@@ -36,6 +37,8 @@ def run_together(tasks: Sequence[Steps[T]], tokenizer: Tokenizer | None) -> list
                 wanted[i] = next(tasks[i]) if answer is None else tasks[i].send(answer)
             except StopIteration as end:
                 done[i] = end.value
+            except TemplateError:
+                raise
             except UserError as error:
                 done[i] = error
         answers = {}

@@ -105,6 +105,15 @@ def _vocabulary(header: Header, vocab_size: int) -> _Vocabulary:
         raise UserError(f"{path} has a tokenizer without tokens: use another conversion of the model.")
     stated = header.numbers("tokenizer.ggml.token_type", len(tokens))
     types = [_NORMAL] * len(tokens) if stated is None else stated.tolist()
+    if (
+        header.values.get("tokenizer.ggml.model") == "llama"
+        and header.values.get("tokenizer.ggml.add_space_prefix") is False
+    ):
+        # GGUF has Gemma's runs of ▁ as spaces. Texts with either are normalized to ▁ before they are looked for.
+        runs = {id: _SPACE * len(token) for id, token in enumerate(tokens) if token.isspace() and set(token) == {" "}}
+        taken = set(tokens)
+        for id, run in runs.items():
+            tokens[id] = run if types[id] == _USER_DEFINED and run not in taken else tokens[id]
     ids: dict[str, int] = {}
     for id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind == _UNUSED or not token:
@@ -214,9 +223,12 @@ def _rebuilt_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 def _added_tokens(vocabulary: _Vocabulary) -> list[Document]:
     """Control tokens, which are special, and user-defined tokens; both are matched before splitting."""
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     return [
-        {"id": vocabulary.ids[text], "content": text, **plain, "special": special}
+        {
+            **{"id": vocabulary.ids[text], "content": text, **plain, "special": special},
+            "normalized": set(text) == {_SPACE} and len(text) > 1,
+        }
         for kinds, special in (((_CONTROL, _UNKNOWN), True), ((_USER_DEFINED,), False))
         for text in vocabulary.of_type(*kinds)
     ]

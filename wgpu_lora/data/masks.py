@@ -7,13 +7,15 @@ trained turn starts after its header and includes its end token, but not the new
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from wgpu_lora.data import template
 from wgpu_lora.data.encoding import MAX_CHARACTERS, EncodeRequest, Steps, run_together
 from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text, Tokens
-from wgpu_lora.data.template import Span
-from wgpu_lora.data.thinking import mark_of
+from wgpu_lora.data.template import Span, TemplateError
+from wgpu_lora.data.template_trace import CALLS, CONTENT, TOOLS, lost_parts
+from wgpu_lora.data.thinking import MARKER, mark_of
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 
@@ -21,6 +23,22 @@ UNTRAINED = -100
 # Limits of (characters of a conversation) * (trained turns) for rendering it up to each turn, and for one row per turn.
 MAX_RENDERED, MAX_IN_ROWS = 1 << 27, 1 << 25
 Pair = tuple[list[int], list[int]]
+
+
+@dataclass
+class TokenizedExample:
+    """The rows of an example, and what its text lacks.
+
+    pairs: (input_ids, labels) of each row. unrendered: what the chat template leaves out, such as `'tools'`.
+    untrained_turns: answers that are not trained on since the template leaves out their text or their tool calls.
+    remarks: how the text was changed, such as by leaving out a second beginning-of-text token.
+    """
+
+    pairs: list[Pair] = field(default_factory=list)
+    unrendered: set[str] = field(default_factory=set)
+    untrained_turns: int = 0
+    remarks: set[str] = field(default_factory=set)
+
 
 _ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -56,7 +74,7 @@ def tokenize_example(
     [found] = tokenize_examples([example], tokenizer, completion_only_loss, chat_template_kwargs)
     if isinstance(found, UserError):
         raise found
-    return found
+    return found.pairs
 
 
 def tokenize_examples(
@@ -64,17 +82,21 @@ def tokenize_examples(
     tokenizer: Tokenizer | None,
     completion_only_loss: bool = True,
     chat_template_kwargs: dict[str, Any] | None = None,
-) -> list[list[Pair] | UserError]:
-    """Like `tokenize_example`, for several examples; returns the rows or the error of each."""
+) -> list[TokenizedExample | UserError]:
+    """Like `tokenize_example`, for several examples; returns the rows or the error of each.
+
+    Raises:
+        TemplateError: the chat template is unusable for every conversation.
+    """
     steps = [_rows(example, tokenizer, completion_only_loss, chat_template_kwargs or {}) for example in examples]
     return run_together(steps, tokenizer)
 
 
 def _rows(
     example: Example, tokenizer: Tokenizer | None, completion_only_loss: bool, template_kwargs: dict[str, Any]
-) -> Steps[list[Pair]]:
+) -> Steps[TokenizedExample]:
     if isinstance(example, Tokens):
-        return [(list(example.input_ids), list(example.labels))]
+        return TokenizedExample([(list(example.input_ids), list(example.labels))])
     if tokenizer is None:
         raise UserError(
             "the row is text, but the model has no tokenizer.json; add one, or tokenise the data to 'input_ids'."
@@ -86,16 +108,17 @@ def _rows(
             "'wgpu-lora data prepare --drop-thinking'."
         )
     if isinstance(example, Alpaca):
-        example = _alpaca(example, tokenizer)
+        example = alpaca_example(example, tokenizer)
     if isinstance(example, Text):
         [plain] = yield EncodeRequest([example.text])
-        ids = _ended(tokenizer.opening + plain, tokenizer)
-        return [(ids, list(ids))]
+        whole, remarks = _opened(plain, tokenizer)
+        ids = _ended(whole, tokenizer)
+        return TokenizedExample([(ids, list(ids))], remarks=remarks)
     if isinstance(example, Completion):
         prompt, answer = yield from _split(example.prompt, example.completion)
-        prompt = tokenizer.opening + prompt
+        prompt, remarks = _opened(prompt, tokenizer)
         ids = _ended(prompt + answer, tokenizer)
-        return [(ids, _behind(ids, len(prompt) if completion_only_loss else 0))]
+        return TokenizedExample([(ids, _behind(ids, len(prompt) if completion_only_loss else 0))], remarks=remarks)
     if reserved := kwargs.keys() & template.GIVEN:
         raise UserError(
             f"chat_template_kwargs must not set {', '.join(sorted(reserved))}; they come from the row itself."
@@ -103,7 +126,8 @@ def _rows(
     return (yield from _Chat(example, tokenizer, kwargs).rows(completion_only_loss))
 
 
-def _alpaca(example: Alpaca, tokenizer: Tokenizer) -> Conversation | Completion:
+def alpaca_example(example: Alpaca, tokenizer: Tokenizer) -> Conversation | Completion:
+    """An Alpaca row as the model is trained on it: a conversation or, without a chat template, Alpaca's own wording."""
     if not tokenizer.has_chat_template:
         prompt = _ALPACA_WITH_INPUT if example.input else _ALPACA
         prompt = prompt.format(instruction=example.instruction, input=example.input)
@@ -117,25 +141,90 @@ class _Chat:
 
     def __init__(self, example: Conversation, tokenizer: Tokenizer, kwargs: dict[str, Any]) -> None:
         self.messages, self.trained, self.tools = example.messages, sorted(example.trained), example.tools
-        self.tokenizer, self.kwargs = tokenizer, kwargs
+        self.tokenizer, self.kwargs, self.found = tokenizer, kwargs, TokenizedExample()
 
-    def rows(self, completion_only_loss: bool) -> Steps[list[Pair]]:
+    def rows(self, completion_only_loss: bool) -> Steps[TokenizedExample]:
+        self._leave_out_lost_answers(completion_only_loss)
         text, marks = self.tokenizer.render_with_spans(self.messages, self.tools, variables=self.kwargs)
+        last = len(self.messages) - 1
+        answered = self.messages[last]["role"] == "assistant" and (last in self.trained or not completion_only_loss)
         if not completion_only_loss:
             [ids] = yield EncodeRequest([text])
-            return [(ids, list(ids))]
+            self.found.pairs = [self._with_end(ids, list(ids), text) if answered else (ids, list(ids))]
+            return self.found
         [(ids, offsets)] = yield EncodeRequest([text], offsets=True)
         spans = self._marked(marks)
         if not spans:
             self._check_size(text, MAX_RENDERED)
             spans = yield from self._by_prefix(text, ids, offsets)
         if spans is not None:
-            return [(ids, _inside(ids, offsets, spans))]
+            spans = [span for span in spans if self._is_answer(text[span[0] : span[1]])]
+            labels = _inside(ids, offsets, spans)
+            self.found.pairs = [self._with_end(ids, labels, text) if answered else (ids, labels)]
+            return self.found
         self._check_size(text, MAX_IN_ROWS)
-        pairs = []
         for turn in self.trained:
-            pairs.append((yield from self._cut_after(turn)))
-        return pairs
+            self.found.pairs.append((yield from self._cut_after(turn)))
+        return self.found
+
+    def _leave_out_lost_answers(self, completion_only_loss: bool) -> None:
+        """Note what the template does not render, and do not train on answers of which it leaves something out.
+
+        Raises:
+            UserError: one of them is the row's last answer.
+            TemplateError: the template renders no message.
+        """
+        lost = lost_parts(self.messages, self.tools, self.trained, self._render_all)
+        contents = {i for i, message in enumerate(self.messages) if (message["content"] or "").strip()}
+        contents = {i for i in contents if self.messages[i]["role"] in ("user", "assistant")}
+        if len(contents) > 1 and contents <= {i for i, part in lost if part == CONTENT}:
+            raise TemplateError(
+                f"The chat template{self.tokenizer.template_origin} renders none of a conversation's messages; use the "
+                "template that the model was published with."
+            )
+        for i, part in lost:
+            who = f"content of the role '{self.messages[i]['role']}'" if part == CONTENT else f"'{part}'"
+            self.found.unrendered.add(who if i >= 0 else f"'{TOOLS}'")
+        silent = {i: part for i, part in sorted(lost) if i in self.trained and part in (CONTENT, CALLS)}
+        if silent and (self.trained[-1] in silent or not completion_only_loss):
+            turn = self.trained[-1] if self.trained[-1] in silent else max(silent)
+            raise UserError(
+                f"the chat template does not render '{silent[turn]}' of message {turn}, an answer to train on; use a "
+                "model whose template does, or leave the row out."
+            )
+        self.trained = [turn for turn in self.trained if turn not in silent]
+        self.found.untrained_turns = len(silent)
+
+    def _is_answer(self, text: str) -> bool:
+        """Whether trained text is more than end tokens and marks of reasoning; else it is counted, or refused."""
+        for token in self.tokenizer.special_texts:
+            text = text.replace(token, "")
+        stated = all((self.messages[turn]["content"] or "").strip() for turn in self.trained)
+        if not stated or MARKER.sub("", text).strip():
+            return True
+        if len(self.trained) == 1:
+            raise UserError("the chat template renders the answer as an empty one; use a template that keeps its text.")
+        self.found.untrained_turns += 1
+        self.found.unrendered.add("answers")
+        return False
+
+    def _with_end(self, ids: list[int], labels: list[int], text: str) -> Pair:
+        """A row that ends with an answer, with eos behind that if the template has no end token there."""
+        end, tokenizer = (
+            len(ids) - next((i for i, label in enumerate(labels[::-1]) if label != UNTRAINED), 0),
+            self.tokenizer,
+        )
+        if text.rstrip().endswith(tokenizer.end_texts):
+            if end < len(ids) and ids[end - 1] not in tokenizer.special_ids | tokenizer.stop_ids:
+                self.found.remarks.add(
+                    "the chat template's {% generation %} marks leave out the token that ends an answer"
+                )
+            return ids, labels
+        if (eos := tokenizer.eos_id) is None:
+            self.found.remarks.add("neither the chat template nor the tokenizer has a token that ends an answer")
+            return ids, labels
+        self.found.remarks.add("the chat template ends answers without an end token; eos is added behind the last one")
+        return [*ids[:end], eos], [*labels[:end], eos]
 
     def _check_size(self, text: str, most: int) -> None:
         if len(text) * len(self.trained) > most:
@@ -188,7 +277,8 @@ class _Chat:
         prompt, answer = yield from _split(before, text[len(before) : end])
         [rest] = yield EncodeRequest([text[end:]])
         ids = prompt + answer + rest
-        return ids, _behind(prompt + answer, len(prompt)) + [UNTRAINED] * len(rest)
+        labels = _behind(prompt + answer, len(prompt)) + [UNTRAINED] * len(rest)
+        return self._with_end(ids, labels, text)
 
     def _before(self, turn: int) -> str | None:
         """The prompt for a turn; None if the template refuses an incomplete conversation."""
@@ -207,7 +297,10 @@ class _Chat:
         return one[: next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))]
 
     def _render(self, count: int) -> str:
-        return self.tokenizer.render(self.messages[:count], self.tools, variables=self.kwargs)
+        return self._render_all(self.messages[:count], self.tools)
+
+    def _render_all(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        return self.tokenizer.render(list(messages), tools, variables=self.kwargs)
 
 
 def _split(prompt: str, answer: str) -> Steps[tuple[list[int], list[int]]]:
@@ -221,6 +314,14 @@ def _split(prompt: str, answer: str) -> Steps[tuple[list[int], list[int]]]:
         return head, whole[len(head) :]
     [tail] = yield EncodeRequest([answer])
     return head, tail
+
+
+def _opened(ids: list[int], tokenizer: Tokenizer) -> tuple[list[int], set[str]]:
+    """Ids of a text behind the tokens that the tokenizer begins with, and a remark if the text brings these itself."""
+    opened = tokenizer.opened(ids)
+    if tokenizer.opening and opened == ids:
+        return ids, {"texts that begin with a beginning-of-text token get no second one"}
+    return opened, set()
 
 
 def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -164,13 +164,15 @@ def prepare(
             for expanded in [next(found) for _ in (sample.examples if sample else ())]:
                 if isinstance(expanded, UserError):
                     wrong = str(expanded)
-                elif parts > 1 and len(expanded) != 1:
+                    continue
+                account.note_text(place, expanded)
+                if parts > 1 and len(expanded.pairs) != 1:
                     wrong = (
                         "the chat template gives a separate row for each turn, so the conversation has no single answer"
                     )
                 else:
-                    wrong = wrong or _outside(expanded, vocab_size)
-                    pairs += expanded
+                    wrong = wrong or _outside(expanded.pairs, vocab_size)
+                    pairs += expanded.pairs
             if cut and sample and not wrong:
                 whole, pairs = pairs, _shorter(pairs, cut, max_length, on_overflow == "drop")
                 wrong = unusable(whole, pairs) if all(len(ids) <= max_length for ids, _ in pairs) else None

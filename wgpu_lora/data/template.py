@@ -26,6 +26,7 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # variables of every template
 
+DATE = "template_date"
 _MAX_DATE = 64  # characters of a date's format
 _WIDTH = re.compile(r"%[^A-Za-z%]*[0-9]")
 
@@ -66,10 +67,13 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+_now: ContextVar[datetime | None] = ContextVar("chat_template_now", default=None)
+
+
 def _strftime_now(format: str) -> str:
     if len(format) > _MAX_DATE or _WIDTH.search(format):
         raise TooMuchError("it formats the date with too long a format")
-    return datetime.now().strftime(format)
+    return (_now.get() or datetime.now()).strftime(format)
 
 
 def _tojson(
@@ -87,19 +91,21 @@ def _environment() -> Sandbox:
     return environment
 
 
+class TemplateError(UserError):
+    """A chat template that no conversation can be rendered with."""
+
+
 @lru_cache(maxsize=64)
-def _compile(source: str) -> jinja2.Template:
+def _compile(source: str, origin: str) -> jinja2.Template:
     try:
         return _environment().from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"The chat template cannot be compiled ({error.message!s:.200}, line {error.lineno} of the template); "
-            "use the template that the model was published with."
-        ) from error
     except Exception as error:
-        raise UserError(
-            f"The chat template cannot be compiled ({type(error).__name__}: {error!s:.200}); "
-            "use the template that the model was published with."
+        wrong = f"{type(error).__name__}: {error!s:.200}"
+        if isinstance(error, jinja2.TemplateSyntaxError):
+            wrong = f"{error.message!s:.200}, line {error.lineno} of the template"
+        raise TemplateError(
+            f"The chat template{origin} cannot be compiled ({wrong}); use the template that the model was published "
+            "with."
         ) from error
 
 
@@ -122,6 +128,7 @@ def render(
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
     special_tokens: Mapping[str, str] | None = None,
+    origin: str = "",
 ) -> tuple[str, list[Span]]:
     """Render a conversation with the template `source`.
 
@@ -129,24 +136,29 @@ def render(
         messages: `{"role": ..., "content": ...}` and other fields that the template uses (`tool_calls`, ...).
         tools: JSON schemas of the available functions.
         add_generation_prompt: end with the header of an assistant's turn.
-        variables: additional variables for the template (`enable_thinking`, ...); those in GIVEN are ignored.
+        variables: additional variables for the template (`enable_thinking`, ...); those in GIVEN are ignored. The value
+            of DATE is what `strftime_now` formats, in ISO format; by default, the time of the call.
         special_tokens: variables that come with the model (`bos_token`, ...); they do not raise the computation limit.
+        origin: where the template comes from, for messages, such as ` in DIRECTORY`.
 
     Returns:
         The text, and the character spans `[start, end)` of `{% generation %}` blocks (an empty list without any).
 
     Raises:
-        UserError: the template cannot be compiled, refuses the conversation, fails, or exceeds its computation limit.
+        TemplateError: the template cannot be compiled.
+        UserError: the template refuses the conversation, fails, or exceeds its computation limit.
     """
-    template = _compile(source)
+    template = _compile(source, origin)
     recorder = _Recorder()
     pieces: list[str] = []
     ready = _as_templates_expect(messages)
-    token = _recorder.set(recorder)
+    variables = dict(variables or {})
+    stated = variables.pop(DATE, None)
+    token, date = _recorder.set(recorder), _now.set(datetime.fromisoformat(stated) if stated else None)
     try:
         given = dict(zip(GIVEN, (ready, tools, None, add_generation_prompt), strict=True))
         with budget(len(json.dumps([ready, tools, variables], default=str))):
-            for piece in template.generate({**(special_tokens or {}), **(variables or {}), **given}):
+            for piece in template.generate({**(special_tokens or {}), **variables, **given}):
                 pieces.append(piece)
                 recorder.written += len(piece)
     except TooMuchError as error:
@@ -165,4 +177,5 @@ def render(
         ) from error
     finally:
         _recorder.reset(token)
+        _now.reset(date)
     return "".join(pieces), recorder.spans

@@ -13,7 +13,7 @@ import tokenizers
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.data import template
 from wgpu_lora.data.template import Message, Span
-from wgpu_lora.data.tokenizer_settings import read_settings
+from wgpu_lora.data.tokenizer_settings import read_added_tokens, read_settings
 from wgpu_lora.errors import UserError
 from wgpu_lora.tokens.backend import Backend, BackendError, Local
 from wgpu_lora.tokens.components import DocumentError
@@ -36,6 +36,7 @@ class Tokenizer:
         eos_ids: additional ids that end a generation (`generation_config.json`).
         notes: for the user.
         digest: SHA-256 of the `tokenizer.json` that it was read from.
+        template_origin: where the default chat template comes from, for messages, such as ` in DIRECTORY`.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Tokenizer:
         eos_ids: list[int] | None = None,
         notes: Iterable[str] = (),
         digest: str | None = None,
+        template_origin: str = "",
     ) -> None:
         self._backend: Backend = Local(backend) if isinstance(backend, tokenizers.Tokenizer) else backend
-        self.notes, self.digest = tuple(notes), digest
+        self.notes, self.digest, self.template_origin = tuple(notes), digest, template_origin
         self._special_tokens = dict(special_tokens or {})
         self._chat_templates = dict(chat_templates or {})
         self._eos_ids = list(eos_ids or [])
@@ -64,12 +66,11 @@ class Tokenizer:
         path = Path(directory) / "tokenizer.json"
         if not path.exists():
             return None
-        settings = read_settings(path.parent)
+        settings, added = read_settings(path.parent), read_added_tokens(path.parent)
         try:
-            if _is_ours(path):
-                backend = Local.opened(path.read_text(encoding="utf-8"))
-                return cls(backend, **settings, digest=file_digest(path))
-            document = read_document(path)
+            document = read_document(path, added)
+            if _is_ours(path) and document.text == read_document(path).text:
+                return cls(Local.opened(document.text), **settings, digest=file_digest(path))
             return cls(Child(document.text), **settings, notes=document.notes, digest=file_digest(path))
         except (OSError, DocumentError, BackendError) as error:
             raise UserError(f"{path} is not a supported tokenizer ({error}); download it again.") from error
@@ -150,6 +151,11 @@ class Tokenizer:
         starts = [i for i in range(len(whole)) if whole[i : i + len(bare)] == bare]
         return whole[: starts[0]] if starts else []
 
+    def opened(self, ids: list[int]) -> list[int]:
+        """Ids of a text behind `opening`, unless the text begins with it itself: models expect a single bos."""
+        opening = self.opening
+        return ids if opening and ids[:1] == opening[:1] else opening + ids
+
     @property
     def bos_id(self) -> int | None:
         return self._named_id("bos_token")
@@ -167,6 +173,12 @@ class Tokenizer:
     def special_texts(self) -> tuple[str, ...]:
         """Texts of all special tokens."""
         return tuple(token.content for token in self._backend.facts.added if token.special and token.content)
+
+    @cached_property
+    def end_texts(self) -> tuple[str, ...]:
+        """Texts of the tokens that may end an answer: all special tokens and those of `eos_ids`."""
+        ends = {*self._eos_ids, self.eos_id}
+        return tuple(token.content for token in self._backend.facts.added if token.special or token.id in ends)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -232,7 +244,9 @@ class Tokenizer:
                 else "The tokenizer has no chat template, so conversations cannot be rendered; "
                 "use rows of text or of prompt and completion, or the tokenizer of a chat model."
             )
-        return template.render(source, messages, tools, add_generation_prompt, variables, self._special_tokens)
+        return template.render(
+            source, messages, tools, add_generation_prompt, variables, self._special_tokens, self.template_origin
+        )
 
 
 class StreamDecoder:

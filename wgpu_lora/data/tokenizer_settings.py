@@ -1,4 +1,4 @@
-"""The settings in files beside a tokenizer.json: special tokens, chat templates, and ids that end a generation."""
+"""The settings in files beside a tokenizer.json: special and added tokens, chat templates, ids of end tokens."""
 
 from __future__ import annotations
 
@@ -9,16 +9,58 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 
 MAX_TEMPLATE = 1 << 20
+ATTRIBUTES = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
     """Keyword arguments for `Tokenizer`. Raises UserError if a file cannot be read or is invalid."""
     config = _read_object(directory / "tokenizer_config.json")
     return {
-        "special_tokens": _special_tokens(config, _read_object(directory / "special_tokens_map.json")),
+        "special_tokens": {name: token["content"] for name, token in _special_tokens(directory, config).items()},
         "chat_templates": _chat_templates(directory, config),
         "eos_ids": _generation_eos(directory / "generation_config.json"),
+        "template_origin": f" in {directory}",
     }
+
+
+def read_added_tokens(directory: Path) -> list[dict[str, Any]]:
+    """Added tokens that the files beside a tokenizer.json name, in the order in which transformers 5 adds them.
+
+    An entry has `content` and, as far as they are stated, `id` and the attributes of an added token. They come from
+    `added_tokens_decoder` of tokenizer_config.json or, in old checkpoints, from added_tokens.json, then from named
+    special tokens (`eos_token`) and lists of further ones.
+
+    Raises:
+        UserError: a file cannot be read or is invalid.
+    """
+    config = _read_object(directory / "tokenizer_config.json")
+    named = [*_special_tokens(directory, config).values()]
+    maps = (
+        [config] if "added_tokens_decoder" in config else [config, _read_object(directory / "special_tokens_map.json")]
+    )
+    for stated in maps:
+        extra = stated.get("extra_special_tokens") or stated.get("additional_special_tokens") or []
+        named += [_token(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+    special = {token["content"] for token in named}
+    path = directory / "tokenizer_config.json"
+    decoder = config.get("added_tokens_decoder")
+    if decoder is None:
+        path = directory / "added_tokens.json"
+        decoder = {id: {"content": text, "special": text in special} for text, id in _read_object(path).items()}
+    try:
+        added = [{**_token(token), "id": int(id)} for id, token in decoder.items()]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{path} has an added token without a text or a whole id; download it again.") from error
+    added.sort(key=lambda token: token["id"])
+    return [*added, *(token for token in named if token["content"] not in {one["content"] for one in added})]
+
+
+def _token(value: Any) -> dict[str, Any]:
+    """An added token, given by its text or as an object. Raises TypeError."""
+    stated = {"content": value, "special": True} if isinstance(value, str) else value
+    if not isinstance(stated, dict) or not isinstance(stated.get("content"), str):
+        raise TypeError
+    return {name: item for name, item in stated.items() if name in ("content", *ATTRIBUTES)}
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -26,14 +68,16 @@ def _read_object(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Named special tokens, such as `eos_token`."""
+    token_map = _read_object(directory / "special_tokens_map.json")
     # special_tokens_map.json takes precedence in old checkpoints, which lack `added_tokens_decoder`.
     newer_wins = {**token_map, **config} if "added_tokens_decoder" in config else {**config, **token_map}
     tokens = {}
     for name, value in newer_wins.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
+            tokens[name] = {**_token(value), "special": True}
     return tokens
 
 
@@ -47,6 +91,8 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"A chat template in {directory} cannot be read ({error}); download it again.") from error
     source = config.get("chat_template")
+    if source is None:  # some processors keep it in a file of its own
+        source = _read_object(directory / "chat_template.json").get("chat_template")
     if isinstance(source, list):
         try:
             return {str(entry["name"]): str(entry["template"]) for entry in source}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,12 @@ class Document:
     notes: tuple[str, ...] = ()
 
 
-def read_document(path: Path) -> Document:
-    """Read and validate a tokenizer.json. Raises DocumentError."""
+def read_document(path: Path, added_tokens: Sequence[Mapping[str, Any]] = ()) -> Document:
+    """Read and validate a tokenizer.json. Raises DocumentError.
+
+    Args:
+        added_tokens: further added tokens, with `content` and optionally `id` and attributes.
+    """
     regular = path.is_file() and path.stat().st_size <= MAX_BYTES
     require(regular, f"it is not a regular file of at most {MAX_BYTES:,} bytes")
     with path.open("rb") as file:
@@ -64,7 +68,37 @@ def read_document(path: Path) -> Document:
         raise DocumentError("it is nested too deeply") from None
     except ValueError as error:
         raise DocumentError(f"it is not JSON: {error}") from None
-    return checked(stated)
+    return checked(_with_added(stated, added_tokens) if added_tokens else stated)
+
+
+def _with_added(stated: Any, added_tokens: Sequence[Mapping[str, Any]]) -> Any:
+    """The document with further added tokens, numbered as the tokenizers library does. Raises DocumentError."""
+    if not isinstance(stated, dict) or not isinstance(model := stated.get("model"), dict):
+        return stated  # is refused when it is validated
+    entries, vocabulary = stated.get("added_tokens") or [], model.get("vocab") or {}
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        return stated
+    pieces = (
+        vocabulary if isinstance(vocabulary, dict) else {entry[0]: i for i, entry in enumerate(vocabulary) if entry}
+    )
+    found = {entry.get("content"): entry for entry in entries}
+    following = max([len(vocabulary) - 1, *(id for entry in entries if type(id := entry.get("id")) is int)]) + 1
+    for token in added_tokens:
+        content, special = token["content"], bool(token.get("special"))
+        attributes = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": not special}
+        if before := found.get(content):  # as in transformers, its id stays
+            found[content] = {**before, **attributes, **token, "id": before.get("id")} if "id" in token else before
+            continue
+        id = pieces.get(content, following)
+        require(
+            token.get("id", id) == id,
+            f"its settings give {content!r:.80} the id {token.get('id')}, but as an added token it has the id {id}",
+        )
+        following += id == following
+        found[content] = {**attributes, **token, "id": id, "special": special}
+    if found == {entry.get("content"): entry for entry in entries}:
+        return stated
+    return {**stated, "added_tokens": sorted(found.values(), key=lambda entry: entry.get("id", 0))}
 
 
 def checked(stated: Any) -> Document:
