@@ -121,7 +121,7 @@ def test_what_is_saved_can_be_trained_on_and_loaded(tell: Any, talk: Any, model:
 
 def test_a_model_without_a_template(run: Any, model: LoadedModel, made: Path, tmp_path: Path):
     _, out, err = run(f"w7 w11\nw5\n/save {tmp_path / 'rows'}\n", "--model", "plain", "--adapter", "a")
-    assert err.count("The model has no chat template: it continues every message") == 1
+    assert err.count("The model has no chat template: it gets every message as plain text") == 1
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["w7 w11", "w5"]
     assert out == "".join(f"{row['completion']}\n" for row in rows)

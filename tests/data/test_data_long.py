@@ -69,7 +69,7 @@ def test_turns_that_are_looked_for_one_by_one_are_bounded(monkeypatch: pytest.Mo
     assert len(tokenize_example(example, tokenizer)) in (1, 5)
     monkeypatch.setattr(masks, most, 100)
     if most == "MAX_IN_ROWS":  # where the template makes another text of what is followed by more
-        monkeypatch.setattr(masks._Chat, "_by_prefix", lambda *_: iter_none())
+        monkeypatch.setattr(conversation_rows.ConversationRows, "_by_prefix", lambda *_: iter_none())
     with pytest.raises(UserError, match=r"5 trained turns are too long for a conversation; split"):
         tokenize_example(example, tokenizer)
 

@@ -17,6 +17,7 @@ from wgpu_lora.checks.confine.parent import Confinement, confinement
 from wgpu_lora.checks.estimate import mean_pass_at_k
 from wgpu_lora.checks.problems import STOPS, Problem
 from wgpu_lora.checks.run import OUTCOMES, CheckResult
+from wgpu_lora.data.examples import TEXT
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events, Passing
 from wgpu_lora.infer.answer import Answer, answer_slots, tokenizer_of
@@ -154,11 +155,10 @@ def measure(
                     [problem.asked(plain) for problem, _, _ in drawn for _ in names],
                     list(adapters.values()),
                     [slot for _ in drawn for slot in slots.values()],
-                    replace(settings, stop=stops),
+                    replace(settings, stop=stops, prompt_format=TEXT if plain else settings.prompt_format),
                     batch=batch,
                     names=names,
                     seeds=[seed_of(settings.seed, row, sample) for _, row, sample in drawn for _ in names],
-                    plain=plain,
                     events=queue,
                 )
             queue.collect(wait=True)

@@ -9,8 +9,17 @@ import typer
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import is_terminal
+from wgpu_lora.cli.options import choice
 
 System = Annotated[str | None, typer.Option(help="System message of the chat template.")]
+PromptFormat = Annotated[
+    str | None,
+    choice(
+        "How a text is asked: with the chat template, in Alpaca's wording, or as it is; by default as the adapter was "
+        "trained, else with the chat template if there is one.",
+        ("chat", "alpaca", "text"),
+    ),
+]
 EnableThinking = Annotated[bool | None, typer.Option(help="Passed to the chat template; use the value from training.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Maximum tokens of an answer. [x>=1]")]
 Temperature = Annotated[

@@ -16,6 +16,7 @@ from wgpu_lora.cli.answering import (
     EnableThinking,
     MaxNewTokens,
     MinP,
+    PromptFormat,
     RepetitionPenalty,
     Seed,
     SideBySide,
@@ -51,6 +52,7 @@ def chat(
     adapter: Adapter = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also answer with the base model alone.")] = False,
     system: System = None,
+    prompt_format: PromptFormat = None,
     enable_thinking: EnableThinking = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
@@ -71,6 +73,7 @@ def chat(
     """
     settings = {
         "system": system,
+        "prompt_format": prompt_format,
         "enable_thinking": enable_thinking,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -135,9 +138,13 @@ class Talk:
             names = listed([*self.chat.lanes])
             self.say(f"{self.chat.model.name}, answered by {names}. /help lists the commands; Ctrl-D exits.")
         if not self.chat.templated:
-            self.say(
-                "The model has no chat template: it continues every message as plain text, without the earlier ones."
+            why = (
+                "The adapter was trained so"
+                if self.chat.tokenizer.has_chat_template
+                else "The model has no chat template"
             )
+            how = "in Alpaca's wording" if self.chat.prompt_format == "alpaca" else "as plain text"
+            self.say(f"{why}: it gets every message {how}, without the earlier ones.")
         try:
             with self._signals():
                 while self._turn():
@@ -241,7 +248,7 @@ class Talk:
         if "capacity" in reasons.values():
             notes.append(f"cut off: the conversation is limited to {chat.capacity:,} tokens, which --max-length raises")
         if any(not r.text and r.generation.stop_reason == "stop" for r in chat.replies.values()):
-            notes.append("the answer is empty")
+            notes.append("the answer is empty; the model may be trained on prompts of another form (--prompt-format)")
         return [f"[{note}]" for note in notes]
 
     # -- signals ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from wgpu_lora.cli.answering import (
     EnableThinking,
     MaxNewTokens,
     MinP,
+    PromptFormat,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from wgpu_lora.infer.settings import Settings
     from wgpu_lora.models.loaded import LoadedModel
 
+EMPTY = (
+    "the answer is empty: the model ends it with its first token; it may be trained on prompts of another form "
+    "(--prompt-format)"
+)
 TITLE = 60  # characters of a prompt above its answer
 DRAWING = ("top_p", "top_k", "min_p")  # not --seed, which is often given without need
 
@@ -58,6 +63,7 @@ def generate(
         int | None, typer.Option(help="Prompts answered at a time; by default as many as fit, up to 16. [x>=1]")
     ] = None,
     system: System = None,
+    prompt_format: PromptFormat = None,
     enable_thinking: EnableThinking = None,
     model: Model = None,
     adapter: Adapter = None,
@@ -80,6 +86,7 @@ def generate(
     """
     settings: dict[str, Any] = {
         "system": system,
+        "prompt_format": prompt_format,
         "enable_thinking": enable_thinking,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -102,9 +109,9 @@ def generate(
     if prompt and prompts:
         raise UserError("--prompt and --prompts cannot be combined: give one of them.")
     from wgpu_lora.atomic import write_new_bytes
-    from wgpu_lora.infer.answer import answer_table
+    from wgpu_lora.infer.answer import answer_table, tokenizer_of
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
-    from wgpu_lora.infer.prompt import check_text
+    from wgpu_lora.infer.prompt import check_text, prompt_notes
     from wgpu_lora.infer.prompt_file import Request, check_new, kept_on_failure, read_requests, to_jsonl
     from wgpu_lora.infer.settings import settings_of
     from wgpu_lora.models.loaded import open_model
@@ -132,13 +139,14 @@ def generate(
     several = compare or len(adapters) > 1
     slots = slots_of(adapters, compare) if several else {next(iter(adapters), BASE): 0 if adapters else None}
     opened = open_model(model_of(adapters, model), device, base_dtype)
+    asked = [request.prompt for request in requests]
+    for note in prompt_notes(tokenizer_of(opened), asked, chosen.prompt_format, adapters.values()):
+        _note(note)
     with Bar("loading", opened.tensors_to_load()) as bar:
         if len(requests) == 1 and not (several or output or prompts):
             _answer_one(opened, requests[0], adapters, chosen, as_json, bar)
             return 0
         rows: list[dict[str, Any]] = []
-
-        asked = [request.prompt for request in requests]
         with kept_on_failure(output, lambda: rows, _note):
             found = answer_table(
                 opened,
@@ -208,6 +216,8 @@ def _answer_one(
         print_json(found.as_dict())
     else:
         print(flush=True)
+    if not found.text:
+        _note(EMPTY)
 
 
 def _titled(requests: list[Request], found: list[dict[str, Answer]], several: bool) -> dict[str, Answer]:

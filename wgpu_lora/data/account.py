@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wgpu_lora.bounded import printable
-from wgpu_lora.data.masks import TokenizedExample
+from wgpu_lora.data.conversation_rows import TokenizedExample
 from wgpu_lora.data.source import Place, Problem, Source
 from wgpu_lora.data.values import canonical, row_digest
 from wgpu_lora.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wgpu_lora.data.masks import UNTRAINED
+from wgpu_lora.data.conversation_rows import UNTRAINED
 
 KEEP_START, KEEP_END = "keep_start", "keep_end"
 

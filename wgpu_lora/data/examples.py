@@ -51,6 +51,23 @@ class Text:
 
 
 Example = Tokens | Conversation | Completion | Alpaca | Text
+PROMPT_FORMATS = CHAT, ALPACA, TEXT = "chat", "alpaca", "text"  # how a model is asked in training
+
+
+def prompt_format(example: Example, templated: bool) -> str | None:
+    """How the prompt of an example is worded in training, which a model without a chat template is not `templated` for.
+
+    None for examples without a prompt of their own.
+    """
+    match example:
+        case Conversation():
+            return CHAT
+        case Completion():
+            return TEXT
+        case Alpaca():
+            return CHAT if templated else ALPACA
+        case _:
+            return None
 
 
 @dataclass(frozen=True)

@@ -7,45 +7,23 @@ trained turn starts after its header and includes its end token, but not the new
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from wgpu_lora.data import template
-from wgpu_lora.data.encoding import MAX_CHARACTERS, EncodeRequest, Steps, run_together
+from wgpu_lora.data.conversation_rows import ConversationRows, Pair, TokenizedExample, behind, split_prompt
+from wgpu_lora.data.encoding import EncodeRequest, Steps, run_together
 from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text, Tokens
-from wgpu_lora.data.template import Span, TemplateError
-from wgpu_lora.data.template_trace import CALLS, CONTENT, TOOLS, lost_parts
-from wgpu_lora.data.thinking import MARKER, mark_of
+from wgpu_lora.data.thinking import mark_of
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 
-UNTRAINED = -100
-# Limits of (characters of a conversation) * (trained turns) for rendering it up to each turn, and for one row per turn.
-MAX_RENDERED, MAX_IN_ROWS = 1 << 27, 1 << 25
-Pair = tuple[list[int], list[int]]
-
-
-@dataclass
-class TokenizedExample:
-    """The rows of an example, and what its text lacks.
-
-    pairs: (input_ids, labels) of each row. unrendered: what the chat template leaves out, such as `'tools'`.
-    untrained_turns: answers that are not trained on since the template leaves out their text or their tool calls.
-    remarks: how the text was changed, such as by leaving out a second beginning-of-text token.
-    """
-
-    pairs: list[Pair] = field(default_factory=list)
-    unrendered: set[str] = field(default_factory=set)
-    untrained_turns: int = 0
-    remarks: set[str] = field(default_factory=set)
-
-
+ALPACA_START = "Below is an instruction that describes a task"  # of both of Alpaca's prompts
 _ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    f"{ALPACA_START}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
 )
 _ALPACA_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    f"{ALPACA_START}, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
 )
@@ -115,15 +93,15 @@ def _rows(
         ids = _ended(whole, tokenizer)
         return TokenizedExample([(ids, list(ids))], remarks=remarks)
     if isinstance(example, Completion):
-        prompt, answer = yield from _split(example.prompt, example.completion)
+        prompt, answer = yield from split_prompt(example.prompt, example.completion)
         prompt, remarks = _opened(prompt, tokenizer)
         ids = _ended(prompt + answer, tokenizer)
-        return TokenizedExample([(ids, _behind(ids, len(prompt) if completion_only_loss else 0))], remarks=remarks)
+        return TokenizedExample([(ids, behind(ids, len(prompt) if completion_only_loss else 0))], remarks=remarks)
     if reserved := kwargs.keys() & template.GIVEN:
         raise UserError(
             f"chat_template_kwargs must not set {', '.join(sorted(reserved))}; they come from the row itself."
         )
-    return (yield from _Chat(example, tokenizer, kwargs).rows(completion_only_loss))
+    return (yield from ConversationRows(example, tokenizer, kwargs).rows(completion_only_loss))
 
 
 def alpaca_example(example: Alpaca, tokenizer: Tokenizer) -> Conversation | Completion:
@@ -134,186 +112,6 @@ def alpaca_example(example: Alpaca, tokenizer: Tokenizer) -> Conversation | Comp
         return Completion(f"{example.system}\n\n{prompt}" if example.system else prompt, example.output)
     messages = [*example.asked, {"role": "assistant", "content": example.output}]
     return Conversation(messages, frozenset({len(messages) - 1}))
-
-
-class _Chat:
-    """Tokenises one conversation with the chat template."""
-
-    def __init__(self, example: Conversation, tokenizer: Tokenizer, kwargs: dict[str, Any]) -> None:
-        self.messages, self.trained, self.tools = example.messages, sorted(example.trained), example.tools
-        self.tokenizer, self.kwargs, self.found = tokenizer, kwargs, TokenizedExample()
-
-    def rows(self, completion_only_loss: bool) -> Steps[TokenizedExample]:
-        self._leave_out_lost_answers(completion_only_loss)
-        text, marks = self.tokenizer.render_with_spans(self.messages, self.tools, variables=self.kwargs)
-        last = len(self.messages) - 1
-        answered = self.messages[last]["role"] == "assistant" and (last in self.trained or not completion_only_loss)
-        if not completion_only_loss:
-            [ids] = yield EncodeRequest([text])
-            self.found.pairs = [self._with_end(ids, list(ids), text) if answered else (ids, list(ids))]
-            return self.found
-        [(ids, offsets)] = yield EncodeRequest([text], offsets=True)
-        spans = self._marked(marks)
-        if not spans:
-            self._check_size(text, MAX_RENDERED)
-            spans = yield from self._by_prefix(text, ids, offsets)
-        if spans is not None:
-            spans = [span for span in spans if self._is_answer(text[span[0] : span[1]])]
-            labels = _inside(ids, offsets, spans)
-            self.found.pairs = [self._with_end(ids, labels, text) if answered else (ids, labels)]
-            return self.found
-        self._check_size(text, MAX_IN_ROWS)
-        for turn in self.trained:
-            self.found.pairs.append((yield from self._cut_after(turn)))
-        return self.found
-
-    def _leave_out_lost_answers(self, completion_only_loss: bool) -> None:
-        """Note what the template does not render, and do not train on answers of which it leaves something out.
-
-        Raises:
-            UserError: one of them is the row's last answer.
-            TemplateError: the template renders no message.
-        """
-        lost = lost_parts(self.messages, self.tools, self.trained, self._render_all)
-        contents = {i for i, message in enumerate(self.messages) if (message["content"] or "").strip()}
-        contents = {i for i in contents if self.messages[i]["role"] in ("user", "assistant")}
-        if len(contents) > 1 and contents <= {i for i, part in lost if part == CONTENT}:
-            raise TemplateError(
-                f"The chat template{self.tokenizer.template_origin} renders none of a conversation's messages; use the "
-                "template that the model was published with."
-            )
-        for i, part in lost:
-            who = f"content of the role '{self.messages[i]['role']}'" if part == CONTENT else f"'{part}'"
-            self.found.unrendered.add(who if i >= 0 else f"'{TOOLS}'")
-        silent = {i: part for i, part in sorted(lost) if i in self.trained and part in (CONTENT, CALLS)}
-        if silent and (self.trained[-1] in silent or not completion_only_loss):
-            turn = self.trained[-1] if self.trained[-1] in silent else max(silent)
-            raise UserError(
-                f"the chat template does not render '{silent[turn]}' of message {turn}, an answer to train on; use a "
-                "model whose template does, or leave the row out."
-            )
-        self.trained = [turn for turn in self.trained if turn not in silent]
-        self.found.untrained_turns = len(silent)
-
-    def _is_answer(self, text: str) -> bool:
-        """Whether trained text is more than end tokens and marks of reasoning; else it is counted, or refused."""
-        for token in self.tokenizer.special_texts:
-            text = text.replace(token, "")
-        stated = all((self.messages[turn]["content"] or "").strip() for turn in self.trained)
-        if not stated or MARKER.sub("", text).strip():
-            return True
-        if len(self.trained) == 1:
-            raise UserError("the chat template renders the answer as an empty one; use a template that keeps its text.")
-        self.found.untrained_turns += 1
-        self.found.unrendered.add("answers")
-        return False
-
-    def _with_end(self, ids: list[int], labels: list[int], text: str) -> Pair:
-        """A row that ends with an answer, with eos behind that if the template has no end token there."""
-        end, tokenizer = (
-            len(ids) - next((i for i, label in enumerate(labels[::-1]) if label != UNTRAINED), 0),
-            self.tokenizer,
-        )
-        if text.rstrip().endswith(tokenizer.end_texts):
-            if end < len(ids) and ids[end - 1] not in tokenizer.special_ids | tokenizer.stop_ids:
-                self.found.remarks.add(
-                    "the chat template's {% generation %} marks leave out the token that ends an answer"
-                )
-            return ids, labels
-        if (eos := tokenizer.eos_id) is None:
-            self.found.remarks.add("neither the chat template nor the tokenizer has a token that ends an answer")
-            return ids, labels
-        self.found.remarks.add("the chat template ends answers without an end token; eos is added behind the last one")
-        return [*ids[:end], eos], [*labels[:end], eos]
-
-    def _check_size(self, text: str, most: int) -> None:
-        if len(text) * len(self.trained) > most:
-            raise UserError(
-                f"{len(text):,} characters with {len(self.trained):,} trained turns are too long for a conversation; "
-                "split it."
-            )
-
-    def _marked(self, marks: list[Span]) -> list[Span] | None:
-        """The spans of trained turns from the template's generation marks; None if they cannot be matched to turns."""
-        turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
-        if turns == self.trained:
-            return marks
-        if len(marks) == len(turns):
-            return [mark for mark, turn in zip(marks, turns, strict=True) if turn in self.trained]
-        return None
-
-    def _by_prefix(self, text: str, ids: list[int], offsets: list[Span]) -> Steps[list[Span] | None]:
-        """The spans of trained turns, if the text up to each turn does not depend on later turns, else None."""
-        spans = []
-        stops = {stop for _, stop in offsets}
-        for turn in self.trained:
-            before = self._before(turn)
-            if before is None:
-                return None
-            after = self._render(turn + 1)
-            start, end = len(before), _without_trailing_space(after, self.tokenizer)
-            if not (text.startswith(after) and after.startswith(before)) or end not in stops:
-                return None
-            spans.append((start, end))
-        each = max(1, MAX_CHARACTERS // max(1, len(text)))
-        for i in range(0, len(spans), each):
-            headers = yield EncodeRequest([text[:start] for start, _ in spans[i : i + each]])
-            if any(header != ids[: len(header)] for header in headers):
-                return None
-        return spans
-
-    def _cut_after(self, turn: int) -> Steps[Pair]:
-        """The conversation up to a turn, with labels for that turn only."""
-        text = self._render(turn + 1)
-        before = self._before(turn)
-        if before is None or not text.startswith(before):
-            before = self._common_header(turn)
-        if before is None or not text.startswith(before):
-            raise UserError(
-                f"the start of message {turn} cannot be found in the output of the chat template; use a template with "
-                "{% generation %} marks, or train on everything with completion_only_loss off."
-            )
-        end = _without_trailing_space(text, self.tokenizer)
-        prompt, answer = yield from _split(before, text[len(before) : end])
-        [rest] = yield EncodeRequest([text[end:]])
-        ids = prompt + answer + rest
-        labels = _behind(prompt + answer, len(prompt)) + [UNTRAINED] * len(rest)
-        return self._with_end(ids, labels, text)
-
-    def _before(self, turn: int) -> str | None:
-        """The prompt for a turn; None if the template refuses an incomplete conversation."""
-        try:
-            return self.tokenizer.render(self.messages[:turn], self.tools, True, variables=self.kwargs)
-        except UserError:
-            return None
-
-    def _common_header(self, turn: int) -> str | None:
-        """The text before a turn's content: the common prefix of two renderings with different contents."""
-        turns = [[*self.messages[:turn], {"role": "assistant", "content": words}] for words in ("A", "B")]
-        try:
-            one, other = (self.tokenizer.render(messages, self.tools, variables=self.kwargs) for messages in turns)
-        except UserError:
-            return None
-        return one[: next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))]
-
-    def _render(self, count: int) -> str:
-        return self._render_all(self.messages[:count], self.tools)
-
-    def _render_all(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        return self.tokenizer.render(list(messages), tools, variables=self.kwargs)
-
-
-def _split(prompt: str, answer: str) -> Steps[tuple[list[int], list[int]]]:
-    """Token ids of both texts, with a token boundary between them, as at inference.
-
-    They are tokenised together if that keeps the boundary (some tokenizers would add a space in front of the answer),
-    and separately if a token would cross it.
-    """
-    head, whole = yield EncodeRequest([prompt, prompt + answer])
-    if whole[: len(head)] == head:
-        return head, whole[len(head) :]
-    [tail] = yield EncodeRequest([answer])
-    return head, tail
 
 
 def _opened(ids: list[int], tokenizer: Tokenizer) -> tuple[list[int], set[str]]:
@@ -327,26 +125,3 @@ def _opened(ids: list[int], tokenizer: Tokenizer) -> tuple[list[int], set[str]]:
 def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     eos = tokenizer.eos_id
     return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
-
-
-def _without_trailing_space(text: str, tokenizer: Tokenizer) -> int:
-    """The length of `text` without white space after an end token; its full length if there is no end token."""
-    bare = text.rstrip()
-    return len(bare) if bare.endswith(tokenizer.special_texts) else len(text)
-
-
-def _behind(ids: list[int], start: int) -> list[int]:
-    return [UNTRAINED] * start + ids[start:]
-
-
-def _inside(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """Labels for the tokens that overlap one of the spans."""
-    labels = [UNTRAINED] * len(ids)
-    remaining = iter(sorted(spans))
-    start, end = next(remaining, (0, 0))
-    for i, (first, last) in enumerate(offsets):
-        while first >= end and (span := next(remaining, None)) is not None:
-            start, end = span
-        if first < end and last > start:
-            labels[i] = ids[i]
-    return labels

@@ -13,12 +13,13 @@ import numpy as np
 
 from wgpu_lora.data.account import Account
 from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.data.conversation_rows import UNTRAINED, Pair
 from wgpu_lora.data.cutting import Cut, unusable
 from wgpu_lora.data.empty import without_empty_answers
-from wgpu_lora.data.examples import Example, Sample, Tokens
+from wgpu_lora.data.examples import Example, Sample, Tokens, prompt_format
 from wgpu_lora.data.files import file_source
 from wgpu_lora.data.formats import EXAMPLES
-from wgpu_lora.data.masks import UNTRAINED, Pair, tokenize_examples
+from wgpu_lora.data.masks import tokenize_examples
 from wgpu_lora.data.source import Place, Problem, Source
 from wgpu_lora.data.split import key_of
 from wgpu_lora.data.tokenizer import Tokenizer
@@ -52,7 +53,8 @@ class Prepared:
     """Data, ready to train on.
 
     path: name of the data. digest: SHA-256 of the file's bytes or of the rows, hexadecimal.
-    parts: number of consecutive rows in a sample. values: one for each sample; empty if the data have none.
+    parts: number of consecutive rows in a sample. prompt_format: how prompts are worded; None if they differ or there
+        are none. values: one for each sample; empty if the data have none.
     keys: u64 [samples], of the rows that they were made of; equal for equal rows.
     longest_fork: longest rows of a sample that share the rows of a batch for their common prompt; None for any.
     account: counts of rows by outcome. notes: for the user, about how the data were read.
@@ -68,6 +70,7 @@ class Prepared:
     total_tokens: int
     notes: tuple[str, ...] = ()
     parts: int = 1
+    prompt_format: str | None = None
     values: tuple[float, ...] = ()
     keys: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
     longest_fork: int | None = 0
@@ -154,11 +157,14 @@ def prepare(
     rows: list[Row] = []
     values: list[float] = []
     keys = array("Q")
+    forms: set[str | None] = set()
     for block in _blocks(source, account, completion_only_loss, formats):
         examples = [example for _, _, sample, _ in block if sample for example in sample.examples]
         found = iter(tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs))
         for place, row, sample, key in block:
             assert sample is None or len(sample.examples) == parts
+            templated = tokenizer is not None and tokenizer.has_chat_template
+            forms |= {prompt_format(example, templated) for example in (sample.examples if sample else ())}
             pairs: list[Pair] = []
             wrong = None
             for expanded in [next(found) for _ in (sample.examples if sample else ())]:
@@ -205,6 +211,7 @@ def prepare(
         total_tokens=sum(len(row.input_ids) for row in rows),
         notes=source.notes,
         parts=parts,
+        prompt_format=next(iter(forms)) if len(forms) == 1 else None,
         values=tuple(values) if set(values) - {1.0} else (),
         keys=np.array(keys, np.uint64),
     )

@@ -7,6 +7,7 @@ conversation is rendered once more with a mark in each of its parts: a part is l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from wgpu_lora.data.template import Message
@@ -69,9 +70,9 @@ def _marked(
                 bare = text.rstrip()
                 changed[field] = bare + mark(i, field) + text[len(bare) :]
         if calls := message.get(CALLS):
-            changed[CALLS] = [_marked_function(call, lambda i=i: mark(i, CALLS)) for call in calls]
+            changed[CALLS] = [_marked_function(call, partial(mark, i, CALLS)) for call in calls]
         marked.append(changed)
-    return marked, tools and [_marked_function(tool, lambda: mark(-1, TOOLS)) for tool in tools], marks
+    return marked, tools and [_marked_function(tool, partial(mark, -1, TOOLS)) for tool in tools], marks
 
 
 def _marked_function(value: dict[str, Any], mark: Callable[[], str]) -> dict[str, Any]:

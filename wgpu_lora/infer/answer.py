@@ -12,7 +12,7 @@ from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.infer.generate import Generator
 from wgpu_lora.infer.named import on_device
-from wgpu_lora.infer.prompt import Prompt, chat_prompt
+from wgpu_lora.infer.prompt import Prompt, chat_prompt, trained_prompt_format
 from wgpu_lora.infer.reply import Reply
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.settings import Settings
@@ -65,7 +65,6 @@ def answer_slots(
     names: Sequence[str] = (),
     streamed: bool = False,
     seeds: Sequence[int] | None = None,
-    plain: bool = False,
     events: Events = SILENT,
 ) -> list[Answer]:
     """Answer prompts[i] with the adapter of directories[slots[i]], or with the base model alone if that is None.
@@ -75,7 +74,6 @@ def answer_slots(
         names: of the adapters, if `prompts` repeats each prompt once for each of them, in this order.
         streamed: whether `events.text` receives the answer piece by piece; for a single prompt.
         seeds: of each prompt's draws, instead of the settings' seed for all.
-        plain: whether prompts are texts to be continued, without the chat template.
         events: receives `loading`, `text`, `answering` and, after each batch, `answered`.
 
     Raises:
@@ -84,7 +82,7 @@ def answer_slots(
     if batch is not None and (type(batch) is not int or batch < 1):
         raise UserError(f"A batch of {batch!r:.40} prompts is not possible: use a batch of at least one.")
     tokenizer = tokenizer_of(model)
-    ids = prompt_ids(tokenizer, prompts, settings, plain)
+    ids = prompt_ids(tokenizer, prompts, settings, directories)
     samplers = [settings.sampler] * len(ids) if seeds is None else [replace(settings.sampler, seed=s) for s in seeds]
     found: list[Answer] = []
     done = 0
@@ -115,7 +113,7 @@ def stream_slot(
 ) -> Iterator[str]:
     """The answer to one prompt in pieces, as they are generated; frees its memory when the iterator ends."""
     tokenizer = tokenizer_of(model)
-    ids = prompt_ids(tokenizer, [prompt], settings)
+    ids = prompt_ids(tokenizer, [prompt], settings, [] if directory is None else [directory])
     with (
         on_device(model, [] if directory is None else [directory]) as adapters,
         open_generator(model, adapters, capacity_for(model, ids, settings), 1, 1, events) as generator,
@@ -150,11 +148,11 @@ def open_generator(
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: Settings, plain: bool = False
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: Settings, adapters: Sequence[str | Path]
 ) -> list[list[int]]:
-    if plain:
-        return [tokenizer.opening + tokenizer.encode(str(prompt)) for prompt in prompts]
-    return [chat_prompt(tokenizer, prompt, settings.system, **settings.template_kwargs) for prompt in prompts]
+    """Token ids of each prompt; texts are worded as the settings say or as the adapters were trained."""
+    form = settings.prompt_format or trained_prompt_format(adapters)
+    return [chat_prompt(tokenizer, prompt, settings.system, form, **settings.template_kwargs) for prompt in prompts]
 
 
 def capacity_for(model: LoadedModel, ids: Sequence[Sequence[int]], settings: Settings) -> int:

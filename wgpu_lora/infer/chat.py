@@ -7,12 +7,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from wgpu_lora.data.examples import CHAT
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.infer.answer import replies, tokenizer_of
 from wgpu_lora.infer.conversation import Lane, Message
 from wgpu_lora.infer.generate import Generator
 from wgpu_lora.infer.named import BASE, on_device, slots_of
+from wgpu_lora.infer.prompt import trained_prompt_format
 from wgpu_lora.infer.reply import Reply
 from wgpu_lora.infer.settings import Settings
 from wgpu_lora.models.fitting import read_fitting
@@ -67,8 +69,14 @@ class Chat:
 
     @property
     def templated(self) -> bool:
-        """Whether the model has a chat template; if not, every message is a prompt of its own."""
-        return self.tokenizer.has_chat_template
+        """Whether messages go through a chat template; if not, every message is a prompt of its own."""
+        return self.tokenizer.has_chat_template and self.prompt_format in (None, CHAT)
+
+    @property
+    def prompt_format(self) -> str | None:
+        """How messages are worded: as the settings say, or as the selected adapters were trained."""
+        selected = [directory for name, directory in self.adapters.items() if name in self.lanes]
+        return self.settings.prompt_format or trained_prompt_format(selected)
 
     # -- a turn ----------------------------------------------------------------------------------------------------
 
@@ -100,7 +108,8 @@ class Chat:
     def _ask(self, text: str, stopped: Callable[[], bool]) -> Iterator[tuple[str, str]]:
         generator = self.open()
         names = list(self.lanes)
-        shown = [lane.prompt(self.tokenizer, text, self.settings, self.capacity) for lane in self.lanes.values()]
+        worded = replace(self.settings, prompt_format=self.prompt_format)
+        shown = [lane.prompt(self.tokenizer, text, worded, self.capacity) for lane in self.lanes.values()]
         ids = [prompt for prompt, _ in shown]
         made = [Reply(self.tokenizer, len(prompt), tuple(self.settings.stop)) for prompt in ids]
         order = list(self.adapters)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import Tokenizer, read_jsonl
-from wgpu_lora.data.examples import Conversation
+from wgpu_lora.data.examples import CHAT, Conversation
 from wgpu_lora.data.formats import parse_example
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.prompt import chat_prompt, check_text
@@ -52,21 +52,22 @@ class Lane:
     def prompt(self, tokenizer: Tokenizer, text: str, settings: Settings, capacity: int) -> tuple[list[int], int]:
         """Token ids of the prompt for an answer to `text`, and the number of turns newly left out of it.
 
-        The oldest turns are left out if the answer would not have enough room. Without a chat template, the prompt is
-        `text` alone.
+        The oldest turns are left out if the answer would not have enough room. Without a chat template, or if
+        the settings have another prompt format, the prompt is `text` alone.
 
         Raises:
             UserError: the text alone has too many tokens, or the template rejects the conversation.
         """
         check_text("message", text)
+        templated = tokenizer.has_chat_template and settings.prompt_format in (None, CHAT)
         room = min(settings.max_new_tokens, max(1, capacity // ROOM))
         first, left_out = self.first, 0
         while True:
             said = [*self.messages[first:], {"role": "user", "content": text}]
-            shown: Any = said if tokenizer.has_chat_template else text
-            ids = chat_prompt(tokenizer, shown, settings.system, **settings.template_kwargs)
+            shown: Any = said if templated else text
+            ids = chat_prompt(tokenizer, shown, settings.system, settings.prompt_format, **settings.template_kwargs)
             turns = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i >= first]
-            if len(ids) + room <= capacity or not turns or not tokenizer.has_chat_template:
+            if len(ids) + room <= capacity or not turns or not templated:
                 break
             first = turns[1] if len(turns) > 1 else len(self.messages)
             left_out += 1

@@ -1,24 +1,37 @@
-"""Conversion of a text or a conversation to the token ids of a prompt."""
+"""Conversion of a text, a conversation or a row to the token ids of a prompt, worded as in training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Tokenizer
-from wgpu_lora.data.examples import Conversation
+from wgpu_lora.data.examples import ALPACA, CHAT, PROMPT_FORMATS, TEXT, Alpaca, Completion, Conversation
 from wgpu_lora.data.formats import parse_example
+from wgpu_lora.data.masks import ALPACA_START, alpaca_example
 from wgpu_lora.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Messages  # a text, or the messages of a conversation
+# A text, the messages of a conversation, an instruction, or a row of prompt and completion, which is continued as text.
+Prompt = str | Messages | Alpaca | Completion
 
 
-def chat_prompt(tokenizer: Tokenizer, prompt: Prompt, system: str | None = None, **template_kwargs: Any) -> list[int]:
-    """Token ids of a prompt, using the chat template if there is one, else the plain text as in training.
+def chat_prompt(
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    system: str | None = None,
+    prompt_format: str | None = None,
+    **template_kwargs: Any,
+) -> list[int]:
+    """Token ids of a prompt, worded as rows of its form are in training.
 
     Args:
-        prompt: a text, or messages such as {"role": "user", "content": "Hello"}.
+        prompt: a text, or messages such as {"role": "user", "content": "Hello"}, or a row.
+        prompt_format: of texts: the chat template ("chat"), Alpaca's wording ("alpaca") or the text as it is ("text");
+            by default, the chat template if there is one, else the text as it is.
         template_kwargs: passed to the chat template (`enable_thinking=False`).
 
     Raises:
@@ -27,13 +40,20 @@ def chat_prompt(tokenizer: Tokenizer, prompt: Prompt, system: str | None = None,
     """
     if system is not None:
         check_text("system prompt", system)
+    if prompt_format == ALPACA and isinstance(prompt, str) and not prompt.startswith(ALPACA_START):
+        prompt = Alpaca(prompt, "", "", "")
+    if isinstance(prompt, Alpaca):
+        example = alpaca_example(replace(prompt, system=system or prompt.system), tokenizer)
+        if isinstance(example, Completion):
+            return tokenizer.opened(tokenizer.encode(example.prompt))
     messages = check_prompt(prompt)
-    if not tokenizer.has_chat_template:
+    plain = prompt_format in (ALPACA, TEXT) and isinstance(prompt, str)
+    if plain or isinstance(prompt, Completion) or not (tokenizer.has_chat_template or prompt_format == CHAT):
         if system is not None:
-            raise UserError("The model has no chat template, so it cannot use a system prompt: leave it out.")
-        if not isinstance(prompt, str):
+            raise UserError("Prompts of plain text cannot have a system prompt: leave it out.")
+        if not isinstance(prompt, str | Completion):
             raise UserError("The model has no chat template, so it cannot use messages: give a text.")
-        return tokenizer.opening + tokenizer.encode(prompt)
+        return tokenizer.opened(tokenizer.encode(prompt if isinstance(prompt, str) else prompt.prompt))
     if system is not None:
         if messages[0]["role"] == "system":
             raise UserError("The messages already begin with a system message: leave out one of the two.")
@@ -43,6 +63,9 @@ def chat_prompt(tokenizer: Tokenizer, prompt: Prompt, system: str | None = None,
 
 def check_prompt(prompt: Prompt) -> list[dict[str, Any]]:
     """A prompt as messages. Raises UserError if it is neither a text nor messages that end with the user's."""
+    if isinstance(prompt, Alpaca):
+        return prompt.asked
+    prompt = prompt.prompt if isinstance(prompt, Completion) else prompt
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         check_text("prompt", prompt)
         return [{"role": "user", "content": prompt}]
@@ -69,3 +92,44 @@ def check_text(name: str, value: Any) -> None:
         value.encode("utf-8")
     except UnicodeEncodeError:  # undecodable bytes from a terminal or a pipe
         raise UserError(f"The {name} is not valid UTF-8: convert it to UTF-8.") from None
+
+
+WORDINGS = {
+    ALPACA: "prompts are put into Alpaca's wording, as in the adapter's training (--prompt-format alpaca)",
+    TEXT: "prompts are continued as plain text, as in the adapter's training (--prompt-format text)",
+}
+
+
+def prompt_notes(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], stated: str | None, adapters: Iterable[str | Path]
+) -> list[str]:
+    """What a user cannot see of how prompts are worded. stated: the prompt format that the user chose."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    trained = None if stated or not texts else trained_prompt_format(adapters)
+    notes = [WORDINGS[trained]] if trained in WORDINGS else []
+    opening = tokenizer.opening
+    if opening and any(tokenizer.encode(text)[:1] == opening[:1] for text in texts):
+        notes.append("a prompt begins with the beginning-of-text token itself, so that no second one is added")
+    return notes
+
+
+def trained_prompt_format(adapters: Iterable[str | Path]) -> str | None:
+    """The format of the rows that adapters were trained on, as far as their run.json or metadata.json says so.
+
+    None if it is not known, if the rows had several formats, or if the adapters differ. These files are untrusted:
+    an invalid value is ignored.
+    """
+    formats = {_recorded_format(Path(adapter)) for adapter in adapters}
+    return formats.pop() if len(formats) == 1 else None
+
+
+def _recorded_format(adapter: Path) -> str | None:
+    for name in ("run.json", "metadata.json"):
+        try:
+            stated = read_json(adapter / name).get("data")
+        except UserError:
+            continue
+        value = stated.get("prompt_format") if isinstance(stated, dict) else None
+        if value in PROMPT_FORMATS:
+            return str(value)
+    return None

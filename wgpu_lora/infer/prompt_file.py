@@ -12,7 +12,8 @@ from typing import Any
 
 from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.data.account import Account
-from wgpu_lora.data.columns import RowFormat, RowFormats
+from wgpu_lora.data.columns import Fields, RowFormat, RowFormats
+from wgpu_lora.data.examples import Completion
 from wgpu_lora.data.files import SUFFIXES, FileSource, reader_of
 from wgpu_lora.data.formats import EXAMPLES, alpaca, sharegpt
 from wgpu_lora.data.kinds import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
@@ -25,15 +26,25 @@ from wgpu_lora.names.naming import flag
 from wgpu_lora.words import counted
 
 MAX_TEXT_BYTES = 256 << 20
+
+
+def _of_prompt(row: Fields) -> Any:
+    """A row to train on is continued as text, as in training; a prompt alone is asked as any other."""
+    prompt, answer = row["prompt"], row.given.get("completion")
+    return Completion(prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else prompt
+
+
+def _of_instruction(row: Fields) -> Any:
+    return replace(alpaca(row), output="")
+
+
 # Rows with a prompt, which may be rows to train on; all their columns are kept beside the answer.
 FORMATS: RowFormats[Any] = RowFormats(
     (
         RowFormat({"messages": MESSAGES}, lambda row: row["messages"], EXAMPLES.columns),
         RowFormat({"conversations": MESSAGES}, sharegpt, EXAMPLES.columns),
-        RowFormat(
-            {"prompt": replace(ANYTHING, cell=TEXT_OR_MESSAGES.cell)}, lambda row: row["prompt"], EXAMPLES.columns
-        ),
-        RowFormat({"instruction": TEXT}, lambda row: alpaca(row).asked, EXAMPLES.columns),
+        RowFormat({"prompt": replace(ANYTHING, cell=TEXT_OR_MESSAGES.cell)}, _of_prompt, EXAMPLES.columns),
+        RowFormat({"instruction": TEXT}, _of_instruction, EXAMPLES.columns),
     )
 )
 _ROWS = re.compile(rb"(\xef\xbb\xbf)?\s*(\{|\[\s*\{|PAR1)")  # the beginning of a file of rows
@@ -99,7 +110,8 @@ def _request(row: dict[str, Any]) -> Request:
     messages, answered = FORMATS.read(row), False
     while isinstance(messages, list) and len(messages) > 1 and _is_answer(messages[-1]):
         messages, answered = messages[:-1], True
-    if isinstance(messages, str) and not messages.strip():
+    text = messages.prompt if isinstance(messages, Completion) else messages
+    if isinstance(text, str) and not text.strip():
         raise UserError("the prompt is empty.")
     check_prompt(messages)
     return Request(messages, row, answered)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
+from wgpu_lora.data.examples import PROMPT_FORMATS
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.prompt import check_text
 from wgpu_lora.infer.sampling import Sampler
@@ -24,6 +25,9 @@ class Settings:
     """Options of an answer. Raises UserError if a value is out of range or of the wrong type."""
 
     system: str | None = option(None, "system message of the chat template")
+    prompt_format: str | None = option(
+        None, "how a text is asked: chat, alpaca or text; by default as the adapters were trained"
+    )
     enable_thinking: bool | None = option(None, "passed to the chat template; use the value from training")
     max_new_tokens: int = option(256, "maximum tokens of the answer")
     temperature: float = option(0.0, "0 always takes the most likely token; higher values vary more")
@@ -45,6 +49,8 @@ class Settings:
                 raise UserError(f"{name} must be a number, not {value!r:.60}.")
         if not isinstance(self.enable_thinking, bool | None):
             raise UserError(f"enable_thinking must be true or false, not {self.enable_thinking!r:.60}.")
+        if self.prompt_format not in (None, *PROMPT_FORMATS):
+            raise UserError(f"prompt_format must be {', '.join(PROMPT_FORMATS)}, not {self.prompt_format!r:.60}.")
         if self.max_new_tokens < 1:
             raise UserError(f"{self.max_new_tokens} new tokens are not possible: use at least one.")
         if self.system is not None:
@@ -72,6 +78,7 @@ class AnswerOptions(TypedDict, total=False):
     """The same options for type checkers; a test compares the two."""
 
     system: str | None
+    prompt_format: str | None
     enable_thinking: bool | None
     max_new_tokens: int
     temperature: float

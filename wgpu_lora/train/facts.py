@@ -25,6 +25,7 @@ def metadata(run: Run) -> dict[str, Any]:
         "tokens": state.tokens,
         "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
         "options": run.args.as_dict(),
+        "data": {"prompt_format": run.stream.prepared.prompt_format},
         "directory": os.getcwd(),  # base of the relative paths in the options
         "digests": {
             "rows": run.stream.rows_digest(),
@@ -46,7 +47,7 @@ def record_of(run: Run, session: Session, stop_reason: str, stop_signal: str | N
         damaged_log_lines=run.log.damaged,
         options=run.args,
         state=state,
-        data=Data(prepared.path, prepared.digest, prepared.summary()),
+        data=Data(prepared.path, prepared.digest, prepared.summary(), prepared.prompt_format),
         eval_data=HeldOut(run.heldout.path, run.heldout.digest) if run.heldout else None,
         base_digest=run.base_digest,
         base_sha256=run.weights_sha256,

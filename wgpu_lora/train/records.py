@@ -32,11 +32,15 @@ REGISTERED: dict[str, tuple[str, Collection[str]]] = {
 
 @dataclass(frozen=True)
 class Data:
-    """Training data: path, SHA-256 of the file or of the rows, and a summary in one line."""
+    """Training data: path, SHA-256 of the file or of the rows, and a summary in one line.
+
+    prompt_format: how the rows' prompts are worded ("chat", "alpaca" or "text"); None if they differ or have none.
+    """
 
     path: str
     digest: str
     summary: str
+    prompt_format: str | None = None
 
 
 @dataclass(frozen=True)
