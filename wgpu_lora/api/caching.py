@@ -8,9 +8,10 @@ from typing import Any
 
 from wgpu_lora.api.bars import Bars
 from wgpu_lora.data import prepare, rows_given, training_data
+from wgpu_lora.data.template import now, template_kwargs
 from wgpu_lora.distill.build import write_cache
 from wgpu_lora.distill.cache import TeacherCache
-from wgpu_lora.distill.header import LOGITS
+from wgpu_lora.distill.header import CACHE, LOGITS, read_header
 from wgpu_lora.distill.plan import Plan, plan_cache, standing
 from wgpu_lora.distill.teacher import Kept
 from wgpu_lora.errors import UserError
@@ -86,7 +87,12 @@ def teacher_cache(
         )
     Kept(top_k, random, seed).check(config.vocab_size)
     digest = frozen_adapter(adapter, config).digest if adapter is not None else None
-    template = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    output = Path(output)
+    date = None
+    if opened.tokenizer and opened.tokenizer.prints_date:
+        # A cache that is continued keeps its date, so that its rows stay the same.
+        date = (read_header(output).template_date if (output / CACHE).is_file() else None) or now()
+    template = template_kwargs(enable_thinking, date)
     source = (
         training_data(given, None, split=split, eval_split=None, dataset_config=dataset_config)[0]
         if given is not None
@@ -118,10 +124,10 @@ def teacher_cache(
             "on_overflow": on_overflow,
             "completion_only_loss": completion_only_loss,
             "enable_thinking": enable_thinking,
+            "template_date": date,
             "skip_bad_rows": skip_bad_rows,
         },
     )
-    output = Path(output)
     done = standing(output, plan)
     if planned:
         planned(plan, sum(shard.rows for shard in done))

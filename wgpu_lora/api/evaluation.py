@@ -12,6 +12,7 @@ from wgpu_lora.api.bars import Bars
 from wgpu_lora.api.evaluations import note_results, recorded_evaluation
 from wgpu_lora.api.listeners import listeners
 from wgpu_lora.data import Prepared, Source, heldout_data, prepare, rows_given
+from wgpu_lora.data.template import template_kwargs
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, Events, Passing
 from wgpu_lora.infer import Evaluation
@@ -221,7 +222,7 @@ def _preferred(
 ) -> Evaluation:
     """The loss and the metrics of an objective other than sft."""
     rows = fit_rows(given, [] if adapter is None else [adapter], model.config.max_position_embeddings)
-    encoding = {name: getattr(rows, name) for name in ("max_length", "on_overflow", "enable_thinking")}
+    encoding = {name: getattr(rows, name) for name in ("max_length", "on_overflow", "enable_thinking", "template_date")}
     options = {**chosen, **encoding, "skip_bad_rows": skip_bad_rows, "init_adapter": adapter and str(adapter)}
     args = from_values(options, "evaluate")
     prepared, begin = prepared_for(args, model, source), time.perf_counter()
@@ -284,7 +285,7 @@ def _heldout(
         max_length=rows.max_length,
         completion_only_loss=rows.completion_only_loss,
         on_overflow="drop" if rows.on_overflow == "drop" else "truncate",
-        chat_template_kwargs={} if rows.enable_thinking is None else {"enable_thinking": rows.enable_thinking},
+        chat_template_kwargs=template_kwargs(rows.enable_thinking, rows.template_date),
         vocab_size=opened.config.vocab_size,
         skip_bad_rows=skip_bad_rows,
         formats=formats_of(objective_of(TrainingArguments())),

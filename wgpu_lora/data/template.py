@@ -21,6 +21,7 @@ import jinja2.parser
 
 from wgpu_lora.data.sandbox import Sandbox, TooMuchError, budget
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import setting
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -119,6 +120,27 @@ def _as_templates_expect(messages: Iterable[Mapping[str, Any]]) -> list[Message]
             present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
         ready.append(present)
     return ready
+
+
+def check_date(date: str | None) -> None:
+    """Raise UserError unless a date is None or in ISO format."""
+    try:
+        datetime.fromisoformat(date or now())
+    except ValueError:
+        raise UserError(
+            f"{setting('template_date', date)} is not a date in ISO format, such as 2026-07-31 or 2026-07-31T18:30:00."
+        ) from None
+
+
+def now() -> str:
+    """The current date and time, for `template_kwargs`."""
+    return datetime.now().isoformat(timespec="seconds")
+
+
+def template_kwargs(enable_thinking: bool | None, date: str | None) -> dict[str, Any]:
+    """Variables for the chat template, of those that are given. date: in ISO format, for `strftime_now`."""
+    given = {"enable_thinking": enable_thinking, DATE: date}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def render(

@@ -208,6 +208,11 @@ class Tokenizer:
         return bool(self._chat_templates)
 
     @property
+    def prints_date(self) -> bool:
+        """Whether a chat template prints the current date or time."""
+        return any("strftime_now" in source for source in self._chat_templates.values())
+
+    @property
     def chat_templates(self) -> dict[str, str]:
         """Sources of the chat templates, by name."""
         return dict(self._chat_templates)

@@ -61,6 +61,12 @@ class Header:
     shards: list[Shard] = field(default_factory=list)
 
     @property
+    def template_date(self) -> str | None:
+        """The date that the chat template printed in the rows; None if it prints none."""
+        date = self.options.get("template_date")
+        return date if isinstance(date, str) else None
+
+    @property
     def logits(self) -> str:
         """Storage type of the logits."""
         return str(self.options.get("logits_dtype"))

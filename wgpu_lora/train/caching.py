@@ -37,7 +37,14 @@ def cache_plans(run: AdapterRun, student: LoadedModel) -> dict[str, Plan]:
         rows["teacher_cache"] = _joined(run.stream.prepared, run.heldout)
     elif run.heldout:
         rows["eval_teacher_cache"] = run.heldout
-    names = ("compute_dtype", "on_overflow", "completion_only_loss", "enable_thinking", "skip_bad_rows")
+    names = (
+        "compute_dtype",
+        "on_overflow",
+        "completion_only_loss",
+        "enable_thinking",
+        "template_date",
+        "skip_bad_rows",
+    )
     tokenizer = student.tokenizer.digest if student.tokenizer else None
     template = template_digest(student.tokenizer, args.template_kwargs())  # the student's encodes the rows
     plans = {}

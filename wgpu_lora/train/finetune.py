@@ -43,7 +43,7 @@ from wgpu_lora.train.stream import DataStream, group_lengths, quarters
 from wgpu_lora.train.subject import Subject
 from wgpu_lora.train.subjects.adapter import Adapter
 from wgpu_lora.train.subjects.quant_scales import QuantScales
-from wgpu_lora.train.teacher import check_caches, live_teacher, with_cached_length
+from wgpu_lora.train.teacher import check_caches, live_teacher, with_cached_length, with_template_date
 from wgpu_lora.train.trainer import StepKeeper, Trainer
 from wgpu_lora.train.unrounded import loss_of, unrounded
 
@@ -142,7 +142,7 @@ def read_run(
         UserError: the data or the adapter cannot be read, or do not fit the model.
     """
     sources = sources_of(args, rows)
-    args = with_cached_length(args)
+    args = with_template_date(with_cached_length(args), model)
     args, length = fit_length(args, model.config.max_position_embeddings)
     objective = objective_of(args)
     reference = None

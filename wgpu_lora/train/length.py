@@ -17,7 +17,12 @@ from wgpu_lora.train.options.arguments import LENGTH, TrainingArguments
 from wgpu_lora.train.records import RUN
 
 # How rows are encoded if neither the user nor an adapter specifies it.
-ROWS: dict[str, Any] = {"on_overflow": "truncate", "completion_only_loss": True, "enable_thinking": None}
+ROWS: dict[str, Any] = {
+    "on_overflow": "truncate",
+    "completion_only_loss": True,
+    "enable_thinking": None,
+    "template_date": None,
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class RowOptions:
     on_overflow: str
     completion_only_loss: bool
     enable_thinking: bool | None
+    template_date: str | None
     note: str
 
 
@@ -130,7 +136,7 @@ def _sound(options: Mapping[str, Any]) -> dict[str, Any]:
     declared, found = TrainingArguments.__dataclass_fields__, {}
     for name in ("max_length", *ROWS):
         value = options.get(name)
-        kind = {"max_length": int, "on_overflow": str}.get(name, bool)
+        kind = {"max_length": int, "on_overflow": str, "template_date": str}.get(name, bool)
         if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             check(name, value, declared[name].metadata)
             found[name] = value

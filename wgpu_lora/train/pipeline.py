@@ -30,6 +30,7 @@ from wgpu_lora.train.resume import refuse_used
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.state import STATE
 from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, request_of
+from wgpu_lora.train.teacher import with_template_date
 from wgpu_lora.train.trainer import Trainer
 
 BATCH_TOKENS = 1024  # of a shared batch, if no adapter's own is larger: enough to fill a GPU
@@ -98,7 +99,8 @@ def prepare_pipeline(
         for directory in apart([home, *(Path(task.checkpoint) for task in tasks)]):
             refuse_used(directory)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
-    args, per_task = as_stored(args, model), [as_stored(one, model) for one in per_task]
+    args = with_template_date(as_stored(args, model), model)
+    per_task = [replace(as_stored(one, model), template_date=one.template_date or args.template_date) for one in per_task]
     args, _ = fit_length(args, model.config.max_position_embeddings)
     check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
     # An adapter of a resumed pipeline without a checkpoint starts from the beginning.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from wgpu_lora.data import Prepared
+from wgpu_lora.data.template import now
 from wgpu_lora.distill.cache import TeacherCache
+from wgpu_lora.distill.header import read_header
 from wgpu_lora.distill.teacher import MOST, Kept
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -72,6 +75,18 @@ def with_cached_length(args: TrainingArguments) -> TrainingArguments:
     if args.objective != "kd" or args.teacher_cache is None or args.max_length is not None:
         return args
     return replace(args, max_length=TeacherCache.open(args.teacher_cache).length)
+
+
+def with_template_date(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
+    """The options with the date that the chat template prints: that of the teacher cache, else now.
+
+    A resumed run has one already, so that its rows stay the same.
+    """
+    if args.template_date is not None or model.tokenizer is None or not model.tokenizer.prints_date:
+        return args
+    cached = args.objective == "kd" and args.teacher_cache is not None
+    date = read_header(Path(args.teacher_cache or "")).template_date if cached else None
+    return replace(args, template_date=date or now())
 
 
 def heldout_options(args: TrainingArguments) -> TrainingArguments:

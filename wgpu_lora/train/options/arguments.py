@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bounded import is_path
+from wgpu_lora.data.template import check_date, template_kwargs
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.naming import Naming, flag, naming, setting
@@ -64,6 +65,7 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
             )
         if not self.target_modules.strip(" ,"):
             raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
+        check_date(self.template_date)
         self._check_trained()
         for selected_by, registered in (("objective", OBJECTIVES), ("optim", OPTIMIZERS)):
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
@@ -139,7 +141,7 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
         return math.inf if self.wait == 0 else self.wait
 
     def template_kwargs(self) -> dict[str, Any]:
-        return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return template_kwargs(self.enable_thinking, self.template_date)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

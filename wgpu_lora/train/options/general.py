@@ -188,6 +188,11 @@ class GeneralOptions:
     )
     completion_only_loss: bool = option(True, BATCHES, "Compute the loss on answers only.")
     enable_thinking: bool | None = option(None, BATCHES, "Passed to the chat template.")
+    template_date: str | None = option(
+        None,
+        BATCHES,
+        "Date and time for chat templates that print one, such as 2026-07-31. Default: when the run first starts.",
+    )
     shuffle: bool = option(True, BATCHES, "Shuffle the rows every epoch.")
     gradient_checkpointing: bool = option(
         False, MEMORY, "Recompute activations in the backward pass: less memory, about a third more work."

@@ -60,6 +60,7 @@ class TrainingOptions(TypedDict, total=False):
     packing: bool | None
     completion_only_loss: bool
     enable_thinking: bool | None
+    template_date: str | None
     shuffle: bool
     gradient_checkpointing: bool
     activation_dtype: str
