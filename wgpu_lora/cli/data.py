@@ -9,6 +9,7 @@ import typer
 
 from wgpu_lora.cli.commands import Command, Group
 from wgpu_lora.cli.console import Bar, line, print_json
+from wgpu_lora.cli.data_show import show
 from wgpu_lora.cli.data_stats import stats
 from wgpu_lora.cli.options import Json, TrainingCommand, choice, training_options
 from wgpu_lora.words import counted
@@ -24,6 +25,7 @@ data = typer.Typer(
     cls=Group, name="data", help="Prepare training data, and show what is in them.", rich_markup_mode=None
 )
 data.command("stats", cls=TrainingCommand)(training_options(stats))
+data.command("show", cls=TrainingCommand)(training_options(show))
 
 
 @data.command("prepare", cls=Command)

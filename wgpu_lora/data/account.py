@@ -163,7 +163,12 @@ class Account:
 
     def summary(self, rows: int, max_length: int) -> str:
         """Counts of rows that were read and lost, as text."""
-        parts = [f"{self.source.name}: {counted(self.examples, 'example')}, {counted(rows, 'row')}"]
+        whole = f"{self.source.name}: {counted(self.examples, 'example')}, {counted(rows, 'row')}"
+        return ", ".join([whole, *self.outcomes(max_length)])
+
+    def outcomes(self, max_length: int) -> list[str]:
+        """What became of rows that are not trained on as they are, as texts."""
+        parts = []
         if self.cut.count:
             parts.append(f"{self.cut.count:,} truncated at {max_length:,} tokens{self.cut}")
         if self.too_long.count:
@@ -186,7 +191,7 @@ class Account:
             parts.append(f"{self.repeated.count:,} {verb} an earlier row{self.repeated}")
         if self.bad:
             parts.append(f"{counted(self.bad_count, 'bad row')} skipped{self._bad_places()}")
-        return ", ".join(parts)
+        return parts
 
     def _bad_places(self) -> Tally:
         return Tally(self.bad_count, [place for place, _ in self.bad[:_NAMED]])

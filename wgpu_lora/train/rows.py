@@ -8,6 +8,7 @@ from dataclasses import replace
 from wgpu_lora.data import Prepared, Sample, Source, hold_out, prepare, training_data
 from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.files import ModelFiles
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag
 from wgpu_lora.train.objectives import formats_of, objective_of
@@ -55,7 +56,7 @@ def read_rows(
 
 
 def prepared_for(
-    args: TrainingArguments, model: LoadedModel, source: Source, formats: RowFormats[Sample] | None = None
+    args: TrainingArguments, model: LoadedModel | ModelFiles, source: Source, formats: RowFormats[Sample] | None = None
 ) -> Prepared:
     """The samples that the objective trains on.
 

@@ -11,6 +11,7 @@ from wgpu_lora.distill.cache import TeacherCache
 from wgpu_lora.distill.header import read_header
 from wgpu_lora.distill.teacher import MOST, Kept
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.files import ModelFiles
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.naming import flag, naming, renamed, setting
 from wgpu_lora.train.frozen import frozen_adapter
@@ -77,7 +78,7 @@ def with_cached_length(args: TrainingArguments) -> TrainingArguments:
     return replace(args, max_length=TeacherCache.open(args.teacher_cache).length)
 
 
-def with_template_date(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
+def with_template_date(args: TrainingArguments, model: LoadedModel | ModelFiles) -> TrainingArguments:
     """The options with the date that the chat template prints: that of the teacher cache, else now.
 
     A resumed run has one already, so that its rows stay the same.
