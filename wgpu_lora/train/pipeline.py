@@ -100,9 +100,7 @@ def prepare_pipeline(
             refuse_used(directory)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     args = with_template_date(as_stored(args, model), model)
-    per_task = [
-        replace(as_stored(one, model), template_date=one.template_date or args.template_date) for one in per_task
-    ]
+    per_task = [with_template_date(as_stored(one, model), model, args.template_date) for one in per_task]
     args, _ = fit_length(args, model.config.max_position_embeddings)
     check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
     # An adapter of a resumed pipeline without a checkpoint starts from the beginning.

@@ -78,16 +78,18 @@ def with_cached_length(args: TrainingArguments) -> TrainingArguments:
     return replace(args, max_length=TeacherCache.open(args.teacher_cache).length)
 
 
-def with_template_date(args: TrainingArguments, model: LoadedModel | ModelFiles) -> TrainingArguments:
-    """The options with the date that the chat template prints: that of the teacher cache, else now.
+def with_template_date(
+    args: TrainingArguments, model: LoadedModel | ModelFiles, date: str | None = None
+) -> TrainingArguments:
+    """The options with the date that the chat template prints: that of the teacher cache, else `date`, else now.
 
     A resumed run has one already, so that its rows stay the same.
     """
     if args.template_date is not None or model.tokenizer is None or not model.tokenizer.prints_date:
         return args
     cached = args.objective == "kd" and args.teacher_cache is not None
-    date = read_header(Path(args.teacher_cache or "")).template_date if cached else None
-    return replace(args, template_date=date or now())
+    own = read_header(Path(args.teacher_cache or "")).template_date if cached else None
+    return replace(args, template_date=own or date or now())
 
 
 def heldout_options(args: TrainingArguments) -> TrainingArguments:
