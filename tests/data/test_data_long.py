@@ -12,6 +12,7 @@ from support.data import chat, small_tokenizer, write_jsonl
 
 from wgpu_lora.data import (
     Tokenizer,
+    conversation_rows,
     encoding,
     masks,
     parse_example,
@@ -57,7 +58,7 @@ def test_a_text_that_is_too_long_is_not_tokenised(
     tmp_path: Path, kind: str, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wgpu_lora.data.tokenizer.MAX_TEXT", 1 << 16)
-    monkeypatch.setattr(masks, "MAX_RENDERED", 1 << 22)
+    monkeypatch.setattr(conversation_rows, "MAX_RENDERED", 1 << 22)
     path = write_jsonl(tmp_path / "train.jsonl", SHORT, LONG_TEXTS[kind])
     with pytest.raises(UserError, match=r"line 2: .*[;:] split"):
         prepare(path, small_tokenizer(template), max_length=64)
@@ -67,7 +68,7 @@ def test_a_text_that_is_too_long_is_not_tokenised(
 def test_turns_that_are_looked_for_one_by_one_are_bounded(monkeypatch: pytest.MonkeyPatch, most: str) -> None:
     example, tokenizer = parse_example({"messages": chat(*["words"] * 10)}), small_tokenizer("thinking")
     assert len(tokenize_example(example, tokenizer)) in (1, 5)
-    monkeypatch.setattr(masks, most, 100)
+    monkeypatch.setattr(conversation_rows, most, 100)
     if most == "MAX_IN_ROWS":  # where the template makes another text of what is followed by more
         monkeypatch.setattr(conversation_rows.ConversationRows, "_by_prefix", lambda *_: iter_none())
     with pytest.raises(UserError, match=r"5 trained turns are too long for a conversation; split"):

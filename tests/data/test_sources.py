@@ -203,10 +203,10 @@ def test_null_fields_that_a_table_adds_are_none(tmp_path: Path) -> None:
     said = [[*chat("a", "b")], [*chat("a"), {"role": "assistant", "content": "", "tool_calls": [call], "weight": 1}]]
     rows: list[dict[str, Any]] = [{"messages": messages, "text": None} for messages in said]
     rows.append({"messages": None, "text": "c"})
-    expected = prepared(rows_given(rows))
-    assert ids_of(prepared(written(tmp_path / "a.parquet", rows))) == ids_of(expected)
+    expected = prepared(rows_given(rows), template="thinking")
+    assert ids_of(prepared(written(tmp_path / "a.parquet", rows), template="thinking")) == ids_of(expected)
     datasets = pytest.importorskip("datasets")
-    assert ids_of(prepared(rows_given(datasets.Dataset.from_list(rows)))) == ids_of(expected)
+    assert ids_of(prepared(rows_given(datasets.Dataset.from_list(rows)), template="thinking")) == ids_of(expected)
 
 
 def test_parquet_that_is_damaged_or_lacks_columns(tmp_path: Path) -> None:

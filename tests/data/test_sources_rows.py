@@ -31,7 +31,7 @@ def test_empty_answers_are_left_out(tmp_path: Path, completion_only_loss: bool) 
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     good = [{"messages": [*chat("a"), call]}, {"prompt": "", "completion": "b"}, {"text": "c"}]
     path = write_jsonl(tmp_path / "a.jsonl", *EMPTY, *good)
-    kept = prepared(path, completion_only_loss=completion_only_loss)
+    kept = prepared(path, completion_only_loss=completion_only_loss, template="thinking", max_length=99)
     assert [row.index for row in kept.rows] == [7, 8, 9]
     assert kept.summary().startswith(
         "a.jsonl: 10 examples, 3 rows, 7 skipped for an empty answer (lines 1, 2, 3, ...); "

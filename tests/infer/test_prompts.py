@@ -16,6 +16,7 @@ from support.models import words_and_adapters
 
 import wgpu_lora
 from wgpu_lora.atomic import write_new_bytes
+from wgpu_lora.data.examples import Alpaca, Completion
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import answer as answering
@@ -148,7 +149,7 @@ def test_several_prompts_are_all_answered(run: Any, alone: dict[str, list[str]])
 
 def test_a_file_of_prompts_becomes_a_file_of_answers(run: Any, alone: dict[str, list[str]], tmp_path: Path):
     rows = [
-        {"id": 7, "prompt": PROMPTS[0], "completion": "w3"},
+        {"id": 7, "prompt": PROMPTS[0], "note": "w3"},
         {"messages": [{"role": "user", "content": PROMPTS[1]}]},
         {"messages": [{"role": "user", "content": PROMPTS[2]}, {"role": "assistant", "content": "w1"}]},
     ]
@@ -198,8 +199,8 @@ def test_prompts_in_the_formats_of_rows(tmp_path: Path):
     assert read("a.jsonl.gz", gzip.compress(b'{"prompt": "w1"}')) == [("w1", False)]
     assert read("a.txt", b"[INST] w1\n[1]") == [("[INST] w1", False), ("[1]", False)]
     alpaca = {"instruction": "w1", "input": "w2", "output": "w3", "system": "w4"}
-    said = [{"role": "system", "content": "w4"}, {"role": "user", "content": "w1\n\nw2"}]
-    assert read("a.json", json.dumps(alpaca).encode()) == [(said, False)]
+    assert read("a.json", json.dumps(alpaca).encode()) == [(Alpaca("w1", "w2", "", "w4"), False)]
+    assert read("a.json", b'{"prompt": "w1", "completion": "w2"}') == [(Completion("w1", "w2"), False)]
     turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
     assert read("a.jsonl", json.dumps({"conversations": turns}).encode()) == [(asked, True)]
     with pytest.raises(UserError, match=r"are 'question', but .* messages; .*; rename 'question' to 'prompt'\."):

@@ -46,7 +46,7 @@ def ids_of(prepared: Prepared) -> list[list[int]]:
 
 
 def prepared(source: Source | Path, **options: Any) -> Prepared:
-    return prepare(source, small_tokenizer("chatml"), **{"max_length": 64, **options})
+    return prepare(source, small_tokenizer(options.pop("template", "chatml")), **{"max_length": 64, **options})
 
 
 def refused(source: Source | Path, **options: Any) -> str:
