@@ -35,22 +35,22 @@ def read_added_tokens(directory: Path) -> list[dict[str, Any]]:
     """
     config = _read_object(directory / "tokenizer_config.json")
     named = [*_special_tokens(directory, config).values()]
-    maps = (
-        [config] if "added_tokens_decoder" in config else [config, _read_object(directory / "special_tokens_map.json")]
-    )
-    for stated in maps:
-        extra = stated.get("extra_special_tokens") or stated.get("additional_special_tokens") or []
-        named += [_token(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
-    special = {token["content"] for token in named}
-    path = directory / "tokenizer_config.json"
-    decoder = config.get("added_tokens_decoder")
-    if decoder is None:
-        path = directory / "added_tokens.json"
-        decoder = {id: {"content": text, "special": text in special} for text, id in _read_object(path).items()}
+    newer = "added_tokens_decoder" in config
+    maps = [config] if newer else [config, _read_object(directory / "special_tokens_map.json")]
+    older = {} if newer else _read_object(directory / "added_tokens.json")
     try:
+        for stated in maps:
+            extra = stated.get("extra_special_tokens") or stated.get("additional_special_tokens") or []
+            named += [_token(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+        special = {token["content"] for token in named}
+        decoder = {id: {"content": text, "special": text in special} for text, id in older.items()}
+        decoder = config["added_tokens_decoder"] if newer else decoder
         added = [{**_token(token), "id": int(id)} for id, token in decoder.items()]
     except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{path} has an added token without a text or a whole id; download it again.") from error
+        raise UserError(
+            f"The tokenizer's settings in {directory} have an added token without a text or a whole id; download them "
+            "again."
+        ) from error
     added.sort(key=lambda token: token["id"])
     return [*added, *(token for token in named if token["content"] not in {one["content"] for one in added})]
 
