@@ -263,6 +263,28 @@ def test_what_cannot_be_built_is_said(tmp_path: Path, stated: Any, said: str) ->
         read_tokenizer(read_header(header_only(tmp_path / "f.gguf", tolerant)), 2000)
 
 
+@pytest.mark.parametrize("run", ["\u2581\u2581", "  ", " \u2581", "\u2581 "])
+def test_runs_of_spaces_are_found_however_they_are_written(tmp_path: Path, run: str) -> None:
+    """Gemma's runs of U+2581 are user-defined tokens, which GGUF files hold as spaces."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "  ", "   "]
+
+    def gemma(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-float(id) for id in range(len(tokens))])
+        writer.add_token_types([2, 3, 3, *[6] * 256, 1, 1, 1, 4, 4])
+        writer.add_add_space_prefix(False)
+
+    path = header_only(tmp_path / "f.gguf", gemma, **SPM_KEYS)
+    found = read_tokenizer(read_header(path), len(tokens))
+    assert found is not None
+    a, b, two, three, one = (tokens.index(token) for token in ("a", "b", "  ", "   ", "\u2581"))
+    assert found.encode(f"a{run}b") == [a, two, b]
+    assert found.encode(f"a{run}\u2581b") == [a, three, b]
+    assert found.encode("a b\u2581a") == [a, one, b, one, a]
+    assert found.decode([a, two, b]) == "a  b"
+
+
 def test_no_tokenizer_is_none(tmp_path: Path) -> None:
     assert read_tokenizer(read_header(header_only(tmp_path / "f.gguf", lambda writer: None)), 5) is None
 
