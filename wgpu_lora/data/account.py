@@ -53,7 +53,8 @@ class Account:
         not trained on for that reason. remarks: rows whose text was changed, by how.
     untrained: other rows dropped because they have no trained tokens. lost_by_cut: those that lost them by truncation.
     repeated: kept examples that equal an earlier one. bad: unusable rows with the reason; with `keep_bad`, all of them
-        and their content, else the first of `bad_count`.
+        and their content, else the first of `bad_count`. incomplete: whether reading ended before the last row, since
+        there were too many of them.
     """
 
     source: Source
@@ -72,6 +73,7 @@ class Account:
     repeated: Tally = field(default_factory=Tally)
     bad: list[tuple[Place, Problem]] = field(default_factory=list)
     bad_count: int = 0
+    incomplete: bool = False
     _digest: Any = field(default_factory=hashlib.sha256)
     _seen: set[bytes] = field(default_factory=set)
 
@@ -122,7 +124,8 @@ class Account:
         """
         if not self.bad:
             return
-        what = f"{self.source.called} has {counted(self.bad_count, 'row')} that cannot be used"
+        among = f" among the first {self.examples:,}" if self.incomplete else ""
+        what = f"{self.source.called} has {counted(self.bad_count, 'row')}{among} that cannot be used"
         if self.source.private:
             raise UserError(
                 f"{what}{self._bad_places()}: mend the unsealed file, about which wgpu-lora data stats says more, "

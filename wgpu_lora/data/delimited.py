@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wgpu_lora.data.columns import RowFormats
-from wgpu_lora.data.jsonl import MAX_LINE, MAX_SHOWN
+from wgpu_lora.data.jsonl import MAX_BLANK, MAX_LINE, MAX_SHOWN, too_many_blank_lines
 from wgpu_lora.data.opening import opened
 from wgpu_lora.data.source import NoRowsError, Place, Problem, Rows
 from wgpu_lora.errors import UserError
@@ -48,6 +48,7 @@ def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[
     """(first line, cells) of every record that is not blank."""
     lines = _Lines(file)
     reader = csv.reader(lines, delimiter=_delimiter(lines, formats), strict=True)
+    blank = 0
     while True:
         begin, lines.held = lines.skipped + reader.line_num + 1, 0
         try:
@@ -66,6 +67,8 @@ def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[
             continue
         if cells:
             yield begin, _decoded(cells)
+        elif (blank := blank + 1) > MAX_BLANK:
+            raise UserError(too_many_blank_lines(begin))
 
 
 class _Lines:

@@ -15,6 +15,7 @@ from wgpu_lora.data.values import kind_of
 from wgpu_lora.errors import UserError
 
 MAX_LINE = 16 << 20  # bytes; in the worst case (nested lists) Python takes half a gigabyte for them
+MAX_BLANK = 1 << 20  # blank lines of a file
 MAX_SHOWN = 1 << 16  # bytes of an unparsable row that are kept
 BOM = b"\xef\xbb\xbf"
 
@@ -40,11 +41,14 @@ def read_lines(path: Path, formats: RowFormats[Any]) -> Rows:
 
 def parsed(lines: Iterable[bytes]) -> Iterator[tuple[Place, bytes, dict[str, Any] | Problem]]:
     """The rows of all lines that are not blank, with their places and their lines."""
+    blank = 0
     for number, line in enumerate(lines, start=1):
         if number == 1:
             line = line.removeprefix(BOM)
         if len(line) > MAX_LINE or line.strip():
             yield Place("line", number), line, parse_line(line)
+        elif (blank := blank + 1) > MAX_BLANK:
+            raise UserError(too_many_blank_lines(number))
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
@@ -87,6 +91,10 @@ def parse_line(line: bytes) -> dict[str, Any] | Problem:
             return row
         return Problem(f"it is {kind_of(row)}, but each row must be one JSON object.", row)
     return Problem(reason, line[:MAX_SHOWN].decode("utf-8", "replace").strip())
+
+
+def too_many_blank_lines(number: int) -> str:
+    return f"The data have more than {MAX_BLANK:,} blank lines up to line {number:,}: remove them."
 
 
 def too_long() -> Problem:

@@ -21,7 +21,15 @@ _open: dict[Path, IO[bytes]] = {}
 def position(path: Path) -> int | None:
     """How many bytes of a file have been read, for progress; None unless it is being read."""
     file = _open.get(path)
-    return None if file is None or file.closed else file.tell()
+    try:
+        return None if file is None else file.tell()
+    except ValueError:  # it has been closed
+        return None
+
+
+def files_in_use() -> list[Path]:
+    """The files that are being read, in the order in which they were opened."""
+    return list(_open)
 
 
 def bare_name(path: Path) -> Path:
@@ -30,12 +38,16 @@ def bare_name(path: Path) -> Path:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading bytes; errors in reading, also later ones, become UserErrors."""
+def opened(path: Path, raw: bool = False) -> Iterator[IO[bytes]]:
+    """Open a file for reading bytes; errors in reading, also later ones, become UserErrors.
+
+    Args:
+        raw: whether a gzipped file is read as it is.
+    """
     try:
         with open(path, "rb") as file:
             _open[path] = file
-            if file.read(2) != _GZIP:
+            if raw or file.read(2) != _GZIP:
                 file.seek(0)
                 yield file
                 return

@@ -8,6 +8,7 @@ from typing import Any
 
 from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.jsonl import MAX_LINE, too_long
+from wgpu_lora.data.opening import MAX_GROWTH, MIN_GROWN, opened
 from wgpu_lora.data.source import NoRowsError, Place, Rows
 from wgpu_lora.data.values import dense
 from wgpu_lora.errors import UserError
@@ -15,7 +16,7 @@ from wgpu_lora.installed import pip_line
 
 BATCH = 64  # rows decoded together
 MAX_BATCH = MAX_LINE  # bytes; rows of a larger batch are decoded one by one
-MAX_ROWS_A_BYTE = 64  # that a file may claim; equal rows compress well, but not without limit
+MAX_VALUES_A_BYTE = 64  # that a file may claim; equal values compress well, but not without limit
 
 
 def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
@@ -30,16 +31,31 @@ def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
     except ImportError:
         raise UserError(f"{path}: reading Parquet needs pyarrow: {pip_line('data')}.") from None
     try:
-        with parquet.ParquetFile(path) as file:
-            rows, size = file.metadata.num_rows, path.stat().st_size
-            if rows > MAX_ROWS_A_BYTE * size:
-                raise UserError(f"{path} claims {rows:,} rows in {size:,} bytes, so it is damaged: write it again.")
-            if not rows:
-                raise NoRowsError(f"{path} is empty; at least one row is needed.")
+        with opened(path, raw=True) as source:
+            chunks = _checked_chunks(path, parquet.read_metadata(source))
+            # Texts stay in their dictionaries until their size is known: a few kilobytes may decode to gigabytes.
+            texts = sorted({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
+            file = parquet.ParquetFile(source, read_dictionary=texts)
             names = known_columns(file.schema_arrow.names, str(path), formats)
             yield from rows_of(file.iter_batches(BATCH, columns=names))
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): write it again.") from error
+
+
+def _checked_chunks(path: Path, metadata: Any) -> list[Any]:
+    """The column chunks of a file. Raises UserError if it states more than a file of its size can hold."""
+    size, groups = path.stat().st_size, map(metadata.row_group, range(metadata.num_row_groups))
+    chunks = [group.column(i) for group in groups for i in range(metadata.num_columns)]
+    values = max([metadata.num_rows, sum(chunk.num_values for chunk in chunks)])
+    if values > MAX_VALUES_A_BYTE * size:
+        raise UserError(f"{path} claims {values:,} values in {size:,} bytes, so it is damaged: write it again.")
+    if sum(chunk.total_uncompressed_size for chunk in chunks) > max(MIN_GROWN, MAX_GROWTH * size):
+        raise UserError(
+            f"{path} expands to more than {MAX_GROWTH} times its size; if that is right, write it without compression."
+        )
+    if not metadata.num_rows:
+        raise NoRowsError(f"{path} is empty; at least one row is needed.")
+    return chunks
 
 
 def known_columns(names: list[str], where: str, formats: RowFormats[Any]) -> list[str]:
@@ -59,15 +75,34 @@ def rows_of(batches: Iterator[Any]) -> Rows:
     number = 0
     for batch in batches:
         batch.validate(full=True)
-        one_by_one = batch.nbytes > MAX_BATCH
+        one_by_one = _decoded_bytes(batch) > MAX_BATCH
         for part in [batch.slice(i, 1) for i in range(batch.num_rows)] if one_by_one else [batch]:
-            if part.nbytes > MAX_BATCH:
+            if _decoded_bytes(part) > MAX_BATCH:
                 number += 1
                 yield Place("row", number), too_long()
                 continue
             for row in part.to_pylist():
                 number += 1
                 yield Place("row", number), {key: dense(value) for key, value in row.items()}
+
+
+def _decoded_bytes(part: Any) -> int:
+    """Bytes of an Arrow table, batch or array with every text as often as it occurs."""
+    from pyarrow import compute, types
+
+    if hasattr(part, "columns"):
+        return sum(map(_decoded_bytes, part.columns))
+    if hasattr(part, "chunks"):
+        return sum(map(_decoded_bytes, part.chunks))
+    if types.is_dictionary(part.type):
+        values = part.dictionary
+        lengths = compute.binary_length(values) if hasattr(values, "total_values_length") else None
+        return int(part.nbytes if lengths is None else compute.sum(lengths.take(part.indices)).as_py() or 0)
+    if types.is_struct(part.type):
+        return sum(map(_decoded_bytes, part.flatten()))
+    if types.is_list(part.type) or types.is_large_list(part.type) or types.is_fixed_size_list(part.type):
+        return _decoded_bytes(part.flatten())
+    return int(part.nbytes)
 
 
 def _first_line(error: BaseException) -> str:

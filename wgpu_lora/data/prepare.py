@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 
 from wgpu_lora.data.account import Account
 from wgpu_lora.data.columns import RowFormats
@@ -24,8 +25,11 @@ from wgpu_lora.data.source import Place, Problem, Source
 from wgpu_lora.data.split import key_of
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
+from wgpu_lora.words import counted
 
 _BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # rows and characters that are tokenised together, at most
+MAX_BAD = 1000  # unusable rows after which reading ends, unless they are skipped
+_ROW_BYTES, _TOKEN_BYTES, _BAD_BYTES = 400, 8, 1000  # memory of a row, of its tokens and of a row that is skipped
 _Read = tuple[Place, dict[str, Any] | Problem, Sample | None, int]
 
 
@@ -158,6 +162,7 @@ def prepare(
     values: list[float] = []
     keys = array("Q")
     forms: set[str | None] = set()
+    tokens, most_bytes = 0, psutil.virtual_memory().total // 2
     for block in _blocks(source, account, completion_only_loss, formats):
         examples = [example for _, _, sample, _ in block if sample for example in sample.examples]
         found = iter(tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs))
@@ -196,6 +201,15 @@ def prepare(
                 rows += kept
                 values += [sample.value] * (len(kept) // parts)
                 keys.extend([key] * (len(kept) // parts))
+                tokens += sum(len(row.input_ids) for row in kept)
+        if account.bad_count >= MAX_BAD and not skip_bad_rows:
+            account.incomplete = True
+            break
+        if _ROW_BYTES * len(rows) + _TOKEN_BYTES * tokens + _BAD_BYTES * len(account.bad) > most_bytes:
+            raise UserError(
+                f"{source.called} does not fit in memory: {counted(account.examples, 'row')} of it take more than "
+                f"{most_bytes / (1 << 30):,.1f} GiB, half of this machine's memory; train on a part of it."
+            )
     digest = account.close()
     if not skip_bad_rows:
         account.refuse_bad()
@@ -208,7 +222,7 @@ def prepare(
         max_length=max_length,
         account=account,
         trained_tokens=sum(row.trained_tokens for row in rows),
-        total_tokens=sum(len(row.input_ids) for row in rows),
+        total_tokens=tokens,
         notes=source.notes,
         parts=parts,
         prompt_format=next(iter(forms)) if len(forms) == 1 else None,

@@ -97,7 +97,7 @@ def _lines(path: Path) -> list[str]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid UTF-8 (byte {error.start + 1}): save it as UTF-8.") from None
-    lines = [line for line in re.split("\r\n?|\n", text) if line.strip()]
+    lines = [line for line in re.sub("[\r\n]+", "\n", text).split("\n") if line.strip()]  # blank ones take memory
     if not lines:
         raise UserError(f"{path} is empty: write one prompt per line.")
     return lines
