@@ -171,7 +171,7 @@ def test_a_schema_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (newest / MANIFEST).unlink()
     write_manifest(newest)
     assert main(["finetune", "--output", str(tmp_path / "run"), "--resume"]) == 2
-    assert "is damaged: the schema of metadata.json is 'x'; start" in capsys.readouterr().err
+    assert "is damaged: the schema of metadata.json is 'x'; remove that directory to resume from best" in capsys.readouterr().err
 
 
 def newer(path: Path) -> None:

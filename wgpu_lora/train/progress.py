@@ -110,10 +110,11 @@ class Progress:
         due = state.step % every == 0 if every else self.epoch_done is not None
         return self._last() or (due and self.clock.fits(HELD_OUT))
 
-    def checkpoint_due(self) -> bool:
-        """Whether to save after this step by --save-steps; the end of the run has a checkpoint of its own."""
+    def checkpoint_due(self, overdue: bool) -> bool:
+        """Whether to save after this step, by --save-steps or since one is overdue; the end has one of its own."""
         state, every = self.run.state, self.run.args.save_steps
-        return bool(every) and state.step % every == 0 and not self._last() and self.clock.fits(CHECKPOINT)
+        due = overdue or (bool(every) and state.step % every == 0)
+        return due and not self._last() and self.clock.fits(CHECKPOINT)
 
     def _last(self) -> bool:
         """Whether the step is known to be the last; by time, that is only known when the next would begin."""
@@ -161,6 +162,11 @@ class Progress:
             self._metrics,
         )
 
+    def save_best(self) -> None:
+        """Save best/ if the held-out loss of this step is the lowest, once its line is in the log."""
+        if self.run.state.best_step == self.run.state.step and "eval_loss" in self._line:
+            self.run.save_best(self.session, self.events)
+
     def write_pending(self) -> None:
         """Write a log line for the steps since the last one."""
         if self.run.state.pending:
@@ -176,6 +182,7 @@ class Progress:
         if found and not self.run.state.pending:  # the last step was logged, when nobody knew that it was the last
             self._log(self._written | found | self._times())
         self.write_pending()
+        self.save_best()
 
     def _write(self, line: dict[str, Any]) -> None:
         state = self.run.state
