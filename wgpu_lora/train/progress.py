@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wgpu_lora.events import SILENT, Events, StepResult
+from wgpu_lora.train.checkpoint import BEST
 from wgpu_lora.train.clock import CHECKPOINT, HELD_OUT, Clock
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate, StepReport
@@ -164,8 +165,10 @@ class Progress:
 
     def save_best(self) -> None:
         """Save best/ if the held-out loss of this step is the lowest, once its line is in the log."""
-        if self.run.state.best_step == self.run.state.step and "eval_loss" in self._line:
-            self.run.save_best(self.session, self.events)
+        run = self.run
+        if run.state.best_step == run.state.step and "eval_loss" in self._line:
+            run.write_checkpoint(self.session, run.directory / BEST)
+            self.events.saved(run.storage.place(run.directory / BEST), run.state.step, run.name)
 
     def write_pending(self) -> None:
         """Write a log line for the steps since the last one."""

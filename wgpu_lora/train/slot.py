@@ -190,11 +190,6 @@ class AdapterRun(Run):
         self.write_checkpoint(session, self.directory / EPOCH.format(number))
         checkpoint.remove_old_epochs(self.directory, self.args.save_total_limit, self.storage)
 
-    def save_best(self, session: Session, events: Events = SILENT) -> None:
-        """Save this step in best/, a complete state too."""
-        self.write_checkpoint(session, self.directory / BEST)
-        events.saved(self.storage.place(self.directory / BEST), self.state.step, self.name)
-
     def write_checkpoint(self, session: Session, final: Path) -> None:
         """Write the state to a directory. Raises OSError if the disk refuses; `final` is then unchanged."""
         self.storage.write_directory(final, self.checkpoint_files(session))
@@ -233,7 +228,7 @@ class AdapterRun(Run):
                 storage.remove(place)
 
     def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
-        """Measure the held-out `eval_loss` and metrics, {} if not finite; `save_best` saves a new best adapter.
+        """Measure the held-out `eval_loss` and metrics, {} if not finite; `Progress.save_best` saves the best adapter.
 
         Before the first step, the loss is only a baseline.
         """

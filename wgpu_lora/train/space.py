@@ -7,8 +7,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 from wgpu_lora.data.tokenizer_files import tokenizer_files
 from wgpu_lora.errors import StorageError
@@ -32,55 +30,37 @@ def reserve(session: Session, runs: Sequence[AdapterRun]) -> int:
     """
     model = session.model
     tokenizer = sum(map(len, tokenizer_files(model.path, model.tokenizer).values())) if model.tokenizer else 0
-    states, needed = [], Counter[int]()
-    for run in runs:
-        files = run.checkpoint_files(session)
+    disks, states, needed = [run.directory.stat().st_dev for run in runs], list[int](), Counter[int]()
+    for run, disk in zip(runs, disks, strict=True):
+        files, copies = run.checkpoint_files(session), 2 if run.heldout else 1  # best/ is a complete state, too
         states.append(sum(map(len, files.values())))
-        results = sum(len(files[name]) for name in run.subject.files) + tokenizer + BESIDE
-        if run.heldout:
-            results += states[-1] + tokenizer  # best/
-        if run.args.train == "quant-scales":  # the model in f16 and f32, of the last step and of the best one
-            results += 2 * session.memory().groups["base"] * (2 if run.heldout else 1)
-        needed[_disk(run.directory)] += states[-1] + results
-    for run in runs:
-        _check(run.directory, needed[_disk(run.directory)])
-    for run, size in zip(runs, states, strict=True):
+        results = sum(len(files[name]) for name in run.subject.files) + copies * tokenizer + BESIDE
+        if run.args.train == "quant-scales":  # models in f16 and f32
+            results += copies * 2 * session.memory().groups["base"]
+        needed[disk] += copies * states[-1] + results
+    whole = needed[disks[0]]
+    for run, disk, size in zip(runs, disks, states, strict=True):
+        free = shutil.disk_usage(run.directory).free
         try:
-            _fill(run.directory / RESERVE, size)
+            if free < needed[disk]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with (run.directory / RESERVE).open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size) if hasattr(os, "posix_fallocate") else file.write(
+                    bytes(size)
+                )
         except OSError as error:
-            release(runs)
-            if error.errno in FULL:  # by a quota, which the free space does not tell
-                _check(run.directory, needed[_disk(run.directory)], str(error.strerror))
-    return needed[_disk(runs[0].directory)]
+            if error.errno in FULL:  # or a quota, which the free space does not tell
+                raise StorageError(
+                    f"The disk of {run.directory} has {free:,} bytes free, but a checkpoint and the results of the run "
+                    f"need {needed[disk]:,} ({error.strerror}): make room there, or choose another {flag('output')}."
+                ) from None
+        needed[disk] -= size
+    return whole
 
 
 def release(runs: Sequence[AdapterRun]) -> bool:
     """Remove the reserves; returns whether there was one."""
-    found = False
-    for run in runs:
-        with suppress(FileNotFoundError):
-            (run.directory / RESERVE).unlink()
-            found = True
-    return found
-
-
-def _disk(directory: Path) -> int:
-    return directory.stat().st_dev
-
-
-def _check(directory: Path, needed: int, refused: str = "") -> None:
-    free = shutil.disk_usage(directory).free
-    if refused or free < needed:
-        why = f", and it cannot be reserved ({refused})" if refused else ""
-        raise StorageError(
-            f"The disk of {directory} has {free:,} bytes free{why}, but a checkpoint and the results of the run need "
-            f"{needed:,}: make room there, or choose another {flag('output')}."
-        )
-
-
-def _fill(path: Path, size: int) -> None:
-    with path.open("wb") as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)
-        else:
-            file.write(bytes(size))
+    found = [run.directory / RESERVE for run in runs if (run.directory / RESERVE).exists()]
+    for path in found:
+        path.unlink()
+    return bool(found)
