@@ -16,11 +16,14 @@ from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+BLOCK = 4096  # bytes that files are rounded up to
+GROWTH = 1 << 16  # bytes that the state may grow by, and of the next lines of the log
 BESIDE = 1 << 20  # bytes of the log, the records and the card
 
 
 def reserve(session: Session, runs: Sequence[AdapterRun]) -> int:
-    """Keep a file of a checkpoint's size in the directory of each run, to be released when its disk is full.
+    """Keep a file of the size of a checkpoint, and of best/, in the directory of each run, to be released when its disk
+    is full.
 
     Returns:
         Bytes that the runs need on the disk of the first one: a checkpoint of each and their results.
@@ -33,11 +36,11 @@ def reserve(session: Session, runs: Sequence[AdapterRun]) -> int:
     disks, states, needed = [run.directory.stat().st_dev for run in runs], list[int](), Counter[int]()
     for run, disk in zip(runs, disks, strict=True):
         files, copies = run.checkpoint_files(session), 2 if run.heldout else 1  # best/ is a complete state, too
-        states.append(sum(map(len, files.values())))
+        states.append(copies * (sum(len(data) + BLOCK for data in files.values()) + GROWTH))
         results = sum(len(files[name]) for name in run.subject.files) + copies * tokenizer + BESIDE
         if run.args.train == "quant-scales":  # models in f16 and f32
             results += copies * 2 * session.memory().groups["base"]
-        needed[disk] += copies * states[-1] + results
+        needed[disk] += states[-1] + results
     whole = needed[disks[0]]
     for run, disk, size in zip(runs, disks, states, strict=True):
         free = shutil.disk_usage(run.directory).free
