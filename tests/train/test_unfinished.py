@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,15 @@ from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train import checkpoint, trainer
+from wgpu_lora.train.clock import CHECKPOINT
+from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline_state import read_pipeline_state
 from wgpu_lora.train.state import STATE, read_state
 
 NEVER: dict[str, Any] = {"save_steps": 0, "save_minutes": 0.0}
-EVERY: dict[str, Any] = {"save_steps": 0, "save_minutes": 1e-9}
+EVERY: dict[str, Any] = {"save_steps": 0, "save_minutes": 10.0}
 
 
 class Killed(Exception):
@@ -45,10 +49,18 @@ def model(device: Device) -> LoadedModel:
     return open_model(str(model_dir("qwen2")), device, "nf4")
 
 
+@pytest.fixture(autouse=True)
+def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes twenty minutes, by the clock that tells when to save."""
+    passed = count(20 * 60, 20 * 60)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(passed), perf_counter=time.perf_counter)
+    monkeypatch.setattr(trainer, "time", clock)
+
+
 def options(tmp_path: Path, name: str = "run", heldout: bool = True, **changes: Any) -> dict[str, Any]:
-    for file, count in (("rows", 12), ("heldout", 3)):
+    for file, rows in (("rows", 12), ("heldout", 3)):
         if not (tmp_path / f"{file}.jsonl").exists():
-            random_rows(tmp_path / f"{file}.jsonl", count, 301, count)
+            random_rows(tmp_path / f"{file}.jsonl", rows, 301, rows)
     return {
         "data": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / name), "lora_r": 4, "lora_dropout": 0.1,
         "eval_data": str(tmp_path / "heldout.jsonl") if heldout else None, "eval_steps": 2,
@@ -139,26 +151,25 @@ def test_resume_and_overwrite_contradict_each_other(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("minutes", "steps", "saved"),
-    [(5.0, 0, [3, 6, 7]), (0.0, 0, [7]), (5.0, 2, [2, 4, 6, 7]), (1.0, 0, [*range(1, 8)])],
+    ("minutes", "steps", "took", "saved"),
+    [
+        (50.0, 0, 0.0, [3, 6, 7]),
+        (0.0, 0, 0.0, [7]),
+        (50.0, 2, 0.0, [2, 4, 6, 7]),
+        (20.0, 0, 0.0, [*range(1, 8)]),
+        (20.0, 0, 36.0, [3, 6, 7]),  # 1% of an hour
+    ],
 )
 def test_a_checkpoint_is_due_by_time(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, steps: int, saved: list[int]
+    model: LoadedModel, tmp_path: Path, minutes: float, steps: int, took: float, saved: list[int]
 ) -> None:
-    """Every step takes two minutes."""
-    passed = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], perf_counter=time.perf_counter)
-    monkeypatch.setattr(trainer, "time", clock)
+    given = options(tmp_path, heldout=False, save_steps=steps, save_minutes=minutes)
+    job, found = prepare_job(TrainingArguments(**given), model), list[int]()
 
     def step(result: StepResult) -> None:
-        passed[0] += 120
+        job.run.state.between_seconds[CHECKPOINT] = took
 
-    found: list[int] = []
-    api.finetune(
-        model,
-        events=hearing(step=step, saved=lambda path, step, adapter: found.append(step)),
-        **options(tmp_path, heldout=False, save_steps=steps, save_minutes=minutes),
-    )
+    job.train(hearing(step=step, saved=lambda path, step, adapter: found.append(step)))
     assert found == saved
 
 

@@ -130,7 +130,7 @@ class Job(Generic[Record]):
         """The error for a file that could not be written: what is there, and how to go on."""
         where = getattr(error, "filename", None) or self.directories()[-1]
         full = getattr(error, "errno", None) in space.FULL and self._needed
-        mend = f"make room for {self._needed:,} bytes there" if full else "fix that"
+        mend = f"make room for {self._needed + space.GROWTH:,} bytes there" if full else "fix that"
         state = self.newest_state()
         kept = f"the newest complete state is {state}" if state else "there is no complete state yet"
         go_on = f"go on with {setting('resume', True)}" if state else "start again"

@@ -26,6 +26,7 @@ from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.space import FULL, release
 
 T = TypeVar("T")
+SAVING_SHARE = 0.01  # of the time
 
 
 class _Interrupted(Exception):
@@ -179,9 +180,9 @@ class Trainer:
             self._saved = time.monotonic()
 
     def overdue(self) -> bool:
-        """Whether a checkpoint is due by --save-minutes."""
-        minutes = self.runs[0].args.save_minutes
-        return bool(minutes) and time.monotonic() - self._saved >= 60 * minutes
+        """Whether a checkpoint is due by --save-minutes, and the last one took at most SAVING_SHARE of the time."""
+        minutes, took = self.runs[0].args.save_minutes, self.runs[0].state.between_seconds.get(CHECKPOINT, 0.0)
+        return bool(minutes) and time.monotonic() - self._saved >= max(60 * minutes, took / SAVING_SHARE)
 
     def _write(self, write: Callable[[], T]) -> T:
         """Return `write()`. If the disk is full, the reserve is released for it, and the runs end after this step."""

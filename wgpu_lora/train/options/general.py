@@ -232,7 +232,10 @@ class GeneralOptions:
     )
     save_steps: int = option(200, SAVING, "Steps between checkpoints; 0 saves none by steps.", within=NOT_NEGATIVE)
     save_minutes: float = option(
-        5.0, SAVING, "Also save a checkpoint when the last one is so many minutes old; 0 does not.", within=NOT_NEGATIVE
+        5.0,
+        SAVING,
+        "Also save when the last checkpoint is so many minutes old, for at most 1% of the time; 0 does not.",
+        within=NOT_NEGATIVE,
     )
     save_total_limit: int = option(3, SAVING, "Number of checkpoints to keep.", within=POSITIVE)
     eval_steps: int = option(
