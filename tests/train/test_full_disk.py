@@ -75,10 +75,16 @@ def fill(monkeypatch: pytest.MonkeyPatch, full: Callable[[Path, bytes], bool], e
         refuse(log.path, str(said["step"]).encode())
         line(log, said)
 
-    monkeypatch.setattr(
-        Directories, "write_directory", lambda s, final, fs: (refuse(final), directory(s, final, fs))[1]
-    )
-    monkeypatch.setattr(Directories, "write", lambda s, path, data: (refuse(path), write(s, path, data))[1])
+    def write_directory(own: Directories, final: Path, files: Any) -> None:
+        refuse(final)
+        directory(own, final, files)
+
+    def write_file(own: Directories, path: Path, data: bytes | None) -> None:
+        refuse(path)
+        write(own, path, data)
+
+    monkeypatch.setattr(Directories, "write_directory", write_directory)
+    monkeypatch.setattr(Directories, "write", write_file)
     monkeypatch.setattr(Log, "write", write_line)
 
 
