@@ -58,7 +58,7 @@ COMMANDS: dict[str, tuple[list[str], str, int]] = {
     "JSON lines": (["generate", *ASK, "--prompts", "prompts.jsonl"], "", 0),
     "a chat": (["chat", *ASK], "a\n", 0),
     "a run": (["finetune", *TRAIN], "", 0),
-    "the run log": (["runs", "list", "--columns", "goal"], "", 0),
+    "the run log": (["runs", "last"], "", 0),
     "a wrong recipe": (["finetune", "--recipe", "recipe.toml"], "", 2),
     "a wrong path": (["generate", "--model", f"{WORDS}\udcff", "--prompt", "a"], "", 2),
     "a wrong option": (["generate", f"--{WORDS}"], "", 2),

@@ -125,11 +125,14 @@ def test_overwriting_begins_over_and_keeps_what_is_not_the_runs(
     own = [tmp_path / "run" / "notes.txt", tmp_path / "run" / "checkpoints" / "notes.txt"]
     for path in own:
         path.write_text("mine")
+    stale = tmp_path / "run" / "tokenizer.json"  # of another model, say
+    stale.write_text("{}")
     shorter = {"max_steps": 3, "learning_rate": 2e-3, **NEVER}
     api.finetune(model, **given | shorter, overwrite=True)
     api.finetune(model, **options(tmp_path, "whole", **shorter))
     assert result(tmp_path / "run") == result(tmp_path / "whole")
     assert [path.read_text() for path in own] == ["mine"] * 2
+    assert not stale.exists()
     assert [path.name for _, path in checkpoint.found(tmp_path / "run" / "checkpoints")] == ["step-3"]
     record = api.finetune(model, resume=True, output=given["output"], max_steps=4)  # which is not overwritten again
     assert record.steps == 4

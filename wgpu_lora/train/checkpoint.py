@@ -99,10 +99,14 @@ def sweep_run(run: Path) -> None:
 
 
 def remove_run(run: Path) -> None:
-    """Remove the states and the results of a run or a pipeline from its directory, which must be locked."""
-    for root, names in ((run / STEPS, NAME), (run, re.compile(_RUN))):
+    """Remove the states and the results of a run or a pipeline from its directory, which must be locked.
+
+    Its card and tokenizer too, unless they belong to a model that is there.
+    """
+    own = _RUN if (run / "config.json").exists() else WRITTEN
+    for root, names in ((run / STEPS, NAME), (run, own)):
         for path in list(root.iterdir()) if root.is_dir() else ():
-            if names.fullmatch(path.name):
+            if re.fullmatch(names, path.name):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

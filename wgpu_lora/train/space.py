@@ -48,9 +48,10 @@ def reserve(session: Session, runs: Sequence[AdapterRun]) -> int:
             if free < needed[disk]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with (run.directory / RESERVE).open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size) if hasattr(os, "posix_fallocate") else file.write(
-                    bytes(size)
-                )
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.write(bytes(size))
         except OSError as error:
             if error.errno in FULL:  # or a quota, which the free space does not tell
                 raise StorageError(
