@@ -144,11 +144,10 @@ def refuse(directory: Path, wrong: str, storage: Storage = PLAIN) -> UserError:
     }
     resumable = {run / BEST} if storage is PLAIN and directory.name != LAST else set()
     states = [path for path in intact if path.parent.name == STEPS or path in resumable]
-    if states:
-        latest = max(states, key=lambda path: intact[path])
-        return UserError(f"{said}; remove that directory to resume from {latest.name}, which is intact.")
     if intact:
-        latest = max(intact, key=lambda path: intact[path])
+        latest = max(states or intact, key=lambda path: intact[path])
+        if states:
+            return UserError(f"{said}; remove that directory to resume from {latest.name}, which is intact.")
         return UserError(
             f"{said}; start a new run from the adapter in {latest}, which is intact, with {flag('init_adapter')}."
         )

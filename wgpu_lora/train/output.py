@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,7 @@ class Log:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(to_json(line) + "\n")
         except OSError:
-            with suppress(OSError):
-                os.truncate(self.path, size)  # no part of a line, so that it can be written again
+            os.truncate(self.path, size)  # no part of a line, so that it can be written again
             raise
 
 

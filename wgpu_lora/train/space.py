@@ -37,9 +37,9 @@ def reserve(session: Session, runs: Sequence[AdapterRun]) -> int:
     for run, disk in zip(runs, disks, strict=True):
         files, copies = run.checkpoint_files(session), 2 if run.heldout else 1  # best/ is a complete state, too
         states.append(copies * (sum(len(data) + BLOCK for data in files.values()) + GROWTH))
-        results = sum(len(files[name]) for name in run.subject.files) + copies * tokenizer + BESIDE
-        if run.args.train == "quant-scales":  # models in f16 and f32
-            results += copies * 2 * session.memory().groups["base"]
+        models = 2 if run.args.train == "quant-scales" else 0  # in f16 and f32
+        results = sum(len(files[name]) for name in run.subject.files) + BESIDE
+        results += copies * (tokenizer + models * session.memory().groups["base"])
         needed[disk] += states[-1] + results
     whole = needed[disks[0]]
     for run, disk, size in zip(runs, disks, states, strict=True):
