@@ -142,8 +142,8 @@ def refuse(directory: Path, wrong: str, storage: Storage = PLAIN) -> UserError:
     intact = {
         path: read_state(path, storage)[0].step for path in places if path != directory and not fault(path, storage)
     }
-    resumable = {run / BEST} if storage is PLAIN and directory.name != LAST else set()
-    states = [path for path in intact if path.parent.name == STEPS or path in resumable]
+    single = storage is PLAIN and directory.name != LAST
+    states = [path for path in intact if path.parent.name == STEPS or (single and path.name == BEST)]
     if intact:
         latest = max(states or intact, key=lambda path: intact[path])
         if states:

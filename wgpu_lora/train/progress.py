@@ -114,8 +114,8 @@ class Progress:
     def checkpoint_due(self, overdue: bool) -> bool:
         """Whether to save after this step, by --save-steps or since one is overdue; the end has one of its own."""
         state, every = self.run.state, self.run.args.save_steps
-        due = overdue or (bool(every) and state.step % every == 0)
-        return due and not self._last() and self.clock.fits(CHECKPOINT)
+        by_steps = bool(every) and state.step % every == 0
+        return (overdue or by_steps) and not self._last() and self.clock.fits(CHECKPOINT)
 
     def _last(self) -> bool:
         """Whether the step is known to be the last; by time, that is only known when the next would begin."""
@@ -165,10 +165,10 @@ class Progress:
 
     def save_best(self) -> None:
         """Save best/ if the held-out loss of this step is the lowest, once its line is in the log."""
-        run = self.run
+        run, best = self.run, self.run.directory / BEST
         if run.state.best_step == run.state.step and "eval_loss" in self._line:
-            run.write_checkpoint(self.session, run.directory / BEST)
-            self.events.saved(run.storage.place(run.directory / BEST), run.state.step, run.name)
+            run.write_checkpoint(self.session, best)
+            self.events.saved(run.storage.place(best), run.state.step, run.name)
 
     def write_pending(self) -> None:
         """Write a log line for the steps since the last one."""

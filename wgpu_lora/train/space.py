@@ -38,9 +38,8 @@ def reserve(session: Session, runs: Sequence[AdapterRun]) -> int:
         files, copies = run.checkpoint_files(session), 2 if run.heldout else 1  # best/ is a complete state, too
         states.append(copies * (sum(len(data) + BLOCK for data in files.values()) + GROWTH))
         models = 2 if run.args.train == "quant-scales" else 0  # in f16 and f32
-        results = sum(len(files[name]) for name in run.subject.files) + BESIDE
-        results += copies * (tokenizer + models * session.memory().groups["base"])
-        needed[disk] += states[-1] + results
+        needed[disk] += states[-1] + sum(len(files[name]) for name in run.subject.files) + BESIDE
+        needed[disk] += copies * (tokenizer + models * session.memory().groups["base"])  # of the last and the best
     whole = needed[disks[0]]
     for run, disk, size in zip(runs, disks, states, strict=True):
         free = shutil.disk_usage(run.directory).free
