@@ -1,4 +1,4 @@
-"""Output streams that survive the loss of their reader."""
+"""Output streams that survive the loss of their reader, and characters that their encoding lacks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 GONE = (errno.EPIPE, errno.EIO, errno.ESHUTDOWN)  # a pipe without a reader, a closed terminal
+FAILING = ("strict", "surrogateescape")  # Python's defaults; both raise for text that cannot be encoded
 
 
 class _Lasting(io.FileIO):
@@ -24,7 +25,10 @@ class _Lasting(io.FileIO):
 
 
 def lasting(stream: Any) -> Any:
-    """Wrap a stream so that output is discarded once its reader has gone."""
+    """Wrap a stream so that output is discarded once its reader has gone.
+
+    Characters that its encoding lacks are escaped, as in "\\u0142", unless PYTHONIOENCODING names another handler.
+    """
     try:
         number = stream.fileno()
     except (AttributeError, OSError, ValueError):  # closed before the start, or not a file
@@ -33,7 +37,7 @@ def lasting(stream: Any) -> Any:
     return io.TextIOWrapper(
         io.BufferedWriter(_Lasting(number, "w", closefd=False)),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace" if stream.errors in FAILING else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -184,5 +184,4 @@ def test_json_has_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[st
     console.print_json(value)
     said = capsys.readouterr().out
     assert json.loads(said) == value
-    assert all(c.isprintable() or c == "\n" for c in said)
-    assert "Stra\u00dfe" in said
+    assert all(c.isascii() and (c.isprintable() or c == "\n") for c in said)

@@ -90,7 +90,7 @@ def test_ranges_say_what_they_hold() -> None:
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, ["warmup_ratio"]),
         ({"num_train_epochs": 3.0, "max_steps": 5}, ["num_train_epochs"]),
         ({"num_train_epochs": 3.0, "target_seconds": 5.0}, ["num_train_epochs"]),
-        ({"save_total_limit": 3, "save_steps": 0}, ["save_total_limit"]),
+        ({"save_total_limit": 3, "save_steps": 0, "save_minutes": 0.0}, ["save_total_limit"]),
         ({"lr_scheduler_type": "constant", "max_steps": 5, "save_steps": 0}, []),
         ({"warmup_ratio": 0.1, "num_train_epochs": 2.0}, []),
     ],

@@ -171,7 +171,8 @@ def test_a_schema_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (newest / MANIFEST).unlink()
     write_manifest(newest)
     assert main(["finetune", "--output", str(tmp_path / "run"), "--resume"]) == 2
-    assert "is damaged: the schema of metadata.json is 'x'; start" in capsys.readouterr().err
+    said = "is damaged: the schema of metadata.json is 'x'; remove that directory to resume from best"
+    assert said in capsys.readouterr().err
 
 
 def newer(path: Path) -> None:

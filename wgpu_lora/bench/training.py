@@ -230,7 +230,9 @@ def _told(work: Work) -> dict[str, Any]:
 def _synthetic(work: Work, shape: str, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
     args = from_values({**SYNTHETIC, **_told(work)}, work.where)
     steps = args.max_steps if args.max_steps > 0 else SYNTHETIC["max_steps"]  # of an epoch
-    args = replace(args, lora_alpha=2 * args.lora_r, save_steps=0, data=str(place / "rows.jsonl"), model=shape)
+    args = replace(
+        args, lora_alpha=2 * args.lora_r, save_steps=0, save_minutes=0.0, data=str(place / "rows.jsonl"), model=shape
+    )
     model = chosen_model(None, shape, work.layers, opened or Device(args.device), args.base_dtype)
     TrainingStep.fitting(model, args)
     _, rows, accumulation = args.batching

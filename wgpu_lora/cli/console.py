@@ -72,9 +72,8 @@ def table(
 
 
 def print_json(value: Any) -> None:
-    """Print JSON, in which what no terminal should see is escaped."""
-    text = to_json(value, indent=1, ensure_ascii=False)
-    print("".join(c if c.isprintable() or c == "\n" else to_json(c)[1:-1] for c in text), flush=True)
+    """Print JSON in ASCII, which every terminal and pipe can take."""
+    print(to_json(value, indent=1), flush=True)
 
 
 class Bar:

@@ -115,6 +115,7 @@ def generate(
     from wgpu_lora.infer.prompt_file import Request, check_new, kept_on_failure, read_requests, to_jsonl
     from wgpu_lora.infer.settings import settings_of
     from wgpu_lora.models.loaded import open_model
+    from wgpu_lora.strict_json import to_json
 
     # Check the options before anything is opened.
     chosen = settings_of(settings, "The command line")
@@ -162,7 +163,7 @@ def generate(
     if output:
         _note(f"{counted(len(rows), 'answer')} written to {output}")
     elif prompts:
-        print(to_jsonl(rows).decode(), end="", flush=True)
+        print("\n".join(map(to_json, rows)), flush=True)
     elif as_json:
         listed = [
             as_rows(answers, adapters) if several else [one.as_dict() for one in answers.values()] for answers in found

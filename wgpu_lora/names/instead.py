@@ -180,10 +180,6 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "enable_liger_kernel compute_metrics callbacks preprocess_logits_for_metrics model_parallel curriculum",
     ),
     (
-        "is not needed: a run is never overwritten, so choose another {output}, or continue with {resume}",
-        "overwrite_output_dir overwrite force",
-    ),
-    (
         "is {resume}: it continues from the last checkpoint in the {output} directory",
         "resume_from_checkpoint resume_from auto_resume_from_checkpoints load_checkpoint continue_training "
         "ckpt_path checkpoint",

@@ -41,7 +41,7 @@ WARM_STEPS = 4
 NAME = "bench-protected"  # of jobs, before a segment's own
 MOST_STEPS = 1_000_000  # a policy wants a bound
 SEALED = ("data", "eval_data", "init_adapter")
-NOT_STATED = (*SEALED, "output", "resume", "run_log", "report_to", "device")  # in [training] of a job
+NOT_STATED = (*SEALED, "output", "resume", "overwrite", "run_log", "report_to", "device")  # in [training] of a job
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Bench:
         """A few raw steps without learning: tilings are chosen and kernels compiled before either segment, and the
         adapter that it ends with is the initial one."""
         changes = {"learning_rate": 0.0, "lr_scheduler_min": 0.0, "target_seconds": None, "max_steps": WARM_STEPS}
-        self.initial = self._train("warm-up", **changes, save_steps=0, eval_steps=0).adapter_sha256
+        self.initial = self._train("warm-up", **changes, save_steps=0, save_minutes=0.0, eval_steps=0).adapter_sha256
 
     def row(self, name: str, order: str) -> Row:
         if order == RAW_FIRST:

@@ -13,7 +13,7 @@ from wgpu_lora.train.memory import readable
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.words import listed
 
-OWN = ("output", "resume", "run_log", "report_to")  # options that do not affect what is trained
+OWN = ("output", "resume", "overwrite", "run_log", "report_to")  # options that do not affect what is trained
 ABSENT = "not recorded"
 DIGESTS, DIGEST = "SHA-256", 12  # how they are labelled, and how many characters of them are shown
 NONE = "none"

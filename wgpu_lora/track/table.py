@@ -11,7 +11,7 @@ from wgpu_lora.track.entry import FAILED, KILLED, Entry
 COLUMNS = ("id", "date", "kind", "name", "status", "loss", "improved", "time", "tokens", "goal")
 LEFT = ("id", "date", "kind", "name", "status", "goal")
 NONE = "-"
-OWN = ("output", "resume", "goal", "notes", "run_log")  # options that do not affect results
+OWN = ("output", "resume", "overwrite", "goal", "notes", "run_log")  # options that do not affect results
 
 
 def cells(entry: Entry) -> tuple[str, ...]:

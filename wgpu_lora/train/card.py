@@ -14,7 +14,7 @@ from wgpu_lora.train.options.arguments import PATHS
 from wgpu_lora.train.records import RunRecord
 
 # Options that the card leaves out: they do not affect the adapter, and remarks are for the run log.
-OWN = ("resume", "goal", "notes", "run_log", "report_to")
+OWN = ("resume", "overwrite", "goal", "notes", "run_log", "report_to")
 MOMENTS = (("unrounded", "before rounding"), ("first", "before"), ("last", "after"), ("best", "at best"))
 USE = """With wgpu-lora, on any GPU:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
@@ -29,29 +30,25 @@ from wgpu_lora.train.subject import ADAPTER_FILES, CONSTANT_FILES, Damaged, Subj
 
 OPTIMIZER, METADATA = "optimizer.safetensors", "metadata.json"
 FILES = (OPTIMIZER, METADATA, STATE)  # besides those of what is trained
+RESERVE = ".reserve.tmp"  # train/space.py
 STEPS, LAST, NEXT = "checkpoints", "last", ".next"  # checkpoints of a single run, and of a pipeline's slot
 BEST, EPOCH = "best", "epoch-{}"
 NAME = re.compile(r"step-([0-9]{1,15})")
 EPOCH_NAME = re.compile(r"epoch-([0-9]{1,15})")
 # Names that a run or a pipeline writes by renaming a hidden temporary file.
-WRITTEN = re.compile(
-    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|constants\.safetensors|README\.md|log\.jsonl|(run|state|pipeline|member|tracking)\.json"
-    rf"|{LAST}|(last|best)-f(16|32)|\{NEXT}|{BEST}|epoch-[0-9]+|{TOKENIZER.pattern}|{TEMPLATE.pattern}"
+_RUN = (
+    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|constants\.safetensors|log\.jsonl|(run|state|pipeline|member|tracking)\.json"
+    rf"|{LAST}|(last|best)-f(16|32)|\{NEXT}|{BEST}|epoch-[0-9]+"
 )
+WRITTEN = re.compile(rf"{_RUN}|README\.md|{TOKENIZER.pattern}|{TEMPLATE.pattern}")
 
 
-def write_checkpoint(
-    final: Path,
-    session: Session,
-    slot: int,
-    subject: Subject,
-    state: RunState,
-    facts: dict[str, Any],
-    storage: Storage = PLAIN,
-) -> None:
-    """Write what a slot trains, optimizer and run state, metadata and manifest.
+def checkpoint_files(
+    session: Session, slot: int, subject: Subject, state: RunState, facts: dict[str, Any]
+) -> dict[str, bytes]:
+    """The files of a checkpoint: what a slot trains, optimizer and run state, metadata and manifest.
 
-    facts: `identity` (see AdapterRun) and `metadata`. Raises OSError if the disk refuses; `final` is then unchanged.
+    facts: `identity` (see AdapterRun) and `metadata`.
     """
     files = subject.saved(session, slot)
     kept = {"optim": name_of(session.optimizer.rule)}
@@ -59,7 +56,7 @@ def write_checkpoint(
     files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
     files[STATE] = to_json({"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1).encode()
     files[MANIFEST] = manifest_of(files)
-    storage.write_directory(final, files)
+    return files
 
 
 def remove_old(root: Path, keep: int, storage: Storage = PLAIN) -> None:
@@ -80,17 +77,37 @@ def found(root: Path, name: re.Pattern[str] = NAME, storage: Storage = PLAIN) ->
 
 
 def newest(run: Path, storage: Storage = PLAIN) -> Path | None:
-    """The checkpoint that a run in this directory would be resumed from."""
+    """The newest complete state of a run, which it would be resumed from: a pipeline's `last`, or the one of the most
+    steps among the numbered ones and best/. A protected run has numbered ones only, which its evidence names."""
     if storage.has(run / LAST):
         return run / LAST
-    kept = found(run / STEPS, storage=storage)
-    return kept[-1][1] if kept else None
+    kept, best = found(run / STEPS, storage=storage), run / BEST
+    step, place = kept[-1] if kept else (-1, None)
+    if storage is not PLAIN or not storage.has(best):
+        return place
+    try:
+        return best if read_state(best)[0].step > step else place
+    except (UserError, ValueError):
+        return place or best  # whose fault `check` names
 
 
 def sweep_run(run: Path) -> None:
     """Remove incomplete files of a killed process from a run's directory, which must be locked."""
     sweep(run, WRITTEN)
     sweep(run / STEPS, NAME)
+    (run / RESERVE).unlink(missing_ok=True)
+
+
+def remove_run(run: Path) -> None:
+    """Remove the states and the results of a run or a pipeline from its directory, which must be locked.
+
+    Its card and tokenizer too, unless they belong to a model that is there.
+    """
+    own = _RUN if (run / "config.json").exists() else WRITTEN
+    for root, names in ((run / STEPS, NAME), (run, own)):
+        for path in list(root.iterdir()) if root.is_dir() else ():
+            if re.fullmatch(names, path.name):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def trained_files(directory: Path, storage: Storage = PLAIN) -> tuple[str, ...]:
@@ -121,12 +138,16 @@ def refuse(directory: Path, wrong: str, storage: Storage = PLAIN) -> UserError:
     """The error for a damaged checkpoint, which names the newest intact one of the run."""
     run = directory.parent.parent if directory.parent.name == STEPS else directory.parent
     said = f"The checkpoint {directory} is damaged: {wrong}"
-    for _, path in reversed(found(run / STEPS, storage=storage)):
-        if path != directory and not fault(path, storage):
-            return UserError(f"{said}; remove that directory to resume from {path.name}, which is intact.")
-    others = [path for path in results_of(run, storage) if not fault(path, storage)]
-    if others:
-        latest = max(others, key=lambda path: read_state(path, storage)[0].step)
+    places = [path for _, path in found(run / STEPS, storage=storage)] + results_of(run, storage)
+    intact = {
+        path: read_state(path, storage)[0].step for path in places if path != directory and not fault(path, storage)
+    }
+    single = storage is PLAIN and directory.name != LAST
+    states = [path for path in intact if path.parent.name == STEPS or (single and path.name == BEST)]
+    if intact:
+        latest = max(states or intact, key=lambda path: intact[path])
+        if states:
+            return UserError(f"{said}; remove that directory to resume from {latest.name}, which is intact.")
         return UserError(
             f"{said}; start a new run from the adapter in {latest}, which is intact, with {flag('init_adapter')}."
         )

@@ -104,7 +104,7 @@ def prepare_job(
     if not planning:
         check_libraries(args.report_to)
     if not (planning or args.resume):
-        refuse_used(args.directory, storage)  # before reading data, and again under the lock
+        refuse_used(args.directory, storage, args.overwrite)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     args = as_stored(args, model)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))

@@ -11,13 +11,14 @@ from typing import Generic, TypeVar
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from wgpu_lora.errors import StorageError, UserError
+from wgpu_lora.errors import StorageError, UserError, reason
 from wgpu_lora.events import SILENT, Events, Passing
 from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.tuner import Tuner, wanted
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.names.naming import setting
 from wgpu_lora.share import budget_bytes, claim
+from wgpu_lora.train import checkpoint, space
 from wgpu_lora.train.following import following
 from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.records import PipelineRecord, RunRecord
@@ -40,6 +41,7 @@ class Job(Generic[Record]):
     runs: Sequence[AdapterRun]
     replan: Replan
     requests: Requests = field(default_factory=Requests, kw_only=True)
+    _needed: int = field(default=0, init=False)  # bytes on the disk
 
     @property
     def run(self) -> AdapterRun:
@@ -114,17 +116,30 @@ class Job(Generic[Record]):
         try:
             for run in self.runs:
                 run.place(self.session)
+            self._needed = space.reserve(self.session, self.runs)
             for run in self.runs:
                 run.precompute(self.session, events)
             self.session.release_references()
             return self.finish(events)
         except (OSError, SafetensorError) as error:  # safetensors raises its own error if the disk is full
-            reason = getattr(error, "strerror", None) or error
-            where = getattr(error, "filename", None) or self.directories()[-1]
-            raise StorageError(
-                f"Writing to {where} failed ({reason}): fix that and continue with {setting('resume', True)}; earlier "
-                "checkpoints are intact."
-            ) from error
+            raise self._unwritten(error) from error
+        finally:
+            space.release(self.runs)
+
+    def _unwritten(self, error: Exception) -> StorageError:
+        """The error for a file that could not be written: what is there, and how to go on."""
+        where = getattr(error, "filename", None) or self.directories()[-1]
+        full = getattr(error, "errno", None) in space.FULL and self._needed
+        mend = f"make room for {self._needed + space.GROWTH:,} bytes there" if full else "fix that"
+        state = self.newest_state()
+        kept = f"the newest complete state is {state}" if state else "there is no complete state yet"
+        go_on = f"go on with {setting('resume', True)}" if state else "start again"
+        return StorageError(f"Writing to {where} failed ({reason(error)}), and {kept}: {mend} and {go_on}.")
+
+    def newest_state(self) -> Path | None:
+        """What the job would be resumed from, as it is on the disk."""
+        found = checkpoint.newest(self.run.directory, self.run.storage)
+        return found and self.run.storage.place(found)
 
     def begin(self, events: Events) -> None:
         """Called before the device's memory is allocated."""

@@ -15,7 +15,8 @@ from wgpu_lora.train.run import Run
 from wgpu_lora.train.stream import DataStream
 from wgpu_lora.train.tasks import split_options
 
-PLACES = {"output", "resume", "device", "model", "base_dtype", "save_steps"}  # where a run is, and what digests cover
+# Where a run is, and what digests cover.
+PLACES = {"output", "resume", "overwrite", "device", "model", "base_dtype", "save_steps"}
 
 
 def needs_of(job: Job[Any], base: str) -> Needs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from importlib.metadata import version
@@ -42,8 +43,13 @@ class Log:
             path.unlink()
 
     def write(self, line: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(to_json(line) + "\n")
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(to_json(line) + "\n")
+        except OSError:
+            os.truncate(self.path, size)  # no part of a line, so that it can be written again
+            raise
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

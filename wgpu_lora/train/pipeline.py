@@ -15,7 +15,7 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.track.report_to import check_libraries
-from wgpu_lora.train.checkpoint import sweep_run
+from wgpu_lora.train.checkpoint import remove_run, sweep_run
 from wgpu_lora.train.ending import FINISHED, OUTCOMES
 from wgpu_lora.train.finetune import as_stored, declared_as, read_run, session_of, with_options
 from wgpu_lora.train.job import Job, locked
@@ -54,6 +54,13 @@ class PipelineJob(Job[PipelineRecord]):
 
     def record_directory(self) -> Path:
         return self.home
+
+    def newest_state(self) -> Path | None:
+        return self.home / STATE if (self.home / STATE).is_file() else None
+
+    def begin(self, events: Events) -> None:
+        if self.args.overwrite:
+            remove_run(self.home)
 
     def finish(self, events: Events) -> PipelineRecord:
         policy = make_policy(self.schedule, self.state.policy or None)
@@ -97,7 +104,7 @@ def prepare_pipeline(
         state = _recovered(home, tasks)
     elif not planning:
         for directory in apart([home, *(Path(task.checkpoint) for task in tasks)]):
-            refuse_used(directory)
+            refuse_used(directory, overwrite=args.overwrite)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     args = with_template_date(as_stored(args, model), model)
     per_task = [with_template_date(as_stored(one, model), model, args.template_date) for one in per_task]
@@ -138,7 +145,7 @@ def prepare_pipeline(
         ) from None
     state.identity = identity
     said = {
-        "options": replace(args, resume=False).as_dict(),
+        "options": replace(args, resume=False, overwrite=False).as_dict(),
         "schedule": schedule,
         "batch_tokens": tokens,
         "directory": os.getcwd(),

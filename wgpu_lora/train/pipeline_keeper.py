@@ -55,7 +55,8 @@ class PipelineKeeper:
     state: PipelineState
 
     def due(self, trainer: Trainer) -> bool:
-        return bool(self.save_steps) and trainer.step % self.save_steps == 0
+        first_best = not self.state.steps and any(run.state.best_step for run in trainer.runs)  # best/ has no others
+        return first_best or trainer.overdue() or (bool(self.save_steps) and trainer.step % self.save_steps == 0)
 
     def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
         run.save_epoch(trainer.session, number)

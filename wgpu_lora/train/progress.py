@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wgpu_lora.events import SILENT, Events, StepResult
+from wgpu_lora.train.checkpoint import BEST
 from wgpu_lora.train.clock import CHECKPOINT, HELD_OUT, Clock
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate, StepReport
@@ -110,10 +111,11 @@ class Progress:
         due = state.step % every == 0 if every else self.epoch_done is not None
         return self._last() or (due and self.clock.fits(HELD_OUT))
 
-    def checkpoint_due(self) -> bool:
-        """Whether to save after this step by --save-steps; the end of the run has a checkpoint of its own."""
+    def checkpoint_due(self, overdue: bool) -> bool:
+        """Whether to save after this step, by --save-steps or since one is overdue; the end has one of its own."""
         state, every = self.run.state, self.run.args.save_steps
-        return bool(every) and state.step % every == 0 and not self._last() and self.clock.fits(CHECKPOINT)
+        by_steps = bool(every) and state.step % every == 0
+        return (overdue or by_steps) and not self._last() and self.clock.fits(CHECKPOINT)
 
     def _last(self) -> bool:
         """Whether the step is known to be the last; by time, that is only known when the next would begin."""
@@ -161,6 +163,13 @@ class Progress:
             self._metrics,
         )
 
+    def save_best(self) -> None:
+        """Save best/ if the held-out loss of this step is the lowest, once its line is in the log."""
+        run, best = self.run, self.run.directory / BEST
+        if run.state.best_step == run.state.step and "eval_loss" in self._line:
+            run.write_checkpoint(self.session, best)
+            self.events.saved(run.storage.place(best), run.state.step, run.name)
+
     def write_pending(self) -> None:
         """Write a log line for the steps since the last one."""
         if self.run.state.pending:
@@ -176,6 +185,7 @@ class Progress:
         if found and not self.run.state.pending:  # the last step was logged, when nobody knew that it was the last
             self._log(self._written | found | self._times())
         self.write_pending()
+        self.save_best()
 
     def _write(self, line: dict[str, Any]) -> None:
         state = self.run.state

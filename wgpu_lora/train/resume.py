@@ -22,7 +22,7 @@ from wgpu_lora.train.stream import DataStream
 from wgpu_lora.words import counted
 
 UNTIMED_STEPS = 100  # assumed by a timed run's schedule until steps have been timed
-MAY_CHANGE = sorted((FREE_ON_RESUME | set(PLAN)) - {"resume"})
+MAY_CHANGE = sorted((FREE_ON_RESUME | set(PLAN)) - {"resume", "overwrite"})
 
 
 def resumed_options(given: Mapping[str, Any], directory: Path, where: str) -> TrainingArguments:
@@ -52,7 +52,7 @@ def continued(given: Mapping[str, Any], options: Any, began_in: Any, directory: 
     if not isinstance(options, dict):
         raise UserError(f"The record of the run in {directory} has no options: start again in another directory.")
     refuse_unregistered(options, directory)
-    before = from_values(options, f"The record of the run in {directory}")
+    before = replace(from_values(options, f"The record of the run in {directory}"), overwrite=False)
     asked = from_values({name: value for name, value in given.items() if value is not None}, where, before)
     for name, value in asdict(asked).items():
         if name not in FREE_ON_RESUME and name not in PLAN and value != getattr(before, name):
@@ -205,22 +205,29 @@ def set_length(
     raise checkpoint.refuse(place, wrong, storage)
 
 
-def refuse_used(directory: Path, storage: Storage = PLAIN) -> None:
-    """Raise UserError if a run or a pipeline has left anything worth keeping in a directory; a log alone is not."""
-    if any((directory / name).exists() for name in (PIPELINE, STATE, MEMBER)):
-        raise UserError(
-            f"The directory {directory} already belongs to a pipeline: choose another, or continue it with "
-            f"{setting('resume', True)}."
-        )
+def refuse_used(directory: Path, storage: Storage = PLAIN, overwrite: bool | None = None) -> None:
+    """Raise UserError if a run or a pipeline has left anything worth keeping in a directory; a log alone is not.
+
+    overwrite: whether it may be removed; None if nobody could ask for that.
+    """
     if storage is PLAIN and (directory / EVIDENCE).exists():
         raise UserError(f"The output directory {directory} already holds a protected run: choose another directory.")
+    if overwrite:
+        return
+    over = "" if overwrite is None else f", begin over with {setting('overwrite', True)}"
+    resume = setting("resume", True)
+    if any((directory / name).exists() for name in (PIPELINE, STATE, MEMBER)):
+        raise UserError(
+            f"The directory {directory} already belongs to a pipeline: continue it with {resume}{over}, or choose "
+            "another directory."
+        )
     if checkpoint.newest(directory, storage):
         raise UserError(
-            f"The output directory {directory} already holds a run: choose another directory, or continue it with "
-            f"{setting('resume', True)}."
+            f"The output directory {directory} already holds a run: continue it with {resume}{over}, or choose another "
+            "directory."
         )
     if any((directory / name).exists() for name in (RUN, "adapter_config.json")):
         raise UserError(
             f"The output directory {directory} already holds an adapter, without a checkpoint to continue from: choose "
-            "another directory, or remove this one."
+            f"another directory{over or ', or remove this one'}."
         )

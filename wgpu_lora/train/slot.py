@@ -60,7 +60,9 @@ class AdapterRun(Run):
         if self.args.resume:
             self._find_checkpoint()
         else:
-            refuse_used(directory, self.storage)
+            refuse_used(directory, self.storage, self.args.overwrite)
+            if self.args.overwrite:
+                checkpoint.remove_run(directory)
         accounts = [data.account for data in (self.stream.prepared, self.heldout) if data]
         self.storage.write(directory / SKIPPED, skipped_rows(accounts))
 
@@ -189,8 +191,12 @@ class AdapterRun(Run):
         checkpoint.remove_old_epochs(self.directory, self.args.save_total_limit, self.storage)
 
     def write_checkpoint(self, session: Session, final: Path) -> None:
+        """Write the state to a directory. Raises OSError if the disk refuses; `final` is then unchanged."""
+        self.storage.write_directory(final, self.checkpoint_files(session))
+
+    def checkpoint_files(self, session: Session) -> dict[str, bytes]:
         facts = {"identity": self.identity(), "metadata": metadata(self)}
-        checkpoint.write_checkpoint(final, session, self.slot, self.subject, self.state, facts, self.storage)
+        return checkpoint.checkpoint_files(session, self.slot, self.subject, self.state, facts)
 
     def fall_back(self, session: Session) -> None:
         """Load the newest checkpoint from before the update that ruined the adapter, else the initial adapter.
@@ -222,7 +228,7 @@ class AdapterRun(Run):
                 storage.remove(place)
 
     def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
-        """Measure the held-out `eval_loss` and metrics, {} if not finite; a new best adapter is saved in best/.
+        """Measure the held-out `eval_loss` and metrics, {} if not finite; `Progress.save_best` saves the best adapter.
 
         Before the first step, the loss is only a baseline.
         """
@@ -241,8 +247,6 @@ class AdapterRun(Run):
             state.first_eval_loss = loss
         elif state.best_eval_loss is None or loss < state.best_eval_loss:
             state.best_eval_loss, state.best_step = loss, state.step
-            self.write_checkpoint(session, self.directory / BEST)
-            events.saved(self.storage.place(self.directory / BEST), state.step, at.adapter)
         events.evaluating(replace(at, rows=at.total, loss=loss))
         return {f"eval_{name}": value for name, value in found.items()}
 

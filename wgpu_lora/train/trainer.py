@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from wgpu_lora.data import pack
 from wgpu_lora.events import Evaluating, Events, Passing
@@ -22,6 +23,10 @@ from wgpu_lora.train.requests import Requests
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.sharing import Sharing
 from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.space import FULL, release
+
+T = TypeVar("T")
+SAVING_SHARE = 0.01  # of the time
 
 
 class _Interrupted(Exception):
@@ -53,7 +58,7 @@ class StepKeeper:
             self.run.save(trainer.session, trainer.events)
 
     def due(self, trainer: Trainer) -> bool:
-        return trainer.all[0].checkpoint_due()
+        return trainer.all[0].checkpoint_due(trainer.overdue())
 
     def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
         """Nothing: checkpoints are saved by step."""
@@ -83,6 +88,8 @@ class Trainer:
     requests: Requests = field(default_factory=Requests)
     _stop: threading.Event = field(default_factory=threading.Event)
     _asked: bool = False  # whether `events.step` stopped it
+    _saved: float = field(default_factory=time.monotonic)  # when, or when training began
+    _full: OSError | None = None  # what was written when the disk was full, before the reserve was released
 
     def __post_init__(self) -> None:
         self.all = [Progress(run, self.session, self.policy.eval_steps, events=self.events) for run in self.runs]
@@ -91,11 +98,15 @@ class Trainer:
         """Train to the end and write all results; returns `records`.
 
         Raises:
-            UserError: the checkpoint to resume is damaged. OSError: writing failed; earlier checkpoints are intact.
+            UserError: the checkpoint to resume is damaged. OSError: writing failed; earlier checkpoints are intact, and
+                if the disk is full, the last step is saved in the space that was reserved.
         """
         with self._signals():  # to the end, so that a second Ctrl-C does not prevent saving
             self._measure_start()
             while live := self._live():
+                if self._full:
+                    self.keeper.save(self)
+                    raise self._full
                 if self._stop.is_set():
                     self._retire(dict.fromkeys((p.run.slot for p in live), "callback" if self._asked else "interrupt"))
                 else:
@@ -120,7 +131,7 @@ class Trainer:
             new = run.heldout and not state.step and state.first_eval_loss is None and not progress.ended
             if wanted and new:
                 with suppress(_Interrupted):  # it is measured when the run is resumed
-                    progress.measure_start(_Interruptible(self))
+                    self._write(partial(progress.measure_start, _Interruptible(self)))
 
     def _live(self) -> list[Progress]:
         """The slots with work left; ends the others if not done yet."""
@@ -165,7 +176,23 @@ class Trainer:
         self._retire(reasons)
         if self.keeper.due(self):
             with self.all[0].clock.between(CHECKPOINT):
-                self.keeper.save(self)
+                self._write(partial(self.keeper.save, self))
+            self._saved = time.monotonic()
+
+    def overdue(self) -> bool:
+        """Whether a checkpoint is due by --save-minutes, and the last one took at most SAVING_SHARE of the time."""
+        minutes, took = self.runs[0].args.save_minutes, self.runs[0].state.between_seconds.get(CHECKPOINT, 0.0)
+        return bool(minutes) and time.monotonic() - self._saved >= max(60 * minutes, took / SAVING_SHARE)
+
+    def _write(self, write: Callable[[], T]) -> T:
+        """Return `write()`. If the disk is full, the reserve is released for it, and the runs end after this step."""
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in FULL or not release(self.runs):
+                raise
+            self._full = error
+            return write()
 
     def _sound(self, progress: Progress) -> bool:
         """Whether a slot's rows are at fault, not its weights: the previous step's rows still give finite gradients."""
@@ -192,11 +219,13 @@ class Trainer:
     def _after(self, progress: Progress) -> None:
         if progress.heldout_due():
             progress.measure_heldout(self.events)
-        if self.events.step(progress.logged()) is True:
+        result = self._write(progress.logged)
+        self._write(progress.save_best)
+        if self.events.step(result) is True:
             self._asked = True
             self._stop.set()
         if progress.epoch_done:
-            self.keeper.epoch_done(progress.run, progress.epoch_done, self)
+            self._write(partial(self.keeper.epoch_done, progress.run, progress.epoch_done, self))
 
     def _retire(self, reasons: dict[int, str]) -> None:
         """End slots: save checkpoints, then write the results."""
@@ -206,12 +235,13 @@ class Trainer:
         for progress in ending:
             progress.ended = reasons[progress.run.slot]
             if progress.ended == "target seconds":
-                progress.close(self.events)
-        self.keeper.save(self)
+                self._write(partial(progress.close, self.events))
+        self._write(partial(self.keeper.save, self))
         for progress in ending:
             assert progress.ended
             interrupted = self.signal if progress.ended == "interrupt" else None
-            self.records[progress.run.slot] = progress.run.finish(self.session, progress.ended, interrupted)
+            finish = partial(progress.run.finish, self.session, progress.ended, interrupted)
+            self.records[progress.run.slot] = self._write(finish)
             self.events.retired(progress.ended, progress.run.name)
 
     @property

@@ -44,7 +44,7 @@ class Finetune(Stage):
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str) -> Self:
         given = {name: value for name, value in values.items() if name != "recipe"}
-        for name in ("output", "resume"):
+        for name in ("output", "resume", "overwrite"):
             if name in given:
                 raise UserError(f"{where} has the option '{name}', which the chain chooses: leave it out.")
         stage = cls(values.get("recipe"), given, where)

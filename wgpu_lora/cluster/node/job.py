@@ -12,7 +12,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.train.tasks import split_options
 
 NEVER = 1 << 30  # steps between held-out losses that another device measures
-OURS = ("output", "device", "resume", "requests")  # not a task's to say
+OURS = ("output", "device", "resume", "overwrite", "requests")  # not a task's to say
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from wgpu_lora.worker.parent import Worker
 
 HUNG = 900.0  # seconds without an answer after which a process is ended; far more than a part takes, compiled first
 REFUSALS = ("UserError", "NotFiniteError")  # errors that the next process would have, too; not a lack of memory
-LEADERS = ("output", "resume", "requests", "save_steps", "report_to", "run_log")  # options that only the leader has
+# Options that only the leader has.
+LEADERS = ("output", "resume", "overwrite", "requests", "save_steps", "save_minutes", "report_to", "run_log")
 
 
 class Lost(Exception):

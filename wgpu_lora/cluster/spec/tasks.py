@@ -22,7 +22,11 @@ from wgpu_lora.train.options.recipes import find_recipe, read_recipe
 from wgpu_lora.train.tasks import KEYS, OPTIONS, OWN, AdapterTask, named_tasks, task_of
 
 # Options that a task cannot have, and why.
-REFUSED = {"device": "the cluster chooses the devices", "resume": "a run on a cluster continues by itself"}
+REFUSED = {
+    "device": "the cluster chooses the devices",
+    "resume": "a run on a cluster continues by itself",
+    "overwrite": "results of a run on a cluster go to a directory without any",
+}
 OWN_OF_RECIPE = ("recipe", "name")
 
 

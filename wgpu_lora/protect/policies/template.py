@@ -184,7 +184,7 @@ def _objects(value: Any) -> list[Mapping[str, Any]]:
 
 
 def toml(value: Any) -> str:
-    """A value as TOML. JSON's texts, numbers, true and false are TOML's; what no terminal should see is escaped."""
+    """A value as TOML. JSON's texts, numbers, true and false are TOML's; all but printable ASCII is escaped."""
     if isinstance(value, list | tuple):
         if len(value) < 2:
             return f"[{', '.join(map(toml, value))}]"
@@ -193,7 +193,7 @@ def toml(value: Any) -> str:
         return f"{{ {', '.join(f'{_key(key)} = {toml(one)}' for key, one in value.items())} }}"
     if isinstance(value, str):
         quoted = json.dumps(value, ensure_ascii=False)
-        return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
+        return "".join(c if c.isascii() and c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
     return json.dumps(value, allow_nan=False)
 
 

@@ -49,6 +49,7 @@ REFUSED = {
     "report_to": "trackers would send facts of the run elsewhere",
     "output": "it belongs into [protected]",
     "resume": "it is given on the command line",
+    "overwrite": "its evidence is never removed",
 }
 LOCAL = {*PATHS, *FREE_ON_RESUME}  # options of this machine, which claims leave out
 

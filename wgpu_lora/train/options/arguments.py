@@ -26,11 +26,11 @@ from wgpu_lora.train.own_options import OWN_OPTIONS, as_text, checked, created
 
 # Options that may change when a run is resumed: they affect what is written, not what is trained.
 FREE_ON_RESUME = {
-    "output", "resume", "device", "memory_budget", "wait",
+    "output", "resume", "overwrite", "device", "memory_budget", "wait",
     "data", "split", "dataset_config", "skip_bad_rows", "model",  # their contents are compared by digest
     "offload_activations",  # the same values
     "tune",  # a resumed run keeps its tilings
-    "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
+    "logging_steps", "save_steps", "save_minutes", "save_total_limit", "eval_data", "eval_split",
     "reference_adapter", "teacher", "teacher_adapter", "teacher_cache",  # their digests are compared
     "eval_teacher_cache",
     "rounded_from",  # its loss is measured once
@@ -76,6 +76,8 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
             rate = setting("learning_rate", self.learning_rate)
             ratio = setting("loraplus_lr_ratio", self.loraplus_lr_ratio)
             raise UserError(f"{ratio} and {rate} give B a learning rate beyond float32's range: lower them.")
+        if self.resume and self.overwrite:
+            raise UserError(f"{flag('resume')} goes on with a run that {flag('overwrite')} removes: leave one out.")
         check_initialisation(self.init_lora_weights, self.lora_r, self.use_dora, self.init_adapter)
         check_heldout(self)
         if self.lr_scheduler_min > self.learning_rate:

@@ -63,7 +63,8 @@ class GeneralOptions:
         True, FILES, "Time kernel tilings on the device before a model's first run, and use the fastest."
     )
     init_adapter: str | None = option(None, FILES, "PEFT adapter directory to start from.")
-    resume: bool = option(False, SAVING, "Continue the run in --output from its last checkpoint.")
+    resume: bool = option(False, SAVING, "Continue the run in --output from its newest complete state.")
+    overwrite: bool = option(False, SAVING, "Begin over, and remove the run that --output has.")
     train: str = option(
         "lora",
         ADAPTER,
@@ -229,7 +230,13 @@ class GeneralOptions:
         "Steps between log lines. Default: 10, or 1 in runs of at most 100 steps.",
         within=POSITIVE,
     )
-    save_steps: int = option(200, SAVING, "Steps between checkpoints; 0 saves only at the end.", within=NOT_NEGATIVE)
+    save_steps: int = option(200, SAVING, "Steps between checkpoints; 0 saves none by steps.", within=NOT_NEGATIVE)
+    save_minutes: float = option(
+        5.0,
+        SAVING,
+        "Also save when the last checkpoint is so many minutes old, for at most 1% of the time; 0 does not.",
+        within=NOT_NEGATIVE,
+    )
     save_total_limit: int = option(3, SAVING, "Number of checkpoints to keep.", within=POSITIVE)
     eval_steps: int = option(
         0, SAVING, "Steps between measurements of the held-out loss; 0 means after every epoch.", within=NOT_NEGATIVE

@@ -46,8 +46,8 @@ def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
     say(("snap_steps", "rounded_from"), not scales, f"{stated} rounds nothing")
     say(
         ("save_total_limit",),
-        args.save_steps == 0,
-        f"with {setting('save_steps', 0)} there is one checkpoint, at the end",
+        not (args.save_steps or args.save_minutes),
+        f"with {setting('save_steps', 0)} and {setting('save_minutes', 0)} there is one checkpoint, at the end",
     )
     objective = objective_of(args)
     if objective.cut():

@@ -25,6 +25,7 @@ class TrainingOptions(TypedDict, total=False):
     tune: bool
     init_adapter: str | Path | None
     resume: bool
+    overwrite: bool
     train: str
     snap_steps: int | None
     rounded_from: str | Path | None
@@ -70,6 +71,7 @@ class TrainingOptions(TypedDict, total=False):
     seed: int
     logging_steps: int | None
     save_steps: int
+    save_minutes: float
     save_total_limit: int
     eval_steps: int
     eval_on_start: bool

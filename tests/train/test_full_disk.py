@@ -1,0 +1,231 @@
+"""A disk that is full: known before the first step if it can be, and the last state is saved in a reserve."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.training import model_dir, random_rows
+
+from wgpu_lora import api
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
+from wgpu_lora.errors import StorageError
+from wgpu_lora.events import StepResult
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.train import checkpoint
+from wgpu_lora.train.checkpoint import RESERVE
+from wgpu_lora.train.output import LOG, Log, read_log
+from wgpu_lora.train.space import GROWTH
+from wgpu_lora.train.state import read_state
+from wgpu_lora.train.storage import Directories
+
+STATE = r"and the newest complete state is (\S+): make room for ([\d,]+) bytes there and go on with resume=True\."
+
+
+@pytest.fixture(scope="module")
+def model(device: Device) -> LoadedModel:
+    return open_model(str(model_dir("qwen2")), device, "nf4")
+
+
+def options(place: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    for file, count in (("rows", 12), ("heldout", 3)):
+        if not (place / f"{file}.jsonl").exists():
+            random_rows(place / f"{file}.jsonl", count, 301, count)
+    return {
+        "data": str(place / "rows.jsonl"), "eval_data": str(place / "heldout.jsonl"), "output": str(output),
+        "lora_r": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_length": 16,
+        "packing": False, "max_steps": 7, "save_steps": 2, "save_total_limit": 9, "eval_steps": 2, "logging_steps": 3,
+        "learning_rate": 1e-3, **changes,
+    }  # fmt: skip
+
+
+def result(run: Path) -> tuple[bytes, list[dict[str, float]]]:
+    log = [{k: v for k, v in line.items() if "second" not in k} for line in read_log(run / LOG)]
+    return (run / "adapter_model.safetensors").read_bytes(), log
+
+
+@pytest.fixture(scope="module")
+def whole(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("whole")
+    api.finetune(model, **options(place, place / "run"))
+    return place
+
+
+def later_best(path: Path, data: bytes = b"") -> bool:
+    return path.name == "best" and (path.parent / "checkpoints" / "step-2").exists()
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, full: Callable[[Path, bytes], bool], even_then: bool = False) -> None:
+    """Writes for which `full` holds are refused: until the reserve is released, or `even_then`."""
+    directory, write, line = Directories.write_directory, Directories.write, Log.write
+
+    def refuse(path: Path, data: bytes = b"") -> None:
+        reserved = any((parent / RESERVE).exists() for parent in path.parents)
+        if full(path, data) and (reserved or even_then):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write_line(log: Log, said: dict[str, Any]) -> None:
+        refuse(log.path, str(said["step"]).encode())
+        line(log, said)
+
+    def write_directory(own: Directories, final: Path, files: Any) -> None:
+        refuse(final)
+        directory(own, final, files)
+
+    def write_file(own: Directories, path: Path, data: bytes | None) -> None:
+        refuse(path)
+        write(own, path, data)
+
+    monkeypatch.setattr(Directories, "write_directory", write_directory)
+    monkeypatch.setattr(Directories, "write", write_file)
+    monkeypatch.setattr(Log, "write", write_line)
+
+
+@pytest.mark.parametrize(
+    ("full", "even_then", "newest"),
+    [
+        (lambda path, data: path.name == "step-4", False, "checkpoints/step-4"),
+        (lambda path, data: path.name == LOG and data == b"4", False, "checkpoints/step-4"),
+        (later_best, False, "checkpoints/step-4"),
+        (lambda path, data: path.name in ("step-4", "step-6"), True, "best"),
+        (lambda path, data: path.name == "step-4" or later_best(path), True, "checkpoints/step-2"),
+        (lambda path, data: path.name == "README.md", True, "checkpoints/step-7"),
+    ],
+)
+def test_the_last_state_is_saved_and_goes_on(
+    model: LoadedModel,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    full: Callable[[Path, bytes], bool],
+    even_then: bool,
+    newest: str,
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        fill(patched, full, even_then)
+        with pytest.raises(StorageError, match=STATE) as error:
+            api.finetune(model, **options(whole, run))
+    found = re.search(STATE, str(error.value))
+    assert found
+    assert found[1] == str(run / newest)
+    assert checkpoint.fault(run / newest) is None
+    assert not list(run.rglob("*.tmp"))
+    api.finetune(model, resume=True, output=str(run))
+    assert result(run) == result(whole / "run")
+
+
+def test_results_that_fit_into_the_reserve_end_the_run_well(
+    model: LoadedModel, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(monkeypatch, lambda path, data: path.name in ("step-7", "adapter_model.safetensors"))
+    record = api.finetune(model, **options(whole, tmp_path / "run"))
+    assert record.outcome == "finished"
+    assert result(tmp_path / "run") == result(whole / "run")
+
+
+def test_a_run_without_any_state_can_begin_again(
+    model: LoadedModel, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        fill(patched, lambda path, data: path.parent.name == "checkpoints" or path.name == "best", even_then=True)
+        with pytest.raises(StorageError, match=r"there is no complete state yet: make room for .* and start again\."):
+            api.finetune(model, **options(whole, tmp_path / "run"))
+    api.finetune(model, **options(whole, tmp_path / "run"))
+    assert result(tmp_path / "run") == result(whole / "run")
+
+
+def test_a_part_of_a_line_does_not_stay_in_the_log(tmp_path: Path, small: Path) -> None:
+    log = Log(small / LOG)
+    log.write({"step": 1, "epoch": 0.5, "loss": 1.0})
+    (small / "rest").write_bytes(bytes(shutil.disk_usage(small).free))
+    with pytest.raises(OSError, match="No space left"):
+        log.write({"step": 2, "loss": "2" * 8192})
+    (small / "rest").unlink()
+    log.write({"step": 2, "epoch": 1.0, "loss": 2.0})
+    assert [line["step"] for line in read_log(small / LOG)] == [1, 2]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if (
+        not shutil.which("mount")
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True
+        ).returncode
+    ):
+        pytest.skip("mounting is not permitted")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def needed(place: Path, model: LoadedModel, given: dict[str, Any]) -> int:
+    """What a run that is refused says that it needs; the sentence names the path and the free bytes, too."""
+    (place / "rest").write_bytes(bytes(shutil.disk_usage(place).free - (1 << 16)))
+    with pytest.raises(StorageError) as refused:
+        api.finetune(model, **given)
+    (place / "rest").unlink()
+    said = re.fullmatch(
+        r"The disk of (\S+) has ([\d,]+) bytes free, but a checkpoint and the results of the run need ([\d,]+) \(No "
+        r"space left on device\): make room there, or choose another output\.",
+        str(refused.value),
+    )
+    assert said
+    assert said[1] == given["output"]
+    assert int(said[2].replace(",", "")) <= 1 << 16
+    assert not (place / "run" / "checkpoints").exists()
+    return int(said[3].replace(",", ""))
+
+
+def test_a_disk_that_fills_during_a_run(model: LoadedModel, whole: Path, small: Path) -> None:
+    """A real one: refused before the first step; filled by others after the third; then with room again."""
+    given = options(whole, small / "run")
+    room = needed(small, model, given)
+    rest = small / "rest"
+
+    def others(step: StepResult) -> None:
+        if step.step == 3:
+            rest.write_bytes(bytes(shutil.disk_usage(small).free))
+
+    with pytest.raises(StorageError, match=STATE) as error:
+        api.finetune(model, callback=others, **given)
+    found = re.search(STATE, str(error.value))
+    assert found
+    assert int(found[2].replace(",", "")) == room + GROWTH
+    assert read_state(Path(found[1]))[0].step == 4
+    with pytest.raises(StorageError, match="bytes free, but"):
+        api.finetune(model, resume=True, output=given["output"])
+    rest.unlink()
+    assert shutil.disk_usage(small).free >= room + GROWTH
+    api.finetune(model, resume=True, output=given["output"])
+    assert result(small / "run") == result(whole / "run")
+
+
+def test_a_pipeline_on_a_disk_that_fills(model: LoadedModel, whole: Path, small: Path) -> None:
+    rest, given = small / "rest", options(whole, small / "home")
+    own = {name: given.pop(name) for name in ("data", "eval_data")}
+    tasks = [{**own, "checkpoint": str(small / name)} for name in "ab"]
+
+    def others(step: StepResult) -> None:
+        if step.step == 3:
+            rest.write_bytes(bytes(shutil.disk_usage(small).free))
+
+    with pytest.raises(StorageError, match=rf"newest complete state is {small}/home/state\.json"):
+        MultiAdapterPipeline(tasks, model, **given).train(others)
+    rest.unlink()
+    MultiAdapterPipeline(tasks, model, **given, resume=True).train()
+    MultiAdapterPipeline(
+        [{**own, "checkpoint": str(whole / name)} for name in "ab"], model, **given | {"output": str(whole / "home")}
+    ).train()
+    for name in "ab":
+        assert result(small / name) == result(whole / name)
