@@ -5,17 +5,20 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import repeat
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.events import Events
 from wgpu_lora.strict_json import to_json
 
 PLAIN_WIDTH = 120  # of tables without a terminal
+TICK = 0.5  # seconds
 SOON, OFTEN = 2.0, 10.0  # seconds until a Bar's first line without a terminal, and between lines
 
 
@@ -83,6 +86,8 @@ class Bar:
         text: the current work. total: None if unknown. unit: of the count, such as " s".
     """
 
+    shown: ClassVar[set[Bar]] = set()
+
     def __init__(self, text: str, total: float | None, unit: str = ""):
         self._text, self._total, self._unit = text, total, unit
         self._done = 0.0
@@ -107,6 +112,7 @@ class Bar:
         self._text = text or self._text
         self._total = total or self._total
         self._done = self._done + 1 if to is None else to
+        Bar.shown.add(self)
         if not is_terminal(sys.stderr):
             self._say()
             return
@@ -131,9 +137,44 @@ class Bar:
             print(f"{printable(self._text)}: {count} after {duration(spent)}{more}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        Bar.shown.discard(self)
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+@contextmanager
+def reading_shown() -> Iterator[None]:
+    """While data files are read for longer than two seconds, without another bar, show how far: in any command."""
+    from wgpu_lora.data.opening import files_in_use, position
+
+    ended = threading.Event()
+
+    def watch() -> None:
+        since: dict[Path, float] = {}
+        bar: Bar | None = None
+        while not ended.wait(TICK):
+            now, paths = time.monotonic(), files_in_use()
+            since = {path: since.get(path, now) for path in paths}
+            path = next((path for path in paths if now - since[path] >= SOON), None)
+            if path is None or Bar.shown - {bar}:
+                if bar:
+                    bar.close()
+                bar = None
+                continue
+            with suppress(OSError):
+                bar = bar or Bar("", 100, "%")
+                bar.advance(f"reading {path.name}", 100 * (position(path) or 0) / max(1, path.stat().st_size))
+        if bar:
+            bar.close()
+
+    thread = threading.Thread(target=watch, name="reading", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class TensorBar(Events):

@@ -138,7 +138,7 @@ class Tokenizer:
         token = self._special_tokens.get(name)
         return None if token is None else self.token_id(token)
 
-    @property
+    @cached_property
     def eos_id(self) -> int | None:
         """The id of eos_token; the first of generation_config if the tokenizer has none."""
         named = self._named_id("eos_token")
@@ -156,11 +156,11 @@ class Tokenizer:
         opening = self.opening
         return ids if opening and ids[:1] == opening[:1] else opening + ids
 
-    @property
+    @cached_property
     def bos_id(self) -> int | None:
         return self._named_id("bos_token")
 
-    @property
+    @cached_property
     def pad_id(self) -> int | None:
         return self._named_id("pad_token")
 
