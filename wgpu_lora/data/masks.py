@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from wgpu_lora.data import template
 from wgpu_lora.data.conversation_rows import ConversationRows, Pair, TokenizedExample, behind, split_prompt
 from wgpu_lora.data.encoding import EncodeRequest, Steps, run_together
 from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text, Tokens
@@ -97,10 +96,6 @@ def _rows(
         prompt, remarks = _opened(prompt, tokenizer)
         ids = _ended(prompt + answer, tokenizer)
         return TokenizedExample([(ids, behind(ids, len(prompt) if completion_only_loss else 0))], remarks=remarks)
-    if reserved := kwargs.keys() & template.GIVEN:
-        raise UserError(
-            f"chat_template_kwargs must not set {', '.join(sorted(reserved))}; they come from the row itself."
-        )
     return (yield from ConversationRows(example, tokenizer, kwargs).rows(completion_only_loss))
 
 

@@ -30,16 +30,16 @@ def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
         import pyarrow.parquet as parquet
     except ImportError:
         raise UserError(f"{path}: reading Parquet needs pyarrow: {pip_line('data')}.") from None
-    try:
-        with opened(path, raw=True) as source:
+    with opened(path, raw=True) as source:
+        try:
             chunks = _checked_chunks(path, parquet.read_metadata(source))
             # Texts stay in their dictionaries until their size is known: a few kilobytes may decode to gigabytes.
             texts = sorted({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
             file = parquet.ParquetFile(source, read_dictionary=texts)
             names = known_columns(file.schema_arrow.names, str(path), formats)
             yield from rows_of(file.iter_batches(BATCH, columns=names))
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): write it again.") from error
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
+            raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): write it again.") from error
 
 
 def _checked_chunks(path: Path, metadata: Any) -> list[Any]:

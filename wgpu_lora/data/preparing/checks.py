@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from wgpu_lora.data.empty import without_empty_answers
-from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Tokens
+from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text, Tokens
 from wgpu_lora.data.preparing.kinds import Read
 from wgpu_lora.data.thinking import mark_of
+from wgpu_lora.data.tokenizer import MAX_TEXT
 from wgpu_lora.names.naming import flag
 
 _UNTRAINED = -100
@@ -27,6 +28,8 @@ def reason_against(read: Read, thinks: bool | None, dropped: bool, most: int | N
             why = f"its reasoning was dropped ({flag('drop_thinking')})" if dropped else "'enable_thinking' is off"
             cure = "" if dropped or not off else f"; drop reasoning with {flag('drop_thinking')}"
             return f"{mark} is left in trained text, but {why}{cure}."
+        if (size := _bytes(example)) > MAX_TEXT:
+            return f"its text takes {size:,} bytes, more than the {MAX_TEXT >> 20} MiB of a row; split it."
     if most is not None and (count := sum(map(characters, read.sample.examples))) > most:
         return f"it has {count:,} characters, more than {most:,}; split it."
     return None
@@ -45,14 +48,22 @@ def _thinking_off(example: Example, thinks: bool | None) -> bool:
 
 def characters(example: Example) -> int:
     """Characters of an example's text; of tokens, their number."""
+    return len(example.input_ids) if isinstance(example, Tokens) else sum(map(len, _texts(example)))
+
+
+def _bytes(example: Example) -> int:
+    return sum(len(text.encode()) for text in _texts(example))
+
+
+def _texts(example: Example) -> list[str]:
     match example:
-        case Tokens():
-            return len(example.input_ids)
         case Conversation():
-            return sum(len(message["content"] or "") for message in example.messages)
+            return [message["content"] or "" for message in example.messages]
         case Completion():
-            return len(example.prompt) + len(example.completion)
+            return [example.prompt, example.completion]
         case Alpaca():
-            return sum(map(len, (example.system, example.instruction, example.input, example.output)))
+            return [example.system, example.instruction, example.input, example.output]
+        case Text():
+            return [example.text]
         case _:
-            return len(example.text)
+            return []
