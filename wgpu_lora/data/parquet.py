@@ -94,10 +94,8 @@ def _decoded_bytes(part: Any) -> int:
         return sum(map(_decoded_bytes, part.columns))
     if hasattr(part, "chunks"):
         return sum(map(_decoded_bytes, part.chunks))
-    if types.is_dictionary(part.type):
-        values = part.dictionary
-        lengths = compute.binary_length(values) if hasattr(values, "total_values_length") else None
-        return int(part.nbytes if lengths is None else compute.sum(lengths.take(part.indices)).as_py() or 0)
+    if types.is_dictionary(part.type) and not types.is_primitive(part.type.value_type):
+        return int(compute.sum(compute.binary_length(part.dictionary).take(part.indices)).as_py() or 0)
     if types.is_struct(part.type):
         return sum(map(_decoded_bytes, part.flatten()))
     if types.is_list(part.type) or types.is_large_list(part.type) or types.is_fixed_size_list(part.type):
