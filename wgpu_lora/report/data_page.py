@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.atomic import replace_file
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
 from wgpu_lora.pages import render
@@ -48,10 +48,7 @@ def write_page(
         UserError: it cannot be written, or would replace something else.
     """
     check_page(page)
-    try:
-        write_bytes_atomic(page, render_page(found, projection, price, larger).encode("utf-8", "replace"))
-    except OSError as error:
-        raise UserError(f"{page} cannot be written ({error.strerror}): give {flag('page')} another name.") from None
+    replace_file(page, render_page(found, projection, price, larger).encode("utf-8", "replace"), flag("page"))
     return page
 
 

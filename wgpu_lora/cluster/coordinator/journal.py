@@ -11,11 +11,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from wgpu_lora.atomic import sweep, write_bytes_atomic
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster.coordinator.state import Requests, State
 from wgpu_lora.cluster.facts import RunRequest, from_plain
 from wgpu_lora.cluster.node.layout import NAME
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.locks import sweep
 from wgpu_lora.strict_json import to_json
 
 VERSION = 1
