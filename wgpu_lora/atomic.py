@@ -45,14 +45,21 @@ def check_new(path: str | Path, option: str, directory: bool = False) -> None:
             raise UserError(f"{path} is a link: give {option} the path that it leads to, or another.")
         if directory and path.is_dir() and not any(path.iterdir()):
             check_not_around(path, option)
-        elif path.is_dir() and not directory:
-            raise UserError(f"{path} is a directory: give {option} the name of a file in it.")
-        elif path.exists():
+        elif path.is_file() or (directory and path.exists()):
             raise _taken(path, option)
-        if not directory and not path.absolute().parent.is_dir():
-            raise UserError(f"The directory {path.parent} of {option} does not exist: create it first.")
+        elif not directory:
+            check_file(path, option)
     except OSError as error:
         raise unwritable(path, option, error) from None
+
+
+def check_file(path: Path, option: str) -> None:
+    """Raise UserError if there cannot be a file at `path`, or there is something else. Arguments as for `check_new`."""
+    check_output(path, option)
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a file: give {option} the name of one.")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"The directory {path.parent} of {option} does not exist: create it first.")
 
 
 def check_not_around(path: Path, option: str) -> None:
@@ -155,15 +162,14 @@ def numbered(path: Path) -> Path:
 
 
 def replace_file(path: str | Path, data: bytes, option: str) -> None:
-    """Write a file that an option named, which may exist, under a lock; missing parents are made.
+    """Write a file that may exist, under a lock. Missing parents are made, unless `check_file` has refused them.
 
     Raises:
         UserError: another process is writing it, it is no file, or the disk is full or refuses.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is not a file: give {option} the name of one.")
     with locked(path, option):
+        check_file(path, option)
         try:
             write_bytes_atomic(path, data)
         except OSError as error:

@@ -77,11 +77,13 @@ def _made(directory: Path) -> Iterator[None]:
 
 
 def check_output(path: Path, option: str) -> None:
-    """Raise UserError if a path cannot be one, or is or leads through a link to nothing or a loop of links."""
+    """Raise UserError if a path cannot be one, leads through a file, or is or leads through a link to nothing."""
     check_path(path)
     for part in (path, *path.parents):
         if part.is_symlink() and not part.exists():
             raise UserError(f"{part} is a link that leads nowhere: give {option} another path, or remove the link.")
+        if part != path and part.exists() and not part.is_dir():
+            raise UserError(f"{part} is not a directory: choose another {option}.")
 
 
 def unwritable(path: Path, option: str, error: OSError) -> UserError:

@@ -318,7 +318,7 @@ def test_result_files_that_cannot_be(tmp_path: Path) -> None:
         read_results(tmp_path / "none")
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "a.jsonl"):
-        with pytest.raises(UserError, match=r"cannot be written \("), Writer(path):
+        with pytest.raises(UserError, match=r"choose another|is not a file"), Writer(path):
             pass
 
 

@@ -294,8 +294,7 @@ def test_other_rows_tokenizers_and_templates_are_refused(teacher, data, cached, 
 
 
 def test_two_processes_do_not_write_the_same_cache(teacher, data, tmp_path):
-    (tmp_path / "cache").mkdir()
-    with FileLock(tmp_path / "cache" / plan.LOCK), pytest.raises(UserError, match="Another process is writing to"):
+    with FileLock(tmp_path / ".cache.lock"), pytest.raises(UserError, match="Another process is writing to"):
         teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
     teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.atomic import check_file, write_bytes_atomic
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -120,6 +120,7 @@ class Writer:
 
     def __enter__(self) -> Self:
         if self._path and self._plain:
+            check_file(self._path, self._option)
             self._lock.enter_context(locked(self._path, self._option))
         else:
             self._write("", "a")

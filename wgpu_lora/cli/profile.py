@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wgpu_lora.atomic import check_file
 from wgpu_lora.cli.bench_options import Layers, Shape
 from wgpu_lora.cli.console import Bar, console, line, print_json, table
 from wgpu_lora.cli.options import BaseDtype, Device, Json, Model, is_given
@@ -53,6 +54,8 @@ def profile(
     """
     if rounds < 1:
         raise UserError(f"--rounds must be at least 1, not {rounds}.")
+    if trace:
+        check_file(Path(trace), "--trace")
     from wgpu_lora.bench.profile import SCHEMA, described, profile_step, write_trace
     from wgpu_lora.bench.results import header
     from wgpu_lora.bench.step import TRAINING, TrainingStep, chosen_model, own_words

@@ -32,13 +32,14 @@ def attest(
     from wgpu_lora.protect.extra import check_libraries
 
     check_libraries()
-    from wgpu_lora.atomic import replace_file
+    from wgpu_lora.atomic import check_file, replace_file
     from wgpu_lora.gpu.devices import choose
     from wgpu_lora.protect.attestation import claims
     from wgpu_lora.protect.hygiene.host import harden
     from wgpu_lora.protect.sealed.keys import SessionKeys
 
     claims.check_nonce(nonce)
+    check_file(output, "--output")
     host, keys = harden(), SessionKeys.generate()
     try:
         if job is None:
