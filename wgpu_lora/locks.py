@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from wgpu_lora.bounded import check_path
 from wgpu_lora.errors import UserError, reason
@@ -44,17 +44,17 @@ def locked(path: str | Path, option: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def lock_file(path: Path, seconds: float = 0.0) -> Iterator[None]:
-    """Hold a lock file, which is made if it is missing. A file that its holder removes is not a lock any more.
+def lock_file(path: Path, seconds: float = 0.0) -> AcquireReturnProxy[FileLock]:
+    """Take a lock file, which is made if it is missing; `with` releases it, as does `.lock.release()`.
+
+    A file that its holder has removed is not taken.
 
     Raises:
-        Timeout: another process, or thread, holds it, and for `seconds` did not let go.
+        Timeout: another process, or thread, holds it, and did not let go in `seconds`.
         OSError: its directory cannot hold files or locks.
     """
     path.touch()  # FileLock would take some directories without files, as in /proc, for locked ones
-    with FileLock(path, timeout=seconds):
-        yield
+    return FileLock(path, timeout=seconds).acquire()
 
 
 def _unlinked(path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from wgpu_lora.atomic import check_new, write_new_bytes
-from wgpu_lora.names.naming import flag
 
 Row = dict[str, str]
 THINGS = ("crate", "shelf", "basket", "train", "garden", "library", "boat", "kitchen", "market", "workshop")
@@ -57,9 +56,9 @@ def write_rows(make: Callable[[np.random.Generator], Row], path: Path, rows: int
     Raises:
         UserError: the file exists, or cannot be written.
     """
-    check_new(path, flag("output"))
+    check_new(path, "OUTPUT")
     rng = np.random.default_rng(seed)
     lines: dict[str, None] = {}  # in the order in which they were generated
     while len(lines) < rows:
         lines[json.dumps(make(rng)) + "\n"] = None
-    write_new_bytes(path, "".join(lines).encode(), flag("output"))
+    write_new_bytes(path, "".join(lines).encode(), "OUTPUT")

@@ -21,7 +21,7 @@ Pieces = Callable[[], Iterator[Sequence[np.ndarray]]]
 Tensors = dict[str, tuple[tuple[int, ...], Sequence[GGMLQuantizationType], Pieces]]
 
 
-def refuse_existing(output: Path) -> None:
+def check_new_gguf(output: Path) -> None:
     """Raises UserError if `output` exists, or is not a suitable path."""
     check_new(output, flag("output"))
     if output.suffix.lower() != ".gguf":

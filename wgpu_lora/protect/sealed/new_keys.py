@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wgpu_lora.atomic import check_new, write_new_bytes
+from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey, write_private
 
@@ -28,7 +28,6 @@ def new_signing_key(path: Path) -> PublicKey:
     """
     _check_file(path)
     public_path = path.with_name(f"{path.name}.pub")
-    check_new(public_path, "PATH")
     key = SigningKey.generate()
     try:
         write_private(path, key.private_pem())
