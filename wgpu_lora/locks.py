@@ -79,11 +79,17 @@ def _made(directory: Path) -> Iterator[None]:
 def check_output(path: Path, option: str) -> None:
     """Raise UserError if a path cannot be one, leads through a file, or is or leads through a link to nothing."""
     check_path(path)
+    check_links(path)
+    for part in path.parents:
+        if part.exists() and not part.is_dir():
+            raise UserError(f"{part} is not a directory: choose another {option}.")
+
+
+def check_links(path: Path) -> None:
+    """Raise UserError if a path is, or leads through, a link to nothing or a loop of links."""
     for part in (path, *path.parents):
         if part.is_symlink() and not part.exists():
-            raise UserError(f"{part} is a link that leads nowhere: give {option} another path, or remove the link.")
-        if part != path and part.exists() and not part.is_dir():
-            raise UserError(f"{part} is not a directory: choose another {option}.")
+            raise UserError(f"{part} is a link that leads nowhere: give another path, or remove the link.")
 
 
 def unwritable(path: Path, option: str, error: OSError) -> UserError:

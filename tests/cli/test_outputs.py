@@ -1,4 +1,4 @@
-"""What commands write appears whole or not at all: beside another process, after a kill, on a full disk, behind links."""
+"""Output appears whole or not at all: beside another process, after a kill, on a full disk, behind links."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DIRECTORIES = {
     "protect open": ["protect", "open", "{place}/folder.tar.age", "--key", "{place}/key", "--output", "{out}"],
 }
 FILES = {
-    "export gguf": ["export", "gguf", "--model", MODEL, "--output", "{out}.gguf"],
+    "export gguf": ["export", "gguf", "--model", "demo", "--output", "{out}.gguf"],
     "export gguf --lora": [
         "export", "gguf", "--model", MODEL, "--adapter", "{place}/adapter", "--lora", "--output", "{out}.gguf"
     ],
@@ -44,7 +44,7 @@ FILES = {
     "protect keygen": ["protect", "keygen", "{out}"],
 }  # fmt: skip
 REPLACED = {  # what is there may be written again
-    "bench": ["bench", "--brick", "rope", "--model", MODEL, "--time-limit", "0.01", "--no-tune", "--json", "{out}"],
+    "bench": ["bench", "--brick", "rope", "--model", MODEL, "--tokens", "8", "--time-limit", "0.01", "--json", "{out}"],
     "data stats": [
         "data", "stats", "--data", "{place}/rows.jsonl", "--model", MODEL, "--no-measure", "--max-length", "16",
         "--page", "{out}",
@@ -98,10 +98,11 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: st
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1, said
-    assert [word for word in words if word not in said] == [], said
+    assert [word for word in words if word not in said and not re.search(word, said)] == [], said
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="cannot tell which file is flushed")
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"generate"}))  # which keeps its answers
 def test_one_writer_at_a_time(
     name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,18 +111,18 @@ def test_one_writer_at_a_time(
     final, arguments = target(name, out), given(name, place, out)
     with locked(final, "--output"):
         refused(arguments, capsys, f"Another process is writing to {final}: wait for it, or choose another")
-    assert names(tmp_path) == []
+    assert names(final.parent) == []
 
     def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if str(tmp_path) in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         if name != "teacher-cache":  # whose parts stay
-            refused(arguments, capsys, f"{final} cannot be written (No space left on device): free space, or choose")
-            assert names(tmp_path) == []
-    if name == "report":
-        out.mkdir()
+            words = " cannot be written (No space left on device): free space, or choose another"
+            refused(arguments, capsys, str(final), words)
+            assert names(final.parent) == []
     for left in (f".{final.name}.abcd1234.tmp", f".{final.name}.tmp"):
         (final.parent / left).mkdir()
         (final.parent / left / "part").touch()
@@ -129,7 +130,7 @@ def test_one_writer_at_a_time(
     assert names(final.parent)[0] == final.name
     if name not in REPLACED:
         before = {path: file_digest(path) for path in tmp_path.rglob("*") if path.is_file()}
-        refused(arguments, capsys, f"{final} exists already: give ")
+        refused(arguments, capsys, str(final), " already: give ")
         assert {path: file_digest(path) for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -151,10 +152,35 @@ def test_links(name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert names(tmp_path) == sorted(["empty", "file", link.name])
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", "{link}"],
+        ["generate", "--model", "{link}", "--prompt", "a"],
+        ["generate", "--adapter", "{link}", "--prompt", "a"],
+        ["finetune", "--data", "{link}/rows.jsonl", "--output", "{link}"],
+        ["finetune", "--adapters", "{rows}:{link}", "--max-steps", "1"],
+        ["data", "prepare", "{rows}", "{link}", "--output", "out"],
+        ["bench", "compare", "{rows}", "{link}"],
+        ["protect", "seal", "{link}", "--to", KEY.recipient],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+@pytest.mark.parametrize("to", ["nowhere", "link"])
+def test_links_that_are_given(
+    arguments: list[str], to: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / to)
+    given = [word.format(link=link, rows=place / "rows.jsonl") for word in arguments]
+    refused(given, capsys, f"{link} is a link that leads nowhere: ")
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="has no file system that holds no files")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_places_that_hold_no_files(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(given(name, place, Path("/proc/self/out")), capsys, "cannot be written (No such file or directory)")
+    words = "/proc/self is not writable" if name == "teacher-cache" else "out.* cannot be written \\(No such file"
+    refused(given(name, place, Path("/proc/self/out")), capsys, words)
 
 
 KILLED = """
@@ -185,7 +211,7 @@ def test_of_two_processes_one_writes(name: str, place: Path, tmp_path: Path) -> 
     said = [process.communicate()[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 2], said
     (loser,) = (text for process, text in zip(both, said, strict=True) if process.returncode)
-    assert "Another process is writing to" in loser or "exists already" in loser
+    assert "Another process is writing to" in loser or " already: give " in loser
     digests = []
     for which in ("alone", "out"):
         final = target(name, tmp_path / which)

@@ -20,7 +20,7 @@ from wgpu_lora.data.in_memory import MemorySource
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events, Passing
 from wgpu_lora.gpu.wipe import Wiper
-from wgpu_lora.locks import lock_file
+from wgpu_lora.locks import check_output, lock_file
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.hygiene.cleanup import Cleanup, overwrite
@@ -248,6 +248,7 @@ class _Logged(Events):
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Keep other sessions out of a run's directory, which is made, and removed again if it stays empty."""
+    check_output(directory, flag("output"))
     made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
