@@ -22,6 +22,7 @@ from wgpu_lora.events import SILENT, Evaluating, Events, Passing
 from wgpu_lora.gpu.wipe import Wiper
 from wgpu_lora.locks import check_output, lock_file
 from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.names.naming import flag
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.hygiene.cleanup import Cleanup, overwrite
 from wgpu_lora.protect.hygiene.host import harden
