@@ -43,7 +43,7 @@ def check_new(path: str | Path, option: str, directory: bool = False) -> None:
         check_output(path, option)
         if path.is_symlink():
             raise UserError(f"{path} is a link: give {option} the path that it leads to, or another.")
-        if directory and path.is_dir() and not any(path.iterdir()):
+        if directory and _is_empty(path):
             check_not_around(path, option)
         elif path.is_file() or (directory and path.exists()):
             raise _taken(path, option)
@@ -118,8 +118,8 @@ def new_file(path: str | Path, option: str, private: bool = False) -> Iterator[P
     with locked(path, option), _place(path, option) as place:
         check_new(path, option)
         yield place / path.name
-        (place / path.name).chmod(0o600 if private else 0o666 & ~UMASK)
         _flush(place / path.name)
+        (place / path.name).chmod(0o600 if private else 0o666 & ~UMASK)
         try:
             os.link(place / path.name, path)
         except FileExistsError:
@@ -153,9 +153,11 @@ def _place(path: Path, option: str | None) -> Iterator[Path]:
 def numbered(path: Path) -> Path:
     """`path`, with a number appended if something is there other than an empty directory."""
     names = (path if number == 1 else path.with_name(f"{path.name}-{number}") for number in count(1))
-    return next(
-        one for one in names if not (one.is_file() or one.is_symlink() or (one.exists() and any(one.iterdir())))
-    )
+    return next(one for one in names if not one.is_symlink() and (not one.exists() or _is_empty(one)))
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 # -- what may exist ----------------------------------------------------------------------------------------------------
@@ -191,8 +193,10 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
             os.fsync(file.fileno())
         temporary.chmod(0o666 & ~UMASK)  # mkstemp makes files private
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # writing to an open file does not say which
         raise
     sync_directory(path.parent)
 
@@ -245,7 +249,7 @@ def sync_directory(directory: Path) -> None:
 def _flush(path: Path) -> None:
     if os.name == "nt" and path.is_dir():
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
