@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from wgpu_lora.bounded import check_path
+from wgpu_lora.bounded import check_links, check_path
 from wgpu_lora.errors import UserError, reason
 
 # Directories use `.NAME.tmp` and `.NAME.previous`, removed ones `.NAME.old`; tempfile adds eight characters.
@@ -83,13 +83,6 @@ def check_output(path: Path, option: str) -> None:
     for part in path.parents:
         if part.exists() and not part.is_dir():
             raise UserError(f"{part} is not a directory: choose another {option}.")
-
-
-def check_links(path: Path) -> None:
-    """Raise UserError if a path is, or leads through, a link to nothing or a loop of links."""
-    for part in (path, *path.parents):
-        if part.is_symlink() and not part.exists():
-            raise UserError(f"{part} is a link that leads nowhere: give another path, or remove the link.")
 
 
 def unwritable(path: Path, option: str, error: OSError) -> UserError:

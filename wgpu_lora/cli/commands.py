@@ -9,10 +9,9 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from wgpu_lora.bounded import is_path
+from wgpu_lora.bounded import check_links, is_path
 from wgpu_lora.cli.elsewhere import command_instead
 from wgpu_lora.errors import UserError
-from wgpu_lora.locks import check_links
 from wgpu_lora.names.aliases import advice, aliases_of, instead
 from wgpu_lora.names.naming import flag
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.atomic import check_file
 from wgpu_lora.cli.bench_options import Layers, Shape
 from wgpu_lora.cli.console import Bar, console, line, print_json, table
 from wgpu_lora.cli.options import BaseDtype, Device, Json, Model, is_given
@@ -55,6 +54,8 @@ def profile(
     if rounds < 1:
         raise UserError(f"--rounds must be at least 1, not {rounds}.")
     if trace:
+        from wgpu_lora.atomic import check_file
+
         check_file(Path(trace), "--trace")
     from wgpu_lora.bench.profile import SCHEMA, described, profile_step, write_trace
     from wgpu_lora.bench.results import header

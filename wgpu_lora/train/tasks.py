@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import is_path, read_toml
+from wgpu_lora.bounded import check_links, is_path, read_toml
 from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.locks import check_links
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.naming import IN_FILE, flag, naming, renamed
 from wgpu_lora.train.options.arguments import PATHS, TrainingArguments, from_values
