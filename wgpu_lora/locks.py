@@ -8,11 +8,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from typing import TYPE_CHECKING
 
 from wgpu_lora.bounded import check_links, check_path
 from wgpu_lora.errors import UserError, reason
+
+if TYPE_CHECKING:
+    from filelock import AcquireReturnProxy, FileLock
 
 # Directories use `.NAME.tmp` and `.NAME.previous`, removed ones `.NAME.old`; tempfile adds eight characters.
 _LEFTOVER = re.compile(r"\.(.+?)(\.[a-z0-9_]{8})?\.(tmp|previous|old)")
@@ -28,6 +30,8 @@ def locked(path: str | Path, option: str) -> Iterator[None]:
     Raises:
         UserError: another process is writing to it, or the disk refuses.
     """
+    from filelock import Timeout
+
     place = Path(path).absolute()
     file = place.with_name(f".{place.name}.lock")
     with ExitStack() as stack:
@@ -53,6 +57,8 @@ def lock_file(path: Path, seconds: float = 0.0) -> AcquireReturnProxy[FileLock]:
         Timeout: another process, or thread, holds it, and did not let go in `seconds`.
         OSError: its directory cannot hold files or locks.
     """
+    from filelock import FileLock  # 20 ms, which most commands do not need
+
     path.touch()  # FileLock would take some directories without files, as in /proc, for locked ones
     return FileLock(path, timeout=seconds).acquire()
 
