@@ -1,4 +1,4 @@
-"""Safe reading of untrusted files: JSON and TOML within limits of time and memory, and links to nothing or elsewhere."""
+"""Safe reading of untrusted files: JSON and TOML within limits of time and memory; links to nothing, or elsewhere."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     for arguments, message in (
         ((model, output, "q3_k"), "quantize=.q3_k. is not known"),
         ((model, tmp_path / "no" / "out.gguf"), "does not exist: create it first"),
-        ((model, tmp_path), "is a directory"),
+        ((model, tmp_path), "is not a file"),
         ((model, model / "config.json"), "exists already"),
         ((bare, output), "has no tokenizer.json"),
         ((other, output, "f16", adapter), "does not fit"),
