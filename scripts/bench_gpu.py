@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.contract import load_contract
 from wgpu_lora.bench.results import Writer, header
 from wgpu_lora.bench.workloads import bricks_of
@@ -120,16 +119,16 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=3600, help="seconds per part")
     options = parser.parse_args()
     try:
-        result = header(SCHEMA, Device(options.device), quick=options.quick)
-        Writer(options.json)  # refuses what cannot be written, before hours of measuring
+        with Writer(options.json) as writer:  # refuses what cannot be written, before hours of measuring
+            result = header(SCHEMA, Device(options.device), quick=options.quick)
+            line("device", f"{result['device']['name']}, {result['device']['driver']}")
+            result["parts"] = []
+            for found in outcomes(parts(options.device, options.quick), options.timeout):
+                result["parts"].append(found)
+                writer.text(json.dumps(result, indent=1) + "\n")
     except UserError as error:
         print(f"bench-gpu: {error}", file=sys.stderr)
         return 2
-    line("device", f"{result['device']['name']}, {result['device']['driver']}")
-    result["parts"] = []
-    for found in outcomes(parts(options.device, options.quick), options.timeout):
-        result["parts"].append(found)
-        write_bytes_atomic(options.json, (json.dumps(result, indent=1) + "\n").encode())
     print()
     for found in result["parts"]:
         why = f": {found['reason']}" if "reason" in found else ""

@@ -255,7 +255,17 @@ def cells(row: Record) -> list[str]:
 def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
     """Compare, show and write; 1 if a side did not run."""
     asked.check()
-    Writer(file)  # refuses what cannot be written
+    with Writer(file) as writer:  # refuses what cannot be written
+        rows, served = _measured(asked, no_serving)
+        result = {"schema": SCHEMA, "commit": commit(), "options": asdict(asked), "steps": rows, "serving": served}
+        writer.text(json.dumps(result, indent=1) + "\n")
+    for failure in (failed := failures(rows + served)):
+        print(f"bench-reference: {failure}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def _measured(asked: Comparison, no_serving: bool) -> tuple[list[Record], list[Record]]:
+    """Steps and serving, as they are shown."""
     rows: list[Record] = []
     for count in asked.rows:
         line("step", f"{count} x {asked.tokens} tokens, {asked.rounds} rounds of {asked.steps} steps per side")
@@ -266,12 +276,7 @@ def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
     for row in served:
         said = row.get("not_run") or f"prefill {row['prefill']:,.0f}, decode {row['decode']:,.1f} tokens/s"
         line("serving", f"{row['base_dtype']}, {PROMPT} tokens then {NEW}: {said}")
-    if file:
-        result = {"schema": SCHEMA, "commit": commit(), "options": asdict(asked), "steps": rows, "serving": served}
-        file.write_text(json.dumps(result, indent=1) + "\n")
-    for failure in (failed := failures(rows + served)):
-        print(f"bench-reference: {failure}", file=sys.stderr)
-    return int(bool(failed))
+    return rows, served
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Safe reading of untrusted files: JSON and TOML within time and memory limits, and links out of a folder."""
+"""Safe reading of untrusted files: JSON and TOML within limits of time and memory; links to nothing, or elsewhere."""
 
 from __future__ import annotations
 
@@ -145,6 +145,13 @@ def check_path(path: str | Path) -> None:
     """Raise UserError unless `is_path`."""
     if not is_path(str(path)):
         raise UserError(f"{str(path)!a:.80} cannot be a path: it must be UTF-8 text without NUL, and not too long.")
+
+
+def check_links(path: Path) -> None:
+    """Raise UserError if a path is, or leads through, a link to nothing or a loop of links."""
+    for part in (path, *path.parents):
+        if part.is_symlink() and not part.exists():
+            raise UserError(f"{part} is a link that leads nowhere: give another path, or remove the link.")
 
 
 def check_name(path: Path) -> None:

@@ -238,7 +238,7 @@ def test_command_prints_a_table(run: Any, mini: str):
         (["--shape", "mini", "--rank", "0"], "--rank must be greater than 0, not 0."),
         (["--shape", "mini", "--tokens", "64", "--batch", "9999999"], "lower --batch or --tokens."),
         (["--rounds", "0"], "--rounds must be at least 1, not 0."),
-        (["--trace", "/nowhere/trace.json"], "The directory of --trace /nowhere/trace.json does not exist"),
+        (["--trace", "/nowhere/trace.json"], "The directory /nowhere of --trace does not exist"),
     ],
 )
 def test_mistakes_are_one_line(run: Any, mini: str, arguments: list[str], message: str):

@@ -18,7 +18,7 @@ from support.events import hearing
 
 import wgpu_lora
 from wgpu_lora.api import bars
-from wgpu_lora.demo.compare import fresh_directory
+from wgpu_lora.atomic import numbered
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.settings import AnswerOptions, Settings
 from wgpu_lora.train.options.arguments import TrainingArguments
@@ -231,10 +231,10 @@ def test_values_that_mean_nothing_are_refused(wrong: Callable[[], object], messa
 
 def test_the_demo_finds_a_fresh_directory(tmp_path: Path):
     wanted = tmp_path / "demo-run"
-    assert fresh_directory(wanted) == wanted
+    assert numbered(wanted) == wanted
     wanted.mkdir()
-    assert fresh_directory(wanted) == wanted
+    assert numbered(wanted) == wanted
     (wanted / "log.jsonl").write_text("")
     (tmp_path / "demo-run-2").mkdir()
     (tmp_path / "demo-run-2" / "x").write_text("")
-    assert fresh_directory(wanted) == tmp_path / "demo-run-3"
+    assert numbered(wanted) == tmp_path / "demo-run-3"

@@ -80,4 +80,4 @@ def test_an_output_that_exists_is_refused_before_the_model_is_looked_for(
     output.write_text("kept")
     model = ["nobody/nothing"] if command == "import" else ["--model", "nobody/nothing"]
     assert main([*command.split(), *model, "--output", str(output)]) == 2
-    assert f"{output} exists already: choose another --output, or remove it." in capsys.readouterr().err
+    assert f"{output} exists already: give --output another name, or remove it." in capsys.readouterr().err

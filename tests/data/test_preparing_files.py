@@ -96,7 +96,7 @@ def test_what_exists_is_not_replaced(tmp_path: Path) -> None:
         prepare_files(names, out, Preparation(overwrite=True))
     with pytest.raises(UserError, match="holds other files"):
         prepare_files(names, tmp_path / "data", Preparation(overwrite=True))
-    with pytest.raises(UserError, match="is a file"):
+    with pytest.raises(UserError, match="exists already"):
         prepare_files(names, path)
     (out / "mine.txt").unlink()
     with pytest.raises(UserError, match="which would be written"):
@@ -177,5 +177,5 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(Lines, "add", full)
     assert main(["data", "prepare", str(path), "--output", str(tmp_path / "out")]) == 2
-    assert "out cannot be written (No space left on device), so nothing was: free space" in capsys.readouterr().err
+    assert "out cannot be written (No space left on device): free space" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["in.jsonl"]

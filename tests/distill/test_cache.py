@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from filelock import FileLock
 from safetensors.numpy import load_file, save
 from support.cli import write_rows
 from support.models import full_logits, save_golden_adapter, words_model
@@ -20,6 +19,7 @@ from wgpu_lora.distill.cache import TeacherCache
 from wgpu_lora.distill.header import CACHE, TABLE, position_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
+from wgpu_lora.locks import locked
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
 
@@ -294,8 +294,10 @@ def test_other_rows_tokenizers_and_templates_are_refused(teacher, data, cached, 
 
 
 def test_two_processes_do_not_write_the_same_cache(teacher, data, tmp_path):
-    (tmp_path / "cache").mkdir()
-    with FileLock(tmp_path / "cache" / plan.LOCK), pytest.raises(UserError, match="Another process is writing to"):
+    with (
+        locked(tmp_path / "cache" / CACHE, "--output"),
+        pytest.raises(UserError, match="Another process is writing to"),
+    ):
         teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
     teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
 

@@ -67,7 +67,7 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     for arguments, message in (
         ((model, output, "q3_k"), "quantize=.q3_k. is not known"),
         ((model, tmp_path / "no" / "out.gguf"), "does not exist: create it first"),
-        ((model, tmp_path), "is a directory"),
+        ((model, tmp_path), "is not a file"),
         ((model, model / "config.json"), "exists already"),
         ((bare, output), "has no tokenizer.json"),
         ((other, output, "f16", adapter), "does not fit"),
@@ -109,7 +109,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        with pytest.raises(OSError, match=r"."):
+        with pytest.raises(UserError, match=r"out.* cannot be written \(File too large\): free space"):
             export_model(DEMO, tmp_path / "out.gguf", "q4_0")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

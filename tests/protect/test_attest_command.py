@@ -84,7 +84,7 @@ def test_a_job_is_attested_with_it(run: Run, tmp_path: Path) -> None:
         (["--nonce", NONCE, "--quote"], "no TPM"),
         (["--nonce", NONCE, "--device", "no such device"], "No device is named"),
         (["--nonce", NONCE, "--job", "missing.toml"], "missing.toml"),
-        (["--nonce", NONCE, "-o", "missing/evidence.json"], "missing/evidence.json"),
+        (["--nonce", NONCE, "-o", "missing/evidence.json"], "The directory missing of --output does not exist"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(run: Run, tmp_path: Path, arguments: list[str], words: str) -> None:

@@ -103,11 +103,11 @@ def test_other_keys_are_refused(tmp_path: Path) -> None:
 def test_a_key_is_never_written_over_anything(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name in ("there", "link", "."):
-        with pytest.raises(UserError, match="exists already"):
+    for name, words in {"there": "exists already", "link": "leads nowhere", ".": "is not a file"}.items():
+        with pytest.raises(UserError, match=words):
             write_private(tmp_path / name, b"key")
     assert (tmp_path / "there").read_text() == "mine"
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="there is not a directory"):
         write_private(tmp_path / "there" / "key", b"key")
     for bad in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match=r"regular file|cannot be read"):

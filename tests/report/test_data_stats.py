@@ -108,7 +108,7 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     for command, words in (
         (["data", "stats", *given, "--page", rows], "exists already and is not a page: give --page another name"),
         (["data", "stats", *given, "--page", tmp_path], "is not a file"),
-        (["data", "stats", *given, "--no-measure", "--page", tmp_path / "no" / "page.html"], "cannot be written"),
+        (["data", "stats", *given, "--page", tmp_path / "no" / "page.html"], "no of --page does not exist"),
         (["data", "stats", *given, "--price-per-hour", "-1"], "--price-per-hour must be 0 or more, not -1"),
         (["data", "stats", *given, "--price-per-hour", "nan"], "--price-per-hour must be 0 or more, not nan"),
         (["data", "stats", *given, "--project", "qwen9"], "qwen9"),

@@ -9,8 +9,9 @@ import pytest
 from support.reports import page_of
 
 from wgpu_lora.bench.overhead import ORDERS, Row, Segment, row_of
-from wgpu_lora.bench.overhead_results import published, result_file, write_results
+from wgpu_lora.bench.overhead_results import published, result_file
 from wgpu_lora.cli import main
+from wgpu_lora.strict_json import to_json
 
 RAW = Segment(180.0, 180.02, 1000, 1001, "target seconds", 0.75, "a" * 64, 4.0)
 
@@ -26,7 +27,7 @@ def measured(order: str, steps: int, label: str = "demo 180s") -> Row:
 
 
 def written(path: Path, *rows: Row) -> Path:
-    write_results(path, result_file(rows, "a test", {}))
+    path.write_text(to_json(result_file(rows, "a test", {})))
     return path
 
 

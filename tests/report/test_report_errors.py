@@ -16,7 +16,7 @@ from support.reports import copied, page_of, profile_of
 from support.training import model_dir
 
 from wgpu_lora.cli import main
-from wgpu_lora.report.page import made
+from wgpu_lora.locks import locked
 
 
 def test_a_pipelines_directory_stands_for_its_adapters(
@@ -84,15 +84,15 @@ def test_refusals(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "file").write_text("")
     for output in ("file", "file/below"):
         assert main(["report", str(runs / "first"), "--output", str(tmp_path / output)]) == 2
-        assert "cannot be written" in capsys.readouterr().err
+        assert f"{tmp_path / 'file'} is not a directory: choose another --output" in capsys.readouterr().err
 
 
 def test_what_fails_leaves_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), made(tmp_path / "a" / "b"):
+    with pytest.raises(KeyboardInterrupt), locked(tmp_path / "a" / "b" / "page", "--output"):
         raise KeyboardInterrupt
     assert not (tmp_path / "a").exists()
     (tmp_path / "kept").mkdir()
-    with pytest.raises(KeyboardInterrupt), made(tmp_path / "kept" / "c"):
+    with pytest.raises(KeyboardInterrupt), locked(tmp_path / "kept" / "c" / "page", "--output"):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == [tmp_path / "kept"]
     assert list((tmp_path / "kept").iterdir()) == []

@@ -190,7 +190,7 @@ def test_options_of_any_name_are_checked_by_the_kind() -> None:
 
 def test_an_output_that_exists_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("")
-    with naming(IN_JSON), pytest.raises(UserError, match="exists already: choose another 'output', or remove it"):
+    with naming(IN_JSON), pytest.raises(UserError, match="exists already: give 'output' another name, or remove it"):
         KINDS["import"](Port(io.StringIO()), model="nobody/nothing", output=str(tmp_path))
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from wgpu_lora.api.evaluation import evaluate, prepared_rows
+from wgpu_lora.atomic import check_new
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export.decoded import decoded
 from wgpu_lora.export.packed import write_packed
 from wgpu_lora.export.rounding import Rounded, rounded
 from wgpu_lora.formats.hub import resolve_model
-from wgpu_lora.formats.shards import refuse_existing
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.calibrate import input_moments
 from wgpu_lora.models.files import config_of
@@ -121,7 +121,7 @@ def quantize(
         UserError: the model, the data or an option does not fit, or `output` exists. Nothing is written then.
     """
     output = Path(output)
-    refuse_existing(output)  # before the model may be downloaded
+    check_new(output, flag("output"), directory=True)  # before the model may be downloaded
     packed_form(base_dtype)
     if calibration_samples < 1:
         raise UserError(f"{setting('calibration_samples', calibration_samples)} is too small: it must be at least 1.")

@@ -9,11 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.overhead import ORDERS, Row
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.strict_json import to_json, typed
+from wgpu_lora.strict_json import typed
 from wgpu_lora.words import counted
 
 NAME, VERSION = "wgpu-lora-overhead", "1"
@@ -137,14 +136,6 @@ def result_file(rows: Sequence[Row], scope: str, environment: Mapping[str, Any])
         "redactionPolicy": REDACTION,
         "environment": {name: value for name, value in environment.items() if name != "command"},  # which has paths
     }
-
-
-def write_results(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a result file at once. Raises UserError if it cannot be written."""
-    try:
-        write_bytes_atomic(path, (to_json(content, indent=2) + "\n").encode())
-    except OSError as error:
-        raise UserError(f"The result file {path} cannot be written: {error.strerror}.") from None
 
 
 def is_result_file(path: Path) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.atomic import replace_file
 from wgpu_lora.bench.step import WARMUP, TrainingStep
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.program import Program
@@ -190,4 +190,4 @@ def write_trace(path: Path, profile: Profile, process: str) -> None:
         events.append({"name": piece.kernel, "cat": "kernel", "ph": "X", **place, "args": arguments})
         at += duration
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock": profile.clock}}
-    write_bytes_atomic(path, (json.dumps(trace) + "\n").encode())
+    replace_file(path, (json.dumps(trace) + "\n").encode(), "--trace")

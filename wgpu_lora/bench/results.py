@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from wgpu_lora.atomic import check_file, write_bytes_atomic
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.locks import locked, unwritable
 from wgpu_lora.strict_json import built, to_json, typed
 from wgpu_lora.train.output import environment
 
@@ -102,30 +105,48 @@ def commit() -> dict[str, Any] | None:
 class Writer:
     """Writes a result file line by line, so that an interrupted run leaves what it has measured.
 
-    An existing file is replaced by the first line. Raises UserError at once if the file cannot be written.
+    An existing file is replaced by the first line. Inside `with`, no other process writes it. Raises UserError at once
+    if the file cannot be written.
 
-    path: None for no file.
+    Args:
+        path: None for no file. Pipes and devices get the lines as they come.
+        option: that gave the path, for messages.
     """
 
-    def __init__(self, path: str | Path | None):
-        self._path, self._mode = path, "w"
-        self._add("", "a")
+    def __init__(self, path: str | Path | None, option: str = "--json"):
+        self._path, self._option, self._lines = Path(path) if path else None, option, ""
+        self._lock = ExitStack()
+        self._plain = not self._path or self._path.is_file() or not self._path.exists()
+
+    def __enter__(self) -> Self:
+        if self._path and self._plain:
+            check_file(self._path, self._option)
+            self._lock.enter_context(locked(self._path, self._option))
+        else:
+            self._write("", "a")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._add(to_json(record) + "\n", self._mode)
-        self._mode = "a"
+        line = to_json(record) + "\n"
+        self._lines += line
+        self._write(self._lines if self._plain else line, "a")
 
     def text(self, text: str) -> None:
         """Replaces the file by this text."""
-        self._add(text, "w")
+        self._write(text, "w")
 
-    def _add(self, text: str, mode: str) -> None:
+    def _write(self, text: str, mode: str) -> None:
         try:
-            if self._path is not None:
-                with Path(self._path).open(mode, encoding="utf-8") as file:
+            if self._path and self._plain:
+                write_bytes_atomic(self._path, text.encode())
+            elif self._path:
+                with self._path.open(mode, encoding="utf-8") as file:
                     file.write(text)
         except OSError as error:
-            raise UserError(f"The result file {self._path} cannot be written: {error.strerror}.") from None
+            raise unwritable(Path(self._path or ""), self._option, error) from None
 
 
 def read_lines(path: str | Path, versions: Mapping[str, str]) -> tuple[str, Header, list[dict[str, Any]]]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from wgpu_lora.atomic import replace_directory, sweep
+from wgpu_lora.atomic import new_directory
 from wgpu_lora.chain.digests import MISSING, Digests
 from wgpu_lora.chain.file import Chain, Link, lasting
 from wgpu_lora.chain.state import Done, State, inputs_of
 from wgpu_lora.chain.watch import ChainWatch, Watch
 from wgpu_lora.errors import UserError
+from wgpu_lora.locks import sweep
 from wgpu_lora.train.job import locked
 
 DIGESTS = "digests.json"
@@ -127,7 +126,7 @@ def _run(link: Link, state: State, digests: Digests, watch: Watch) -> None:
         if stage.resumes:
             stage.run(link.output, watch, continues)
         else:
-            with _anew(link.output) as place:
+            with new_directory(link.output) as place:
                 stage.run(place, watch, False)
     finally:
         now.seconds += time.monotonic() - begun
@@ -138,17 +137,6 @@ def _run(link: Link, state: State, digests: Digests, watch: Watch) -> None:
         raise UserError(f"The stage '{link.name}' has not written {lost[0]}: run the chain again.")
     digests.save()
     state.write()
-
-
-@contextmanager
-def _anew(output: Path) -> Iterator[Path]:
-    """A place that becomes `output` at the end of the block; if it fails, `output` stays as it is."""
-    place = output.with_name(f".{output.name}.tmp")
-    try:
-        yield place
-        replace_directory(place, output)
-    finally:
-        sweep(output.parent, re.compile(re.escape(output.name)))
 
 
 def _set_aside(output: Path) -> None:

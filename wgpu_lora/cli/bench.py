@@ -156,12 +156,12 @@ def _measure(context: Any, names: list[str] | None, time_limit: float | None, fi
     from wgpu_lora.bench.workloads import bricks_of
     from wgpu_lora.cli.bench_results import COLUMNS, KEY, LEFT, STYLES, VERDICTS, cells, details, noise_text
 
-    writer, names = Writer(file), names or bricks_of(context.config)
+    names = names or bricks_of(context.config)
     info, options = context.device.info, context.options()
     line("device", f"{info.name} ({info.driver})")
     tuned = "tuned" if options.pop("tuned") else "not tuned"
     line("model", ", ".join([*(f"{name.replace('_', ' ')} {value}" for name, value in options.items()), tuned]))
-    with Bar("ceilings", len(names) + 1) as bar:
+    with Writer(file) as writer, Bar("ceilings", len(names) + 1) as bar:
         bar.advance(to=0)
         if not is_terminal(sys.stdout):
             line("measuring", "the device's ceilings first, then each brick")

@@ -63,9 +63,8 @@ def max_batch(
     with own_words(ROW):
         args = TrainingArguments(max_length=tokens, lora_r=rank, base_dtype=base_dtype, compute_dtype=compute_dtype)
     batches = Batches(args, most, memory_limit, time_limit, _sizes(batch_sizes))
-    writer = Writer(json)
-    opened = chosen_model(model, shape, layers, OpenedDevice(device), base_dtype)
-    with remarks(goal, notes, run_log):
+    with Writer(json) as writer, remarks(goal, notes, run_log):
+        opened = chosen_model(model, shape, layers, OpenedDevice(device), base_dtype)
         found = find_max_batch(opened, batches, _Noted(writer))
     console().print(table(BATCHES, map(_cells, found["rows"]), ("status",), map(_style, found["rows"])))
     console().print(f"\n{KEY}\n", style="dim")

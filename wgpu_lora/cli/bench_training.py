@@ -93,17 +93,16 @@ def training(
     limit, shapes = _share(max_spread), LARGER if project else ()
     if search_batch:
         refuse_idle(ctx, {"max_spread", "project", "summary"}, "with --search-batch")
-    events, report = _Noted(Writer(json)), Writer(summary)
-    with remarks(goal, notes, run_log):
+    with Writer(json) as records, Writer(summary, "--summary") as report, remarks(goal, notes, run_log):
         if search_batch:
-            return _show_pairs(search_pairs(work, repeat, events))
-        found = run_training(work, repeat, events, shapes=shapes, max_spread=limit)
+            return _show_pairs(search_pairs(work, repeat, _Noted(records)))
+        found = run_training(work, repeat, _Noted(records), shapes=shapes, max_spread=limit)
+        report.text(written(found))
     if project:
         console().print(table(PROJECTED, map(_projection, found["projections"]), PROJECTED[:2]))
         line("projected", "memory from each model's plan; time from counted operations at the measured rate")
         line("tokens/s", "processed tokens, including padding")
         line("grades", f"share of the budget: {', '.join(f'{name} up to {part:.0%}' for name, part in GRADES)}")
-    report.text(written(found))
     gate = found["summary"]["gate"]
     finished = all(run["stop_reason"] in FINISHED for run in found["runs"])
     return 0 if finished and (gate is None or gate["passed"]) else 1

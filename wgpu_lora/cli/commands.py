@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from wgpu_lora.bounded import check_links, is_path
 from wgpu_lora.cli.elsewhere import command_instead
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import advice, aliases_of, instead
@@ -97,6 +99,9 @@ class Command(TyperCommand):
         for name, value in ctx.params.items():
             if isinstance(value, str) and not value.strip() and name not in MAY_BE_EMPTY:
                 raise UserError(f"{flag(name)} is empty: give it a value, or leave it out.")
+            for one in value if isinstance(value, list | tuple) else [value]:
+                if name not in MAY_BE_EMPTY and isinstance(one, str | Path) and is_path(str(one)):
+                    check_links(Path(one))
         return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -38,7 +38,7 @@ def gguf(
     """
     from wgpu_lora.export.gguf_adapter import export_adapter
     from wgpu_lora.export.gguf_model import export_model
-    from wgpu_lora.formats.gguf.write import refuse_existing
+    from wgpu_lora.formats.gguf.write import check_new_gguf
     from wgpu_lora.formats.hub import resolve_model
     from wgpu_lora.infer.named import base_of
     from wgpu_lora.models.files import config_of
@@ -47,7 +47,7 @@ def gguf(
         raise UserError("--lora writes an adapter alone: give it with --adapter DIR.")
     if lora and quantize:
         raise UserError("--quantize cannot be combined with --lora, which writes f32: leave one of them out.")
-    refuse_existing(output)  # before the model may be downloaded
+    check_new_gguf(output)  # before the model may be downloaded
     named = model or (base_of(adapter) if adapter else None) or "demo"
     path = resolve_model(named)
     if lora and adapter is not None:

@@ -108,11 +108,11 @@ def generate(
         refuse_idle(ctx, ("as_json",), "with --output or --prompts, whose answers are JSONL")
     if prompt and prompts:
         raise UserError("--prompt and --prompts cannot be combined: give one of them.")
-    from wgpu_lora.atomic import write_new_bytes
+    from wgpu_lora.atomic import check_new, write_new_bytes
     from wgpu_lora.infer.answer import answer_table, tokenizer_of
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt import check_text, prompt_notes
-    from wgpu_lora.infer.prompt_file import Request, check_new, kept_on_failure, read_requests, to_jsonl
+    from wgpu_lora.infer.prompt_file import Request, kept_on_failure, read_requests, to_jsonl
     from wgpu_lora.infer.settings import settings_of
     from wgpu_lora.models.loaded import open_model
     from wgpu_lora.strict_json import to_json
@@ -135,7 +135,7 @@ def generate(
             check_text("prompt", text)
         requests = [Request(text, {"prompt": text}) for text in texts]
     if output:
-        check_new(output)
+        check_new(output, "--output")
     adapters = named_adapters(adapter or [])
     several = compare or len(adapters) > 1
     slots = slots_of(adapters, compare) if several else {next(iter(adapters), BASE): 0 if adapters else None}

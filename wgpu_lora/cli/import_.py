@@ -25,11 +25,11 @@ def import_model(
     The linear layers are quantised on the GPU and saved in bitsandbytes' format, which transformers loads too.
     For other formats, see quantize.
     """
+    from wgpu_lora.atomic import check_new
     from wgpu_lora.export.packed import write_packed
-    from wgpu_lora.formats.shards import refuse_existing
     from wgpu_lora.models.loaded import open_model
 
-    refuse_existing(output)  # before the model may be downloaded
+    check_new(output, "--output", directory=True)  # before the model may be downloaded
     opened = open_model(model, device)
     with Bar("packing", opened.tensors_to_load() + len(opened.config.parameter_shapes())) as bar:
         write_packed(opened, output, events=TensorBar(bar))

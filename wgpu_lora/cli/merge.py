@@ -22,13 +22,13 @@ def merge(
 
     It works tensor by tensor on the CPU: neither a GPU nor memory for the whole model is needed.
     """
+    from wgpu_lora.atomic import check_new
     from wgpu_lora.export.merge import merge_adapter
     from wgpu_lora.formats.hub import resolve_model
-    from wgpu_lora.formats.shards import refuse_existing
     from wgpu_lora.infer.named import base_of
     from wgpu_lora.models.files import config_of
 
-    refuse_existing(output)  # before the model may be downloaded
+    check_new(output, "--output", directory=True)  # before the model may be downloaded
     named = model or base_of(adapter) or "demo"
     directory = resolve_model(named)
     with Bar("merging", len(config_of(directory).parameter_shapes())) as bar:

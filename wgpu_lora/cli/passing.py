@@ -39,13 +39,13 @@ def evaluate_checks(
     said: Mapping[str, Any],
 ) -> int:
     """Run the command; options: of `measure`; opening: device and type of the base; said: for the run log."""
-    from wgpu_lora.atomic import write_new_bytes
+    from wgpu_lora.atomic import check_new, write_new_bytes
     from wgpu_lora.checks.estimate import parse_ks
     from wgpu_lora.checks.problems import read_problems
     from wgpu_lora.checks.samples import check_settings, measure
     from wgpu_lora.data import heldout_data
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
-    from wgpu_lora.infer.prompt_file import check_new, kept_on_failure, to_jsonl
+    from wgpu_lora.infer.prompt_file import kept_on_failure, to_jsonl
     from wgpu_lora.infer.settings import settings_of
     from wgpu_lora.models.loaded import open_model
     from wgpu_lora.track.recording import remarks
@@ -61,7 +61,7 @@ def evaluate_checks(
     if options["batch"] is not None and options["batch"] < 1:
         raise UserError(f"--batch-size must be at least 1, not {options['batch']}.")
     if output:
-        check_new(output)
+        check_new(output, "--output")
     adapters = named_adapters(named)
     several = compare or len(adapters) > 1
     slots = slots_of(adapters, compare) if several else {next(iter(adapters), BASE): 0 if adapters else None}

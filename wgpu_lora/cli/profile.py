@@ -53,8 +53,10 @@ def profile(
     """
     if rounds < 1:
         raise UserError(f"--rounds must be at least 1, not {rounds}.")
-    if trace and not Path(trace).absolute().parent.is_dir():
-        raise UserError(f"The directory of --trace {trace} does not exist: create it first.")
+    if trace:
+        from wgpu_lora.atomic import check_file
+
+        check_file(Path(trace), "--trace")
     from wgpu_lora.bench.profile import SCHEMA, described, profile_step, write_trace
     from wgpu_lora.bench.results import header
     from wgpu_lora.bench.step import TRAINING, TrainingStep, chosen_model, own_words

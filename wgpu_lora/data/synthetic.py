@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.errors import UserError
+from wgpu_lora.atomic import check_new, write_new_bytes
 
 Row = dict[str, str]
 THINGS = ("crate", "shelf", "basket", "train", "garden", "library", "boat", "kitchen", "market", "workshop")
@@ -57,13 +56,9 @@ def write_rows(make: Callable[[np.random.Generator], Row], path: Path, rows: int
     Raises:
         UserError: the file exists, or cannot be written.
     """
-    if path.exists():
-        raise UserError(f"{path} exists already: choose another file, or remove it.")
+    check_new(path, "OUTPUT")
     rng = np.random.default_rng(seed)
     lines: dict[str, None] = {}  # in the order in which they were generated
     while len(lines) < rows:
         lines[json.dumps(make(rng)) + "\n"] = None
-    try:
-        write_bytes_atomic(path, "".join(lines).encode())
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
+    write_new_bytes(path, "".join(lines).encode(), "OUTPUT")

@@ -9,7 +9,7 @@ from typing import Any
 
 from wgpu_lora.api import answer, load
 from wgpu_lora.assets import DEMO_HELDOUT
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.atomic import numbered, write_bytes_atomic
 from wgpu_lora.checks.asserts import parse_check
 from wgpu_lora.checks.confine.parent import Confinement, confinement
 from wgpu_lora.checks.run import run_check
@@ -89,7 +89,7 @@ class Comparison:
             UserError: for example, if answers cannot be confined here and `allow_unconfined` is not given.
         """
         confined = confinement(allow_unconfined)
-        given = {**changes, "output": str(fresh_directory(Path(output))), "device": device}
+        given = {**changes, "output": str(numbered(Path(output))), "device": device}
         args, recipe = gather(given, "demo", "The demo")
         model = load("demo", device=device, base_dtype=args.base_dtype)
         rows = []
@@ -154,12 +154,3 @@ class Comparison:
 
 def request_of(row: dict[str, Any]) -> str:
     return str(row["messages"][0]["content"])
-
-
-def fresh_directory(wanted: Path) -> Path:
-    """`wanted`, with a number appended if it is not empty."""
-    number, path = 1, wanted
-    while path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        number += 1
-        path = wanted.with_name(f"{wanted.name}-{number}")
-    return path

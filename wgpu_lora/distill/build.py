@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, Timeout
 from safetensors.numpy import save
 
-from wgpu_lora.atomic import sweep, write_bytes_atomic
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.data import Row, pack
 from wgpu_lora.distill.header import CACHE, LOGITS, TABLE, Header, Shard, Table, read_header
 from wgpu_lora.distill.packing import pack_ids
-from wgpu_lora.distill.plan import LOCK, OURS, Plan
+from wgpu_lora.distill.plan import OURS, Plan
 from wgpu_lora.distill.support import Support
 from wgpu_lora.distill.teacher import Teacher
 from wgpu_lora.errors import UserError
@@ -24,6 +23,7 @@ from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.program import Arena, allocate, missing_bytes, release
 from wgpu_lora.gpu.verdicts import verdicts_of
+from wgpu_lora.locks import locked, sweep
 from wgpu_lora.models.inputs import Segment, Tables
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
@@ -65,13 +65,13 @@ def write_cache(
         mine -= adapters.storages()
     arena, stack = Arena(model.device), ExitStack()
     try:
+        stack.enter_context(locked(output / CACHE, flag("output")))
         need = model.bytes_to_load() + missing_bytes(mine) + sum(sizes)
         stack.enter_context(claim(model.device, need, "caching a teacher"))
         stack.enter_context(verdicts_of(model.device).telling(events))
         check_tilings(model.device, [program])
         model.load_weights(events)
         fix_gains(model, adapters)
-        stack.enter_context(_locked(output))
         header = _begin(output, plan, model, done)
         allocate(model.device, mine)
         arena = Arena(model.device, sizes)
@@ -93,22 +93,6 @@ def write_cache(
         release(model.device, mine)
         stack.close()
     return header
-
-
-@contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    """Lock the directory of a cache against other processes; it is made if it is missing."""
-    output.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(output / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"Another process is writing to {output}: wait for it, or choose another.") from None
-    try:
-        yield
-    finally:
-        lock.release()
-        (output / LOCK).unlink(missing_ok=True)
 
 
 def _begin(output: Path, plan: Plan, model: LoadedModel, done: Sequence[Shard]) -> Header:

@@ -26,7 +26,6 @@ from wgpu_lora.words import counted
 
 SHARD_POSITIONS = 8192  # at least, but in the last shard: 7 MB of 192 tokens each
 MOST_SHARDS = 8192  # about, so that cache.json stays small
-LOCK = ".lock"
 OURS = re.compile(rf"{re.escape(CACHE)}|{re.escape(TABLE)}|shard-\d{{5,}}\.safetensors")
 _FILE_BYTES = 400  # of a safetensors file's header, about
 
@@ -149,7 +148,7 @@ def standing(output: Path, plan: Plan) -> list[Shard]:
 
 def _others(output: Path) -> list[str]:
     """What an interrupted start of ours does not leave."""
-    ours = re.compile(rf"{re.escape(LOCK)}|\.?({OURS.pattern}).*")
+    ours = re.compile(rf"\.lock|\.?({OURS.pattern}).*")  # .lock: of earlier versions
     return [path.name for path in output.iterdir() if not ours.fullmatch(path.name)]
 
 

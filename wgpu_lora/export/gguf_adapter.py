@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, Keys
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.gguf_model import Written, check_expressible
 from wgpu_lora.export.merge import check_finite, scaled_factors
-from wgpu_lora.formats.gguf.write import Pieces, Tensors, new_gguf, refuse_existing, write_tensors
+from wgpu_lora.formats.gguf.write import Pieces, Tensors, check_new_gguf, new_gguf, write_tensors
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.models.files import config_of
 from wgpu_lora.models.gguf import gguf_names
@@ -23,7 +23,7 @@ def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
     Raises:
         UserError: the config or the adapter cannot be read, they do not fit, the adapter is a DoRA, or `output` exists.
     """
-    refuse_existing(output)
+    check_new_gguf(output)
     config = config_of(model)
     check_expressible(config, model)
     adapter_config, _ = read_adapter(adapter)

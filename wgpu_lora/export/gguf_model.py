@@ -20,7 +20,7 @@ from wgpu_lora.export.gguf_vocabulary import read_vocabulary, write_vocabulary
 from wgpu_lora.export.merge import F16_MAX, MergedModel
 from wgpu_lora.formats.gguf.layout import file_shape
 from wgpu_lora.formats.gguf.types import nbytes, pack
-from wgpu_lora.formats.gguf.write import Tensors, new_gguf, refuse_existing, write_tensors
+from wgpu_lora.formats.gguf.write import Tensors, check_new_gguf, new_gguf, write_tensors
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.tensor_names import note_of_skipped
 from wgpu_lora.models.config import VECTOR, ModelConfig
@@ -84,7 +84,7 @@ def export_models(
         if kind not in mix.FILE_TYPES:
             raise UserError(f"{setting('quantize', kind)} is not known: choose one of {', '.join(mix.FILE_TYPES)}.")
     for output in outputs.values():
-        refuse_existing(output)
+        check_new_gguf(output)
     merged = MergedModel(model, adapter)
     config = merged.config
     check_expressible(config, model)

@@ -11,6 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from wgpu_lora.atomic import new_directory
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export.beside import Beside, restate
@@ -20,11 +21,11 @@ from wgpu_lora.formats.cards import CARD, card_of_merged
 from wgpu_lora.formats.gguf.layout import gather
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.packed import PackedCheckpoint
-from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
+from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, copy_companions, write_shards
 from wgpu_lora.models.config import VECTOR, ModelConfig
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.fitting import read_fitting
-from wgpu_lora.names.naming import setting
+from wgpu_lora.names.naming import flag, setting
 
 DTYPES = {"bf16": ("BF16", ml_dtypes.bfloat16), "f16": ("F16", np.float16), "f32": ("F32", np.float32)}
 TORCH = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
@@ -150,7 +151,8 @@ def merge_adapter(
             yield values.astype(numpy_type).view(np.uint8)
         events.written(name, next(done), len(merged.shapes))
 
-    with new_model_directory(output, model) as directory:
+    with new_directory(output, flag("output")) as directory:
+        copy_companions(model, directory)
         if is_gguf(model):
             write_companions(model, merged.tokenizer, directory)
         specs = {stored: TensorSpec(kinds[name][0], merged.shapes[name]) for stored, name in own.items()}

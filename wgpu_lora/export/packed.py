@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from wgpu_lora.atomic import new_directory
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export.beside import Beside, restate
@@ -17,8 +18,9 @@ from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.packed import ARRAYS
-from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
+from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, copy_companions, write_shards
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.names.naming import flag
 from wgpu_lora.weights.packed import Packed, PackedForm
 from wgpu_lora.weights.registry import packed_form
 
@@ -32,6 +34,7 @@ def write_packed(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     events: Events = SILENT,
     instead: Mapping[str, Callable[[], Packed]] | None = None,
+    replace: bool = False,
 ) -> None:
     """Writes a model with its linear layers packed, as a directory that this package and others load.
 
@@ -41,6 +44,7 @@ def write_packed(
         events: receives `loading` and `written`.
         instead: what is written for some matrices, by name, instead of what is on the device. The model may then be
             packed already.
+        replace: whether a job, which has locked the place, replaces an earlier output.
 
     Raises:
         UserError: the model's base format has no packed form, its file is already quantised, or `output` exists.
@@ -49,7 +53,9 @@ def write_packed(
     form = packed_form(model.decoder.base_dtype)
     if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint | Decoded) or (model.config.packed and instead is None):
         raise UserError(f"{model.name} is not quantised on loading: give a model in full precision.")
-    with new_model_directory(output, model.path) as directory:  # which refuses `output` before the weights are loaded
+    # `output` is refused before the weights are loaded.
+    with new_directory(output, None if replace else flag("output")) as directory:
+        copy_companions(model.path, directory)
         model.load_weights(events)
         if is_gguf(model.path):
             write_companions(model.path, model.tokenizer, directory)

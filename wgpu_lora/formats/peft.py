@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save
 
-from wgpu_lora.atomic import replace_directory, write_bytes_atomic
+from wgpu_lora.atomic import new_directory, write_bytes_atomic
 from wgpu_lora.bounded import check_path, parse_object, read_json
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.formats.adapter_config import AdapterConfig, config_dict, parse_config
@@ -50,20 +49,9 @@ def write_adapter(directory: str | Path, tensors: Mapping[str, np.ndarray], conf
     """
     files = adapter_files(tensors, config)
     directory = Path(directory)
-    if directory.exists():
+    with nullcontext(directory) if directory.exists() else new_directory(directory) as place:
         for name, data in files.items():
-            write_bytes_atomic(directory / name, data)
-        return
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent))
-    try:
-        temporary.chmod(0o755)
-        for name, data in files.items():
-            (temporary / name).write_bytes(data)
-        replace_directory(temporary, directory)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+            write_bytes_atomic(place / name, data)
 
 
 def adapter_files(tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> dict[str, bytes]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from wgpu_lora.atomic import replace_directory
-from wgpu_lora.bounded import check_name, leads_out
+from wgpu_lora.bounded import leads_out
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE
 from wgpu_lora.formats.safetensors_file import ITEM_BYTES
-from wgpu_lora.names.naming import flag
 
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default
 # The files of a model directory besides the weights.
@@ -91,43 +87,19 @@ def _write_shard(path: Path, tensors: Mapping[str, TensorSpec], pieces: Callable
                 raise ValueError(f"{name}: got {written} bytes, expected {spec.nbytes}")
 
 
-def refuse_existing(output: Path) -> None:
-    """Raises UserError if `output` exists and is not an empty directory, or is not a suitable path."""
-    check_name(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists already: choose another {flag('output')}, or remove it.")
-
-
-@contextmanager
-def new_model_directory(output: Path, source: Path) -> Iterator[Path]:
-    """A temporary directory with the files of `source` except weights; it becomes `output` on success.
+def copy_companions(source: Path, directory: Path) -> None:
+    """Copies the files of a model directory except weights.
 
     Raises:
-        UserError: `output` exists and is not empty, or cannot be created.
-        OSError: there is no space; its filename is `output`.
+        UserError: one is a link that leads out of `source`.
     """
-    refuse_existing(output)
-    temporary = output.absolute().with_name(f".{output.absolute().name}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"The output directory {output} cannot be created: {error.strerror}.") from None
-    try:
-        for pattern in COMPANIONS:
-            for path in source.glob(pattern):
-                if path.is_file() and not path.name.endswith(".index.json"):
-                    if leads_out(path, source):
-                        raise UserError(
-                            f"{path} is a link to a file outside of {source}: remove it, or replace it with a copy."
-                        )
-                    target = temporary / path.relative_to(source)
-                    target.parent.mkdir(exist_ok=True)
-                    shutil.copyfile(path, target)
-        yield temporary
-        replace_directory(temporary, output)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error.filename = str(output)  # writing to an open file does not say which
-        raise
+    for pattern in COMPANIONS:
+        for path in source.glob(pattern):
+            if path.is_file() and not path.name.endswith(".index.json"):
+                if leads_out(path, source):
+                    raise UserError(
+                        f"{path} is a link to a file outside of {source}: remove it, or replace it with a copy."
+                    )
+                target = directory / path.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)

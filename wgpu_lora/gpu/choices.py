@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from filelock import FileLock
 from platformdirs import user_cache_dir
 
 from wgpu_lora.assets import asset_dir
@@ -22,6 +21,7 @@ from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.struct import wgsl_struct
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tunable import Constants
+from wgpu_lora.locks import lock_file
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device
@@ -212,7 +212,7 @@ class ChoiceFile:
         An unwritable cache is ignored."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.path.with_suffix(".lock"), timeout=10):
+            with lock_file(self.path.with_suffix(".lock"), 10):
                 kept = {k: e for k, e in self._entries().items() if digests.get(e.kernel, e.digest) == e.digest}
                 old = {k: v for k, v in self.verdicts().items() if digests.get(v.kernel, v.digest) == v.digest}
                 content = {

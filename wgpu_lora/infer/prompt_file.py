@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_new_bytes
+from wgpu_lora.atomic import numbered, write_new_bytes
 from wgpu_lora.data.account import Account
 from wgpu_lora.data.columns import Fields, RowFormat, RowFormats
 from wgpu_lora.data.examples import Completion
@@ -133,14 +133,6 @@ def to_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
-def check_new(path: Path) -> None:
-    """Raise UserError if `path` cannot be written; called before generating."""
-    if path.is_symlink() or path.exists():
-        raise UserError(f"{path} already exists: choose another {flag('output')}, or remove it.")
-    if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written, since the directory {path.parent} does not exist: create it first.")
-
-
 @contextmanager
 def kept_on_failure(
     path: Path | None, rows: Callable[[], Sequence[Mapping[str, Any]]], say: Callable[[str], None]
@@ -151,15 +143,7 @@ def kept_on_failure(
     except BaseException:
         done = rows() if path else []
         if path and done:
-            part = _free(path.with_name(f"{path.name}.part"))
+            part = numbered(path.with_name(f"{path.name}.part"))
             write_new_bytes(part, to_jsonl(done), flag("output"))
             say(f"{counted(len(done), 'answer')} so far: {part}")
         raise
-
-
-def _free(wanted: Path) -> Path:
-    number, path = 1, wanted
-    while path.exists() or path.is_symlink():
-        number += 1
-        path = wanted.with_name(f"{wanted.name}-{number}")
-    return path

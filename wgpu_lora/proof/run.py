@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.demo.compare import fresh_directory
+from wgpu_lora.atomic import numbered
 from wgpu_lora.errors import UserError
+from wgpu_lora.locks import check_output, locked
 from wgpu_lora.proof.checks.answers import answers_pass_their_checks, check_answers_can_run
 from wgpu_lora.proof.checks.cuda import no_cuda
 from wgpu_lora.proof.checks.devices import devices_agree, devices_compute
@@ -83,10 +85,12 @@ def prove(
     wanted = set(only) or set(CHECKS)
     if ANSWERS in wanted:
         check_answers_can_run(args, allow_unconfined)
-    out = fresh_directory(out)
+    out = numbered(out)
     made = not out.exists()
     proof = Proof(out, path, args, devices, Children(out), discrete, allow_unconfined)
     checks: list[Check] = []
+    lock = ExitStack()
+    lock.enter_context(locked(out, "--out"))
     try:
         lacking = proof.lacks_discrete()
         for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
@@ -111,6 +115,7 @@ def prove(
         proof.children.end()
         for cache in (out / "cache", *out.glob("work/packed-*")):
             shutil.rmtree(cache, ignore_errors=True)
+        lock.close()
     result = Result(sorted(checks, key=lambda check: check.number), out, on_devices(proof.known()), lacking)
     write_report(result, proof)
     return result
@@ -119,9 +124,7 @@ def prove(
 def _check_options(out: Path, devices: str | None, discrete: int) -> None:
     if devices is not None and not all(part.strip() for part in devices.split(",")):
         raise UserError(f"--devices '{devices}' has an empty entry: give indices or names, such as 0,1.")
-    taken = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
-    if taken:
-        raise UserError(f"--out {out} cannot be a directory, because {taken} is a file: choose another path.")
+    check_output(out / "work", "--out")
     if discrete < 0:
         raise UserError(f"--require-discrete must be 0 or more, not {discrete}.")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bench.overhead import ORDERS, RAW_FIRST, VERIFIED, ZEROIZED, Row, Segment, row_of
-from wgpu_lora.bench.overhead_results import SCHEMA, result_file, write_results
+from wgpu_lora.bench.overhead_results import SCHEMA, result_file
 from wgpu_lora.bench.results import Writer, header
 from wgpu_lora.bench.step import TRAINING, own_words
 from wgpu_lora.bench.training import Work, prepared
@@ -30,6 +30,7 @@ from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.policies.template import policy_for
 from wgpu_lora.protect.runs import job, run
 from wgpu_lora.protect.sealed.keys import SessionKeys
+from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.records import RunRecord
@@ -84,9 +85,9 @@ def bench_protected(
         UserError: an option is not suitable, the training cannot be sealed, or a segment is too short.
         KeyboardInterrupt: a segment was interrupted; rows measured so far are in the file.
     """
-    Writer(file)  # refused now, if it cannot be written
     rows: list[Row] = []
     with (
+        Writer(file) as writer,  # refused now, if it cannot be written
         own_words(TRAINING),
         tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place,
         Bench.opened(measuring, Path(place), opened) as bench,
@@ -98,8 +99,7 @@ def bench_protected(
             rows.append(bench.row(name, order))
             events.measured({"kind": "row", **rows[-1].to_json()})
             content = result_file(rows, bench.scope(), environment)
-            if file:
-                write_results(file, content)
+            writer.text(to_json(content, indent=2) + "\n")
     return content
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.atomic import check_file, replace_file
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
 from wgpu_lora.pages import render
@@ -26,10 +26,9 @@ _BEGIN = b"<!doctype html>"
 
 def check_page(page: Path) -> None:
     """Raise UserError if a path is something other than a page, which is not replaced."""
-    if not page.exists() and not page.is_symlink():
+    check_file(page, flag("page"))
+    if not page.exists():
         return
-    if not page.is_file():
-        raise UserError(f"{page} is not a file: give {flag('page')} another name.")
     with page.open("rb") as file:
         if file.read(len(_BEGIN)).lower() not in (_BEGIN, b""):
             raise UserError(f"{page} exists already and is not a page: give {flag('page')} another name.")
@@ -48,10 +47,7 @@ def write_page(
         UserError: it cannot be written, or would replace something else.
     """
     check_page(page)
-    try:
-        write_bytes_atomic(page, render_page(found, projection, price, larger).encode("utf-8", "replace"))
-    except OSError as error:
-        raise UserError(f"{page} cannot be written ({error.strerror}): give {flag('page')} another name.") from None
+    replace_file(page, render_page(found, projection, price, larger).encode("utf-8", "replace"), flag("page"))
     return page
 
 

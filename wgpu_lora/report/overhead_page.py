@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.atomic import replace_file
 from wgpu_lora.bench.overhead import ORDERS, Row
 from wgpu_lora.bench.overhead_results import LIMIT, Results, interpretation, published
-from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import flag
 from wgpu_lora.pages import render
 from wgpu_lora.pages.chart import Chart, Line, line_chart
 from wgpu_lora.report.facts import DIGEST
-from wgpu_lora.report.page import PAGE, made
+from wgpu_lora.report.page import PAGE
 
 HEAD = ["row", "model", "device", "order", "target", "raw steps", "protected steps", "overhead", "clean"]
 SEGMENTS = [
@@ -25,11 +25,7 @@ UNKNOWN = "not known"
 
 def write_overheads(found: Sequence[Results], output: Path) -> Path:
     """Writes report.html into `output`; returns its path. Raises UserError if it cannot be written."""
-    try:
-        with made(output):
-            write_bytes_atomic(output / PAGE, render_overheads(found).encode("utf-8", "replace"))
-    except OSError as error:
-        raise UserError(f"The report cannot be written to {output}: {error.strerror}.") from None
+    replace_file(output / PAGE, render_overheads(found).encode("utf-8", "replace"), flag("output"))
     return output / PAGE
 
 

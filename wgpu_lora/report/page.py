@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.errors import UserError
+from wgpu_lora.atomic import replace_file
+from wgpu_lora.names.naming import flag
 from wgpu_lora.pages import render
 from wgpu_lora.report import facts
 from wgpu_lora.report.plots import axes_of, kernels, memory, memory_bars, plots, unlike
@@ -23,11 +22,7 @@ def write_report(runs: Sequence[Run], output: Path) -> Path:
         UserError: `output` cannot be written.
     """
     page = render_report(runs).encode("utf-8", "replace")  # a path in it may not be text
-    try:
-        with made(output):
-            write_bytes_atomic(output / PAGE, page)
-    except OSError as error:
-        raise UserError(f"The report cannot be written to {output}: {error.strerror}.") from None
+    replace_file(output / PAGE, page, flag("output"))
     return output / PAGE
 
 
@@ -63,17 +58,3 @@ def table(runs: Sequence[Run], of: Callable[[Run], facts.Facts]) -> tuple[list[s
         [run.name, *(each.get(name, facts.number(None)) for name in names)]
         for run, each in zip(runs, found, strict=True)
     ]
-
-
-@contextmanager
-def made(directory: Path) -> Iterator[None]:
-    """Makes a directory, and removes it and the parents made for it if the block fails."""
-    missing = [place for place in (directory, *directory.parents) if not place.exists()]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        with suppress(OSError):  # another program has put something there
-            for place in missing:
-                place.rmdir()
-        raise

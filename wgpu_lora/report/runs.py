@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
         UserError: a directory is given twice, holds no finished run, or its files are damaged.
     """
     given = [place for directory in directories for place in directories_of(directory)]
-    places = [directory.resolve() for directory in given]
+    places = [Path(os.path.realpath(directory)) for directory in given]  # resolve() has an error for loops of links
     for number, place in enumerate(places):
         if place in places[:number]:
             raise UserError(f"The run in {given[number]} is given twice: leave one of them out.")

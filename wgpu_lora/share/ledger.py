@@ -182,6 +182,7 @@ class Ledger:
             stack.callback(self._lock.release, force=True)  # also if it was taken, but then something raised
             try:
                 self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                Path(self._lock.lock_file).touch()  # FileLock takes directories without files for locked ones
                 self._lock.acquire(blocking=False)
                 self._share_lock()
             except Timeout:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from platformdirs import user_data_dir
 
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
+from wgpu_lora.locks import lock_file
 from wgpu_lora.strict_json import built, to_json
 from wgpu_lora.track.entry import Entry
 from wgpu_lora.track.secrets import masked
@@ -65,7 +65,7 @@ class RunLog:
         line = to_json({"schema": SCHEMA, **shown}, ensure_ascii=True, default=str).encode() + b"\n"
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (
-            FileLock(self.path.with_name(f".{NAME}.lock"), timeout=LOCK_SECONDS),
+            lock_file(self.path.with_name(f".{NAME}.lock"), LOCK_SECONDS),
             os.fdopen(os.open(self.path, FLAGS, 0o600), "r+b", buffering=0) as file,
         ):
             end = file.seek(0, os.SEEK_END)

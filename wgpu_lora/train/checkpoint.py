@@ -13,11 +13,11 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from wgpu_lora.atomic import sweep
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS
+from wgpu_lora.locks import sweep
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import MANIFEST, damage, manifest_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from safetensors import SafetensorError
 
 from wgpu_lora.errors import StorageError, UserError, reason
@@ -16,7 +16,8 @@ from wgpu_lora.events import SILENT, Events, Passing
 from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.tuner import Tuner, wanted
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.names.naming import setting
+from wgpu_lora.locks import check_output, lock_file
+from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.train import checkpoint, space
 from wgpu_lora.train.following import following
@@ -152,11 +153,11 @@ class Job(Generic[Record]):
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Lock a directory against other processes; it is created if missing, and removed again if it stays empty."""
-    lock = FileLock(directory / LOCK)
+    check_output(directory, flag("output"))
     made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock = lock_file(directory / LOCK).lock
     except Timeout:
         raise UserError(
             f"Another process is writing to {directory}: wait for it, or choose another directory."

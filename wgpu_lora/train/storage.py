@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from wgpu_lora.atomic import file_digest, replace_directory, write_bytes_atomic
+from wgpu_lora.atomic import file_digest, new_directory, write_bytes_atomic
 from wgpu_lora.bounded import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.tokenizer_files import write_tokenizer
@@ -85,17 +85,9 @@ class Directories(Storage):
         return None
 
     def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = final.with_name(f".{final.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir()
+        with new_directory(final) as place:
             for name, data in files.items():
-                (temporary / name).write_bytes(data)
-            replace_directory(temporary, final)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+                (place / name).write_bytes(data)
 
     def remove(self, directory: Path) -> None:
         hidden = directory.with_name(f".{directory.name}.old")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import is_path, read_toml
+from wgpu_lora.bounded import check_links, is_path, read_toml
 from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
@@ -211,6 +211,7 @@ def check_apart(tasks: Sequence[AdapterTask]) -> None:
     names: dict[str, AdapterTask] = {}
     places: dict[Path, str] = {}
     for task in tasks:
+        check_links(Path(task.checkpoint))
         place = Path(task.checkpoint).resolve()
         if place.exists() and not place.is_dir():
             raise UserError(f"The checkpoint directory {task.checkpoint} of adapter '{task.name}' is a file.")

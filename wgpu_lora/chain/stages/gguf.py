@@ -46,7 +46,6 @@ class Gguf(Stage):
 
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
         base = resolve_model(self.model)
-        output.mkdir()
         with watch.tensors("exporting", len(config_of(base).parameter_shapes())) as events:
             outputs = {kind: output / f"{self.stem}-{kind}.gguf" for kind in self.quantize}
             adapter = Path(self.adapter) if self.adapter else None

@@ -57,7 +57,6 @@ class Push(Stage):
 
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
         upload = self._upload()
-        output.mkdir()
         files = {
             name: {"bytes": size, "sha256": file_digest(path)} for name, (path, size) in sorted(upload.files.items())
         }

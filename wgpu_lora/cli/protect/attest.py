@@ -32,14 +32,14 @@ def attest(
     from wgpu_lora.protect.extra import check_libraries
 
     check_libraries()
-    from wgpu_lora.atomic import write_bytes_atomic
-    from wgpu_lora.errors import UserError
+    from wgpu_lora.atomic import check_file, replace_file
     from wgpu_lora.gpu.devices import choose
     from wgpu_lora.protect.attestation import claims
     from wgpu_lora.protect.hygiene.host import harden
     from wgpu_lora.protect.sealed.keys import SessionKeys
 
     claims.check_nonce(nonce)
+    check_file(output, "--output")
     host, keys = harden(), SessionKeys.generate()
     try:
         if job is None:
@@ -53,10 +53,7 @@ def attest(
     finally:
         keys.wipe()
         host.restore()
-    try:
-        write_bytes_atomic(output, evidence)
-    except OSError as error:
-        raise UserError(f"{output} cannot be written ({error.strerror}): choose another path.") from None
+    replace_file(output, evidence, "--output")
     read = claims.read_evidence(evidence)
     console().print(table(("claim", "what is claimed"), _rows(read.claims, read.quote), ("claim", "what is claimed")))
     line("level", f"{read.claims['level']}. {read.claims['level_note']}")

@@ -104,13 +104,12 @@ def _release(
         raise UserError("--to is not for --offline, which seals to the key that the evidence names: leave it out.")
     if policy is None or signing_key is None or output is None or output == "-":
         raise UserError("--offline needs --policy, --signing-key and --output, each a file: give all three.")
-    from wgpu_lora.atomic import write_new_bytes
+    from wgpu_lora.atomic import check_new, write_new_bytes
     from wgpu_lora.protect.broker.offline import release_by_files
     from wgpu_lora.protect.hygiene.host import harden
-    from wgpu_lora.protect.sealed.files import check_new
     from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
-    check_new(Path(output))  # before the nonce is used up
+    check_new(output, "--output")  # before the nonce is used up
     harden()
     key = DataKey.read(path)
     try:

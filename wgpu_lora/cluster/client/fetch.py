@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from wgpu_lora.atomic import file_digest, replace_directory
 from wgpu_lora.cluster.client.asking import Asking
@@ -23,6 +23,7 @@ from wgpu_lora.cluster.node.listing import FileFacts, checked_listing
 from wgpu_lora.cluster.node.shelf import PIECE
 from wgpu_lora.cluster.spec.outputs import fetching, fetching_lock
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.locks import lock_file
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ def fetch(
     hidden = fetching(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(fetching_lock(final), timeout=0)
-        with lock:
+        with lock_file(fetching_lock(final)):
             if same(result, final):  # another program was faster
                 return True
             hidden.mkdir(exist_ok=True)
@@ -80,7 +80,8 @@ def fetch(
             with suppress(OSError):
                 final.rmdir()  # an empty one
             replace_directory(hidden, final)
-        Path(lock.lock_file).unlink(missing_ok=True)
+            with suppress(OSError):  # on Windows, while it is held
+                fetching_lock(final).unlink()
     except Timeout:
         return False
     except OSError as error:

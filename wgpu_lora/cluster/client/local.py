@@ -18,13 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from platformdirs import user_state_dir
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.launcher import processes
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.locks import lock_file
 from wgpu_lora.share.owner import boot_id
 from wgpu_lora.signals import deferred
 from wgpu_lora.strict_json import to_json, typed
@@ -262,10 +263,9 @@ def _file() -> Path:
 def locked() -> Iterator[Path]:
     """The state directory, which no other program changes meanwhile. Raises UserError if it cannot be used."""
     directory = state_directory()
-    lock = FileLock(directory / "local.lock")
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock.acquire(LOCK_SECONDS)
+        lock = lock_file(directory / "local.lock", LOCK_SECONDS).lock
     except Timeout:
         raise UserError(f"Another program has been starting Ray for long ({directory}): try again later.") from None
     except OSError as error:

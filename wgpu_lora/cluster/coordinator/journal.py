@@ -9,13 +9,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
-from wgpu_lora.atomic import sweep, write_bytes_atomic
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster.coordinator.state import Requests, State
 from wgpu_lora.cluster.facts import RunRequest, from_plain
 from wgpu_lora.cluster.node.layout import NAME
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.locks import lock_file, sweep
 from wgpu_lora.strict_json import to_json
 
 VERSION = 1
@@ -40,8 +41,7 @@ class Journal:
         self.directory = directory
         try:
             (directory / RUNS).mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(directory / LOCK)
-            self._lock.acquire(timeout=patience)
+            self._lock = lock_file(directory / LOCK, patience).lock
             sweep(directory, re.compile(re.escape(STATE)))
             sweep(directory / RUNS, re.compile(r".+\.json"))
         except Timeout:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock
-
 from wgpu_lora.atomic import file_digest, replace_directory, write_bytes_atomic
 from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.facts import from_plain, to_plain
@@ -17,6 +15,7 @@ from wgpu_lora.cluster.node.layout import checked_digest
 from wgpu_lora.cluster.node.shelf import PIECE, RESERVE, read_piece
 from wgpu_lora.cluster.spec.sending import Parcel, check_parcel
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.locks import lock_file
 from wgpu_lora.strict_json import to_json
 
 
@@ -137,7 +136,7 @@ class Sent:
         place = self.folder / f".{digest}.incoming"
         try:
             place.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.folder / f".{digest}.lock", timeout=60):
+            with lock_file(self.folder / f".{digest}.lock", 60):
                 yield place
         except OSError as error:
             raise UserError(f"{place} cannot be written ({reason(error)}): make room on that disk.") from None

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock
-
 from wgpu_lora.atomic import file_digest, sync_directory, write_bytes_atomic
 from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.facts import Copy, from_plain, to_plain
@@ -29,6 +27,7 @@ from wgpu_lora.cluster.node.listing import (
     plain_listing,
 )
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.locks import lock_file
 from wgpu_lora.strict_json import to_json
 
 SCHEMA = 1
@@ -235,7 +234,7 @@ class Shelf:
         place = self.layout.shelved(unit)
         try:
             place.mkdir(parents=True, exist_ok=True)
-            with FileLock(place / ".lock", timeout=60):
+            with lock_file(place / ".lock", 60):
                 yield place
         except OSError as error:  # FileLock's timeout is one, too
             raise UserError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.atomic import new_directory, write_bytes_atomic
 from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.opening import position
 from wgpu_lora.data.preparing import edits
@@ -23,7 +23,7 @@ from wgpu_lora.data.preparing.duplicates import Duplicates, duplicates
 from wgpu_lora.data.preparing.inputs import REJECTED, REPORT, SCHEMA, Inputs, find_inputs, matches
 from wgpu_lora.data.preparing.kinds import EXAMPLE, FILES, ROWS, TRAIN, VALID, Read, Row, examples_only
 from wgpu_lora.data.preparing.options import Preparation
-from wgpu_lora.data.preparing.output import Lines, encoded, new_directory, refuse_output
+from wgpu_lora.data.preparing.output import Lines, encoded, refuse_output
 from wgpu_lora.data.source import NoRowsError, Place, Problem
 from wgpu_lora.data.split import held_out, key_of
 from wgpu_lora.data.values import canonical, row_digest
@@ -69,10 +69,12 @@ def prepare_files(
     for pattern in options.preferences_from:
         if not any(matches(source.path, [pattern]) for source in inputs.sources):
             raise UserError(f"{setting('preferences_from', pattern)} matches none of the inputs: check the pattern.")
-    with new_directory(output, options.overwrite) as place:
+    with new_directory(output, flag("output"), replace=True) as place:
+        refuse_output(output, options.overwrite)  # a killed process may have moved it away
         facts = _Preparing(inputs, options, place, watch).run()
         text = to_json(facts, indent=1, ensure_ascii=False) + "\n"
         write_bytes_atomic(place / REPORT, text.encode())
+        refuse_output(output, options.overwrite)  # a program without our locks may have made it
     return facts
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,8 +11,7 @@ import numpy as np
 from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
 
-from wgpu_lora.atomic import UMASK
-from wgpu_lora.bounded import check_name
+from wgpu_lora.atomic import check_new, new_file
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.types import nbytes
 from wgpu_lora.names.naming import flag
@@ -24,44 +21,25 @@ Pieces = Callable[[], Iterator[Sequence[np.ndarray]]]
 Tensors = dict[str, tuple[tuple[int, ...], Sequence[GGMLQuantizationType], Pieces]]
 
 
-def refuse_existing(output: Path) -> None:
+def check_new_gguf(output: Path) -> None:
     """Raises UserError if `output` exists, or is not a suitable path."""
-    check_name(output)
-    if output.is_dir():
-        raise UserError(f"{output} is a directory: name a file in it, such as {output / 'model.gguf'}.")
-    if output.exists() or output.is_symlink():
-        raise UserError(f"{output} exists already: choose another {flag('output')}, or remove it.")
+    check_new(output, flag("output"))
     if output.suffix.lower() != ".gguf":
         raise UserError(f"{output} does not end in .gguf: add the extension, which other programs expect.")
-    if not output.absolute().parent.is_dir():
-        raise UserError(f"The directory {output.parent} of {flag('output')} does not exist: create it first.")
 
 
 @contextmanager
 def new_gguf(output: Path, architecture: str) -> Iterator[GGUFWriter]:
     """A writer for a temporary file that becomes `output` on success, and is removed on failure."""
-    try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.absolute().parent)
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror}.") from None
-    os.close(descriptor)
-    temporary = Path(name)
-    writer = GGUFWriter(temporary, architecture)
-    try:
-        yield writer
-        for file in writer.fout or []:
-            file.flush()
-            os.fsync(file.fileno())
-        writer.close()
-        temporary.chmod(0o666 & ~UMASK)  # mkstemp creates files that only their owner can read
-        temporary.replace(output)
-    except BaseException:
+    with new_file(output, flag("output")) as place:
+        writer = GGUFWriter(place, architecture)
         try:
+            yield writer
+            writer.close()
+        except BaseException:
             with suppress(OSError):  # closing flushes the buffer, which may fail again
                 writer.close()
-        finally:
-            temporary.unlink(missing_ok=True)
-        raise
+            raise
 
 
 def write_tensors(writers: Sequence[GGUFWriter], tensors: Tensors) -> None:

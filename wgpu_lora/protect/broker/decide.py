@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
+from wgpu_lora.locks import lock_file
 from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
 from wgpu_lora.protect.broker.clock import Clock
 from wgpu_lora.protect.broker.log import DecisionLog
@@ -255,13 +256,11 @@ class Broker:
 def _lock(directory: Path) -> FileLock:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = FileLock(directory / "lock")
-        lock.acquire(timeout=0)
+        return lock_file(directory / "lock").lock
     except Timeout:
         raise UserError(f"Another broker uses {directory}: stop it, or give --state another directory.") from None
     except OSError as error:
         raise UserError(f"{directory} cannot be used ({error.strerror}): give --state another directory.") from None
-    return lock
 
 
 def _read(signed: bytes) -> Evidence | Failure:

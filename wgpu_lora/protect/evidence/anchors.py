@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.locks import lock_file
 from wgpu_lora.strict_json import built, to_json
 from wgpu_lora.track.runlog import LOCK_SECONDS, data_directory
 
@@ -77,7 +78,7 @@ def _turn() -> Iterator[None]:
     directory = data_directory() / NAME
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with FileLock(directory / ".lock", timeout=LOCK_SECONDS):
+        with lock_file(directory / ".lock", LOCK_SECONDS):
             yield
     except (OSError, Timeout) as error:
         raise UserError(

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from wgpu_lora.bounded import read_bytes
 from wgpu_lora.data.account import SKIPPED, skipped_rows
@@ -20,7 +20,9 @@ from wgpu_lora.data.in_memory import MemorySource
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events, Passing
 from wgpu_lora.gpu.wipe import Wiper
+from wgpu_lora.locks import check_output, lock_file
 from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.names.naming import flag
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.hygiene.cleanup import Cleanup, overwrite
 from wgpu_lora.protect.hygiene.host import harden
@@ -247,10 +249,11 @@ class _Logged(Events):
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Keep other sessions out of a run's directory, which is made, and removed again if it stays empty."""
-    lock, made = FileLock(directory / LOCK), not directory.exists()
+    check_output(directory, flag("output"))
+    made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock = lock_file(directory / LOCK).lock
     except Timeout:
         raise UserError(f"Another session is at work in {directory}: wait for it, or choose another output.") from None
     except OSError as error:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from wgpu_lora.atomic import file_digest, name_new
+from wgpu_lora.atomic import check_new, file_digest, new_directory, new_file, write_new_bytes
 from wgpu_lora.bounded import check_path, read_json
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.names.naming import flag
 from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.keys import DataKey
 from wgpu_lora.protect.sealed.streams import Reader, parse_recipients, seal_stream, unseal_stream
@@ -84,25 +83,18 @@ def seal_pieces(source: Iterator[bytes], to: Path, recipients: Sequence[str], ro
     """As `seal_path`, for content in pieces. rows: whether to count its lines that are not blank."""
     parse_recipients(recipients)
     check_path(to)
-    for one in (to, record_path(to)):
-        check_new(one)
-    counting = PieceReader(source)
-    with _private(to) as private:
-        with (private / to.name).open("xb") as file:
-            hashing = _Hashing(file)
-            seal_stream(counting, hashing, recipients)
-            file.flush()
-            os.fsync(file.fileno())
-        unique = tuple(dict.fromkeys(recipients))
-        record = SealRecord(hashing.digest.hexdigest(), hashing.size, counting.rows if rows else None, unique)
-        beside = record_path(to)
-        (private / beside.name).write_text(json.dumps(asdict(record), indent=2) + "\n")
-        name_new(private / beside.name, beside)
-        try:
-            name_new(private / to.name, to)
-        except BaseException:
-            beside.unlink()
-            raise
+    counting, beside = PieceReader(source), record_path(to)
+    check_new(beside, flag("output"))
+    with ExitStack() as undone:
+        with new_file(to, flag("output")) as place:
+            with place.open("xb") as file:
+                hashing = _Hashing(file)
+                seal_stream(counting, hashing, recipients)
+            unique = tuple(dict.fromkeys(recipients))
+            record = SealRecord(hashing.digest.hexdigest(), hashing.size, counting.rows if rows else None, unique)
+            write_new_bytes(beside, (json.dumps(asdict(record), indent=2) + "\n").encode(), flag("output"))
+            undone.callback(beside.unlink)  # if the file does not get its name
+        undone.pop_all()
     return record
 
 
@@ -116,7 +108,7 @@ def unseal_path(sealed: str | Path, to: str | Path, key: DataKey) -> None:
             In both cases nothing is left.
     """
     sealed, to = Path(sealed), Path(to)
-    check_new(to)
+    check_new(to, flag("output"), directory=True)
     with open_sealed(sealed) as source:
         unseal_file(source, to, key, str(sealed), unpack=sealed.name.endswith(ARCHIVE) and to.suffix != ".tar")
 
@@ -126,21 +118,17 @@ def unseal_file(source: Reader, to: Path, key: DataKey, where: str, unpack: bool
 
     What is opened can be read by this user only (on Windows, by whom its directory says).
     """
-    check_new(to)
-    with _private(to) as private:
-        whole = private / "opened"
-        with open(whole, "xb", opener=_for_owner) as file:
+    if not unpack:
+        with new_file(to, flag("output"), private=True) as place, place.open("xb") as file:
             unseal_stream(source, file, key, where)
-        if not unpack:
-            name_new(whole, to)
-            return
-        (private / to.name).mkdir(mode=0o700)
-        _extract(whole, private / to.name)
-        (private / to.name).rename(to)  # fails if something is there by now
-
-
-def _for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+        return
+    with new_directory(to, flag("output"), private=True) as place, tempfile.TemporaryFile(dir=place) as whole:
+        unseal_stream(source, whole, key, where)
+        whole.flush()
+        if not whole.tell():  # cannot be mapped
+            archive.extract(memoryview(b""), place)
+        with mmap.mmap(whole.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+            archive.extract(view, place)
 
 
 def open_sealed(path: Path) -> IO[bytes]:
@@ -207,46 +195,6 @@ class _Hashing:
         self.digest.update(data)
         self.size += len(data)
         return len(data)
-
-
-def _extract(whole: Path, directory: Path) -> None:
-    with whole.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        view = memoryview(mapped)
-        try:
-            archive.extract(view, directory)
-        finally:
-            view.release()
-
-
-def check_new(path: Path) -> None:
-    """Raises UserError unless a file or directory can be made there."""
-    try:
-        taken = path.is_symlink() or path.exists()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be written ({reason(error)}): choose another path.") from None
-    if taken:
-        raise UserError(f"{path} exists already: choose another name, or remove it.")
-    if not path.parent.is_dir():
-        raise UserError(f"{path.parent} is not a directory: make it, or choose another path.")
-
-
-@contextmanager
-def _private(to: Path) -> Iterator[Path]:
-    """A directory beside `to` that only this user can enter, and that goes with what is left in it.
-
-    Raises:
-        UserError: for OSError, which is about `to` here.
-    """
-    try:
-        private = Path(tempfile.mkdtemp(prefix=f".{to.name}.", suffix=".tmp", dir=to.parent))  # mode 0700
-        try:
-            yield private
-        finally:
-            shutil.rmtree(private, ignore_errors=True)
-    except FileExistsError:
-        raise UserError(f"{to} exists already: choose another name, or remove it.") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{to} cannot be written ({reason(error)}): choose another path.") from None
 
 
 def _is_digest(text: Any) -> bool:

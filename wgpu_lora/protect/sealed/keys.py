@@ -5,7 +5,6 @@ Private keys of a run exist in its memory alone. Only `protect keygen` writes ke
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +17,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
+from wgpu_lora.atomic import new_file
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.locks import check_output, unwritable
 from wgpu_lora.protect.hygiene.host import lock_pages
 
 MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients
@@ -235,25 +236,15 @@ def write_private(path: str | Path, content: bytes) -> None:
         UserError: the path exists, or cannot be written; then nothing is left of it.
     """
     path = Path(path)
+    check_output(path, "PATH")
     try:
-        if not path.parent.exists():
-            path.parent.mkdir(mode=0o700, parents=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
-    except FileExistsError:
-        raise UserError(f"{path} exists already: choose another name, a key is never overwritten.") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be written ({reason(error)}): choose another path.") from None
-    try:
-        with os.fdopen(descriptor, "wb", buffering=0) as file:
-            view = memoryview(content)
-            while view:
-                view = view[file.write(view) :]
-            os.fsync(file.fileno())
-    except BaseException as error:
-        path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise UserError(f"{path} cannot be written ({error.strerror}): choose another path.") from None
-        raise
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(path, "PATH", error) from None
+    with new_file(path, "PATH", private=True) as place, place.open("xb", buffering=0) as file:
+        view = memoryview(content)
+        while view:
+            view = view[file.write(view) :]
 
 
 def read_small(path: str | Path, what: str) -> bytearray:

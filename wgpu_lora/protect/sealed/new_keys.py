@@ -28,8 +28,6 @@ def new_signing_key(path: Path) -> PublicKey:
     """
     _check_file(path)
     public_path = path.with_name(f"{path.name}.pub")
-    if public_path.is_symlink() or public_path.exists():
-        raise UserError(f"{public_path} exists already: choose another name, a key is never overwritten.")
     key = SigningKey.generate()
     try:
         write_private(path, key.private_pem())

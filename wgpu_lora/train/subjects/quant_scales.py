@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,6 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, load_file, save
 
-from wgpu_lora.atomic import replace_directory
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.packed import write_packed
 from wgpu_lora.models.constants import ConstantSet, ConstantWeight, constants_of
@@ -112,10 +110,7 @@ class QuantScales:
             return weight.packed_with(model.device, own, dtype)
 
         instead = {f"{module}.weight": partial(stored, module, weight) for module, weight in self.weights.items()}
-        new = directory.with_name(f".{directory.name}.tmp")
-        shutil.rmtree(new, ignore_errors=True)
-        write_packed(model, new, instead=instead)
-        replace_directory(new, directory)
+        write_packed(model, directory, instead=instead, replace=True)
 
     @staticmethod
     def _set(session: Session) -> ConstantSet:

@@ -1,0 +1,264 @@
+"""Output appears whole or not at all: beside another process, after a kill, on a full disk, behind links."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import write_rows
+from support.models import save_golden_adapter, words_model
+
+from wgpu_lora.atomic import file_digest, new_directory
+from wgpu_lora.bench.overhead_results import PUBLISHED
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.locks import locked
+from wgpu_lora.protect.sealed.keys import DataKey, write_private
+
+KEY = DataKey.generate()
+MODEL = "{place}/model"
+# The arguments of commands by name; {out} is what they write, with its ending. `place` prepares what they read.
+DIRECTORIES = {
+    "merge": ["merge", "--model", MODEL, "--adapter", "{place}/adapter", "--output", "{out}"],
+    "import": ["import", MODEL, "--output", "{out}"],
+    "quantize": ["quantize", "--model", MODEL, "--scheme", "nf4", "--output", "{out}"],
+    "data prepare": ["data", "prepare", "{place}/rows.jsonl", "--output", "{out}"],
+    "protect open": ["protect", "open", "{place}/folder.tar.age", "--key", "{place}/key", "--output", "{out}"],
+}
+FILES = {
+    "export gguf": ["export", "gguf", "--model", "demo", "--output", "{out}.gguf"],
+    "export gguf --lora": [
+        "export", "gguf", "--model", MODEL, "--adapter", "{place}/adapter", "--lora", "--output", "{out}.gguf"
+    ],
+    "recipes data": ["recipes", "data", "hive-mind-0.5b", "{out}", "--rows", "3"],
+    "generate": ["generate", "--model", MODEL, "--prompt", "w1", "--max-new-tokens", "1", "--output", "{out}"],
+    "protect seal": ["protect", "seal", "{place}/rows.jsonl", "--to", KEY.recipient, "--output", "{out}.age"],
+    "protect keygen": ["protect", "keygen", "{out}"],
+}  # fmt: skip
+REPLACED = {  # what is there may be written again
+    "bench": ["bench", "--brick", "rope", "--model", MODEL, "--tokens", "8", "--time-limit", "0.01", "--json", "{out}"],
+    "data stats": [
+        "data", "stats", "--data", "{place}/rows.jsonl", "--model", MODEL, "--no-measure", "--max-length", "16",
+        "--page", "{out}",
+    ],
+    "report": ["report", str(PUBLISHED), "--output", "{out}"],
+    "teacher-cache": [
+        "teacher-cache", "--model", MODEL, "--data", "{place}/rows.jsonl", "--length", "9", "--top-k", "4",
+        "--random", "3", "--output", "{out}",
+    ],
+}  # fmt: skip
+WITHIN = {"report": "report.html", "teacher-cache": "cache.json"}  # a directory that may exist
+COMMANDS = DIRECTORIES | FILES | REPLACED
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, an adapter of it, rows, a key and what it opens."""
+    found = tmp_path_factory.mktemp("inputs")
+    words_model(found / "model")
+    save_golden_adapter("qwen2", found / "golden")
+    write_rows(found / "rows.jsonl", [{"prompt": f"w{i} w{i + 1}", "completion": "w3 w4"} for i in range(4)])
+    write_private(found / "key", KEY.file_text())
+    (found / "folder").mkdir()
+    (found / "folder" / "a").write_text("a")
+    run(["finetune", "--model", str(found / "model"), "--data", str(found / "rows.jsonl"), "--max-length", "16",
+         "--max-steps", "1", "--output", str(found / "adapter"), "--no-run-log"])  # fmt: skip
+    run(["protect", "seal", str(found / "folder"), "--to", KEY.recipient])
+    return found
+
+
+def run(arguments: Sequence[str]) -> None:
+    assert main(arguments) == 0
+
+
+def given(name: str, place: Path, out: Path) -> list[str]:
+    return [word.format(place=place, out=out) for word in COMMANDS[name]]
+
+
+def target(name: str, out: Path) -> Path:
+    """What a command locks."""
+    ending = re.search(r"\{out\}(\S*)", " ".join(COMMANDS[name]))
+    assert ending
+    return out / WITHIN[name] if name in WITHIN else out.with_name(out.name + ending[1])
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*"))
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: str) -> None:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    assert [word for word in words if word not in said and not re.search(word, said)] == [], said
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="cannot tell which file is flushed")
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"generate"}))  # which keeps its answers
+def test_one_writer_at_a_time(
+    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What another process is writing, what a dead one left, and a full disk."""
+    out = tmp_path / "out"
+    final, arguments = target(name, out), given(name, place, out)
+    with locked(final, "--output"):
+        refused(arguments, capsys, f"Another process is writing to {final}: wait for it, or choose another")
+    assert names(final.parent) == []
+
+    def full(descriptor: int) -> None:
+        if str(tmp_path) in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        words = " cannot be written (No space left on device): free space, or choose another"
+        refused(arguments, capsys, str(out), "No space left on device" if name == "teacher-cache" else words)
+        assert names(final.parent) == []
+    for left in (f".{final.name}.abcd1234.tmp", f".{final.name}.tmp"):
+        (final.parent / left).mkdir(parents=True)
+        (final.parent / left / "part").touch()
+    assert main(arguments) in (0, 1)  # 1: a brick that is too slow here
+    assert [path.name for path in final.parent.iterdir() if path.name.startswith(".")] == []
+    assert final.exists()
+    if name not in REPLACED:
+        before = {path: file_digest(path) for path in tmp_path.rglob("*") if path.is_file()}
+        refused(arguments, capsys, str(final), " already: give ")
+        assert {path: file_digest(path) for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_links(name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    link = out if name in WITHIN else target(name, out)
+    for to, words in (("nowhere", "is a link that leads nowhere"), (link.name, "is a link that leads nowhere")):
+        link.symlink_to(tmp_path / to)
+        refused(given(name, place, out), capsys, f"{link} {words}: ")
+        link.unlink()
+    (tmp_path / "file").touch()
+    below = tmp_path / "file" / "out"
+    refused(given(name, place, below), capsys, f"{tmp_path / 'file'} is not a directory: ")
+    if name not in REPLACED:
+        (tmp_path / "empty").mkdir()
+        link.symlink_to(tmp_path / "empty")
+        refused(given(name, place, out), capsys, f"{link} is a link: give ")
+        assert names(tmp_path) == sorted(["empty", "file", link.name])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", "{link}"],
+        ["generate", "--model", "{link}", "--prompt", "a"],
+        ["generate", "--adapter", "{link}", "--prompt", "a"],
+        ["finetune", "--data", "{link}/rows.jsonl", "--output", "{link}"],
+        ["finetune", "--adapters", "{rows}:{link}", "--max-steps", "1"],
+        ["data", "prepare", "{rows}", "{link}", "--output", "out"],
+        ["bench", "compare", "{rows}", "{link}"],
+        ["protect", "seal", "{link}", "--to", KEY.recipient],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+@pytest.mark.parametrize("to", ["nowhere", "link"])
+def test_links_that_are_given(
+    arguments: list[str], to: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / to)
+    given = [word.format(link=link, rows=place / "rows.jsonl") for word in arguments]
+    refused(given, capsys, f"{link} is a link that leads nowhere: ")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="has no file system that holds no files")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_places_that_hold_no_files(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "/proc/self is not writable" if name == "teacher-cache" else "out.* cannot be written \\(No such file"
+    refused(given(name, place, Path("/proc/self/out")), capsys, words)
+
+
+KILLED = """
+import os, signal, sys
+os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+from wgpu_lora.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has no SIGKILL")
+@pytest.mark.parametrize("name", ["merge", "export gguf --lora", "data prepare", "protect seal", "report"])
+def test_what_a_killed_process_left_is_swept(name: str, place: Path, tmp_path: Path) -> None:
+    arguments = given(name, place, tmp_path / "out")
+    assert subprocess.run([sys.executable, "-c", KILLED, *arguments]).returncode == -signal.SIGKILL
+    final = target(name, tmp_path / "out")
+    assert not final.exists()
+    assert any(path.name.endswith(".tmp") for path in final.parent.iterdir())
+    run(arguments)
+    assert not [path for path in final.parent.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", ["merge", "export gguf", "data prepare", "protect seal"])
+def test_of_two_processes_one_writes(name: str, place: Path, tmp_path: Path) -> None:
+    run(given(name, place, tmp_path / "alone"))
+    arguments = [sys.executable, "-m", "wgpu_lora", *given(name, place, tmp_path / "out")]
+    both = [subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2], said
+    (loser,) = (text for process, text in zip(both, said, strict=True) if process.returncode)
+    assert "Another process is writing to" in loser or " already: give " in loser
+    digests = []
+    for which in ("alone", "out"):
+        final = target(name, tmp_path / which)
+        files = [final] if final.is_file() else sorted(final.rglob("*"))
+        digests.append([file_digest(path) for path in files if path.is_file() and path.name != "README.md"])
+    assert digests[0] == digests[1] or name == "protect seal"  # which is random
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_who_gets_a_lock_has_the_file_of_that_name(tmp_path: Path) -> None:
+    with locked(tmp_path / "a", "--output"):
+        file = tmp_path / ".a.lock"
+        held = os.open(file, os.O_RDWR)
+    assert not file.exists()  # removed while it was held
+    with locked(tmp_path / "a", "--output"):
+        assert not os.path.sameopenfile(held, os.open(file, os.O_RDWR))
+        with pytest.raises(UserError, match="Another process"), locked(tmp_path / "a", "--output"):
+            pass
+        assert file.exists()
+    os.close(held)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_without_locks(
+    number: int, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import fcntl
+
+    def flock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    refused(given("data prepare", place, tmp_path / "out"), capsys, f"out cannot be written ({os.strerror(number)})")
+    assert names(tmp_path) in ([], [".out.lock"])
+
+
+def test_what_was_moved_away_comes_back(tmp_path: Path) -> None:
+    """A process was killed between the two renames of a replacement."""
+    (tmp_path / ".a.previous").mkdir()
+    (tmp_path / ".a.previous" / "x").touch()
+    with pytest.raises(UserError, match="exists already"), new_directory(tmp_path / "a", "--output"):
+        pass
+    assert names(tmp_path) == ["a", "a/x"]
+
+
+def test_a_ledger_where_no_lock_can_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WGPU_LORA_SHARE_DIR", "/proc/self")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits"))
+    refused(["generate", "--prompt", "hi", "--max-new-tokens", "1"], capsys, "The ledger /proc/self/", "cannot be used")
