@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from wgpu_lora.api import (
         Answer,
         Events,
+        Model,
         MultiAdapterPipeline,
         RunRecord,
         StepResult,
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
         finetune,
         generate,
         load,
+        push,
+        quantize,
         teacher_cache,
     )
 
 __all__ = [
     "Answer",
     "Events",
+    "Model",
     "MultiAdapterPipeline",
     "RunRecord",
     "StepResult",
@@ -46,6 +50,8 @@ __all__ = [
     "finetune",
     "generate",
     "load",
+    "push",
+    "quantize",
     "teacher_cache",
 ]
 

@@ -12,8 +12,10 @@ from wgpu_lora.api.bars import Bars
 from wgpu_lora.api.caching import teacher_cache
 from wgpu_lora.api.evaluation import evaluate, evaluate_several
 from wgpu_lora.api.listeners import Callback, listeners
+from wgpu_lora.api.model import Model, push
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.api.plain import plain
+from wgpu_lora.api.quantizing import quantize
 from wgpu_lora.api.signatures import listing
 from wgpu_lora.data import given_rows
 from wgpu_lora.errors import UserError
@@ -30,25 +32,23 @@ from wgpu_lora.train.records import RunRecord
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 __all__ = [
-    "Answer", "Events", "MultiAdapterPipeline", "RunRecord", "StepResult", "TrainingArguments",
-    "answer", "compare", "evaluate", "evaluate_several", "finetune", "generate", "load",
-    "teacher_cache",
+    "Answer", "Events", "Model", "MultiAdapterPipeline", "RunRecord", "StepResult", "TrainingArguments",
+    "answer", "compare", "evaluate", "evaluate_several", "finetune", "generate", "load", "push",
+    "quantize", "teacher_cache",
 ]  # fmt: skip
 
 for _asking in (answer, compare, generate):
     listing(Settings, AnswerOptions)(_asking)
 
 
-def load(
-    model: str | Path = "demo", *, device: str | int | None = None, base_dtype: str = DEFAULT_FORMAT
-) -> LoadedModel:
+def load(model: str | Path = "demo", *, device: str | int | None = None, base_dtype: str = DEFAULT_FORMAT) -> Model:
     """Open a model and a device. The weights are loaded onto the device on first use, and stay there.
 
     Args:
         model: a directory, a GGUF file, a hub id, or `demo`.
         device: device index or part of its name; `wgpu-lora info` lists the devices.
     """
-    return open_model(str(model), device, base_dtype)
+    return Model(**vars(open_model(str(model), device, base_dtype)))
 
 
 @listing(TrainingArguments, TrainingOptions, leave_out=("model",))

@@ -99,12 +99,17 @@ def _rows(
     return (yield from ConversationRows(example, tokenizer, kwargs).rows(completion_only_loss))
 
 
+def alpaca_prompt(example: Alpaca) -> str:
+    """Alpaca's wording of an instruction, for models without a chat template."""
+    prompt = _ALPACA_WITH_INPUT if example.input else _ALPACA
+    prompt = prompt.format(instruction=example.instruction, input=example.input)
+    return f"{example.system}\n\n{prompt}" if example.system else prompt
+
+
 def alpaca_example(example: Alpaca, tokenizer: Tokenizer) -> Conversation | Completion:
     """An Alpaca row as the model is trained on it: a conversation or, without a chat template, Alpaca's own wording."""
     if not tokenizer.has_chat_template:
-        prompt = _ALPACA_WITH_INPUT if example.input else _ALPACA
-        prompt = prompt.format(instruction=example.instruction, input=example.input)
-        return Completion(f"{example.system}\n\n{prompt}" if example.system else prompt, example.output)
+        return Completion(alpaca_prompt(example), example.output)
     messages = [*example.asked, {"role": "assistant", "content": example.output}]
     return Conversation(messages, frozenset({len(messages) - 1}))
 

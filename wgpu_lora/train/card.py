@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.data.examples import Alpaca
+from wgpu_lora.data.masks import alpaca_prompt
 from wgpu_lora.formats.cards import header, table
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import WEIGHTS
@@ -21,7 +23,9 @@ USE = """With wgpu-lora, on any GPU:
 ```sh
 wgpu-lora generate --model {base} --adapter {adapter} --prompt "..."
 ```
-
+"""
+# The base is in safetensors, or a GGUF file, which PEFT has no weights for and llama.cpp takes as it is.
+PEFT = """
 With [PEFT](https://github.com/huggingface/peft):
 
 ```python
@@ -39,6 +43,33 @@ With [llama.cpp](https://github.com/ggml-org/llama.cpp), merged into the base:
 wgpu-lora export gguf --model {base} --adapter {adapter} --quantize q4_k_m --output {adapter}.gguf
 llama-cli -m {adapter}.gguf
 ```"""
+GGUF = """
+With [llama.cpp](https://github.com/ggml-org/llama.cpp), beside the base:
+
+```sh
+wgpu-lora export gguf --model {base} --adapter {adapter} --lora --output {adapter}.gguf
+llama-cli -m {base} --lora {adapter}.gguf
+```
+
+With [transformers](https://github.com/huggingface/transformers), merged into the base:
+
+```sh
+wgpu-lora merge --model {base} --adapter {adapter} --output {adapter}-merged
+```
+
+```python
+from transformers import {auto_class}, AutoTokenizer
+
+model = {auto_class}.from_pretrained("{adapter}-merged")
+tokenizer = AutoTokenizer.from_pretrained("{adapter}-merged")
+```"""
+ALPACA = """
+It was trained on prompts in Alpaca's wording, which `generate` and `chat` use for it:
+
+```
+{wording}
+```
+"""
 
 
 USE_BASE = """`last-f16/` and, if a held-out loss was measured, `best-f16/` are models;
@@ -93,7 +124,11 @@ def _use(stated: str, name: str, record: RunRecord, auto_class: str) -> str:
         return USE_BASE.format(place=shlex.quote(adapter))
     place = stated if hub_id(stated) else "path/to/wgpu_lora/demo/model" if stated == "demo" else f"path/to/{name}"
     base = "demo" if stated == "demo" else place
-    return USE.format(base=shlex.quote(base), place=place, adapter=adapter, auto_class=auto_class)
+    text = USE + (GGUF if place.lower().endswith(".gguf") else PEFT)
+    text = text.format(base=shlex.quote(base), place=place, adapter=adapter, auto_class=auto_class)
+    if record.data.prompt_format == "alpaca":
+        text += ALPACA.format(wording=alpaca_prompt(Alpaca("{instruction}", "", "", "")))
+    return text
 
 
 def _better(record: RunRecord) -> str:
