@@ -1,5 +1,6 @@
 """Adapters go to disk as PEFT has them and come back; what we cannot do is refused by name."""
 
+import errno
 import json
 import math
 import os
@@ -162,7 +163,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     write_bytes_atomic(path, b"old")
 
     def fail(descriptor):
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)

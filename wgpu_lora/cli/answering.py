@@ -9,7 +9,7 @@ import typer
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import is_terminal
-from wgpu_lora.cli.options import choice
+from wgpu_lora.cli.options import THINKING, choice
 
 System = Annotated[str | None, typer.Option(help="System message of the chat template.")]
 PromptFormat = Annotated[
@@ -20,7 +20,10 @@ PromptFormat = Annotated[
         ("chat", "alpaca", "text"),
     ),
 ]
-EnableThinking = Annotated[bool | None, typer.Option(help="Passed to the chat template; use the value from training.")]
+EnableThinking = Annotated[
+    bool | None,
+    typer.Option(help=THINKING + " Use the value from training."),
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Maximum tokens of an answer. [x>=1]")]
 Temperature = Annotated[
     float, typer.Option(help="0 always takes the most likely token; higher values vary more. [x>=0]")

@@ -164,6 +164,6 @@ def describe_memory(job: Job[Any]) -> None:
     plan = job.session.memory()
     describe_optimizer(job)
     beside = f", and {both(plan.host)} in the host's memory" if plan.host else ""
-    line("memory", f"{both(plan.peak)} at peak{beside}")
+    line("memory", f"{both(plan.peak)} of the device at peak{beside}")
     note_unified(plan)
     describe_tuning(job)

@@ -14,6 +14,7 @@ from wgpu_lora.bounded import printable
 from wgpu_lora.cli.answering import MaxNewTokens, Seed, TopP
 from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
 from wgpu_lora.cli.options import (
+    THINKING,
     Adapter,
     AllowUnconfined,
     BaseDtype,
@@ -71,7 +72,7 @@ def evaluate(
     completion_only_loss: Annotated[
         bool | None, typer.Option(help="Compute the loss on answers only. Default: as in training, else on.")
     ] = None,
-    enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
+    enable_thinking: Annotated[bool | None, typer.Option(help=THINKING)] = None,
     objective: Annotated[
         str | None,
         choice(

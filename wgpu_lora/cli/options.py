@@ -13,7 +13,7 @@ import typer
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.commands import OPTIONS, Command
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.declared import kinds
+from wgpu_lora.train.declared import FOREVER, kinds
 from wgpu_lora.train.gather import gather
 from wgpu_lora.train.options.arguments import PANELS, TrainingArguments
 from wgpu_lora.train.options.idle import idle
@@ -43,6 +43,7 @@ def choice(text: str, values: Collection[str], **settings: Any) -> Any:
     return typer.Option(help=text, metavar="|".join(values), autocompletion=completion.one_of(values), **settings)
 
 
+THINKING = "Have the chat template ask for reasoning or, if off, rule it out."
 # Options shared by several commands.
 Model = Annotated[
     str | None,
@@ -79,7 +80,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 class TrainingCommand(Command):
     """A command with all training options: --help shows the most common ones, --help-all all of them.
 
-    --wait may be given without a number, which means 0.
+    --wait may be given without a number.
     """
 
     most_used: ClassVar[Sequence[str]] = MOST_USED
@@ -90,7 +91,9 @@ class TrainingCommand(Command):
             arg == "--wait" and after.startswith("-") and not after[1:2].isdigit()
             for arg, after in zip(args, following, strict=True)
         ]
-        return super().parse_args(ctx, [f"{a}=0" if is_bare else a for a, is_bare in zip(args, bare, strict=True)])
+        return super().parse_args(
+            ctx, [f"{a}={FOREVER:g}" if is_bare else a for a, is_bare in zip(args, bare, strict=True)]
+        )
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         if ctx.params.get("help_all"):
@@ -187,7 +190,8 @@ def option_parameter(item: Any) -> inspect.Parameter:
     # A switch that is off by default has its opposite too, since a recipe may turn it on.
     declared = f"{name}/--no-{name[2:]}" if kind is bool else name
     within, choices = metadata["within"], metadata["choices"]
-    said = item.default not in (None, False, within.unset if within else None)
+    unset = (None, within.unset if within else None)
+    said = item.default is not False and not any(item.default is value or item.default == value for value in unset)
     complete = completion.BY_NAME.get(item.name)
     if choices:
         complete = completion.one_of(choices)

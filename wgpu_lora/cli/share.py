@@ -138,10 +138,15 @@ def _show(device: dict[str, Any]) -> None:
         return "unknown" if nbytes is None else both(nbytes)
 
     line("device", device["device"])
-    line("budget", f"{size(device['budget'])}: {device['source']}")
+    line("budget", f"{size(device['budget'])} for all runs of wgpu-lora together: {device['source']}")
+    line("held", f"{size(device['held'])} by runs of wgpu-lora")
     if device["free_now"] is not None:
-        line("free now", size(device["free_now"]))
-    line("held", size(device["held"]))
+        line("free now", f"{size(device['free_now'])} of the device, whoever uses the rest")
+    if device["budget"] is not None:
+        left = max(0, device["budget"] - device["held"])
+        line(
+            "left", f"{size(min(left, device['free_now'] or left))} for another run, within the budget and what is free"
+        )
     entries = [*device["leases"], *device["queue"]]
     if not entries:
         return

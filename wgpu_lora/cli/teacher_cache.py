@@ -9,7 +9,7 @@ import typer
 
 from wgpu_lora.cli.completion import MODEL
 from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
-from wgpu_lora.cli.options import BaseDtype, Device, Json, choice
+from wgpu_lora.cli.options import THINKING, BaseDtype, Device, Json, choice
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
@@ -53,7 +53,7 @@ def teacher_cache(
     skip_bad_rows: Annotated[bool, typer.Option("--skip-bad-rows", help="Skip rows that cannot be read.")] = False,
     on_overflow: Annotated[str, choice("What to do with longer rows.", OVERFLOW)] = "truncate",
     completion_only_loss: Annotated[bool, typer.Option(help="Keep positions of answers only.")] = True,
-    enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
+    enable_thinking: Annotated[bool | None, typer.Option(help=THINKING)] = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens computed at a time. [x>=2]")] = 1024,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     compute_dtype: Annotated[

@@ -164,9 +164,9 @@ class Account:
             f"{' or '.join(filter(None, (longer, cure)))}."
         )
 
-    def summary(self, rows: int, max_length: int) -> str:
-        """Counts of rows that were read and lost, as text."""
-        whole = f"{self.source.name}: {counted(self.examples, 'example')}, {counted(rows, 'row')}"
+    def summary(self, kept: str, max_length: int) -> str:
+        """Counts of rows that were read and lost, as text. kept: what is trained on, such as `3 rows`."""
+        whole = f"{self.source.name}: {counted(self.examples, 'example')}, {kept}"
         return ", ".join([whole, *self.outcomes(max_length)])
 
     def outcomes(self, max_length: int) -> list[str]:

@@ -103,7 +103,8 @@ class Prepared:
 
     def summary(self) -> str:
         """One line with counts of rows and tokens."""
-        found = self.account.summary(len(self.rows), self.max_length)
+        what = "row" if self.parts == 1 else "pair"
+        found = self.account.summary(counted(len(self.samples), what), self.max_length)
         return f"{found}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are trained on"
 
 

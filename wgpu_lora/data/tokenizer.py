@@ -164,6 +164,10 @@ class Tokenizer:
     def pad_id(self) -> int | None:
         return self._named_id("pad_token")
 
+    @cached_property
+    def unk_id(self) -> int | None:
+        return self._named_id("unk_token")
+
     @property
     def vocab_size(self) -> int:
         """Largest token id plus one. A model's embedding may have more rows."""

@@ -18,6 +18,7 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export import mix
 from wgpu_lora.export.gguf_vocabulary import read_vocabulary, write_vocabulary
 from wgpu_lora.export.merge import F16_MAX, MergedModel
+from wgpu_lora.formats.cards import license_of
 from wgpu_lora.formats.gguf.layout import file_shape
 from wgpu_lora.formats.gguf.types import nbytes, pack
 from wgpu_lora.formats.gguf.write import Tensors, check_new_gguf, new_gguf, write_tensors
@@ -118,7 +119,7 @@ def export_models(
     with ExitStack() as stack:
         writers = [stack.enter_context(new_gguf(output, form.name)) for output in outputs.values()]
         for writer, kind in zip(writers, outputs, strict=True):
-            _write_general(writer, own_name, mix.FILE_TYPES[kind].number, total, finetune)
+            _write_general(writer, model, own_name, mix.FILE_TYPES[kind].number, total, finetune)
             form.write(config, writer)
             write_vocabulary(writer, vocabulary)
         write_tensors(writers, tensors)
@@ -139,11 +140,15 @@ def check_expressible(config: ModelConfig, model: Path) -> None:
         raise UserError(f"{model} has {reason}, which llama.cpp's {form.name} does not support: write it with merge.")
 
 
-def _write_general(writer: GGUFWriter, name: str, file_type: LlamaFileType, parameters: int, finetune: str) -> None:
+def _write_general(
+    writer: GGUFWriter, model: Path, name: str, file_type: LlamaFileType, parameters: int, finetune: str
+) -> None:
     """Writes the metadata general.*; `finetune` is the name of the adapter, or empty."""
     writer.add_type("model")
     writer.add_name(name)
     writer.add_finetune(finetune)
+    if license := license_of(model):
+        writer.add_license(license)
     writer.add_size_label(size_label(parameters, parameters, 0, 0))
     writer.add_file_type(file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)

@@ -65,7 +65,7 @@ def read_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, model: Pat
             f"{where} has token ids up to {max(texts):,}, but the model's embedding has {config.vocab_size:,} rows: "
             "use the tokenizer of the model."
         )
-    unknown = bpe["vocab"].get(bpe.get("unk_token"))
+    unknown = bpe["vocab"].get(bpe.get("unk_token"), tokenizer.unk_id)
     found = Vocabulary(splitting, [], [], notes=list(splitting.notes))
     for id in range(config.vocab_size):
         text = texts.get(id, f"[PAD{id}]")

@@ -8,12 +8,24 @@ from pathlib import Path
 
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.bounded import leads_out
-from wgpu_lora.formats.hub import hub_id
+from wgpu_lora.formats.gguf.header import read_header
+from wgpu_lora.formats.hub import hub_id, is_gguf
 from wgpu_lora.formats.peft import WEIGHTS
 
 CARD = "README.md"
 MAX_CARD = 1 << 18  # characters
+_LICENSE = re.compile(r"""^license:\s*["']?([\w.+-]+)""", re.MULTILINE)
 _HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+
+
+def license_of(model: Path) -> str | None:
+    """The licence that a model's card or GGUF file names; None if it does not."""
+    if is_gguf(model):
+        stated = read_header(model).values.get("general.license")
+        return stated if isinstance(stated, str) else None
+    header = _HEADER.match(_own_card(model))
+    found = _LICENSE.search(header[0]) if header else None
+    return found[1] if found else None
 
 
 def card_of_files(name: str, kind: str, files: Mapping[str, Path]) -> str:
@@ -53,10 +65,10 @@ def card_of_repository(title: str, model: str, adapters: Sequence[Path], files: 
     return "\n".join(parts)
 
 
-def _own_card(adapter: Path) -> str:
-    """An adapter's card. Empty if there is none, if it is PEFT's unfilled form, or a link."""
-    path = adapter / CARD
-    if not path.is_file() or leads_out(path, adapter):
+def _own_card(directory: Path) -> str:
+    """The card of an adapter or a model. Empty if there is none, if it is PEFT's unfilled form, or a link."""
+    path = directory / CARD
+    if not path.is_file() or leads_out(path, directory):
         return ""
     with path.open(encoding="utf-8", errors="replace") as file:
         text = file.read(MAX_CARD)

@@ -88,6 +88,11 @@ def read_adapter(
         raise UserError(f"{directory} is not a directory: give the directory that holds {CONFIG}.")
     where, path = str(directory / CONFIG), directory / WEIGHTS
     said = read_json(directory / CONFIG) if contents is None else parse_object(contents.get(CONFIG, b""), where)
+    if "fine_tune_type" in said and "peft_type" not in said:
+        raise UserError(
+            f"{directory} is an adapter of mlx-lm, which is not in PEFT's format: convert it (lora_A.weight and "
+            "lora_B.weight are lora_a and lora_b transposed, lora_alpha is scale times rank)."
+        )
     config = parse_config(said, where)
     if not path.exists() if contents is None else WEIGHTS not in contents:
         raise UserError(f"{path} does not exist: save the adapter in safetensors format.")
@@ -95,7 +100,11 @@ def read_adapter(
     for name, entry in read_header(path, contents[WEIGHTS] if contents is not None else None).items():
         match = _KEY.fullmatch(name)
         if not match:
-            raise UserError(f"{path} holds {name}, which is not a LoRA factor of a module: use another adapter.")
+            raw = ".default." in name or name.endswith((".lora_a", ".lora_b"))
+            hint = (
+                ", as PEFT saves it: write the adapter with PEFT's save_pretrained" if raw else ": use another adapter"
+            )
+            raise UserError(f"{path} holds {name}, which is not a LoRA factor of a module{hint}.")
         if entry.dtype not in SUPPORTED_DTYPES:
             supported = ", ".join(SUPPORTED_DTYPES)
             raise UserError(f"{name} in {path} has dtype {entry.dtype}: store the adapter as one of {supported}.")

@@ -28,7 +28,7 @@ class Settings:
     prompt_format: str | None = option(
         None, "how a text is asked: chat, alpaca or text; by default as the adapters were trained"
     )
-    enable_thinking: bool | None = option(None, "passed to the chat template; use the value from training")
+    enable_thinking: bool | None = option(None, "whether the chat template asks for reasoning; as in training")
     max_new_tokens: int = option(256, "maximum tokens of the answer")
     temperature: float = option(0.0, "0 always takes the most likely token; higher values vary more")
     top_p: float = option(1.0, "sample from the most likely tokens up to this total probability; 1 keeps all")

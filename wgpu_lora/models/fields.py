@@ -78,6 +78,11 @@ def packed(d: Mapping[str, Any], where: str) -> str | None:
     for form in forms.values():
         if name := form.base_format(stated):
             return name
+    if stated.get("load_in_8bit"):
+        raise UserError(
+            f"quantization_config in {where} says the weights are stored in 8 bits (LLM.int8), which is not supported: "
+            "use the unquantised checkpoint, which is quantised on loading."
+        )
     kind = next((value for key, value in stated.items() if key.endswith("quant_type")), None)
     titles = " or ".join(dict.fromkeys(form.title for form in forms.values()))
     raise UserError(

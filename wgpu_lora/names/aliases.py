@@ -82,7 +82,8 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
     found = [option for word in name.lower().split("_") for option in _table()[2].get(word, ()) if option in known]
     # Prefer options that several words refer to.
     best = [option for option in dict.fromkeys(found) if found.count(option) == max(map(found.count, found))]
-    return [flag(option) for option in best[:3]]
+    longer = [option for option in known if len(name) > 2 and option.startswith(name)]
+    return [flag(option) for option in best[:3] or sorted(longer, key=len)[:1]]
 
 
 def _by_letters(name: str, names: Collection[str], least: float) -> str | None:

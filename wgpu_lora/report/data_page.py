@@ -85,9 +85,10 @@ def render_page(
 
 
 def _lengths(found: RowStatistics) -> Chart:
-    """A histogram of the lengths, as a line."""
+    """A histogram of the lengths."""
     counts, edges = np.histogram(found.lengths, bins=BINS, range=(0, max(1, found.lengths.max())))
-    points = [(float((a + b) / 2), float(n)) for n, a, b in zip(counts, edges[:-1], edges[1:], strict=True)]
+    bars = zip(counts, edges[:-1], edges[1:], strict=True)
+    points = [(float(x), float(y)) for n, a, b in bars for x, y in ((a, 0), (a, n), (b, n), (b, 0))]
     return line_chart([Line("rows", points)], "tokens of a row", "rows")
 
 

@@ -35,7 +35,8 @@ def fitted(
     def few(batches: int) -> bool:
         return sum(lengths) / (a_batch * batches) < FEW
 
-    note, small = "", f"since the data are small ({counted(len(lengths), 'row')}, {sum(lengths):,} tokens)"
+    what = "row" if members == 1 else "pair"
+    note, small = "", f"since the data are small ({counted(len(lengths), what)}, {sum(lengths):,} tokens)"
     least = math.ceil(1 / weight)
     if None in said and few(accumulation):
         if packing and said[2] is None:
@@ -47,7 +48,7 @@ def fitted(
             packing = False
             rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * longest, weight)
             batches = accumulation if said[2] else max(1, round(accumulation * weight))
-            note = f"{counted(min(rows * batches, len(lengths)), 'row')} per step, not packed, {small}"
+            note = f"{counted(min(rows * batches, len(lengths)), what)} per step, not packed, {small}"
     if said[2] is None:
         accumulation = max(1, round(accumulation * weight))
     filled = replace(args, packing=packing, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)

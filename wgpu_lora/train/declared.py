@@ -13,6 +13,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
 
 F32_TINY, F32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
+FOREVER = -1.0  # of --wait without a number
 TYPES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}
 
 

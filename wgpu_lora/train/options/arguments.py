@@ -15,7 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.naming import Naming, flag, naming, setting
 from wgpu_lora.track.report_to import trackers_of
-from wgpu_lora.train.declared import F32_MAX, TYPES, check, check_heldout, kinds, require
+from wgpu_lora.train.declared import F32_MAX, FOREVER, TYPES, check, check_heldout, kinds, require
 from wgpu_lora.train.initialisation import check_initialisation
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
@@ -139,8 +139,8 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
         return self.max_length or LENGTH
 
     def wait_seconds(self) -> float | None:
-        """Seconds to wait for memory: None does not wait, infinity (`wait` is 0) waits indefinitely."""
-        return math.inf if self.wait == 0 else self.wait
+        """Seconds to wait for memory: None does not wait, infinity (`wait` is FOREVER) waits as long as it takes."""
+        return math.inf if self.wait == FOREVER else self.wait or None
 
     def template_kwargs(self) -> dict[str, Any]:
         return template_kwargs(self.enable_thinking, self.template_date)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from wgpu_lora.names.allowed import ACTIVATION_DTYPES, COMPUTE_DTYPES, OVERFLOW, TRAINED
 from wgpu_lora.track.report_to import HELP
-from wgpu_lora.train.declared import NOT_NEGATIVE, POSITIVE, Range, option
+from wgpu_lora.train.declared import FOREVER, NOT_NEGATIVE, POSITIVE, Range, option
 from wgpu_lora.train.initialisation import DEFAULT, INITIALISATIONS
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
@@ -188,7 +188,11 @@ class GeneralOptions:
         "Pack several rows into one batch, without attention between them. Default: on, unless the data are small.",
     )
     completion_only_loss: bool = option(True, BATCHES, "Compute the loss on answers only.")
-    enable_thinking: bool | None = option(None, BATCHES, "Passed to the chat template.")
+    enable_thinking: bool | None = option(
+        None,
+        BATCHES,
+        "Have the chat template ask for reasoning (Qwen3) or, if off, rule it out. Default: the template's own.",
+    )
     template_date: str | None = option(
         None,
         BATCHES,
@@ -215,8 +219,8 @@ class GeneralOptions:
     wait: float | None = option(
         None,
         MEMORY,
-        "Seconds to wait for device memory in use by other processes; 0 or no number waits indefinitely.",
-        within=NOT_NEGATIVE,
+        "Seconds to wait for device memory in use by other processes; without a number, as long as it takes.",
+        within=Range(at_least=0, unset=FOREVER),
     )
     seed: int = option(
         42,
