@@ -106,7 +106,7 @@ def test_long_reading_is_shown_in_every_command(
     path = write_jsonl(tmp_path / "a.jsonl", *[ROW] * 10)
 
     def read(seconds: float) -> str:
-        with console.reading_shown(), opened(path) as file:
+        with console.long_work_shown(), opened(path) as file:
             file.read(path.stat().st_size // 2)
             time.sleep(seconds)
         return capsys.readouterr().err

@@ -19,7 +19,7 @@ from wgpu_lora.cli.chat import chat
 from wgpu_lora.cli.cluster import cluster
 from wgpu_lora.cli.commands import Command, Group, dashes
 from wgpu_lora.cli.completion import dashed
-from wgpu_lora.cli.console import reading_shown
+from wgpu_lora.cli.console import long_work_shown
 from wgpu_lora.cli.data import data
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     try:
-        with handled(end), naming(COMMAND_LINE), _warnings(), explained(), reading_shown():
+        with handled(end), naming(COMMAND_LINE), _warnings(), explained(), long_work_shown():
             code = app(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()

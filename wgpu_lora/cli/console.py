@@ -114,7 +114,7 @@ class Bar:
         self._done = self._done + 1 if to is None else to
         Bar.shown.add(self)
         if not is_terminal(sys.stderr):
-            self._say()
+            self.say()
             return
         begins = self._progress is None
         if begins:
@@ -125,16 +125,18 @@ class Bar:
         if begins:
             self._progress.start()
 
-    def _say(self) -> None:
+    def say(self) -> None:
+        """Print a line if there is no bar and the last line was long ago."""
         now = time.monotonic()
-        if now - self._said < OFTEN or sys.stderr is None:
+        if now - self._said < OFTEN or sys.stderr is None or is_terminal(sys.stderr):
             return
         self._said, spent = now, now - self._begun
         count = f"{self._done:,.0f}" + (f" of {self._total:,.0f}" if self._total else "") + self._unit
+        count = f": {count}" if self._total or self._unit else ""
         left = spent * ((self._total or 0) - self._done) / max(self._done, 1e-9)
         more = f", about {duration(left)} left" if self._done and left > 0 else ""
         with suppress(OSError):  # the reader is gone
-            print(f"{printable(self._text)}: {count} after {duration(spent)}{more}", file=sys.stderr, flush=True)
+            print(f"{printable(self._text)}{count} after {duration(spent)}{more}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         Bar.shown.discard(self)
@@ -144,8 +146,8 @@ class Bar:
 
 
 @contextmanager
-def reading_shown() -> Iterator[None]:
-    """While data files are read for longer than two seconds, without another bar, show how far: in any command."""
+def long_work_shown() -> Iterator[None]:
+    """Say what goes on where it takes longer than two seconds: bars that do not advance, and files that are read."""
     from wgpu_lora.data.opening import files_in_use, position
 
     ended = threading.Event()
@@ -154,6 +156,8 @@ def reading_shown() -> Iterator[None]:
         since: dict[Path, float] = {}
         bar: Bar | None = None
         while not ended.wait(TICK):
+            for other in Bar.shown - {bar}:
+                other.say()
             now, paths = time.monotonic(), files_in_use()
             since = {path: since.get(path, now) for path in paths}
             path = next((path for path in paths if now - since[path] >= SOON), None)
@@ -168,7 +172,7 @@ def reading_shown() -> Iterator[None]:
         if bar:
             bar.close()
 
-    thread = threading.Thread(target=watch, name="reading", daemon=True)
+    thread = threading.Thread(target=watch, name="progress", daemon=True)
     thread.start()
     try:
         yield

@@ -45,7 +45,7 @@ def demo(
     line("recipe", str(comparison.recipe))
     line("answers", f"run under {comparison.confinement}")
     describe(job)
-    with Bar("held-out requests, before", len(comparison.rows)) as bar:
+    with Bar("answering held-out requests before training", len(comparison.rows)) as bar:
         comparison.before = comparison.measure(None, _Shown(bar))
     line("before", _score(comparison.before))
     with Watcher(job) as watcher:
@@ -53,7 +53,7 @@ def demo(
     code = report(record)
     if code:
         return code
-    with Bar("held-out requests, after", len(comparison.rows)) as bar:
+    with Bar("answering held-out requests after training", len(comparison.rows)) as bar:
         comparison.trained(record, _Shown(bar))
     path = comparison.write(record)
     return _conclude(comparison, show, str(path))

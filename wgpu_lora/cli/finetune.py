@@ -141,9 +141,13 @@ class Watcher(Starting):
 
     def ready(self) -> None:
         self.close()
-        if not self._quiet:
+        compiling = "compiling the kernels of the first step"
+        if self._quiet:
+            self._bar = Bar(compiling, None)
+            self._bar.advance()
+        else:
             total = None if self._run.args.target_seconds else self._run.stream.total_steps()
-            self._training.advance(None, self._run.state.step, total, "compiling the kernels of the first step")
+            self._training.advance(None, self._run.state.step, total, compiling)
 
     def evaluating(self, evaluating: Evaluating) -> None:
         if self._quiet or not evaluating.step:
