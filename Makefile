@@ -24,16 +24,21 @@ setup: .venv/ready  ## create .venv, and install a Vulkan driver if there is non
 demo: setup  ## fine-tune the demo model and compare its answers before and after
 	$(BIN)/wgpu-lora demo
 
-test: setup  ## all tests except those with their own targets; lists the slowest
+test: setup .venv/all  ## all tests except those with their own targets; lists the slowest
 	$(PYTEST) -n $(JOBS) --durations=15 -m 'not reference and not rare'
 
-test-fast: setup  ## the same without slow tests
+test-fast: setup .venv/all  ## the same without slow tests
 	$(PYTEST) -n $(JOBS) -m 'not reference and not slow and not rare'
 
-test-rare: setup  ## long tests of what seldom changes: killed processes, contention for memory, demo data, tutorial
+test-rare: setup .venv/all  ## long tests of what seldom changes: killed processes, contention for memory, demo data, tutorial
 	$(PYTEST) -n $(JOBS) -m rare
 
-.venv/reference: .venv/ready
+# The whole of the tests needs every optional library, about a gigabyte.
+.venv/all: .venv/ready
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[all]'
+	@touch $@
+
+.venv/reference: .venv/all
 	$(BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[reference]'
 	@touch $@
@@ -45,7 +50,7 @@ test-reference: setup .venv/reference  ## regenerate and compare golden fixtures
 # subgroups, with WebGPU's default limits, and with another vendor's compiler.
 GPU_TESTS := $(addsuffix .py,$(addprefix tests/,gpu/test_kernels gpu/test_program weights/test_dense models/test_logits infer/test_generate \
   infer/test_evaluate train/test_training_golden train/test_resume))
-test-drivers: setup  ## device tests with other subgroup sizes, without subgroups, default limits, another driver
+test-drivers: setup .venv/all  ## device tests with other subgroup sizes, without subgroups, default limits, another driver
 	scripts/install_vulkan.sh --swiftshader .drivers
 	@run() { echo "=== $$*"; env "$$@" $(PYTEST) -n $(JOBS) -m "$$only" $$tests || exit 1; }; \
 	lavapipe=$$(compgen -G '/usr/share/vulkan/icd.d/lvp_icd*.json' | head -1 || true); \
@@ -59,7 +64,7 @@ test-drivers: setup  ## device tests with other subgroup sizes, without subgroup
 	else only=drivers tests=tests; echo "Mesa's lavapipe is not installed: testing SwiftShader only."; fi; \
 	run VK_DRIVER_FILES=$(CURDIR)/.drivers/swiftshader.json
 
-test-proof: setup  ## whole runs of the proof, and that it fails when it should (minutes)
+test-proof: setup .venv/all  ## whole runs of the proof, and that it fails when it should (minutes)
 	$(PYTEST) tests/proof/runs
 
 # With only one device, SwiftShader becomes the second, next to a GPU or to the installed software driver.
@@ -87,7 +92,7 @@ test-exchange: setup .venv/exchange  ## compare llama.cpp on exported GGUF files
 	$(PYTEST) tests/exchange
 
 # tpm2-pytss has no wheels, so it is compiled, which takes half a minute.
-.venv/tpm: .venv/ready
+.venv/tpm: .venv/all
 	scripts/install_tpm.sh
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[tpm]'
 	@touch $@
@@ -96,14 +101,14 @@ test-tpm: setup .venv/tpm  ## quotes of a TPM in software (swtpm), which `make t
 	$(PYTEST) tests/protect/test_tpm.py tests/protect/test_claims.py tests/protect/test_attest_command.py
 
 # Ray with nodes as namespaces; what cannot run here is skipped. Each test bounds its own waits.
-test-cluster: setup  ## clusters on Ray: eight adapters over three hosts, kills, up and down (minutes)
+test-cluster: setup .venv/all  ## clusters on Ray: eight adapters over three hosts, kills, up and down (minutes)
 	scripts/install_cluster.sh
 	$(PYTEST) -n $(JOBS) --dist loadfile --durations=10 tests/cluster/runs
 
-test-wheel: setup  ## build the wheel, install it into an empty environment and run the demo there
+test-wheel: setup .venv/all  ## build the wheel, install it into an empty environment and run the demo there
 	scripts/check_wheel.sh
 
-.venv/fuzz: .venv/ready
+.venv/fuzz: .venv/all
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[fuzz]'
 	@touch $@
 
@@ -112,7 +117,7 @@ fuzz: setup .venv/fuzz  ## feed a million mutated files to all readers of untrus
 	$(BIN)/python scripts/fuzz.py --jobs $(JOBS) $(FUZZ)
 
 BENCH_SHAPE ?=
-bench: setup  ## all bricks under pytest-benchmark, results in bench.json (BENCH_SHAPE=qwen2.5-0.5b for that size)
+bench: setup .venv/all  ## all bricks under pytest-benchmark, results in bench.json (BENCH_SHAPE=qwen2.5-0.5b for that size)
 	WGPU_LORA_BENCH_SHAPE=$(BENCH_SHAPE) $(PYTEST) tests/benchmarks --benchmark-only --benchmark-json=bench.json
 
 bench-reference: setup .venv/reference  ## a training step compared with PyTorch + PEFT in f32, alternating
@@ -126,11 +131,11 @@ GPUS ?=
 gpu-compilers: setup  ## what the compilers of five GPUs make of the kernels, without a GPU (GPUS='--gpu rdna3 --details')
 	$(BIN)/python -m scripts.gpu_compilers --json gpu-compilers.json $(GPUS)
 
-test-gpu-compilers: setup  ## no kernel spills on AMD's GPUs, by their compiler; and the check fails when it should
+test-gpu-compilers: setup .venv/all  ## no kernel spills on AMD's GPUs, by their compiler; and the check fails when it should
 	$(BIN)/python -m scripts.gpu_compilers --check --gpu rdna1 --gpu rdna3 --shape qwen2.5-0.5b --shape qwen2.5-7b --shape qwen3.5-0.8b --head-dim 256
 	$(PYTEST) tests/scripts/runs
 
-lint: setup  ## ruff, mypy and import-linter
+lint: setup .venv/all  ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

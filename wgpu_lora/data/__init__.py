@@ -2,7 +2,7 @@
 
 find -> jsonl, json_array, delimited, parquet, huggingface, given      a name, or rows from Python, to a source
 columns, kinds, messages -> formats, preferences -> examples           its rows to examples
-examples -> empty -> masks -> prepare                                  examples to token ids and labels
+examples -> empty -> conversation_rows, masks -> prepare               examples to token ids and labels
 account                                                                counts of rows by outcome
 template -> tokenizer                                                  text to tokens and back
 packing                                                                rows to batches

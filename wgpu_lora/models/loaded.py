@@ -13,6 +13,7 @@ from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.checkpoint import Checkpoint, WeightSource
+from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.formats.tensor_names import note_of_skipped
 from wgpu_lora.gpu.device import Device
@@ -60,7 +61,14 @@ class LoadedModel:
     def notes(self) -> list[str]:
         """Sentences for the user about what is not used of the model's files."""
         others = self.checkpoint.others if isinstance(self.checkpoint, Checkpoint) else {}
-        return [note_of_skipped(others)] if others else []
+        notes = [note_of_skipped(others)] if others else []
+        kinds = self.checkpoint.quantised if isinstance(self.checkpoint, GGUFCheckpoint) else []
+        if kinds and self.decoder.base_dtype not in ("bf16", "f16", "f32"):
+            notes.append(
+                f"the weights in {', '.join(kinds)} are rounded again, to {self.decoder.base_dtype}, which costs "
+                f"accuracy: use a file in F16 or BF16, or {setting('base_dtype', 'bf16')} if it fits"
+            )
+        return notes
 
     @advising()
     def load_weights(self, events: Events = SILENT) -> None:

@@ -60,6 +60,11 @@ class GGUFCheckpoint:
         """The tensors' names, sorted."""
         return sorted(self._tensors)
 
+    @property
+    def quantised(self) -> list[str]:
+        """The types of its quantised tensors, such as Q4_K, sorted."""
+        return sorted({tensor.kind.name for tensor in self._tensors.values()} - {kind.name for kind in PLAIN})
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored_as[name].shape
 
