@@ -17,6 +17,7 @@ from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.share import budget_bytes, claim
@@ -107,7 +108,8 @@ def measure(
     asked, device = contract.measure, context.device
     with claim(device, workload.nbytes(), f"bench {contract.name}"):
         try:
-            workload.open(Tuner(device).tune(workload.programs()) if context.tune else {})
+            choices = measured_choices(context, workload)
+            workload.open(choices)
             checked = workload.check(np.random.default_rng(seed))
             for _ in range(asked.warmup):
                 workload.run()
@@ -120,7 +122,7 @@ def measure(
     result = Result(
         brick=contract.name,
         case=workload.case,
-        options=context.options(),
+        options=context.options() | {"tuned": choices is not NO_CHOICES},
         clock=workload.clock,
         **asdict(timings),
         operations=operations,
@@ -135,6 +137,14 @@ def measure(
     )
     judge(contract, result, {**keys, **dims}, device.info.kind)
     return result
+
+
+def measured_choices(context: Context, workload: Workload) -> Choices:
+    """The tilings of a case; none, so that all have their defaults, if it compares programs of which some were not
+    timed."""
+    tuner = Tuner(context.device, retune=context.retune)
+    choices = tuner.tune(workload.programs()) if context.tune else NO_CHOICES
+    return NO_CHOICES if workload.compares and not tuner.complete else choices
 
 
 def floor_seconds(ceilings: Ceilings, operations: float, nbytes: float) -> dict[str, float]:
@@ -166,6 +176,8 @@ def judge(contract: Contract, result: Result, names: Mapping[str, float], device
         broken.append(f"reaches {share(reached)} of {ceiling}, at least {share(asked)} ({short})")
     figures = {**result.extra, "seconds": result.seconds, "gflops": result.gflops, "gbs": result.gbs}
     for bound in contract.bounds:
+        if bound.metric in result.impossible:
+            continue
         if bound.device in (None, device_class) and contract.applies(bound.when, names):
             broken += _bound_broken(bound, figures, contract)
 

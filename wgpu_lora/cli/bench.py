@@ -99,6 +99,7 @@ def bricks(
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     compute_dtype: ComputeDtype = "f32",
     tune: Annotated[bool, typer.Option(help="Choose tilings as a training run does.")] = True,
+    retune: Annotated[bool, typer.Option("--retune", help="Time tilings again that are known on this device.")] = False,
     device: Device = None,
     time_limit: Annotated[
         float | None,
@@ -128,10 +129,12 @@ def bricks(
     from wgpu_lora.gpu.tuner import wanted
     from wgpu_lora.track.recording import remarks
 
+    if retune and not wanted(tune):
+        raise UserError("--retune does nothing with --no-tune or WGPU_LORA_NO_TUNE: leave one of them out.")
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
     taken = {option for name in names for option in load_contract(name).options}
     refuse_idle(ctx, set(OPTIONS) - taken, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
-    sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune)}
+    sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune), "retune": retune}
     with remarks(goal, notes, run_log):
         context = _context(device, shape, model, layers, base_dtype, sizes)
         return _measure(context, None if everything else names, time_limit, json)

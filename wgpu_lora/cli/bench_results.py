@@ -56,6 +56,8 @@ def rate(billions: float, unit: str) -> str:
 
 def noise_text(result: Result) -> str:
     """The reason why a result is noisy."""
+    if result.impossible:
+        return f"{result.impossible[0]} is negative, which only noise explains: measure again"
     return f"{counted(result.iterations, 'timing')} vary by {result.cv:.1%}, the limit is {result.cv_asked:.0%}"
 
 
@@ -68,6 +70,8 @@ def details(result: Result) -> str:
         part = " (the largest kernels in part)" if result.reference["in_part"] else ""
         said.append(f"relative squared error {result.reference['nmse']:.1e} against float64{part}")
     said += [_figure(name, value) for name, value in result.extra.items()]
+    if "added_share" in result.extra:
+        said.append(f"both in {'measured' if result.options.get('tuned') else 'default'} tilings")
     return f"{result.label}: {', '.join(said)}"
 
 
@@ -76,7 +80,7 @@ def _figure(name: str, value: float) -> str:
     if name == "frozen_seconds":
         return f"the frozen matmuls take {duration(value)}"
     if name == "added_share":
-        return f"the adapters add {share(value)} to that"
+        return f"the adapters add {share(value)} to that" if value >= 0 else "what the adapters add is lost in noise"
     return f"{name.replace('_', ' ')} {value:,.4g}"
 
 

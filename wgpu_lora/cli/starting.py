@@ -42,8 +42,10 @@ class Starting(Events):
         if tuning.over:
             self.close()
             rest = tuning.sizes - tuning.sizes_done
-            kept = f"; the other {rest:,}, with the least work, keep their defaults" if rest > 0 else ""
-            line("tuned", f"{counted(tuning.sizes_done, 'kernel size')} in {duration(tuning.seconds)}{kept}")
+            kept = f"; {'the other ' if tuning.sizes_done else 'all '}{rest:,} keep their defaults" if rest > 0 else ""
+            slow = f", since a tiling takes up to {duration(tuning.longest)} here: 'wgpu-lora tune' takes longer"
+            done = f"{counted(tuning.sizes_done, 'kernel size')} in {duration(tuning.seconds)}{kept}"
+            line("tuned", done + (slow if rest > 0 else ""))
             if not self._left:
                 self.ready()
             return

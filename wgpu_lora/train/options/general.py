@@ -62,6 +62,7 @@ class GeneralOptions:
     tune: bool = option(
         True, FILES, "Time kernel tilings on the device before a model's first run, and use the fastest."
     )
+    retune: bool = option(False, FILES, "Time kernel tilings again that are known on this device.")
     init_adapter: str | None = option(None, FILES, "PEFT adapter directory to start from.")
     resume: bool = option(False, SAVING, "Continue the run in --output from its newest complete state.")
     overwrite: bool = option(False, SAVING, "Begin over, and remove the run that --output has.")

@@ -23,6 +23,7 @@ class TrainingOptions(TypedDict, total=False):
     base_dtype: str
     compute_dtype: str
     tune: bool
+    retune: bool
     init_adapter: str | Path | None
     resume: bool
     overwrite: bool
