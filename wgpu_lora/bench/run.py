@@ -18,7 +18,7 @@ from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
-from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.gpu.tuner import AHEAD, SECONDS, Tuner
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.share.refusals import advising
@@ -142,7 +142,7 @@ def measure(
 def measured_choices(context: Context, workload: Workload) -> Choices:
     """The tilings of a case; none, so that all have their defaults, if it compares programs of which some were not
     timed."""
-    tuner = Tuner(context.device, retune=context.retune)
+    tuner = Tuner(context.device, AHEAD if context.retune else SECONDS, retune=context.retune)
     choices = tuner.tune(workload.programs()) if context.tune else NO_CHOICES
     return NO_CHOICES if workload.compares and not tuner.complete else choices
 

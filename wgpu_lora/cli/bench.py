@@ -99,7 +99,7 @@ def bricks(
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     compute_dtype: ComputeDtype = "f32",
     tune: Annotated[bool, typer.Option(help="Choose tilings as a training run does.")] = True,
-    retune: Annotated[bool, typer.Option("--retune", help="Time tilings again that are known on this device.")] = False,
+    retune: Annotated[bool, typer.Option("--retune", help="Time all tilings again, for at most 5 minutes.")] = False,
     device: Device = None,
     time_limit: Annotated[
         float | None,
@@ -157,7 +157,7 @@ def _measure(context: Any, names: list[str] | None, time_limit: float | None, fi
     from wgpu_lora.bench.results import BROKEN, Writer
     from wgpu_lora.bench.run import bench as measured
     from wgpu_lora.bench.workloads import bricks_of
-    from wgpu_lora.cli.bench_results import COLUMNS, KEY, LEFT, STYLES, VERDICTS, cells, details, noise_text
+    from wgpu_lora.cli.bench_results import COLUMNS, KEY, LEFT, STYLES, UNTUNED, VERDICTS, cells, details, noise_text
 
     writer, names = Writer(file), names or bricks_of(context.config)
     info, options = context.device.info, context.options()
@@ -177,6 +177,9 @@ def _measure(context: Any, names: list[str] | None, time_limit: float | None, fi
     for result in results:
         if result.noisy:
             line("noisy", f"{result.label}: {noise_text(result)}")
+    for result in results:
+        if context.tune and not result.options["tuned"]:
+            line("tilings", f"{result.label}: {UNTUNED}")
     for text in broken:
         line(VERDICTS[BROKEN], text)
     return 1 if broken else 0

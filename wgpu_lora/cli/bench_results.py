@@ -19,6 +19,7 @@ time: the median of the runs. spread: their standard deviation over the mean.
 of ceiling: the share that is reached of the device's maximum, measured above.
 limit: the smallest share that passes, if there is one.
 noisy: the times vary too much to tell."""
+UNTUNED = "the defaults on both sides, since there was no time to measure all: --retune takes up to 5 minutes"
 VERDICTS = {HOLDS: "passed", NOISY: "noisy", BROKEN: "failed"}  # verdict of a result -> its text
 STYLES = {HOLDS: None, NOISY: "yellow", BROKEN: "red"}
 
@@ -70,8 +71,6 @@ def details(result: Result) -> str:
         part = " (the largest kernels in part)" if result.reference["in_part"] else ""
         said.append(f"relative squared error {result.reference['nmse']:.1e} against float64{part}")
     said += [_figure(name, value) for name, value in result.extra.items()]
-    if "added_share" in result.extra:
-        said.append(f"both in {'measured' if result.options.get('tuned') else 'default'} tilings")
     return f"{result.label}: {', '.join(said)}"
 
 

@@ -41,11 +41,11 @@ class Starting(Events):
     def tuning(self, tuning: Tuning) -> None:
         if tuning.over:
             self.close()
-            rest = tuning.sizes - tuning.sizes_done
-            kept = f"; {'the other ' if tuning.sizes_done else 'all '}{rest:,} keep their defaults" if rest > 0 else ""
-            slow = f", since a tiling takes up to {duration(tuning.longest)} here: 'wgpu-lora tune' takes longer"
-            done = f"{counted(tuning.sizes_done, 'kernel size')} in {duration(tuning.seconds)}{kept}"
-            line("tuned", done + (slow if rest > 0 else ""))
+            text = f"{counted(tuning.sizes_done, 'kernel size')} in {duration(tuning.seconds)}"
+            if tuning.sizes_done < tuning.sizes:
+                text += f"; {tuning.sizes - tuning.sizes_done:,} keep their defaults, as a tiling takes up to "
+                text += f"{duration(tuning.longest)} here: 'wgpu-lora tune --seconds N' takes longer"
+            line("tuned", text)
             if not self._left:
                 self.ready()
             return
