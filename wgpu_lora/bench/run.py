@@ -23,7 +23,7 @@ from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.share.refusals import advising
 from wgpu_lora.track.entry import run_name
-from wgpu_lora.track.recording import device_facts, recorded
+from wgpu_lora.track.recording import device_facts, note_failure, recorded
 from wgpu_lora.words import share
 
 WHICH = {
@@ -58,7 +58,7 @@ def bench(
     contracts = [load_contract(name) for name in names]
     for name in names:
         check_fit(context, name)
-    name = run_name(context.base_dtype, True, False, "bricks", context.compute_dtype)
+    name = run_name(context.name, context.base_dtype, True, False, "bricks", context.compute_dtype)
     facts = {"device": device_facts(context.device.info), "config": {**context.options(), "bricks": list(names)}}
     with recorded("bench", name, objective="bricks", **facts) as entry:
         results, broken = _measured(context, contracts, time_limit, events, ceilings)
@@ -67,6 +67,7 @@ def bench(
             r.label: {name: getattr(r, name) for name in shown} | {"share": r.budget["reached"]} for r in results
         }
         entry["results"] = {"bricks": measured, "broken": broken}
+        note_failure(entry, broken)
     return results, broken
 
 
