@@ -105,7 +105,12 @@ class GeneralOptions:
         "'all-linear', 'mlp' or 'attention' (that part's linear layers), names such as q_proj,v_proj, or a regular "
         "expression matched against module paths.",
     )
-    learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.", within=NOT_NEGATIVE)
+    learning_rate: float | None = option(
+        None,
+        OPTIMISATION,
+        "Peak learning rate. Default: the objective's, 2e-4 for sft and kd, 1e-5 for preferences.",
+        within=NOT_NEGATIVE,
+    )
     lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULES)
     lr_scheduler_min: float = option(
         0.0, OPTIMISATION, "Learning rate that decaying schedules end at.", within=NOT_NEGATIVE
