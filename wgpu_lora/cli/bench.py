@@ -133,7 +133,8 @@ def bricks(
         raise UserError("--retune does nothing with --no-tune or WGPU_LORA_NO_TUNE: leave one of them out.")
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
     taken = {option for name in names for option in load_contract(name).options}
-    refuse_idle(ctx, set(OPTIONS) - taken, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
+    untuned = set() if "tune" in taken else {"retune"}
+    refuse_idle(ctx, set(OPTIONS) - taken | untuned, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
     sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune), "retune": retune}
     with remarks(goal, notes, run_log):
         context = _context(device, shape, model, layers, base_dtype, sizes)

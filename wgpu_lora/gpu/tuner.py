@@ -99,7 +99,7 @@ class Tuner:
             left = [key for key in found if ended and key not in known and found[key].tiling == trials[key].tilings[0]]
             if fresh or left:
                 self.file.add(fresh, digests, skipped={key: found[key].digest for key in left})
-        if tuning.tilings_done:
+        if trials:
             tuning.seconds, tuning.over = time.perf_counter() - begin, True
             events.tuning(tuning)
         several = {key: tilings for key, call in calls.items() if len(tilings := self._tilings(call)) > 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def card(record: RunRecord, auto_class: str = ModelConfig.AUTO_CLASS) -> str:
     base = hub_id(stated)
     name = base or Path(stated).name
     unused = {*OWN, *(name for name, _ in idle_options(options))}
-    used = {name: value for name, value in options.as_dict().items() if name not in unused and value is not None}
+    stated_options = replace(options, learning_rate=options.rate).as_dict()
+    used = {name: value for name, value in stated_options.items() if name not in unused and value is not None}
     is_base = options.train == "quant-scales"
     head = header(base, *((None, ["wgpu-lora"]) if is_base else ("peft", ["lora", "wgpu-lora"])))
     return f"""{head}
