@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,11 +20,13 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
-from support.cli import MODELS, QWEN2, SMALL, Result, Run, commands, flags, write_rows
+from support.cli import MODELS, QWEN2, ROWS, SMALL, Result, Run, commands, flags, write_rows
+from support.tuning import verdicts
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.share import Budget
 from wgpu_lora.train.memory import check_memory
 from wgpu_lora.train.options.arguments import TrainingArguments
@@ -123,6 +126,34 @@ def test_info(run: Run):
     found = json.loads(run("info", "--json").out)
     assert found["devices"][found["used"]]["index"] == found["used"]
     assert found["adapters"] == found["devices"]  # what 0.1 called them
+    assert found["tilings"] in run("info").out
+
+
+def test_tune(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Kernel sizes are timed ahead of a run, which then times none; --clear forgets them."""
+    monkeypatch.setenv("WGPU_LORA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(Tuner, "_verdict", verdicts())
+    monkeypatch.setattr(Tuner, "_seconds", lambda *_: 1.0)
+    given = flags(**{**SMALL, "model": QWEN2, "data": write_rows(tmp_path / "rows.jsonl", ROWS)})
+    assert "0 kernel sizes" in run("tune", *given, "--seconds", "1e-9").out
+    (file,) = (tmp_path / "cache").rglob("*.json")
+    assert json.loads(file.read_text())["skipped"]
+    assert re.search(r"tuned +[1-9]\d* kernel sizes in", run("tune", *given).out)
+    content = json.loads(file.read_text())
+    assert content["entries"]
+    assert not content["skipped"]
+    found = run("tune", *given).out
+    assert "was timed before" in found
+    assert str(file) in found
+    assert "kernel sizes in" in run("tune", *given, "--retune").out
+    assert str(file) in run("tune", "--clear").out
+    assert not file.exists()
+    for wrong, message in (
+        (["--clear", "--model", "demo"], "--model does nothing with --clear"),
+        ([*given, "--seconds", "0"], "--seconds is 0"),
+        ([*given, "--no-tune"], "--no-tune contradicts"),
+    ):
+        assert message in refused(run("tune", *wrong))
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

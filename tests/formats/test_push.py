@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,17 @@ def test_a_card_states_the_run_and_no_paths() -> None:
         memory=Memory({}, 0, 0),
         environment=Environment({"wgpu-lora": "9"}, "", device, []),
     )  # fmt: skip
+    own = {
+        "dpo": {"beta", "truncation_mode"},
+        "kto": {"beta", "desirable_weight"},
+        "sft": {"completion_only_loss"},
+    }
+    for objective, names in own.items():
+        reference = None if objective == "sft" else options.reference_adapter
+        of = replace(record, options=replace(options, objective=objective, reference_adapter=reference))
+        listed = {line.split(" | ")[0].removeprefix("| ") for line in card(of).splitlines() if line.startswith("| ")}
+        assert names <= listed
+        assert not (set().union(*own.values()) - names - {"truncation_mode"}) & listed
     text = card(record)
     assert "from transformers import AutoModelForCausalLM, AutoTokenizer\n\nbase = AutoModelForCausalLM.from" in text
     whole = card(record, ARCHITECTURES["mistral3"].AUTO_CLASS)

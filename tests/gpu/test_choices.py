@@ -56,15 +56,39 @@ def test_a_cache_that_cannot_be_written_leaves_nothing_behind(device: Device, tm
 
 def test_entries_of_another_shader_are_dropped(device: Device, tmp_path: Path) -> None:
     file = ChoiceFile(device, tmp_path)
-    file.add({"old": Entry("matmul_nt", "then", Tiling())}, {"matmul_nt": "then"})
+    both = (0.5, Tiling()), (0.25, Tiling(rows=2))
+    file.add({"old": Entry("matmul_nt", "then", Tiling(), both)}, {"matmul_nt": "then"})
     assert file.read({"matmul_nt": "then"})
     assert not file.read({"matmul_nt": "now"})
-    file.add({"other": Entry("matmul_nn", "now", Tiling())}, {"matmul_nn": "now"})
-    new = Entry("matmul_nt", "now", Tiling(rows=2), ((0.5, Tiling()), (0.25, Tiling(rows=2))), 1.5, "old")
+    file.add({"other": Entry("matmul_nn", "now", Tiling(), both)}, {"matmul_nn": "now"})
+    new = Entry("matmul_nt", "now", Tiling(rows=2), both, 1.5)
     file.add({"new": new}, {"matmul_nt": "now"})
     digests = {"matmul_nt": "now", "matmul_nn": "now"}
     assert file.read(digests).keys() == {"other", "new"}  # of kernels not asked about, all stay
     assert file.read(digests)["new"] == new
+
+
+def test_what_was_not_timed_is_no_choice(device: Device, tmp_path: Path) -> None:
+    """Also in files of earlier versions, where sizes had copies of others' choices, or untimed defaults."""
+    file, digests = ChoiceFile(device, tmp_path), {"matmul_nt": "now"}
+    timed = [[0.5, Tiling().to_json()], [0.25, Tiling(rows=2).to_json()]]
+    entry = {"kernel": "matmul_nt", "digest": "now", "tiling": Tiling(rows=2).to_json(), "took": 1.0}
+    entries = {
+        "timed": entry | {"seconds": timed, "like": None},
+        "copied": entry | {"seconds": [], "like": "timed"},
+        "no time": entry | {"seconds": [], "like": None},
+        "the default alone": entry | {"seconds": timed[:1], "like": None},
+    }
+    file.path.write_text(json.dumps({"schema": SCHEMA, "entries": entries}))
+    assert file.read(digests).keys() == {"timed"}
+    file.add({}, digests, skipped={"no time": "now", "timed": "now", "other": "then"})
+    content = json.loads(file.path.read_text())
+    assert content["entries"] == {"timed": entry | {"seconds": timed}}
+    assert content["skipped"] == {"no time": "now", "other": "then"}
+    assert file.skipped(digests.values()) == {"no time"}
+    file.clear()
+    file.clear()
+    assert not file.path.exists()
 
 
 def _add(path: Path, number: int, barrier: Any) -> None:
@@ -72,7 +96,7 @@ def _add(path: Path, number: int, barrier: Any) -> None:
     file.path = path
     barrier.wait()
     for i in range(10):
-        file.add({f"{number}.{i}": Entry("k", "d", Tiling(rows=i + 1))}, {"k": "d"})
+        file.add({f"{number}.{i}": Entry("k", "d", Tiling(rows=i + 1), ((1.0, Tiling()), (2.0, Tiling())))}, {"k": "d"})
 
 
 def test_two_processes_may_write_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from support.tuning import product, verdicts
 
 from wgpu_lora.events import Tuning
 from wgpu_lora.gpu import cuts
-from wgpu_lora.gpu.choices import Entry, choice_key, nearest, same_shader
+from wgpu_lora.gpu.choices import choice_key
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.errors import ShaderError, WrongResults
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import persistent
@@ -23,7 +23,6 @@ from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.values import nmse
 from wgpu_lora.ops.elementwise import fill
-from wgpu_lora.ops.matmul import lora_nt
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +104,7 @@ def test_what_there_is_no_time_for_keeps_the_default_for_good(
     assert Tuner(device, seconds=0, directory=tmp_path).tune([program]) == default
     assert Tuner(device, directory=tmp_path).estimate([program]).sizes == 0
     assert Tuner(device, directory=tmp_path).tune([program]) == default
-    assert Tuner(device, directory=tmp_path).estimate([product(device, m=40)[0]]).sizes == 0  # nor at another batch
+    assert Tuner(device, directory=tmp_path).estimate([product(device, m=400)[0]]).sizes == 1  # another size
 
 
 @pytest.fixture
@@ -115,67 +114,58 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_another_batch_of_the_model_is_not_timed(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another length or batch takes over what was found for the nearest, in one program too."""
-    tuner = Tuner(device, directory=tmp_path)
-    timed: list[tuple[int, Any]] = []
+def test_every_size_is_timed_on_its_own(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied from another size. `retune` times all afresh, `thorough` what there was no time for."""
+    timed: list[int] = []
 
     def seconds(self: Tuner, call: Any, tiling: Any) -> float:
-        timed.append((call.constants["m"], tiling))
+        timed.append(call.constants["m"])
         return 0.1 if tiling == call.kernel.tilings(device.capabilities, call.constants)[1] else 1.0
+
+    def sizes(seconds: float = 15, **options: bool) -> tuple[set[int], bool]:
+        timed.clear()
+        tuner = Tuner(device, seconds, tmp_path, **options)
+        choices = tuner.tune(programs)
+        assert len(choices) == len(programs)
+        return set(timed), tuner.complete
 
     monkeypatch.setattr(Tuner, "_seconds", seconds)
     monkeypatch.setattr(Tuner, "_verdict", verdicts())
-    programs = [product(device, m=m)[0] for m in (64, 128, 256)]
-    assert tuner.estimate(programs).sizes == 1
-    choices = tuner.tune(programs)
-    assert {m for m, _ in timed} == {256}  # of the most work
-    second = programs[0].dispatches[0].kernel.tilings(device.capabilities, programs[2].dispatches[0].constants)[1]
-    assert list(choices.values()) == [second] * 3
-    timed.clear()
-    assert Tuner(device, directory=tmp_path).tune([product(device, m=1000)[0]]).popitem()[1] == second
-    assert not timed
-    assert tuner.estimate([product(device, m=5000)[0]]).sizes == 1  # too far from what was timed
-    assert tuner.estimate([product(device, m=256, n=64)[0]]).sizes == 1  # another matrix
-    few = product(device, m=4)[0]  # products of few rows have tilings of their own
-    assert len(Tuner(device, directory=tmp_path).tune([few])) == 1
-    assert {m for m, _ in timed} == {4}
+    programs = [product(device, m=m)[0] for m in (64, 128)]
+    assert sizes() == ({64, 128}, True)
+    programs.append(product(device, m=1024)[0])
+    assert sizes(seconds=0) == (set(), False)  # no time
+    assert sizes() == (set(), False)  # nor in later runs
+    assert sizes(thorough=True) == ({1024}, True)
+    assert sizes() == (set(), True)
+    assert sizes(retune=True) == ({64, 128, 1024}, True)
+    assert sizes(seconds=0, retune=True) == (set(), True)  # what was timed before is kept
+    (file,) = tmp_path.glob("*.json")
+    content = json.loads(file.read_text())
+    assert not content["skipped"]
+    assert all(len(entry["seconds"]) > 1 and "like" not in entry for entry in content["entries"].values())
 
 
-def lora_call(slots: int, rows: int = 1000) -> Any:
-    constants = {**lora_nt.defaults, "m": rows, "n": 16, "k": 896, "slots": slots, "stride": 896 * 16}
-    return lora_nt, ("a", "b", "y", "ranges"), constants
-
-
-def test_what_is_taken_over_by_another_shader_is_checked(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("each", "compared"), [(2.0, True), (7.0, True), (16.0, False)])
+def test_sizes_are_compared_although_their_defaults_take_all_of_the_time(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: float, compared: bool
 ) -> None:
-    kernel, present, _ = lora_call(1)
-    one, three, small = (choice_key(*lora_call(slots)) for slots in (1, 3, 1))
-    assert small == one != three
+    """Half of the time is for other tilings. Where there is no time for a second one, the last event says so."""
+    clock = 0.0
 
-    def entry(*seconds: float, like: str | None = None) -> Entry:
-        return Entry(kernel.name, "", Tiling(), tuple((taken, Tiling()) for taken in seconds), like=like)
+    def seconds(self: Tuner, call: Any, tiling: Any) -> float:
+        nonlocal clock
+        clock += each
+        return 1.0
 
-    assert nearest(kernel, three, {one: entry(1.0)}) == one
-    assert nearest(kernel, three, {one: entry(like="x")}) is None
-    assert nearest(kernel, three, {"damaged": entry(1.0), "[1]": entry(1.0), '["a", [], [], {}]': entry(1.0)}) is None
-    near = choice_key(*lora_call(3, 500))
-    assert nearest(kernel, three, {one: entry(1.0), near: entry(1.0)}) == one  # as many rows
-    assert nearest(kernel, three, {one: entry(), near: entry(1.0)}) == near  # rather what was timed
-    assert same_shader(three, near)
-    assert not same_shader(three, one)
-    tuner, checked = Tuner(device, directory=tmp_path), []
-    call = Dispatch(kernel, (), present, lora_call(3)[2], Tiling(), (1, 1, 1))
-    tiling = kernel.tilings(device.capabilities, call.constants)[1]
-    known = {one: replace(entry(1.0), tiling=tiling)}
-    for right in (True, False):
-        monkeypatch.setattr(Tuner, "_verdict", verdicts(lambda tiling, right=right: checked.append(tiling) or right))
-        assert (tuner._taken_over(three, call, known) is not None) == right
-    assert checked == [tiling, tiling]
-    assert tuner._taken_over(three, call, {one: entry(1.0)}) is None  # no tiling of this device
+    monkeypatch.setattr(time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(Tuner, "_verdict", verdicts())
+    monkeypatch.setattr(Tuner, "_seconds", seconds)
+    seen: list[Tuning] = []
+    programs = [product(device, n=20 * n)[0] for n in range(1, 20)]
+    Tuner(device, directory=tmp_path).tune(programs, hearing(tuning=lambda tuning: seen.append(replace(tuning))))
+    assert (seen[-1].sizes_done > 0, seen[-1].over, seen[-1].longest) == (compared, True, each)
+    assert seen[-1].seconds <= max(each, seen[-1].limit)
 
 
 def test_it_says_how_long_it_will_take(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,22 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from wgpu_lora.cli import console, main
 from wgpu_lora.errors import TrackingWarning, UserError
 from wgpu_lora.track import git, recording
 from wgpu_lora.track.choosing import Filter, find, since
-from wgpu_lora.track.entry import Entry, Losses, Process, run_name
-from wgpu_lora.track.recording import Recording, recorded, remarks
+from wgpu_lora.track.entry import DataFile, Entry, Losses, Process, run_name
+from wgpu_lora.track.recording import Recording, note_failure, recorded, remarks
 from wgpu_lora.track.runlog import RunLog, facts_of
 from wgpu_lora.track.table import cells, compared, markdown
+from wgpu_lora.train.following import with_log
+
+runs = import_module("wgpu_lora.cli.runs")  # the package has the command by this name
 
 
 @pytest.fixture(autouse=True)
@@ -134,8 +139,75 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_follow_the_convention() -> None:
-    assert run_name("nf4", True, False, "sft", "f32") == "nf4_lora_sft_f32"
-    assert run_name("bf16", True, True, "dpo", "bf16") == "bf16_rslora_dpo_bf16"
+    assert run_name(None, "nf4", True, False, "sft", "f32") == "demo_nf4_lora_sft_f32"
+    assert run_name("models/a.gguf", "bf16", True, True, "dpo", "bf16") == "a_bf16_rslora_dpo_bf16"
+    assert run_name("Org/Qwen3-0.6B", "nf4", False, False, "evaluate", "f32") == "Qwen3-0.6B_nf4_base_evaluate_f32"
+    assert run_name("shape tiny-qwen3", "nf4", True, False, "x", "f32") == "tiny-qwen3_nf4_lora_x_f32"
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_killed_run_has_the_losses_of_its_log(tmp_path: Path, held_out: bool) -> None:
+    """If the directory still is that run's."""
+    given = {"eval_loss": 3.0} if held_out else {}
+    lines = [{"step": 0, "epoch": 0.0, "eval_loss": 4.0, "seconds": 0.1, "elapsed_seconds": 0.0}] if held_out else []
+    for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5)):
+        times = {"tokens_per_second": 1.0, "seconds": step + 0.5, "elapsed_seconds": float(step)}
+        lines.append({"step": step, "epoch": 0.1, "loss": loss, "learning_rate": 1e-4, "tokens": 9, **times, **given})
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
+    dead = Process(Process.this().host, "another boot", 1, 1)
+    one = entry(0, process=dead, outputs=[str(tmp_path)])
+    assert with_log(one).losses == Losses()  # the directory has another run
+    (tmp_path / "tracking.json").write_text(json.dumps({"id": one.id}))
+    found = with_log(one)
+    assert found.losses == (Losses("held-out", 4.0, 3.0, 3.0) if held_out else Losses("training", 2.0, 1.0, 1.5))
+    assert (found.steps, found.tokens, found.seconds) == (3, 9, 3.5)
+    for other in (replace(one, recorded="finished"), replace(one, outputs=[]), replace(one, outputs=["missing"])):
+        assert with_log(other) == other
+
+
+def test_the_list_fits_a_narrow_terminal(
+    log: RunLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Lines of at most 60 columns instead of a table; without a terminal, a line per run, whatever its length."""
+    log.append(
+        facts_of(
+            entry(
+                0,
+                name=run_name("HuggingFaceTB/SmolLM2-135M-Instruct", "nf4", True, False, "sft", "f32"),
+                config={"model": "HuggingFaceTB/SmolLM2-135M-Instruct"},
+                data=DataFile("/somewhere/else/data/rows.jsonl"),
+                outputs=[str(tmp_path / "out" / "json-task")],
+                losses=Losses("held-out", 1.4257, 0.0042, 0.0042),
+                recorded="finished",
+                goal="a long goal " * 9,
+            )
+        )
+    )
+    monkeypatch.chdir(tmp_path)
+    facts = ("SmolLM2-135M-Instruct", "data/rows.jsonl", "out/json-task", "1.4257 -> 0.0042", "finished")
+    assert main(["runs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert all(fact in lines[1] for fact in facts)
+    for module in (console, runs):
+        monkeypatch.setattr(module, "is_terminal", lambda stream: True)
+    for width in (60, 250):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["runs"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= width
+        assert all(fact in " ".join(" ".join(lines).split()) for fact in facts)
+    assert sum("a long goal" in line for line in lines) > 1  # folded
+
+
+def test_a_benchmark_that_fails_is_failed(log: RunLog) -> None:
+    for errors in ([], ["added_share is 0.3", "x"]):
+        with recorded("bench", "x") as found:
+            note_failure(found, errors)
+    assert [(one.status, one.error) for one in log.read().entries] == [
+        ("finished", None),
+        ("failed", "added_share is 0.3; x"),
+    ]
 
 
 def test_filters_and_ids() -> None:

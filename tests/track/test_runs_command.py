@@ -32,7 +32,12 @@ def test_runs(log: RunLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["evaluate", *flags(**evaluated, run_log=False)]) == 0
     tuned, measured = log.read().entries
     assert "hf_abc" not in log.path.read_text()
-    assert (tuned.kind, tuned.name, tuned.status, tuned.goal) == ("finetune", "nf4_lora_sft_f32", "finished", "try")
+    assert (tuned.kind, tuned.name, tuned.status, tuned.goal) == (
+        "finetune",
+        "qwen2_nf4_lora_sft_f32",
+        "finished",
+        "try",
+    )
     assert (tuned.steps, tuned.losses.of) == (3, "held-out")  # the resumed run is the same
     assert tuned.resumed
     assert tuned.id == json.loads((output / FILE).read_text())["id"]

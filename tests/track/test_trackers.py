@@ -183,7 +183,7 @@ def test_runs_of_a_pipeline_and_a_resumed_run(tmp_path: Path, monkeypatch: pytes
         first, second = (entry["begin"] for entry in told if "begin" in entry)
         assert first["id"] == second["id"]
         assert (first["group"], first["step"], second["step"]) == ("all", 0, 2)
-        assert first["name"] == f"nf4_lora_sft_f32 {place.name}"
+        assert first["name"] == f"qwen2_nf4_lora_sft_f32 {place.name}"
         assert first["config"]["lora_r"] == SMALL["lora_r"]
         logged = [(entry["step"], entry["train/loss"]) for entry in told if "train/loss" in entry]
         assert logged == [(line["step"], line["loss"]) for line in read_log(place / "log.jsonl")]

@@ -12,7 +12,7 @@ from wgpu_lora.share import Budget
 from wgpu_lora.train.gather import gather
 from wgpu_lora.train.memory import check_memory, readable
 from wgpu_lora.train.options.arguments import PANELS, TrainingArguments, from_values
-from wgpu_lora.train.options.recipes import find_recipe, read_recipe
+from wgpu_lora.train.options.recipes import find_recipe, read_recipe, recipe_arguments
 
 
 def test_every_option_has_help_and_a_heading():
@@ -55,6 +55,31 @@ def test_bad_values_are_refused_by_name(values, message):
 )
 def test_memory_budgets(text, expected):
     assert TrainingArguments(memory_budget=text).budget() == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "rate"),
+    [
+        ({}, 2e-4),
+        ({"objective": "sft"}, 2e-4),
+        *(({"objective": objective}, 1e-5) for objective in ("dpo", "kto", "orpo", "cpo")),
+        ({"objective": "dpo", "learning_rate": 2e-4}, 2e-4),
+        ({"objective": "dpo", "learning_rate": 0.0}, 0.0),
+        ({"learning_rate": 3e-4}, 3e-4),
+    ],
+)
+def test_an_objective_has_a_rate_of_its_own(values, rate):
+    args = from_values(values, "Here")
+    assert args.rate == rate
+    assert from_values({"objective": "dpo"}, "Here", args).rate == (1e-5 if args.learning_rate is None else rate)
+    assert TrainingArguments(**args.as_dict()) == args
+    with pytest.raises(UserError, match=r"lr_scheduler_min=1\.0 is more than the peak, learning_rate="):
+        from_values({**values, "lr_scheduler_min": 1.0}, "Here")
+
+
+def test_recipes_win_over_the_objective():
+    path = find_recipe("persona-dpo")
+    assert recipe_arguments(path).rate == read_recipe(path)["learning_rate"] == 5e-6
 
 
 def test_what_is_given_wins_over_the_recipe(tmp_path: Path):

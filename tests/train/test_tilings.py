@@ -34,7 +34,7 @@ def test_a_resumed_run_keeps_its_tilings(device: Device, tmp_path: Path, monkeyp
     job.train()
     first = job.run.state.tiles
     assert [step.tiling for step in heavy(job)] == seconds(device, job)
-    assert {step.tiling for step in heavy(job) if step.tiling != tilings_of(device, step)[0]} == set(first.values())
+    assert {step.tiling for step in heavy(job) if step.tiling != tilings_of(device, step)[0]} <= set(first.values())
     shutil.rmtree(tmp_path / "cache")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
     monkeypatch.setattr(Tuner, "_seconds", lambda *_: pytest.fail("it was tuned again"))

@@ -22,7 +22,7 @@ def recorded_evaluation(
     config = {"model": model.name, "adapter": adapter and str(adapter), "max_length": prepared.max_length}
     return recorded(
         "evaluate",
-        run_name(quant, adapter is not None, False, "evaluate", "f32"),
+        run_name(model.name, quant, adapter is not None, False, "evaluate", "f32"),
         objective="evaluate",
         adapter=None if name == BASE else name,
         device=device_facts(model.device.info),

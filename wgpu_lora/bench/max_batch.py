@@ -126,7 +126,7 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
     found |= {"rows": [], "summary": []}
     events.measured(found["header"])
     memory = "memory" if batches.limit is None else LIMIT
-    name = run_name(model.decoder.base_dtype, True, False, "max-batch", args.compute_dtype)
+    name = run_name(model.name, model.decoder.base_dtype, True, False, "max-batch", args.compute_dtype)
     facts = {"device": device_facts(model.device.info), "config": given_options(work)}
     with recorded("bench max-batch", name, objective="max-batch", **facts) as entry:
         _search(model, batches, available, memory, events, found)

@@ -17,6 +17,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag
 from wgpu_lora.share import budget_bytes
+from wgpu_lora.track.recording import note_failure
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.options.arguments import TrainingArguments
 
@@ -52,6 +53,7 @@ def search_pairs(work: Work, repeat: int = 2, events: Events = SILENT, opened: D
             ran = [pair for pair in pairs if pair["status"] == OK]
             fastest = max(ran, key=lambda pair: pair["samples_per_second"], default=None)
             entry["results"] = {"fastest": fastest}
+            note_failure(entry, [] if fastest else ["no pair could be timed"])
         found = {"kind": "fastest", "fastest": fastest}
         events.measured(found)
     return {"header": head, "pairs": pairs, "fastest": fastest}

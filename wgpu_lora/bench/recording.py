@@ -117,6 +117,10 @@ class ProgramWorkload(Workload):
 
     # -- on the device ---------------------------------------------------------------------------------------------
 
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return bool(self._beside.dispatches)
+
     def programs(self) -> list[Program]:
         return [program for program in (self._timed, self._beside) if program.dispatches]
 

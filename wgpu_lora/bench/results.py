@@ -61,9 +61,14 @@ class Result:
         return f"{self.brick} ({self.case})" if self.case else self.brick
 
     @property
+    def impossible(self) -> list[str]:
+        """Shares that are negative: what is added takes time, so the timings show nothing about it."""
+        return [name for name, value in self.extra.items() if name.endswith("_share") and value < 0]
+
+    @property
     def noisy(self) -> bool:
-        """Whether the timings vary by more than the contract allows, so that they show nothing."""
-        return self.cv_asked is not None and not self.cv < self.cv_asked
+        """Whether the timings vary by more than the contract allows, or contradict each other."""
+        return bool(self.impossible) or (self.cv_asked is not None and not self.cv < self.cv_asked)
 
     @property
     def verdict(self) -> str:

@@ -17,12 +17,13 @@ from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
+from wgpu_lora.gpu.tuner import AHEAD, SECONDS, Tuner
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.share.refusals import advising
 from wgpu_lora.track.entry import run_name
-from wgpu_lora.track.recording import device_facts, recorded
+from wgpu_lora.track.recording import device_facts, note_failure, recorded
 from wgpu_lora.words import share
 
 WHICH = {
@@ -57,7 +58,7 @@ def bench(
     contracts = [load_contract(name) for name in names]
     for name in names:
         check_fit(context, name)
-    name = run_name(context.base_dtype, True, False, "bricks", context.compute_dtype)
+    name = run_name(context.name, context.base_dtype, True, False, "bricks", context.compute_dtype)
     facts = {"device": device_facts(context.device.info), "config": {**context.options(), "bricks": list(names)}}
     with recorded("bench", name, objective="bricks", **facts) as entry:
         results, broken = _measured(context, contracts, time_limit, events, ceilings)
@@ -66,6 +67,7 @@ def bench(
             r.label: {name: getattr(r, name) for name in shown} | {"share": r.budget["reached"]} for r in results
         }
         entry["results"] = {"bricks": measured, "broken": broken}
+        note_failure(entry, broken)
     return results, broken
 
 
@@ -107,7 +109,8 @@ def measure(
     asked, device = contract.measure, context.device
     with claim(device, workload.nbytes(), f"bench {contract.name}"):
         try:
-            workload.open(Tuner(device).tune(workload.programs()) if context.tune else {})
+            choices = measured_choices(context, workload)
+            workload.open(choices)
             checked = workload.check(np.random.default_rng(seed))
             for _ in range(asked.warmup):
                 workload.run()
@@ -120,7 +123,7 @@ def measure(
     result = Result(
         brick=contract.name,
         case=workload.case,
-        options=context.options(),
+        options=context.options() | {"tuned": choices is not NO_CHOICES},
         clock=workload.clock,
         **asdict(timings),
         operations=operations,
@@ -135,6 +138,14 @@ def measure(
     )
     judge(contract, result, {**keys, **dims}, device.info.kind)
     return result
+
+
+def measured_choices(context: Context, workload: Workload) -> Choices:
+    """The tilings of a case; none, so that all have their defaults, if it compares programs of which some were not
+    timed."""
+    tuner = Tuner(context.device, AHEAD if context.retune else SECONDS, retune=context.retune)
+    choices = tuner.tune(workload.programs()) if context.tune else NO_CHOICES
+    return NO_CHOICES if workload.compares and not tuner.complete else choices
 
 
 def floor_seconds(ceilings: Ceilings, operations: float, nbytes: float) -> dict[str, float]:
@@ -166,6 +177,8 @@ def judge(contract: Contract, result: Result, names: Mapping[str, float], device
         broken.append(f"reaches {share(reached)} of {ceiling}, at least {share(asked)} ({short})")
     figures = {**result.extra, "seconds": result.seconds, "gflops": result.gflops, "gbs": result.gbs}
     for bound in contract.bounds:
+        if bound.metric in result.impossible:
+            continue
         if bound.device in (None, device_class) and contract.applies(bound.when, names):
             broken += _bound_broken(bound, figures, contract)
 

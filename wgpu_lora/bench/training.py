@@ -30,7 +30,8 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes, device_memory
 from wgpu_lora.track.entry import run_name
-from wgpu_lora.track.recording import device_facts, given_options, recorded
+from wgpu_lora.track.recording import device_facts, given_options, note_failure, recorded
+from wgpu_lora.train.ending import FINISHED
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job, with_demo_data
 from wgpu_lora.train.gather import gather
 from wgpu_lora.train.options.arguments import TrainingArguments, from_values
@@ -128,6 +129,10 @@ def run_training(
         events.measured(summary)
         medians = {name: found["median"] or 0.0 for name, found in summary["spread"].items()}
         entry["results"] = medians
+        failures = [run["error"] or run["stop_reason"] for run in runs if run["stop_reason"] not in FINISHED]
+        if summary["gate"] and not summary["gate"]["passed"]:
+            failures.append(f"the runs vary by {summary['gate']['spread']:.1%}")
+        note_failure(entry, failures)
         peak = _good(runs)[0]["peak_planned"]
         projections = list(project(medians, head["work"]["samples"], job.run.args, model, shapes, peak))
         for record in projections:
@@ -186,7 +191,7 @@ def recording(work: Work, args: TrainingArguments, model: LoadedModel) -> Abstra
     """The benchmark in the run log."""
     return recorded(
         "bench training",
-        run_name(args.base_dtype, True, args.use_rslora, args.objective, args.compute_dtype),
+        run_name(model.name, args.base_dtype, True, args.use_rslora, args.objective, args.compute_dtype),
         objective=args.objective,
         device=device_facts(model.device.info),
         config=given_options(args.as_dict() | {"recipe": work.recipe, "shape": work.shape, "layers": work.layers}),

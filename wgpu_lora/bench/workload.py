@@ -36,6 +36,7 @@ class Context:
     """A model and the options of a run. The model is loaded at most once and shared by the bricks.
 
     compute_dtype, tune: of the bricks of training. tune: choose tilings as a training run does.
+    retune: time again what is known.
     """
 
     model: LoadedModel
@@ -43,6 +44,7 @@ class Context:
     rank: int = 16
     compute_dtype: str = "f32"
     tune: bool = False
+    retune: bool = False
 
     @classmethod
     def of(
@@ -141,9 +143,11 @@ class Workload(ABC):
     case: name of the case; empty if there is only one.
     clock: `timestamps` of the device, or `host`.
     keys: names that the contract's dims may use, in addition to `Context.keys`.
+    compares: whether it compares times of several programs, whose tilings then are all measured or all defaults.
     """
 
     case = ""
+    compares = False
     clock = "host"
     keys: dict[str, float]
 

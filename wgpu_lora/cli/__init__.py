@@ -43,6 +43,7 @@ from wgpu_lora.cli.run import run_chain
 from wgpu_lora.cli.runs import runs
 from wgpu_lora.cli.share import share
 from wgpu_lora.cli.teacher_cache import teacher_cache
+from wgpu_lora.cli.tune import cleared, tune
 from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import DeviceWarning, TrackingWarning, UserError
 from wgpu_lora.gpu.aborted import explained
@@ -91,6 +92,7 @@ def _root(
 app.command(cls=Command)(info)
 app.command(cls=TrainingCommand)(training_options(finetune, protected_instead))
 app.command(cls=TrainingCommand)(training_options(plan))
+app.command(cls=TrainingCommand)(training_options(tune, cleared))
 app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)

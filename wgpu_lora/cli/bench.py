@@ -99,6 +99,7 @@ def bricks(
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     compute_dtype: ComputeDtype = "f32",
     tune: Annotated[bool, typer.Option(help="Choose tilings as a training run does.")] = True,
+    retune: Annotated[bool, typer.Option("--retune", help="Time all tilings again, for at most 5 minutes.")] = False,
     device: Device = None,
     time_limit: Annotated[
         float | None,
@@ -128,10 +129,13 @@ def bricks(
     from wgpu_lora.gpu.tuner import wanted
     from wgpu_lora.track.recording import remarks
 
+    if retune and not wanted(tune):
+        raise UserError("--retune does nothing with --no-tune or WGPU_LORA_NO_TUNE: leave one of them out.")
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
     taken = {option for name in names for option in load_contract(name).options}
-    refuse_idle(ctx, set(OPTIONS) - taken, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
-    sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune)}
+    untuned = set() if "tune" in taken else {"retune"}
+    refuse_idle(ctx, set(OPTIONS) - taken | untuned, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
+    sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune), "retune": retune}
     with remarks(goal, notes, run_log):
         context = _context(device, shape, model, layers, base_dtype, sizes)
         return _measure(context, None if everything else names, time_limit, json)
@@ -154,7 +158,7 @@ def _measure(context: Any, names: list[str] | None, time_limit: float | None, fi
     from wgpu_lora.bench.results import BROKEN, Writer
     from wgpu_lora.bench.run import bench as measured
     from wgpu_lora.bench.workloads import bricks_of
-    from wgpu_lora.cli.bench_results import COLUMNS, KEY, LEFT, STYLES, VERDICTS, cells, details, noise_text
+    from wgpu_lora.cli.bench_results import COLUMNS, KEY, LEFT, STYLES, UNTUNED, VERDICTS, cells, details, noise_text
 
     names = names or bricks_of(context.config)
     info, options = context.device.info, context.options()
@@ -174,6 +178,9 @@ def _measure(context: Any, names: list[str] | None, time_limit: float | None, fi
     for result in results:
         if result.noisy:
             line("noisy", f"{result.label}: {noise_text(result)}")
+    for result in results:
+        if context.tune and not result.options["tuned"]:
+            line("tilings", f"{result.label}: {UNTUNED}")
     for text in broken:
         line(VERDICTS[BROKEN], text)
     return 1 if broken else 0

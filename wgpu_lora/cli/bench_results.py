@@ -19,6 +19,7 @@ time: the median of the runs. spread: their standard deviation over the mean.
 of ceiling: the share that is reached of the device's maximum, measured above.
 limit: the smallest share that passes, if there is one.
 noisy: the times vary too much to tell."""
+UNTUNED = "the defaults on both sides, since there was no time to measure all: --retune takes up to 5 minutes"
 VERDICTS = {HOLDS: "passed", NOISY: "noisy", BROKEN: "failed"}  # verdict of a result -> its text
 STYLES = {HOLDS: None, NOISY: "yellow", BROKEN: "red"}
 
@@ -56,6 +57,8 @@ def rate(billions: float, unit: str) -> str:
 
 def noise_text(result: Result) -> str:
     """The reason why a result is noisy."""
+    if result.impossible:
+        return f"{result.impossible[0]} is negative, which only noise explains: measure again"
     return f"{counted(result.iterations, 'timing')} vary by {result.cv:.1%}, the limit is {result.cv_asked:.0%}"
 
 
@@ -76,7 +79,7 @@ def _figure(name: str, value: float) -> str:
     if name == "frozen_seconds":
         return f"the frozen matmuls take {duration(value)}"
     if name == "added_share":
-        return f"the adapters add {share(value)} to that"
+        return f"the adapters add {share(value)} to that" if value >= 0 else "what the adapters add is lost in noise"
     return f"{name.replace('_', ' ')} {value:,.4g}"
 
 

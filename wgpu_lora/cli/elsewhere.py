@@ -15,7 +15,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
         ),
         (
             "use 'wgpu-lora finetune'",
-            "train sft lora qlora fit tune fine-tune training peft trainer start learn",
+            "train sft lora qlora fit fine-tune training peft trainer start learn",
         ),
         (
             "use 'wgpu-lora finetune --resume'",

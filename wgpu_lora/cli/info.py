@@ -11,11 +11,12 @@ def info(device: Device = None, as_json: Json = False) -> int:
 
     It shows their drivers, features and limits; * marks the device that is used by default.
     """
+    from wgpu_lora.gpu.choices import ChoiceFile
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.gpu.devices import list_devices
 
     opened = OpenedDevice(device)
-    devices, used = list_devices(), opened.info.index
+    devices, used, tilings = list_devices(), opened.info.index, str(ChoiceFile(opened).path)
     if as_json:
         print_json(
             {
@@ -25,6 +26,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
                 "subgroup_size": opened.capabilities.subgroup_size,
                 "max_binding": opened.max_binding,
                 "max_buffer": opened.max_buffer,
+                "tilings": tilings,
             }
         )
         return 0
@@ -53,4 +55,5 @@ def info(device: Device = None, as_json: Json = False) -> int:
     size = opened.capabilities.subgroup_size
     subgroups = f"subgroups of {size} (measured)" if size else "no subgroups used"
     line("used", f"{used}: {opened.info.name}, {subgroups}; choose another with --device")
+    line("tilings", tilings, whole=True)
     return 0

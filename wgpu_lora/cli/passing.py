@@ -129,7 +129,7 @@ def _recorded(
             name: stack.enter_context(
                 recorded(
                     "evaluate",
-                    run_name(quant, slot is not None, False, "pass-at-k", "f32"),
+                    run_name(model.name, quant, slot is not None, False, "pass-at-k", "f32"),
                     objective="pass-at-k",
                     adapter=name if name in adapters else None,
                     device=device_facts(model.device.info),

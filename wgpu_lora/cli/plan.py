@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     from wgpu_lora.train.job import Job
 
 
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        help="A named shape, such as qwen3.5-9b, with rows of --max-length tokens, instead of --model and --data.",
+        autocompletion=completion.shapes,
+    ),
+]
+
+
 def plan(
     args: TrainingArguments,
     note: str | None,
@@ -35,14 +44,7 @@ def plan(
     adapters_config: AdaptersConfig = None,
     schedule: Schedule = "synchronized",
     batch_tokens: BatchTokens = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan for a named shape, such as qwen3.5-9b, with rows of --max-length tokens, instead of --model and "
-            "--data.",
-            autocompletion=completion.shapes,
-        ),
-    ] = None,
+    shape: Shape = None,
     measure: Measure = False,
     price_per_hour: PricePerHour = None,
     as_json: Json = False,
@@ -60,9 +62,7 @@ def plan(
     if price_per_hour is not None and not measure:
         raise UserError("--price-per-hour does nothing without --measure: give both.")
     several = bool(adapters or adapters_config)
-    if shape and several:
-        raise UserError("--shape plans one adapter: leave out --adapters and --adapters-config.")
-    job = _of_shape(shape, args) if shape else _prepare(args, adapters, adapters_config, schedule, batch_tokens)
+    job = job_of(args, adapters, adapters_config, schedule, batch_tokens, shape)
     session, memory = job.session, job.session.memory()
     budget = budget_bytes(session.device.info, args.budget())
     available = budget.bytes
@@ -134,15 +134,21 @@ def plan(
     return 0
 
 
-def _of_shape(shape: str, args: TrainingArguments) -> Job[Any]:
-    from wgpu_lora.train.made_up import job_of_shape
-
-    return job_of_shape(shape, args)
-
-
-def _prepare(
-    args: TrainingArguments, pairs: list[str] | None, config: Path | None, schedule: str, batch_tokens: int | None
+def job_of(
+    args: TrainingArguments,
+    pairs: list[str] | None,
+    config: Path | None,
+    schedule: str,
+    batch_tokens: int | None,
+    shape: str | None,
 ) -> Job[Any]:
+    """The job of a run that is not started."""
+    if shape:
+        if pairs or config:
+            raise UserError("--shape plans one adapter: leave out --adapters and --adapters-config.")
+        from wgpu_lora.train.made_up import job_of_shape
+
+        return job_of_shape(shape, args)
     if not (pairs or config):
         from wgpu_lora.train.finetune import prepare_job
 

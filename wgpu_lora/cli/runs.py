@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import zip_longest
 from typing import Annotated
 
 import typer
 
 from wgpu_lora.bounded import printable
-from wgpu_lora.cli.console import console, line, print_json, table
+from wgpu_lora.cli.console import console, is_terminal, line, print_json, table
 from wgpu_lora.cli.options import choice, refuse_idle
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.allowed import RUN_KINDS, RUN_STATUSES
 from wgpu_lora.words import counted
 
+WIDEST, GOAL = 10_000, 12  # columns of the table without a terminal; columns for goals, which are folded
 FILTERS = ("status", "kind", "objective", "name", "since", "limit")
 
 
@@ -45,7 +48,8 @@ def runs(
     from wgpu_lora.track.choosing import Filter, find
     from wgpu_lora.track.choosing import since as date
     from wgpu_lora.track.runlog import RunLog, facts_of
-    from wgpu_lora.track.table import COLUMNS, LEFT, cells, compared, facts, markdown, style
+    from wgpu_lora.track.table import COLUMNS, LEFT, card, cells, compared, facts, markdown, style
+    from wgpu_lora.train.following import with_log
 
     names = ids or []
     if as_markdown and as_json:
@@ -63,7 +67,7 @@ def runs(
     log = RunLog()
     found = log.read()
     chosen = [find(found.entries, one) for one in names] or [one for one in found.entries if wanted.holds(one)]
-    chosen = chosen if names else chosen[-(limit or len(chosen)) :]
+    chosen = list(map(with_log, chosen if names else chosen[-(limit or len(chosen)) :]))
     if as_json:
         print_json([facts_of(entry) | {"status": entry.status} for entry in chosen])
         return 0
@@ -73,13 +77,23 @@ def runs(
     rows: list[tuple[str, ...]] = [cells(entry) for entry in chosen]
     if names:
         columns = left = ("", *(entry.id for entry in chosen))
-        shown = compared(*chosen) if len(names) == 2 else list(facts(chosen[0]).items())
-        rows, styles = [tuple(row) for row in shown], [None] * len(shown)
+        found_facts = compared(*chosen) if len(names) == 2 else list(facts(chosen[0]).items())
+        rows, styles = [tuple(row) for row in found_facts], [None] * len(found_facts)
     printed = [[printable(cell, "\n") for cell in row] for row in rows]
     if as_markdown:
         print(markdown(columns, printed, left), flush=True)
     elif rows:
-        console().print(table(columns, printed, left, styles), markup=False)
+        screen = console()
+        width = screen.width if names or is_terminal(sys.stdout) else WIDEST
+        screen.width = WIDEST
+        narrow = screen.measure(table(columns[:-1], [row[:-1] for row in printed])).maximum + GOAL > width
+        screen.width = width
+        if narrow and not names:
+            for row in printed:
+                for label, text in zip_longest(row[:1], card(row), fillvalue=""):
+                    line(label, text)
+        else:
+            screen.print(table(columns, printed, left, styles), markup=False)
     if not (as_markdown or rows):
         line("runs", f"none{' of these' if found.entries else ''} in {log.path}")
     if found.damaged and not as_markdown:

@@ -41,9 +41,11 @@ class Starting(Events):
     def tuning(self, tuning: Tuning) -> None:
         if tuning.over:
             self.close()
-            rest = tuning.sizes - tuning.sizes_done
-            kept = f"; the other {rest:,}, with the least work, keep their defaults" if rest > 0 else ""
-            line("tuned", f"{counted(tuning.sizes_done, 'kernel size')} in {duration(tuning.seconds)}{kept}")
+            text = f"{counted(tuning.sizes_done, 'kernel size')} in {duration(tuning.seconds)}"
+            if tuning.sizes_done < tuning.sizes:
+                text += f"; {tuning.sizes - tuning.sizes_done:,} keep their defaults, as a tiling takes up to "
+                text += f"{duration(tuning.longest)} here: 'wgpu-lora tune --seconds N' takes longer"
+            line("tuned", text)
             if not self._left:
                 self.ready()
             return

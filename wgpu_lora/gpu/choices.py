@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device
 
 SCHEMA = 3
-REACH = 2  # a choice holds for batches with up to 2^REACH times as many rows, or as few
 Choices = Mapping[str, Tiling]  # by `choice_key`
 NO_CHOICES: Choices = MappingProxyType({})
 # What reading a damaged file raises: JSON may be nested without end, and its integers may have any number of digits.
@@ -37,10 +36,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """A chosen tiling and its origin.
+    """A tiling that was chosen by timing it beside others.
 
-    seconds: measured time per tiling; empty if time ran out. took: seconds spent on the measurements.
-    like: the key of the entry that this choice was copied from, if any.
+    seconds: measured time per tiling. took: seconds spent on the measurements.
     """
 
     kernel: str
@@ -48,7 +46,6 @@ class Entry:
     tiling: Tiling
     seconds: tuple[tuple[float, Tiling], ...] = ()
     took: float = 0.0
-    like: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         timed = [[seconds, tiling.to_json()] for seconds, tiling in self.seconds]
@@ -60,10 +57,10 @@ class Entry:
         timed = tuple((float(seconds), Tiling.from_json(tiling)) for seconds, tiling in value["seconds"])
         if not all(isinstance(value[name], str) for name in ("kernel", "digest")):
             raise ValueError("'kernel' and 'digest' must be strings")
-        tiling, like, took = Tiling.from_json(value["tiling"]), value.get("like"), float(value["took"])
+        took = float(value["took"])
         if not all(math.isfinite(seconds) for seconds in (took, *(seconds for seconds, _ in timed))):
             raise ValueError("times must be finite")
-        return cls(value["kernel"], value["digest"], tiling, timed, took, like and str(like))
+        return cls(value["kernel"], value["digest"], Tiling.from_json(value["tiling"]), timed, took)
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,7 @@ class Verdict:
 
 
 NO_VERDICTS: Mapping[str, Verdict] = MappingProxyType({})
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def choices_from_json(value: Any) -> dict[str, Tiling]:
@@ -120,51 +118,6 @@ def choice_key(kernel: Kernel, present: tuple[str, ...], constants: Constants) -
     return json.dumps([kernel.name, present, sorted(compiled), sizes])
 
 
-def _parts(kernel: Kernel, key: str) -> tuple[list[Any], dict[str, int], dict[str, int]]:
-    """Splits a key into (shared part, sizes of the batch, constants of the batch). Raises ValueError or TypeError.
-
-    Keys with equal shared parts multiply matrices of the same size, for batches of other rows or adapters.
-    """
-    assert kernel.tuning is not None
-    batch = kernel.tuning.batch
-    name, present, compiled, sizes = json.loads(key)
-    facts, sizes = dict(compiled), dict(sizes)
-    rows = {size: sizes.pop(size) for size in list(sizes) if size in batch}
-    adapters = {fact: facts.pop(fact) for fact in list(facts) if fact in batch}
-    return [name, present, sorted(facts.items()), sizes], rows, adapters
-
-
-def same_shader(one: str, other: str) -> bool:
-    """Whether the calls of two keys compile to the same shader, given the same tiling."""
-    return bool(json.loads(one)[:3] == json.loads(other)[:3])
-
-
-def nearest(kernel: Kernel, key: str, entries: Mapping[str, Entry]) -> str | None:
-    """The key of the entry with the most similar batch whose choice applies to this call, or None.
-
-    Timed entries are preferred to those that time ran out for. Copied choices are not copied again.
-    """
-    shared, rows, adapters = _parts(kernel, key)
-    found: list[tuple[bool, int, bool, str]] = []
-    for other, entry in entries.items():
-        if entry.kernel != kernel.name or entry.like is not None:
-            continue
-        try:
-            its, its_rows, its_adapters = _parts(kernel, other)
-            if its != shared or its_rows.keys() != rows.keys():
-                continue
-            octaves = max((abs(_octaves(value, its_rows[size])) for size, value in rows.items()), default=0)
-        except DAMAGE:
-            continue
-        if octaves <= REACH:
-            found.append((not entry.seconds, octaves, its_adapters != adapters, other))
-    return min(found)[-1] if found else None
-
-
-def _octaves(one: int, other: int) -> int:
-    return one.bit_length() - other.bit_length()
-
-
 def shader_digest(kernel: Kernel) -> str:
     """A digest of all files and structs that a kernel's WGSL may be assembled from."""
     root = Path(str(asset_dir("shaders")))
@@ -177,7 +130,10 @@ def shader_digest(kernel: Kernel) -> str:
 
 
 class ChoiceFile:
-    """The cache file of a device and driver. A damaged file counts as empty; entries of changed shaders are dropped."""
+    """The cache file of a device and driver. A damaged file counts as empty; entries of changed shaders are dropped.
+
+    `skipped` has the sizes that time ran out for, as a shader digest by key, so that only `wgpu-lora tune` tries again.
+    """
 
     def __init__(self, device: Device, directory: Path | None = None):
         info, capabilities = device.info, device.capabilities
@@ -194,8 +150,17 @@ class ChoiceFile:
         """All verdicts by key, of earlier shaders too."""
         return self._section("verdicts", Verdict.from_json)
 
+    def skipped(self, digests: Collection[str]) -> set[str]:
+        """The keys of sizes that time ran out for, of these shaders."""
+        return {key for key, digest in self._section("skipped", str).items() if digest in digests}
+
+    def clear(self) -> None:
+        """Remove the file."""
+        self.path.unlink(missing_ok=True)
+
     def _entries(self) -> dict[str, Entry]:
-        return self._section("entries", Entry.from_json)
+        """Without those of earlier versions that were copied from another size, or not compared with another tiling."""
+        return {k: e for k, e in self._section("entries", Entry.from_json).items() if len(e.seconds) > 1}
 
     def _section(self, name: str, of: Callable[[Any], T]) -> dict[str, T]:
         try:
@@ -206,7 +171,11 @@ class ChoiceFile:
             return {}
 
     def add(
-        self, entries: dict[str, Entry], digests: dict[str, str], verdicts: Mapping[str, Verdict] = NO_VERDICTS
+        self,
+        entries: dict[str, Entry],
+        digests: dict[str, str],
+        verdicts: Mapping[str, Verdict] = NO_VERDICTS,
+        skipped: Mapping[str, str] = NOTHING,
     ) -> None:
         """Adds to what other processes have written, except about other shaders than those of the digests, by kernel.
         An unwritable cache is ignored."""
@@ -215,9 +184,12 @@ class ChoiceFile:
             with lock_file(self.path.with_suffix(".lock"), 10):
                 kept = {k: e for k, e in self._entries().items() if digests.get(e.kernel, e.digest) == e.digest}
                 old = {k: v for k, v in self.verdicts().items() if digests.get(v.kernel, v.digest) == v.digest}
+                kept |= entries
+                left = self._section("skipped", str) | dict(skipped)
                 content = {
                     "schema": SCHEMA,
-                    "entries": {key: entry.to_json() for key, entry in (kept | entries).items()},
+                    "entries": {key: entry.to_json() for key, entry in kept.items()},
+                    "skipped": {key: digest for key, digest in left.items() if key not in kept},
                     "verdicts": {key: asdict(verdict) for key, verdict in (old | dict(verdicts)).items()},
                 }
                 write_bytes_atomic(self.path, json.dumps(content, indent=1).encode())

@@ -13,6 +13,7 @@ from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.tiling import Tiling
 
+LONG = 2.0  # seconds after which no further run is timed
 DTYPE = {"float32": "f32", "uint32": "u32", "int32": "i32", "uint16": "bf16", "float16": "f16", "uint8": "u8"}
 
 
@@ -63,15 +64,15 @@ class SingleKernel:
         return data.view(array.dtype).reshape(array.shape)
 
     def seconds(self, runs: int = 5) -> float:
-        """Median time of one dispatch in seconds, by the host's clock, after two warm-up runs."""
-        times = []
-        for run in range(runs + 2):
+        """Median time of one dispatch in seconds, by the host's clock, after two warm-up runs; of slow dispatches, the
+        last of as many runs as LONG allows."""
+        times: list[float] = []
+        while len(times) < runs + 2 and sum(times) < LONG:
             begin = time.perf_counter()
             self.program.run()
             self.device.wait()
-            if run >= 2:
-                times.append(time.perf_counter() - begin)
-        return float(np.median(times)) / len(self.program.dispatches)
+            times.append(time.perf_counter() - begin)
+        return float(np.median(times[2:] or times[-1:])) / len(self.program.dispatches)
 
     def free(self) -> None:
         for storage in self.program.persistent_storages():

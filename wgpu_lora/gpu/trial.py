@@ -41,7 +41,7 @@ class Trial:
 
     @property
     def compared(self) -> bool:
-        return self.is_over or len(self.timed) > 1
+        return len(self.timed) > 1
 
     @property
     def urgency(self) -> float:
@@ -56,9 +56,10 @@ class Trial:
         return len(self.timed) > 1 and self.timed[-1][0] < (1 - GAIN) * self.timed[0][0]
 
     def entry(self, digest: str) -> Entry:
-        """The fastest tiling, or the default unless it is wrong or slower by more than GAIN."""
+        """The fastest tiling, or the default unless it is wrong or slower by more than GAIN. If none was timed, the
+        first right one that is known, or the default."""
         name, timed = self.call.kernel.name, self.timed
-        if not timed:  # there was no time, or the driver gets all that are worth timing wrong
+        if not timed:
             return Entry(name, digest, self.untimed or self.tilings[0])
         best = min(timed, key=lambda pair: pair[0])
         if timed[0][1] == self.tilings[0] and best[0] > (1 - GAIN) * timed[0][0]:

@@ -16,16 +16,11 @@ class Tunable(Protocol):
     """Declared with a kernel that is worth tuning: `@kernel(..., tuning=...)`.
 
     sizes: the dims that choices are keyed by, each rounded to the nearest power of two.
-    batch: the sizes and constants that depend on the batch's rows and adapters. A call may copy the choice of another
-        that differs in nothing else.
     later: constants that were added after choices had been saved, with defaults that change nothing.
     """
 
     @property
     def sizes(self) -> tuple[str, ...]: ...
-
-    @property
-    def batch(self) -> tuple[str, ...]: ...
 
     @property
     def later(self) -> tuple[str, ...]: ...

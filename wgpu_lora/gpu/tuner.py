@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from wgpu_lora.events import SILENT, Events, Tuning
-from wgpu_lora.gpu.choices import ChoiceFile, Entry, Verdict, choice_key, nearest, same_shader, shader_digest
+from wgpu_lora.gpu.choices import ChoiceFile, Entry, Verdict, choice_key, shader_digest
 from wgpu_lora.gpu.cuts import cut_verdict, single_call
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
@@ -19,6 +19,7 @@ from wgpu_lora.gpu.trial import Trial
 from wgpu_lora.gpu.verdicts import verdicts_of
 
 SECONDS = 15.0  # limit of tuning, including compilation
+AHEAD = 300.0  # the same, where it is what was asked for
 RUNS = 3  # timed runs per tiling, after two warm-up runs
 
 
@@ -33,28 +34,42 @@ def skipped(capabilities: Capabilities, tiling: Tiling) -> bool:
 
 
 class Tuner:
-    """Finds tilings for the dispatches of recorded programs, once per device and model.
+    """Finds tilings for the dispatches of recorded programs, once per device and size.
 
-    A call copies the choice of one that differs only in the batch's rows, by up to a factor of four, without being
-    timed. Calls that time runs out for keep the default, in later runs too.
+    Only what was timed beside another tiling is a choice. Calls that time runs out for keep the default, in later runs
+    too.
 
     Args:
         seconds: no tiling is started that would exceed this total.
         directory: of the cache; by default WGPU_LORA_CACHE_DIR, or the user's cache directory.
+        retune: time what is known, too. thorough: time what earlier runs had no time for, too.
+
+    Attributes:
+        complete: whether every call of the last `tune` has a choice that was timed.
     """
 
-    def __init__(self, device: Device, seconds: float = SECONDS, directory: Path | None = None):
+    def __init__(
+        self,
+        device: Device,
+        seconds: float = SECONDS,
+        directory: Path | None = None,
+        retune: bool = False,
+        thorough: bool = False,
+    ):
         self.device = device
         self.seconds = seconds
         self.file = ChoiceFile(device, directory)
+        self.retune, self.thorough = retune, retune or thorough
+        self.complete = False
 
     def estimate(self, programs: Iterable[Program]) -> Tuning:
         """How many sizes and tilings `tune` would time for these programs, and in how many seconds; it times none."""
-        calls, _ = self._calls(programs)
-        return self._estimate(calls, self.file.read(_digests(calls)))
+        calls, work = self._calls(programs)
+        known = self.file.read(digests := _digests(calls))
+        return self._estimate(self._trials(calls, work, known, digests), known)
 
     def tune(self, programs: Iterable[Program], events: Events = SILENT) -> dict[str, Tiling]:
-        """Choices for every heavy call of the programs, measured now or read from the cache.
+        """A tiling for every heavy call of the programs: measured now, read from the cache, or the default.
 
         Kernels run on synthetic inputs; the programs themselves are not run. Each call is timed in its default tiling
         first, the heaviest first. These times give the calls' shares of a step, by which the other tilings share what
@@ -67,33 +82,30 @@ class Tuner:
             WrongResults: the device gets a kernel wrong in all tilings.
         """
         calls, work = self._calls(programs)
-        digests = _digests(calls)
-        known = self.file.read(digests)
-        tuning, begin = self._estimate(calls, known), time.perf_counter()
-        fresh: dict[str, Entry] = {}
+        known = self.file.read(digests := _digests(calls))
+        trials = self._trials(calls, work, known, digests)
+        tuning, begin, ended = self._estimate(trials, known), time.perf_counter(), False
         try:
-            for copying in (True, False):  # calls that cannot copy a choice after all are timed, too
-                self._take_over(calls, known, fresh)
-                trials, ended = self._trials(calls, work, known, copying), False
-                try:
-                    self._time(list(trials.values()), tuning, begin, events)
-                    for trial in trials.values():
-                        if trial.all_wrong:
-                            self._find_right(trial)
-                    ended = True
-                finally:  # keep the choices made before an interrupt
-                    kept = {k: one for k, one in trials.items() if ended or (one.is_over and not one.all_wrong)}
-                    found = {key: trial.entry(digests[trial.call.kernel.name]) for key, trial in kept.items()}
-                    known.update(found)
-                    fresh.update(found)
-        finally:
+            self._time(list(trials.values()), tuning, begin, events)
+            for trial in trials.values():
+                if trial.all_wrong:
+                    self._find_right(trial)
+            ended = True
+        finally:  # keep the choices made before an interrupt
+            found = {key: trial.entry(digests[trial.call.kernel.name]) for key, trial in trials.items()}
+            fresh = {key: found[key] for key, one in trials.items() if one.compared and (ended or one.is_over)}
+            known |= fresh
             verdicts_of(self.device).save()
-            if fresh:
-                self.file.add(fresh, digests)
-        if tuning.tilings_done:
+            left = [key for key in found if ended and key not in known and found[key].tiling == trials[key].tilings[0]]
+            if fresh or left:
+                self.file.add(fresh, digests, skipped={key: found[key].digest for key in left})
+        if trials:
             tuning.seconds, tuning.over = time.perf_counter() - begin, True
             events.tuning(tuning)
-        return {key: known[key].tiling for key in calls if key in known}
+        several = {key: tilings for key, call in calls.items() if len(tilings := self._tilings(call)) > 1}
+        self.complete = several.keys() <= known.keys()
+        defaults = {key: tilings[0] for key, tilings in several.items()}
+        return defaults | {key: entry.tiling for key, entry in (found | known).items() if key in several}
 
     def _usable(self, call: Dispatch) -> Sequence[Tiling]:
         return call.kernel.tilings(self.device.capabilities, call.constants)
@@ -115,47 +127,28 @@ class Tuner:
         return {key: calls[key] for key in sorted(calls, key=lambda k: -work[k])}, work
 
     def _trials(
-        self, calls: dict[str, Dispatch], work: dict[str, float], known: dict[str, Entry], copying: bool = True
+        self, calls: dict[str, Dispatch], work: dict[str, float], known: dict[str, Entry], digests: dict[str, str]
     ) -> dict[str, Trial]:
-        """The calls to time. copying: leave out calls that will copy the choice of one that is timed."""
-        trials: dict[str, Trial] = {}
-        to_be_known = dict(known)
-        for key, call in calls.items():
-            if key in known or len(tilings := self._tilings(call)) < 2:
-                continue
-            like = nearest(call.kernel, key, to_be_known) if copying else None
-            if like in trials:
-                trials[like].work += work[key]
-            elif like is None:
-                trials[key] = Trial(call, tilings, work[key])
-                to_be_known[key] = Entry(call.kernel.name, "", call.tiling, ((0.0, call.tiling),))
-        return trials
+        """The calls to time, the heaviest first."""
+        done = set() if self.retune else set(known)
+        done |= set() if self.thorough else self.file.skipped(digests.values())
+        left = {key: (call, self._tilings(call)) for key, call in calls.items() if key not in done}
+        return {key: Trial(call, tilings, work[key]) for key, (call, tilings) in left.items() if len(tilings) > 1}
 
-    def _estimate(self, calls: dict[str, Dispatch], known: dict[str, Entry]) -> Tuning:
-        trials = self._trials(calls, dict.fromkeys(calls, 0.0), known)
+    def _estimate(self, trials: dict[str, Trial], known: dict[str, Entry]) -> Tuning:
         timed = [(entry.took, len(entry.seconds)) for entry in known.values() if entry.took]
         each = sum(took for took, _ in timed) / max(1, sum(count for _, count in timed)) if timed else None
         return Tuning(len(trials), sum(len(trial.tilings) for trial in trials.values()), self.seconds, each)
 
-    def _take_over(self, calls: dict[str, Dispatch], known: dict[str, Entry], fresh: dict[str, Entry]) -> None:
-        for key, call in calls.items():
-            if key not in known and len(self._tilings(call)) > 1 and (entry := self._taken_over(key, call, known)):
-                fresh[key] = known[key] = entry
-
-    def _taken_over(self, key: str, call: Dispatch, known: dict[str, Entry]) -> Entry | None:
-        """The choice of a similar call, if it is valid and correct for this one."""
-        like = nearest(call.kernel, key, known)
-        if like is None or (tiling := known[like].tiling) not in self._usable(call):
-            return None
-        if not same_shader(key, like) and not self._verdict(call, tiling).right:
-            return None
-        return Entry(call.kernel.name, known[like].digest, tiling, like=like)
-
     def _time(self, trials: list[Trial], tuning: Tuning, begin: float, events: Events) -> None:
-        """Times the default of each call, then always a tiling of the call with the most seconds per tiling so far."""
+        """Times the default of each call, for at most half of the time, then always a tiling of the call with the most
+        seconds per tiling so far."""
         while trials:
-            trial = next((one for one in trials if not one.tried), None) or max(trials, key=lambda one: one.urgency)
             tuning.seconds = time.perf_counter() - begin
+            trial = next((one for one in trials if not one.tried), None)
+            tried = [one for one in trials if one.tried]
+            if not trial or (tried and tuning.seconds + tuning.longest > tuning.limit / 2):
+                trial = max(tried, key=lambda one: one.urgency)
             if tuning.seconds + tuning.longest >= tuning.limit:
                 return
             tuning.kernel = trial.call.kernel.name

@@ -82,7 +82,6 @@ class AttentionTuning:
     """Inputs are one causal sequence of the call's size, whose last rows are the queries."""
 
     sizes: tuple[str, ...] = ("rows", "keys")
-    batch: tuple[str, ...] = ("rows", "keys")
     later: tuple[str, ...] = ("cap",)
 
     def work(self, c: Constants) -> float:

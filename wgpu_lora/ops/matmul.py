@@ -273,7 +273,7 @@ def lora_nn(
     return _by_slot(_range(result, m, y_first, n), ranges, first_row, product, accumulate)
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning(("k", "slots")))
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning("k"))
 def lora_tn(
     a: In,
     b: In,

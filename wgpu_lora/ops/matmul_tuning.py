@@ -111,7 +111,6 @@ class MatmulTuning:
 
     operand: Operand
     sizes: tuple[str, ...] = ("m", "n", "k", "n1", "n2", "k1", "k2")
-    batch: tuple[str, ...] = ("m",)
     later: tuple[str, ...] = ()
 
     def work(self, c: Constants) -> float:
@@ -167,9 +166,9 @@ def _factors(c: Constants, rng: np.random.Generator) -> Arrays:
 
 @dataclass(frozen=True)
 class LoraTuning:
-    """LoRA's products, one matrix per slot. batch: the dim of the batch's rows, and the number of slots."""
+    """LoRA's products, one matrix per slot. rows: the dim of the batch's rows."""
 
-    batch: tuple[str, ...] = ("m", "slots")
+    rows: str = "m"
     sizes: tuple[str, ...] = ("m", "n", "k")
     later: tuple[str, ...] = ()
 
@@ -191,7 +190,7 @@ class LoraTuning:
             wide = n + c["y_skip"]
             arrays = {"a": stored(rng, "f32", m, k + c["a_skip"]), "b": stacked, "y": stored(rng, "f32", m, wide)}
             arrays["scale"] = stored(rng, "f32", slots, wide)
-        bounds = np.linspace(0, c[self.batch[0]], slots + 1).astype(np.uint32)
+        bounds = np.linspace(0, c[self.rows], slots + 1).astype(np.uint32)
         arrays["ranges"] = np.stack([bounds[:-1], bounds[1:]], axis=1) + np.uint32(c["first_row"])
         return {name: arrays[name] for name in present}
 

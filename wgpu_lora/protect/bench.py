@@ -260,7 +260,7 @@ def stability(args: TrainingArguments) -> dict[str, Any]:
     return {
         "computeDtype": args.compute_dtype,
         "baseDtype": args.base_dtype,
-        "learningRate": args.learning_rate,
+        "learningRate": args.rate,
         "lrScheduler": args.lr_scheduler_type,
         "maxGradNorm": args.max_grad_norm,
         "optimizer": args.optim,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from wgpu_lora.names.naming import flag
@@ -86,9 +86,9 @@ def settings(run: Run) -> Facts:
     return _flags(run.record.options.as_dict() | {"model": run.record.options.model or "demo"})
 
 
-def defaults() -> Facts:
-    """The default options."""
-    return _flags(asdict(TrainingArguments()))
+def defaults(run: Run) -> Facts:
+    """The default options of a run with its objective."""
+    return _flags(asdict(TrainingArguments()) | {"learning_rate": replace(run.record.options, learning_rate=None).rate})
 
 
 def _flags(options: dict[str, Any]) -> Facts:
@@ -107,7 +107,7 @@ def compare(runs: Sequence[Run]) -> tuple[Rows, Rows]:
     """Options and everything else that runs depend on, as (label, the value of every run): first those that differ
     between the runs or, for a single run, from the defaults; then the others."""
     tables = [settings(run) | (origin(run) if runs[1:] else {}) for run in runs]
-    usual, differing, alike = defaults(), Rows(), Rows()
+    usual, differing, alike = defaults(runs[0]), Rows(), Rows()
     for label in dict.fromkeys(label for table in tables for label in table):
         values = [table.get(label, ABSENT) for table in tables]
         if len({*values} | ({usual.get(label)} if len(runs) == 1 else set())) == 1:

@@ -6,6 +6,7 @@ import os
 import secrets
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import PurePath
 from typing import Any
 
 from wgpu_lora.names.allowed import RUN_STATUSES
@@ -80,7 +81,7 @@ class Entry:
 
     Attributes:
         date, ended: UTC, as `now` has it. resumed: when it was resumed last.
-        kind: finetune, evaluate, or bench and its command. name: {quant}_{variant}_{objective}_{dtype}.
+        kind: finetune, evaluate, or bench and its command. name: of `run_name`.
         recorded: the last logged status; see `status`.
         adapter, pipeline: in a pipeline, the adapter's name, and its directory.
         command: without secrets. directory: the working folder.
@@ -120,16 +121,27 @@ class Entry:
     error: str | None = None
 
     @property
+    def model(self) -> str:
+        """The model's short name; '' if it is not known."""
+        named = self.config.get("shape") or self.config.get("model")
+        return short_name(named) if named or self.kind == "finetune" else ""
+
+    @property
     def status(self) -> str:
         """The logged status, or killed if its process has ended without a word."""
         killed = self.recorded == RUNNING and self.process is not None and self.process.dead
         return KILLED if killed else self.recorded
 
 
-def run_name(quant: str, adapter: bool, rslora: bool, objective: str, dtype: str) -> str:
-    """The name by convention, {quant}_{variant}_{objective}_{dtype}: nf4_lora_sft_f32.
+def run_name(model: str | None, quant: str, adapter: bool, rslora: bool, objective: str, dtype: str) -> str:
+    """The name by convention, {model}_{quant}_{variant}_{objective}_{dtype}: Qwen3-0.6B_nf4_lora_sft_f32.
 
-    adapter: False is the base model alone, `base`.
+    model: a path, a hub id or a shape; None is the demo. adapter: False is the base model alone, `base`.
     """
     variant = "base" if not adapter else "rslora" if rslora else "lora"
-    return f"{quant}_{variant}_{objective}_{dtype}"
+    return f"{short_name(model)}_{quant}_{variant}_{objective}_{dtype}"
+
+
+def short_name(model: str | None) -> str:
+    """A model's path or hub id without what stands before its last part, and without .gguf."""
+    return PurePath((model or "demo").removeprefix("shape ")).name.removesuffix(".gguf")

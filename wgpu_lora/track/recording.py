@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
@@ -116,6 +116,12 @@ def recorded(kind: str, name: str, **facts: Any) -> Iterator[dict[str, Any]]:
         recording.end(**{**found, **status_of(error)})
         raise
     recording.end(**{"status": FINISHED, **found})
+
+
+def note_failure(entry: dict[str, Any], errors: Sequence[str]) -> None:
+    """Let a run that ends without an exception be a failed one, if there are errors."""
+    if errors:
+        entry |= {"status": FAILED, "error": "; ".join(errors)}
 
 
 def device_facts(info: Any) -> dict[str, str]:

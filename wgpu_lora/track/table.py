@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from wgpu_lora.track.choosing import date_of
 from wgpu_lora.track.entry import FAILED, KILLED, Entry
 
-COLUMNS = ("id", "date", "kind", "name", "status", "loss", "improved", "time", "tokens", "goal")
-LEFT = ("id", "date", "kind", "name", "status", "goal")
+COLUMNS = (
+    "id", "date", "kind", "model", "data", "output", "status", "loss", "improved", "time", "tokens", "name", "goal",
+)  # fmt: skip
+LEFT = ("id", "date", "kind", "model", "data", "output", "status", "name", "goal")
+CARD = (("date", "kind", "status"), ("model", "data", "output"), ("loss", "improved", "time", "tokens"), ("goal",))
+LABELLED = ("model", "data", "output", "loss", "tokens", "goal")  # on a card
 NONE = "-"
 OWN = ("output", "resume", "overwrite", "goal", "notes", "run_log")  # options that do not affect results
 
@@ -22,14 +27,32 @@ def cells(entry: Entry) -> tuple[str, ...]:
         entry.id.rpartition("-")[2],
         f"{date_of(entry).astimezone():%Y-%m-%d %H:%M}",
         entry.kind,
-        entry.name + (f" ({entry.adapter})" if entry.adapter else ""),
+        entry.model or NONE,
+        place(entry.data.path) if entry.data else NONE,
+        place(entry.outputs[0]) if entry.outputs else NONE,
         entry.status,
         " -> ".join(shown) or NONE,
         NONE if losses.improvement is None else f"{losses.improvement:+.1f}%",
         NONE if entry.seconds is None else span(entry.seconds),
         NONE if entry.tokens is None else f"{entry.tokens:,}",
+        entry.name + (f" ({entry.adapter})" if entry.adapter else ""),
         entry.goal or "",
     )
+
+
+def place(path: str) -> str:
+    """A path from the working folder, or the end of one outside of it."""
+    found = Path(path)
+    if found.is_relative_to(Path.cwd()):
+        return str(found.relative_to(Path.cwd()))
+    return str(Path(*found.parts[-2:])) if found.is_absolute() else path
+
+
+def card(row: Sequence[str]) -> list[str]:
+    """The row of `cells` as a few short lines, for narrow terminals."""
+    known = {name: text for name, text in zip(COLUMNS, row, strict=True) if text not in ("", NONE)}
+    known = {name: f"{name} {text}" if name in LABELLED else text for name, text in known.items()}
+    return [line for names in CARD if (line := ", ".join(known[name] for name in names if name in known))]
 
 
 def style(entry: Entry) -> str | None:

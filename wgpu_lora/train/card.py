@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import WEIGHTS
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.train.options.arguments import PATHS
+from wgpu_lora.train.options.idle import idle_options
 from wgpu_lora.train.records import RunRecord
 
 # Options that the card leaves out: they do not affect the adapter, and remarks are for the run log.
@@ -86,7 +88,9 @@ def card(record: RunRecord, auto_class: str = ModelConfig.AUTO_CLASS) -> str:
     stated, device = options.model or "demo", environment.device
     base = hub_id(stated)
     name = base or Path(stated).name
-    said = {name: _shown(name, value) for name, value in options.as_dict().items() if value is not None}
+    unused = {*OWN, *(name for name, _ in idle_options(options))}
+    stated_options = replace(options, learning_rate=options.rate).as_dict()
+    used = {name: value for name, value in stated_options.items() if name not in unused and value is not None}
     is_base = options.train == "quant-scales"
     head = header(base, *((None, ["wgpu-lora"]) if is_base else ("peft", ["lora", "wgpu-lora"])))
     return f"""{head}
@@ -109,7 +113,7 @@ Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
 {_better(record)}
 ## Options
 
-{table({name: value for name, value in said.items() if name not in OWN})}
+{table({name: _shown(name, value) for name, value in used.items()})}
 
 ## Digests
 

@@ -122,8 +122,8 @@ class Clock:
         """
         args, state = self.run.args, self.run.state
         if LR_SCHEDULES[args.lr_scheduler_type].warms_up and state.warmed_seconds is None:
-            return args.learning_rate * min(1.0, max(LEAST_SHARE, self._warmed()))
-        return decayed(args.lr_scheduler_type, args.learning_rate, self._progress(), args.lr_scheduler_min)
+            return args.rate * min(1.0, max(LEAST_SHARE, self._warmed()))
+        return decayed(args.lr_scheduler_type, args.rate, self._progress(), args.lr_scheduler_min)
 
     def _progress(self) -> float:
         """Progress of the decay at the beginning of the step, from 0 to 1."""

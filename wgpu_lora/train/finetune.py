@@ -156,6 +156,7 @@ def read_run(
     prepared, heldout = read_rows(args, model, sources)
     cached = check_caches(args, model, prepared, heldout)
     teacher = live_teacher(args, model)
+    args = replace(args, learning_rate=args.rate)
     args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _unreferenced(args, objective)}

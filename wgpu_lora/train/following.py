@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
@@ -17,7 +17,7 @@ from wgpu_lora.data import Prepared
 from wgpu_lora.errors import DeviceWarning, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.track.entry import FAILED, HELD_OUT, STOPPED, TRAINING, DataFile, Losses, run_name
+from wgpu_lora.track.entry import FAILED, HELD_OUT, KILLED, STOPPED, TRAINING, DataFile, Entry, Losses, run_name
 from wgpu_lora.track.git import Git, git_state
 from wgpu_lora.track.hardware.sampler import Sampler
 from wgpu_lora.track.recording import Recording, device_facts, given_options, status_of
@@ -28,7 +28,7 @@ from wgpu_lora.track.secrets import masked
 from wgpu_lora.track.trackers.base import Tracked
 from wgpu_lora.train.checkpoint import BEST
 from wgpu_lora.train.ending import STOP_TEXT
-from wgpu_lora.train.output import read_log
+from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.run import Follower, Run
 
@@ -157,7 +157,7 @@ def _begun(run: Run, device: DeviceInfo, home: Path, git: Git | None, sampler: S
     args = run.args
     recording = Recording.of(
         "finetune",
-        run_name(args.base_dtype, True, args.use_rslora, args.objective, args.compute_dtype),
+        run_name(args.model, args.base_dtype, True, args.use_rslora, args.objective, args.compute_dtype),
         args.run_log,
         resumed=logged_id(run.directory) if args.resume else None,
         objective=args.objective,
@@ -195,6 +195,22 @@ def losses_of(run: Run) -> Losses:
     state = run.state
     if run.heldout:
         return Losses(HELD_OUT, state.first_eval_loss, state.best_eval_loss, state.last_eval_loss)
-    logged = [line["loss"] for line in read_log(run.log.path) if "loss" in line] if run.log.path.is_file() else []
-    logged += [statistics.fmean(state.pending)] if state.pending else []
-    return Losses(TRAINING, logged[0], min(logged), logged[-1]) if logged else Losses(TRAINING)
+    lines = read_log(run.log.path) if run.log.path.is_file() else []
+    return _losses([*lines, {"loss": statistics.fmean(state.pending)}] if state.pending else lines, "loss", TRAINING)
+
+
+def _losses(lines: Sequence[Mapping[str, float]], name: str, of: str) -> Losses:
+    logged = [line[name] for line in lines if name in line]
+    return Losses(of, logged[0], min(logged), logged[-1]) if logged else Losses(of)
+
+
+def with_log(entry: Entry) -> Entry:
+    """An entry of the run log; of a killed run, with what its log.jsonl says, if that is still the run's."""
+    path = Path(entry.outputs[0]) / LOG if entry.outputs else None
+    if entry.status != KILLED or not path or logged_id(path.parent) != entry.id or not path.is_file():
+        return entry
+    lines = read_log(path)
+    held = _losses(lines, "eval_loss", HELD_OUT)
+    found = held if held.final is not None else _losses(lines, "loss", TRAINING)
+    last = lines[-1] if lines else {}
+    return replace(entry, losses=found, steps=last.get("step"), tokens=last.get("tokens"), seconds=last.get("seconds"))

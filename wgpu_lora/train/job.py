@@ -102,7 +102,7 @@ class Job(Generic[Record]):
     def tuner(self) -> Tuner | None:
         """The tuner of kernel tilings; None if the run is resumed or uses the defaults."""
         args = self.run.args
-        return Tuner(self.session.device) if wanted(args.tune) and not args.resume else None
+        return Tuner(self.session.device, retune=args.retune) if wanted(args.tune) and not args.resume else None
 
     def choose_tilings(self, events: Events) -> Choices:
         """The tilings of the run's kernels, timed unless they are known. Raises UserError if a kernel has none."""

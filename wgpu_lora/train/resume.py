@@ -174,7 +174,7 @@ def resume_note(
     schedule = LR_SCHEDULES[kind]
     if schedule.decay is None and (not schedule.warms_up or warm[0] == warm[1]):
         return f"{text}, with the same result as a single run of {total:,} steps"
-    rate = learning_rate(kind, args.learning_rate, state.step, total, warm[1], args.lr_scheduler_min)
+    rate = learning_rate(kind, args.rate, state.step, total, warm[1], args.lr_scheduler_min)
     return (
         f"{text}: the {kind} schedule is now that of {total:,} steps, so the next learning rate is {rate:.2e} and the "
         "result differs from that of a single run (with a constant schedule, it would not)"

@@ -159,7 +159,7 @@ class AdapterRun(Run):
         """The learning rate of the next step of a run without --target-seconds, whose rate its clock knows."""
         args, total = self.args, self.state.total_steps
         kind, least, warmup = args.lr_scheduler_type, args.lr_scheduler_min, self.warmup(total)
-        return learning_rate(kind, args.learning_rate, self.state.step, total, warmup, least)
+        return learning_rate(kind, args.rate, self.state.step, total, warmup, least)
 
     def before_step(self, session: Session) -> None:
         """Called before the passes of the next step, and before a held-out loss."""

@@ -28,6 +28,8 @@ class MultiAdapterStep(SessionWorkload):
     adapter's share of `together`. `short_alone` and `short_together` have one row per adapter.
     """
 
+    compares = True
+
     def __init__(self, context: Context):
         tokens = context.tokens
         # A row for every slot, of at least 5 tokens: with fewer, gradients of scores are mostly rounding errors.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -60,7 +60,9 @@ class Finetune(Stage):
         return gather({**self.given, **more}, self.recipe, self.where, demo=False)[0]
 
     def facts(self) -> dict[str, Any]:
-        return {name: value for name, value in self.arguments().as_dict().items() if name not in WITHOUT_EFFECT}
+        args = self.arguments()
+        options = replace(args, learning_rate=args.rate).as_dict()
+        return {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
 
     def files(self, download: bool) -> Iterator[Path]:
         args = self.arguments()

@@ -98,7 +98,8 @@ class Job:
     @property
     def options(self) -> dict[str, Any]:
         """All options of the training but those of this machine, as claims and the evidence log state them."""
-        return {name: value for name, value in self.arguments.as_dict().items() if name not in LOCAL}
+        options = replace(self.arguments, learning_rate=self.arguments.rate).as_dict()
+        return {name: value for name, value in options.items() if name not in LOCAL}
 
     def sealed(self) -> dict[str, Path]:
         """The sealed files by their roles."""

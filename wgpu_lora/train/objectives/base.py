@@ -208,7 +208,8 @@ class Objective:
     needs the log-probabilities of its answers under a frozen reference: the base model alone, or another adapter.
     whole: whether it also needs the log-probabilities of the first example's prompt. mismatched: whether it needs those
     of prompts with other samples' answers (`Objective.estimate`). valued: whether it reads the value of each token's
-    row (`Sample.value`). taught: whether it needs a teacher. metrics: values logged beside the loss.
+    row (`Sample.value`). taught: whether it needs a teacher. metrics: values logged beside the loss. learning_rate: the
+    peak by default.
     """
 
     formats: ClassVar[RowFormats[Sample]] = EXAMPLES
@@ -219,6 +220,7 @@ class Objective:
     valued: ClassVar[bool] = False
     taught: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
+    learning_rate: ClassVar[float] = 2e-4
 
     @property
     def mismatched(self) -> bool:

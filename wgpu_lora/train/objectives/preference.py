@@ -31,6 +31,7 @@ class Preference(Objective):
     """An objective whose unit is the group, and whose loss depends on the sums of log-probabilities of its answers."""
 
     unit: ClassVar = "group"
+    learning_rate: ClassVar = 1e-5  # of adapters; docs/preferences.md has what was measured
 
     beta: float = 0.1
     max_prompt_length: int | None = None

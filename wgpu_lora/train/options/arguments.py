@@ -29,7 +29,7 @@ FREE_ON_RESUME = {
     "output", "resume", "overwrite", "device", "memory_budget", "wait",
     "data", "split", "dataset_config", "skip_bad_rows", "model",  # their contents are compared by digest
     "offload_activations",  # the same values
-    "tune",  # a resumed run keeps its tilings
+    "tune", "retune",  # a resumed run keeps its tilings
     "logging_steps", "save_steps", "save_minutes", "save_total_limit", "eval_data", "eval_split",
     "reference_adapter", "teacher", "teacher_adapter", "teacher_cache",  # their digests are compared
     "eval_teacher_cache",
@@ -72,7 +72,7 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
                 kind = registered[getattr(self, selected_by)]
                 object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
                 created(kind, self, selected_by)  # checks options that depend on each other
-        if self.learning_rate * self.loraplus_lr_ratio > F32_MAX:
+        if (self.learning_rate or 0.0) * self.loraplus_lr_ratio > F32_MAX:
             rate = setting("learning_rate", self.learning_rate)
             ratio = setting("loraplus_lr_ratio", self.loraplus_lr_ratio)
             raise UserError(f"{ratio} and {rate} give B a learning rate beyond float32's range: lower them.")
@@ -80,11 +80,8 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
             raise UserError(f"{flag('resume')} goes on with a run that {flag('overwrite')} removes: leave one out.")
         check_initialisation(self.init_lora_weights, self.lora_r, self.use_dora, self.init_adapter)
         check_heldout(self)
-        if self.lr_scheduler_min > self.learning_rate:
-            peak, least = (
-                setting("learning_rate", self.learning_rate),
-                setting("lr_scheduler_min", self.lr_scheduler_min),
-            )
+        if self.lr_scheduler_min > 0 and self.lr_scheduler_min > self.rate:
+            peak, least = setting("learning_rate", self.rate), setting("lr_scheduler_min", self.lr_scheduler_min)
             raise UserError(f"{least} is more than the peak, {peak}: give a smaller one.")
         if self.objective != "sft":
             created(OBJECTIVES[self.objective], self, "objective")  # checks options that depend on each other
@@ -111,6 +108,11 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
         """What is trained, as text."""
         what = "tables and scales" if self.train == "quant-scales" else f"rank {self.lora_r}"
         return f"{what} on {self.target_modules}"
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate: by default the objective's."""
+        return OBJECTIVES[self.objective].learning_rate if self.learning_rate is None else self.learning_rate
 
     def budget(self) -> int | None:
         """memory_budget in bytes."""

@@ -62,6 +62,7 @@ class GeneralOptions:
     tune: bool = option(
         True, FILES, "Time kernel tilings on the device before a model's first run, and use the fastest."
     )
+    retune: bool = option(False, FILES, "Time kernel tilings again that are known on this device.")
     init_adapter: str | None = option(None, FILES, "PEFT adapter directory to start from.")
     resume: bool = option(False, SAVING, "Continue the run in --output from its newest complete state.")
     overwrite: bool = option(False, SAVING, "Begin over, and remove the run that --output has.")
@@ -104,7 +105,12 @@ class GeneralOptions:
         "'all-linear', 'mlp' or 'attention' (that part's linear layers), names such as q_proj,v_proj, or a regular "
         "expression matched against module paths.",
     )
-    learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.", within=NOT_NEGATIVE)
+    learning_rate: float | None = option(
+        None,
+        OPTIMISATION,
+        "Peak learning rate. Default: the objective's, 2e-4 for sft and kd, 1e-5 for preferences.",
+        within=NOT_NEGATIVE,
+    )
     lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULES)
     lr_scheduler_min: float = option(
         0.0, OPTIMISATION, "Learning rate that decaying schedules end at.", within=NOT_NEGATIVE

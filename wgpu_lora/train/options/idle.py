@@ -15,10 +15,15 @@ from wgpu_lora.train.schedule import LR_SCHEDULES
 
 def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
     """A sentence for each option in `given` that does nothing in `args`. As in transformers, this is not an error."""
-    found: list[str] = []
+    return [f"{flag(name)} does nothing: {why}." for name, why in idle_options(args) if name in given]
+
+
+def idle_options(args: TrainingArguments) -> list[tuple[str, str]]:
+    """The options that do nothing beside the others, with the reasons."""
+    found: list[tuple[str, str]] = []
 
     def say(names: Collection[str], holds: bool, why: str) -> None:
-        found.extend(f"{flag(name)} does nothing: {why}." for name in names if holds and name in given)
+        found.extend((name, why) for name in names if holds)
 
     warms_up = LR_SCHEDULES[args.lr_scheduler_type].warms_up
     constant = setting("lr_scheduler_type", "constant_with_warmup")

@@ -23,6 +23,7 @@ class TrainingOptions(TypedDict, total=False):
     base_dtype: str
     compute_dtype: str
     tune: bool
+    retune: bool
     init_adapter: str | Path | None
     resume: bool
     overwrite: bool
@@ -36,7 +37,7 @@ class TrainingOptions(TypedDict, total=False):
     use_dora: bool
     init_lora_weights: str
     target_modules: str | list[str]
-    learning_rate: float
+    learning_rate: float | None
     lr_scheduler_type: str
     lr_scheduler_min: float
     warmup_ratio: float
