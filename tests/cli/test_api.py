@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.cli import QWEN2, SMALL, share_device, write_rows
 from support.events import hearing
+from support.models import FIXTURES, save_golden_adapter
 
 import wgpu_lora
 from wgpu_lora.api import bars
@@ -60,6 +61,22 @@ def test_finetune_and_evaluate(tmp_path: Path):
 def test_generate_without_a_tokenizer():
     with pytest.raises(wgpu_lora.UserError, match=r"no tokenizer\.json"):
         wgpu_lora.generate(wgpu_lora.load(QWEN2), "Hello")
+
+
+def test_a_model_is_merged_exported_and_saved(tmp_path: Path):
+    architecture = "qwen2"
+    adapter = save_golden_adapter(architecture, tmp_path / "adapter")
+    model = wgpu_lora.load(FIXTURES / "models" / architecture)
+    assert isinstance(model, wgpu_lora.Model)
+    assert (model.merge(adapter, tmp_path / "merged", dtype="f32") / "model.safetensors").is_file()
+    assert wgpu_lora.load(model.save(tmp_path / "saved")).config.packed == "nf4"
+    with pytest.raises(wgpu_lora.UserError, match="lora=True writes an adapter alone"):
+        model.export_gguf(tmp_path / "a.gguf", lora=True)
+    demo = wgpu_lora.load("demo")
+    assert demo.export_gguf(tmp_path / "demo.gguf", quantize="q8_0").nbytes == (tmp_path / "demo.gguf").stat().st_size
+    for push in (wgpu_lora.push, model.push):
+        with pytest.raises(wgpu_lora.UserError, match="is not a directory"):
+            push(tmp_path / "nothing", "owner/name")
 
 
 def test_prompts_must_be_text():

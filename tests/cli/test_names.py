@@ -161,6 +161,8 @@ def test_choices_are_those_that_are_there() -> None:
         ("export", "'wgpu-lora export' needs a command: gguf"),
         ("export safetensors", "use 'wgpu-lora merge'"),
         ("recipes train", "use 'wgpu-lora finetune --recipe NAME'"),
+        ("finetune --dat x", "did you mean --data?"),
+        ("finetune --learn 1", "did you mean --learning-rate?"),
     ],
 )
 def test_what_is_said(said: Callable[..., str], line: str, message: str) -> None:

@@ -5,6 +5,7 @@ That llama.cpp computes the same from it is for tests/exchange to show.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -215,6 +216,23 @@ def test_a_sliding_window_is_said(tmp_path: Path) -> None:
     assert "up to 7 tokens are exact" in note
     assert config_of(tmp_path / "model.gguf").sliding_windows == config_of(model).sliding_windows
     assert export_model(small(tmp_path / "q", "qwen2", use_sliding_window=False), tmp_path / "q.gguf").notes == ()
+
+
+def test_the_licence_of_the_card_goes_along(tmp_path: Path) -> None:
+    model = tmp_path / "m"
+    shutil.copytree(DEMO, model)
+    for card, expected in (
+        ("---\nlicense: apache-2.0\ntags: []\n---\nlicense: mit\n", "apache-2.0"),
+        ("---\ntags: []\n---\nlicense: mit\n", None),
+        ("license: mit\n", None),
+        ('---\nlicense: "cc-by-4.0"\n---\n', "cc-by-4.0"),
+    ):
+        (model / "README.md").write_text(card)
+        (tmp_path / "a.gguf").unlink(missing_ok=True)
+        export_model(model, tmp_path / "a.gguf")
+        assert read(tmp_path / "a.gguf")[0].get("general.license") == expected
+    export_model(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    assert read(tmp_path / "b.gguf")[0]["general.license"] == "cc-by-4.0"
 
 
 @pytest.mark.parametrize("architecture", ["demo", "llama"])

@@ -128,6 +128,17 @@ def test_refused_configs(changes, message):
         parse_config({**RAW, **changes}, "x")
 
 
+def test_adapters_of_other_programs_are_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"fine_tune_type": "lora", "lora_parameters": {"rank": 4}}')
+    with pytest.raises(UserError, match="is an adapter of mlx-lm, which is not in PEFT's format: convert it"):
+        read_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(RAW))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    save_file({name: np.zeros((4, 8), np.float32)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="not a LoRA factor of a module as PEFT saves it: write it"):
+        read_adapter(tmp_path)
+
+
 def test_refused_tensors(tmp_path):
     good, first = tensors(), tensor_name(path_of(0, "q_proj"), "A")
     with pytest.raises(UserError, match=r"do not fit rank 3 of adapter_config.json"):

@@ -203,6 +203,8 @@ def test_what_cannot_be_saved_is_refused(device: Device, tmp_path: Path) -> None
         match="'gptq', which is not supported: use bitsandbytes' NF4 or wgpu-lora's low-bit codes or the twins, or",
     ):
         packed({"quantization_config": {"quant_method": "gptq"}}, "config.json")
+    with pytest.raises(UserError, match=r"are stored in 8 bits \(LLM.int8\), which is not supported"):
+        packed({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "config.json")
     assert not list(tmp_path.iterdir())
 
 
