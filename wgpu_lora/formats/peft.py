@@ -101,9 +101,7 @@ def read_adapter(
         match = _KEY.fullmatch(name)
         if not match:
             raw = ".default." in name or name.endswith((".lora_a", ".lora_b"))
-            hint = (
-                ", as PEFT saves it: write the adapter with PEFT's save_pretrained" if raw else ": use another adapter"
-            )
+            hint = " as PEFT saves it: write it with save_pretrained" if raw else ": use another adapter"
             raise UserError(f"{path} holds {name}, which is not a LoRA factor of a module{hint}.")
         if entry.dtype not in SUPPORTED_DTYPES:
             supported = ", ".join(SUPPORTED_DTYPES)
