@@ -114,12 +114,9 @@ class ProgramWorkload(Workload):
         self._timed = self._program("timed")
         for into, recorded in ((self._timed, programs), (self._beside, beside)):
             into.dispatches += [step for one in recorded for step in one.dispatches if chosen(step.kernel)]
+        self.compares = bool(self._beside.dispatches)
 
     # -- on the device ---------------------------------------------------------------------------------------------
-
-    @property
-    def compares(self) -> bool:  # type: ignore[override]
-        return bool(self._beside.dispatches)
 
     def programs(self) -> list[Program]:
         return [program for program in (self._timed, self._beside) if program.dispatches]

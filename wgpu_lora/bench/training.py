@@ -129,10 +129,11 @@ def run_training(
         events.measured(summary)
         medians = {name: found["median"] or 0.0 for name, found in summary["spread"].items()}
         entry["results"] = medians
-        failures = [run["error"] or run["stop_reason"] for run in runs if run["stop_reason"] not in FINISHED]
-        if summary["gate"] and not summary["gate"]["passed"]:
-            failures.append(f"the runs vary by {summary['gate']['spread']:.1%}")
-        note_failure(entry, failures)
+        varying = [
+            f"the runs vary by {gate['spread']:.1%}" for gate in [summary["gate"]] if gate and not gate["passed"]
+        ]
+        failed = [run["error"] or run["stop_reason"] for run in runs if run["stop_reason"] not in FINISHED]
+        note_failure(entry, failed + varying)
         peak = _good(runs)[0]["peak_planned"]
         projections = list(project(medians, head["work"]["samples"], job.run.args, model, shapes, peak))
         for record in projections:

@@ -86,9 +86,9 @@ def runs(
         screen = console()
         width = screen.width if names or is_terminal(sys.stdout) else WIDEST
         screen.width = WIDEST
-        narrow = screen.measure(table(columns[:-1], [row[:-1] for row in printed])).maximum + GOAL > width
+        needed = screen.measure(table(columns[:-1], [row[:-1] for row in printed])).maximum + GOAL
         screen.width = width
-        if narrow and not names:
+        if needed > width and not names:
             for row in printed:
                 for label, text in zip_longest(row[:1], card(row), fillvalue=""):
                     line(label, text)

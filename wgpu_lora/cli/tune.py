@@ -39,8 +39,6 @@ def tune(
         raise UserError(f"--seconds is {seconds:g}: give a number of seconds greater than 0.")
     if not args.tune:
         raise UserError("--no-tune contradicts 'wgpu-lora tune': leave it out.")
-    if note:
-        line("recipe", note)
     job = job_of(args, adapters, adapters_config, schedule, batch_tokens, shape)
     session, programs = job.session, job.session.programs()
     tuner, watcher = Tuner(session.device, seconds, retune=args.retune, thorough=True), Starting(job)
