@@ -17,7 +17,8 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Row
 from wgpu_lora.distill.packing import id_bits, packed_bytes
 from wgpu_lora.errors import UserError
-from wgpu_lora.strict_json import to_json, typed
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.typed_json import typed
 
 CACHE, TABLE = "cache.json", "rows.safetensors"
 SCHEMA = 1

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.gpu.choices import choices_from_json
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.train.schema import SCHEMA, schema_of
 from wgpu_lora.train.storage import PLAIN, Storage
+from wgpu_lora.typed_json import FromJson
 
 STATE = "state.json"
 MAX_STATE_BYTES, MAX_STATE_PARTS = 256 << 20, 16 << 20  # it has a loss for every step since the last log line
@@ -45,7 +46,7 @@ class RunState:
     last_loss: float | None = None
     last_eval_loss: float | None = None
     # Chosen tilings of heavy calls. Another tiling rounds differently, so a resumed run keeps them.
-    tiles: dict[str, Tiling] = field(default_factory=dict)
+    tiles: dict[str, Annotated[Tiling, FromJson()]] = field(default_factory=dict)
     pending: list[float] = field(default_factory=list)  # losses of the steps since the last log line
     pending_tokens: int = 0
     pending_processed_tokens: int = 0
