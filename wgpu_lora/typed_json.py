@@ -6,7 +6,8 @@ pydantic is imported when the first value is checked.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -25,6 +26,7 @@ Count = Annotated[int, Ge(0), Lt(1 << 53)]
 Positive = Annotated[int, Ge(1), Lt(1 << 53)]
 Seconds = Annotated[float, Ge(0)]
 Scale = Annotated[float, Gt(0)]
+_MUST_BE = re.compile("Input should be |Value error, must be ")
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 # What a value must be, by the kind of pydantic's error; the others say it well.
 _WORDS = {
@@ -40,6 +42,26 @@ class FromJson:
         from pydantic_core.core_schema import no_info_plain_validator_function
 
         return no_info_plain_validator_function(kind.from_json)
+
+
+class Check:
+    """Annotates a value with a further condition: `wanted` is what it must be, in words."""
+
+    def __init__(self, fits: Callable[[Any], bool], wanted: str):
+        self._fits, self._wanted = fits, wanted
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
+        from pydantic_core.core_schema import no_info_after_validator_function
+
+        return no_info_after_validator_function(self._checked, handler(kind))
+
+    def _checked(self, value: Any) -> Any:
+        if not self._fits(value):
+            raise ValueError(f"must be {self._wanted}")
+        return value
+
+
+Text = Annotated[str, Check(str.strip, "text that is not empty")]
 
 
 def read_as(kind: type[T], value: Any, where: str, unknown: Unknown = "refuse") -> T:
@@ -110,8 +132,10 @@ def _sentence(kind: Any, value: Any, name: str, problems: Sequence[Any]) -> str:
         with naming(IN_FILE):
             return f"{called} is not known: {advice(str(place[-1]).replace('-', '_'), known, f'use {listed(known)}.')}"
     alike = [problem for problem in problems if _placed(value, problem)[0] == place]
-    texts = dict.fromkeys(_WORDS.get(one["type"], one["msg"].removeprefix("Input should be ")) for one in alike)
-    if first["type"] in _WORDS or first["msg"].startswith("Input should be "):
+    texts = dict.fromkeys(_WORDS.get(one["type"]) or _MUST_BE.sub("", one["msg"]) for one in alike)
+    if "a number" in texts:
+        texts.pop("a whole number", None)
+    if first["type"] in _WORDS or _MUST_BE.match(first["msg"]):
         return f"{called} must be {' or '.join(texts)}, not {_shown(found)}"
     return f"{called} is {_shown(found)} ({first['msg'].removeprefix('Value error, ')})"
 
