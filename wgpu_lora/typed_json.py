@@ -74,7 +74,7 @@ def read_as(kind: type[T], value: Any, where: str, unknown: Unknown = "refuse") 
         UserError: the value does not have the type.
     """
     try:
-        return typed(kind, value, unknown=unknown)
+        return typed(kind, value, unknown=unknown)  # type: ignore[no-any-return]
     except ValueError as error:
         text = str(error)
         end = ": add it." if text.endswith(" is missing") else "." if text[-1:] not in ".?" else ""

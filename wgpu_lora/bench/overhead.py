@@ -91,7 +91,7 @@ class Row:
         row = typed(cls, {names[name]: item for name, item in found.items() if name in names})
         figures = (row.raw_steps, row.raw_elapsed_sec, row.protected_steps, row.protected_elapsed_sec)
         if all(figure is not None for figure in figures):
-            again = overhead_pct(*figures)  # type: ignore[arg-type]
+            again = overhead_pct(*figures)
             if abs(again - row.overhead_pct) > ROUNDED:
                 raise ValueError(f"'overheadPct' is {row.overhead_pct:g}, but its figures give {again:.2f}")
         return row

@@ -45,7 +45,7 @@ def find(run: str) -> Anchor | None:
     if not path.exists():
         return None
     try:
-        found = typed(Anchor, read_json(path, MAX_BYTES))
+        found: Anchor = typed(Anchor, read_json(path, MAX_BYTES))
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): restore it, or remove it to go on without an anchor.") from None
     if found.run != run:
