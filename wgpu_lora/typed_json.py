@@ -132,12 +132,19 @@ def _sentence(kind: Any, value: Any, name: str, problems: Sequence[Any]) -> str:
         with naming(IN_FILE):
             return f"{called} is not known: {advice(str(place[-1]).replace('-', '_'), known, f'use {listed(known)}.')}"
     alike = [problem for problem in problems if _placed(value, problem)[0] == place]
-    texts = dict.fromkeys(_WORDS.get(one["type"]) or _MUST_BE.sub("", one["msg"]) for one in alike)
+    texts = dict.fromkeys(_WORDS.get(one["type"]) or _wording(one["msg"]) for one in alike)
     if "a number" in texts:
         texts.pop("a whole number", None)
     if first["type"] in _WORDS or _MUST_BE.match(first["msg"]):
-        return f"{called} must be {' or '.join(texts)}, not {_shown(found)}"
+        *most, last = texts
+        wanted = f"{', '.join(most)} or {last}" if most else last
+        return f"{called} must be {wanted}, not {_shown(found)}"
     return f"{called} is {_shown(found)} ({first['msg'].removeprefix('Value error, ')})"
+
+
+def _wording(message: str) -> str:
+    text = _MUST_BE.sub("", message)
+    return text.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
 
 
 def _shown(value: Any) -> str:

@@ -119,7 +119,7 @@ def test_kinds_of_target_modules(targets):
         ({"rank_pattern": {"q_proj": 1.5}}, "'rank_pattern.q_proj' must be a whole number, not 1.5"),
         ({"alpha_pattern": {"(": 1}}, r"alpha_pattern in x has a bad pattern: '\('"),
         ({"lora_dropout": 1.0}, "'lora_dropout' must be less than 1, not 1.0"),
-        ({"r": 0}, "'r' must be greater than or equal to 1, not 0"),
+        ({"r": 0}, "'r' must be at least 1, not 0"),
         ({"lora_alpha": "big"}, "'lora_alpha' must be a number, not"),
         ({"lora_alpha": 0}, "'lora_alpha' must be a positive number within float32's range, not 0"),
         ({"use_rslora": "false"}, "'use_rslora' must be true or false, not"),

@@ -66,7 +66,10 @@ def read_state(directory: Path, storage: Storage = PLAIN) -> tuple[RunState, dic
     state, identity = facts.get("state"), facts.get("identity")
     if isinstance(state, dict) and schema < SCHEMA:
         state = _of_today(state)
-    read: RunState = typed(RunState, state, "'state'", unknown="refuse")
+    try:
+        read: RunState = typed(RunState, state, "'state'", unknown="refuse")
+    except ValueError as error:
+        raise ValueError(f"{STATE}: {error}".removesuffix(".")) from None
     lacking = {field.name for field in fields(RunState)} - set(state or ())
     if lacking and schema == SCHEMA:
         raise ValueError(f"'state' in {STATE} lacks {min(lacking)}")
