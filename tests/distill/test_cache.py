@@ -173,6 +173,7 @@ def test_another_teacher_or_other_data_are_refused_on_continuing(teacher, data, 
     with pytest.raises(UserError, match="was begun with other data"):
         teacher_cache(teacher, write_rows(tmp_path / "more.jsonl", ROWS[:-1]), cached.path, **OPTIONS)
     header = json.loads((cached.path / CACHE).read_text())
+    del header["sha256"]  # as earlier versions wrote it
     (cached.path / CACHE).write_text(json.dumps(header | {"teacher": {**header["teacher"], "config": "0" * 64}}))
     with pytest.raises(UserError, match=r"was begun with another configuration of the teacher \(SHA-256 000000000000"):
         teacher_cache(teacher, data, cached.path, **OPTIONS)
@@ -238,6 +239,7 @@ def shuffled(arrays):
 def test_logits_that_no_teacher_gives_are_refused(cached, change):
     """Where cache.json was changed with the shard."""
     facts = json.loads((cached.path / CACHE).read_text())
+    del facts["sha256"]
     first = facts["shards"][0]
     path = cached.path / first["file"]
     arrays = load_file(path)
@@ -254,7 +256,9 @@ def test_logits_that_no_teacher_gives_are_refused(cached, change):
     [
         ({"schema": 2}, "has the schema 2, but this version reads 1"),
         ({"top_k": 0}, "is damaged"),
-        ({"rows": "8"}, "is damaged"),
+        ({"rows": "8"}, "'rows' must be a whole number"),
+        ({"random": True}, "'random' must be a whole number, not true"),
+        ({"options": {"logits_dtype": "f16", "seed": "1"}}, "is damaged"),
         (
             {"shards": [{"file": "shard-00000.safetensors", "sha256": "", "bytes": 1, "rows": 8, "positions": 1}]},
             f"{TABLE} is damaged",
@@ -264,8 +268,21 @@ def test_logits_that_no_teacher_gives_are_refused(cached, change):
 )
 def test_damaged_headers_are_refused(cached, changes, said):
     path = cached.path / CACHE
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps(facts | changes))
+    with pytest.raises(UserError, match="is damaged" if "schema" not in changes else said):
+        TeacherCache.open(cached.path)
+    del facts["sha256"]  # as earlier versions wrote it
+    path.write_text(json.dumps(facts | changes))
     with pytest.raises(UserError, match=said):
+        TeacherCache.open(cached.path)
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 7, "random": 3}, {"tokenizer": "0" * 64}, {"template": None}])
+def test_a_header_that_is_not_what_was_written_is_refused(cached, changes):
+    path = cached.path / CACHE
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match="not what was written"):
         TeacherCache.open(cached.path)
 
 

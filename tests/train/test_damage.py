@@ -18,7 +18,7 @@ from test_resume import job, options, train, weights
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.train.checkpoint import FILES, OPTIMIZER
+from wgpu_lora.train.checkpoint import FILES, METADATA, OPTIMIZER, ORIGIN
 from wgpu_lora.train.manifest import MANIFEST, write_manifest
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.state import STATE
@@ -97,6 +97,29 @@ def test_where_no_other_is_whole_it_says_so(device: Device, run: Path) -> None:
     shutil.rmtree(run / "best")
     (run / STEPS / "step-2").rename(run / "epoch-1")
     refused(device, run, STATE, offer="start again in another directory")
+
+
+def test_a_checkpoint_of_another_run(device: Device, place: Path, run: Path) -> None:
+    """It is whole, and of a run with the same options and rows."""
+    copied = run / STEPS / "step-7"
+    shutil.copytree(place / "whole" / STEPS / "step-7", copied)
+    with pytest.raises(UserError, match=f"^The checkpoint {copied} is of another run than {run}: remove it"):
+        train(device, options(run.parent, resume=True))
+    shutil.rmtree(copied)
+    train(device, options(run.parent, resume=True))
+    assert weights(run) == weights(place / "whole")
+
+
+def test_a_run_of_a_version_without_ids(device: Device, place: Path, run: Path) -> None:
+    (run / ORIGIN).unlink()
+    for step in (run / STEPS).iterdir():
+        facts = json.loads((step / METADATA).read_text())
+        assert facts.pop("run").keys() == {"id", "options_sha256"}
+        (step / METADATA).write_text(json.dumps(facts))
+        (step / MANIFEST).unlink()
+        write_manifest(step)
+    train(device, options(run.parent, resume=True))
+    assert weights(run) == weights(place / "whole")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -281,7 +304,7 @@ def test_leftovers_of_killed_processes_are_swept(device: Device, place: Path, ru
     for path in theirs:
         path.write_text("kept")
     train(device, options(run.parent, resume=True, save_total_limit=1))
-    hidden = {path.relative_to(run).as_posix() for path in run.rglob(".*")} - {".lock"}
+    hidden = {path.relative_to(run).as_posix() for path in run.rglob(".*")} - {".lock", ".run.json"}
     assert hidden == {*own} - {"x.tmp"}
     assert all(path.read_text() == "kept" for path in theirs)
     assert [path.name for path in (run / STEPS).glob("step-*")] == ["step-7"]

@@ -80,7 +80,7 @@ def test_whole_it_resumes(model: LoadedModel, stopped: Path, run: Path) -> None:
     pipeline(model, run.parent, run.name, resume=True).train()
     for name in "abc":
         assert (run / name / WEIGHTS).read_bytes() == (stopped / "whole" / name / WEIGHTS).read_bytes()
-    hidden = {path.relative_to(run).as_posix() for path in run.rglob(".*") if path.name != ".lock"}
+    hidden = {path.relative_to(run).as_posix() for path in run.rglob(".*") if path.name not in (".lock", ".run.json")}
     assert hidden == {"pipeline/.mine"}
 
 

@@ -103,12 +103,16 @@ def test_other_records_of_a_newer_version(tmp_path: Path) -> None:
     [
         ("schema", 0, "the schema of run.json is 0"),
         ("schema", "2", "the schema of run.json is '2'"),
-        ("trainable_parameters", "5", "trainable_parameters is '5'"),
-        ("memory", {"groups": {"base": None}, "peak": 1, "peak_allocated": 1}, "groups.base is None"),
-        ("eval_data", [], r"eval_data is \[\]"),
+        ("trainable_parameters", "5", "'trainable_parameters' must be a whole number, not \"5\""),
+        (
+            "memory",
+            {"groups": {"base": None}, "peak": 1, "peak_allocated": 1},
+            "'memory.groups.base' must be a whole",
+        ),
+        ("eval_data", [], r"'eval_data' must be an object, not \[\]"),
         ("options", {"lora_r": -1}, "must be greater than 0"),
-        ("state", {"seconds": 10**400}, "seconds is 1000"),
-        ("state", {"seconds": float("nan")}, "seconds is nan"),
+        ("state", {"seconds": 10**400}, "'state.seconds' must be a finite number, not 1000"),
+        ("state", {"seconds": float("nan")}, "'state.seconds' must be a finite number, not NaN"),
     ],
 )
 def test_a_record_that_cannot_be_is_one_sentence(tmp_path: Path, name: str, value: object, said: str) -> None:

@@ -16,9 +16,11 @@ from support.models import FIXTURES, full_logits, golden, golden_rows, relative_
 from support.training import golden_arguments
 
 from wgpu_lora.errors import NotFiniteError, UserError
+from wgpu_lora.export.decoded import Decoded
 from wgpu_lora.export.packed import write_packed
 from wgpu_lora.formats.checkpoint import SINGLE
 from wgpu_lora.formats.packed import PackedCheckpoint
+from wgpu_lora.formats.safetensors_file import read_header
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -166,6 +168,8 @@ def test_a_group_must_divide_the_inputs(device: Device) -> None:
         (lambda t, c: c.update(base_dtype="lut3-g16"), "config.json states lut3-g16"),
         (lambda t, c: c.update(base_dtype="lut9"), "stored as 'wgpu_lora'"),
         (lambda t, c: c.update(base_dtype=[]), "stored as 'wgpu_lora'"),
+        (lambda t, c: c.update(base_dtype="q2a4", mlp="lut3"), "states base_dtype 'q2a4', but mlp 'lut3'"),
+        (lambda t, c: c.update(mlp="lut4"), "states base_dtype 'lut2-g16', but mlp 'lut4'"),
     ],
 )
 def test_damage_is_said(device: Device, stored: Path, tmp_path: Path, damage: Callable[..., Any], said: str) -> None:
@@ -182,6 +186,21 @@ def stored(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("lowbit") / "stored"
     write_packed(open_model(MODEL, device, "lut2-g16"), found)
     return found
+
+
+@pytest.mark.parametrize("name", [UP, f"{UP}.table", f"{UP}.scales", "model.embed_tokens.weight", "model.norm.weight"])
+def test_values_that_were_not_written_are_refused(device: Device, stored: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(stored, tmp_path / "m")
+    entry = read_header(tmp_path / "m" / SINGLE)[name]
+    data = bytearray((stored / SINGLE).read_bytes())
+    data[entry.offset + 1] ^= 1
+    (tmp_path / "m" / SINGLE).write_bytes(data)
+    with pytest.raises(UserError, match=f"{SINGLE} is damaged, since its values are not those that were written"):
+        open_model(str(tmp_path / "m"), device).load_weights()
+    with pytest.raises(UserError, match="not those that were written"):
+        Decoded(PackedCheckpoint(tmp_path / "m", "lut2-g16"))
+    save_file(load_file(tmp_path / "m" / SINGLE), tmp_path / "m" / SINGLE, {"format": "pt"})  # as earlier versions
+    open_model(str(tmp_path / "m"), device).load_weights()
 
 
 @pytest.mark.parametrize("part", ["table", "scales"])

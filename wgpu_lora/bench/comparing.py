@@ -12,7 +12,7 @@ from wgpu_lora.bench.max_batch import OOM
 from wgpu_lora.bench.results import NAME, VERSION, Header, Result, damaged, read_lines
 from wgpu_lora.bench.summary import work_name
 from wgpu_lora.errors import UserError
-from wgpu_lora.strict_json import built, typed
+from wgpu_lora.typed_json import typed
 from wgpu_lora.words import counted
 
 BRICKS, TRAINING, BATCHES = NAME, *(module.SCHEMA.partition("/")[0] for module in (training, max_batch))
@@ -94,14 +94,14 @@ def _training(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figu
     found, name = dict[str, Figure](), work_name(header)
     for line in lines:
         if line.get("kind") == "summary":
-            summary = built(_Summary, line)
+            summary = typed(_Summary, line)
             for key, (called, unit) in FIGURES.items():
                 median = typed(float | None, summary.spread[key].get("median"), key)
                 if median is not None:
                     found[f"{name}: {called}"] = Figure(median, unit)
             found[f"{name}: memory"] = Figure(typed(int, summary.memory.get("peak"), "'memory.peak'"), "bytes")
         elif line.get("kind") == "pair":
-            pair = built(_Pair, line)
+            pair = typed(_Pair, line)
             if pair.samples_per_second is not None:
                 found[f"{name}: samples, {pair.batch} x {pair.accumulation}"] = Figure(pair.samples_per_second, "/s")
     return found
@@ -111,7 +111,7 @@ def _batches(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figur
     found, work = dict[str, Figure](), header["work"]
     name = f"{work['model']}, {counted(typed(int, work['layers'], 'layers'), 'layer')}"
     largest = dict[str, int]()
-    for row in (built(_Batch, line) for line in lines if line.get("kind") == "batch"):
+    for row in (typed(_Batch, line) for line in lines if line.get("kind") == "batch"):
         way = ", checkpointing" if row.gradient_checkpointing else ""
         if row.status != OOM:
             largest[way] = max(largest.get(way, 0), row.batch)

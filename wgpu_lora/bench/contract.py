@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args
 
 from wgpu_lora.assets import asset_dir
 from wgpu_lora.errors import UserError
+from wgpu_lora.typed_json import Positive, Scale, Text, read_as
 
 Kind = Literal["training", "serving"]
 DeviceClass = Literal["discrete", "integrated", "software"]
@@ -31,25 +31,25 @@ FUNCTIONS = {"min": min, "max": max, "ceil": math.ceil}
 class Work:
     """Useful operations of a run, and bytes that it must move at least, as formulas over the dims."""
 
-    operations: str
-    bytes: str
+    operations: Text
+    bytes: Text
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """The largest normalised mean squared error of a kernel relative to its float64 reference."""
 
-    nmse: float
+    nmse: Scale
 
 
 @dataclass(frozen=True)
 class Measure:
     """`warmup` untimed runs, then at least `iterations`, until their times' CV is below `cv` or `seconds` are over."""
 
-    warmup: int = 3
-    iterations: int = 5
-    cv: float = 0.05
-    seconds: float = 10.0
+    warmup: Positive = 3
+    iterations: Positive = 5
+    cv: Scale = 0.05
+    seconds: Scale = 10.0
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Budget:
     """
 
     of: Literal["fma", "bandwidth", "decode_fma", "lower", "floor"]
-    discrete: float | None = None
-    integrated: float | None = None
-    software: float | None = None
-    when: str = "1"
+    discrete: Scale | None = None
+    integrated: Scale | None = None
+    software: Scale | None = None
+    when: Text = "1"
 
     def share(self, device_class: str) -> float | None:
         return getattr(self, device_class) if device_class in get_args(DeviceClass) else None
@@ -75,11 +75,11 @@ class Budget:
 class Bound:
     """An absolute limit of a figure of the result, if `when` holds, on one class of device or on all."""
 
-    metric: str
-    at_most: float | None = None
-    at_least: float | None = None
+    metric: Text
+    at_most: Scale | None = None
+    at_least: Scale | None = None
     device: DeviceClass | None = None
-    when: str = "1"
+    when: Text = "1"
 
 
 @dataclass
@@ -90,10 +90,10 @@ class Contract:
     """
 
     name: str = field(init=False)
-    covers: str
+    covers: Text
     kind: Kind
     options: tuple[Option, ...]
-    dims: dict[str, str]
+    dims: dict[str, Text]
     work: Work
     budget: Budget
     measure: Measure = field(default_factory=Measure)
@@ -121,7 +121,7 @@ class Contract:
         """Read a contract. Raises UserError if a key is unknown or missing, or a value has the wrong type."""
         where = f"bricks/{name}.toml"
         try:
-            contract: Contract = _read(cls, tomllib.loads(text), where)
+            contract = read_as(cls, tomllib.loads(text), where)
         except tomllib.TOMLDecodeError as error:
             raise UserError(f"{where} is not valid TOML ({error}): correct it.") from None
         contract.name = name
@@ -147,45 +147,6 @@ def load_contract(name: str) -> Contract:
     if path not in asset_dir("bricks").glob("*.toml"):
         raise UserError(f"The brick {name!r} is not known: choose one of {', '.join(brick_names())}.")
     return Contract.parse(name, path.read_text(encoding="utf-8"))
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """A value of a TOML file, checked against an annotation."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if is_dataclass(kind) and isinstance(kind, type):
-        return _table(kind, _of(dict, value, where, "a table"), where)
-    if origin is dict:
-        return {k: _read(parts[1], item, f"{where}.{k}") for k, item in _of(dict, value, where, "a table").items()}
-    if origin is tuple:
-        return tuple(_read(parts[0], item, where) for item in _of(list, value, where, "a list"))
-    if origin is Literal:
-        if value not in parts:
-            raise UserError(f"{where} is {value!r}: use one of {', '.join(parts)}.")
-        return value
-    if parts:  # or None, which TOML does not have
-        return _read(parts[0], value, where)
-    if kind is str:
-        return _of(str, value, where, "a text")
-    if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 < value < float("inf"):
-        raise UserError(f"{where} is {value!r}, expected a positive {'whole ' * (kind is int)}number: correct it.")
-    return value
-
-
-def _table(kind: type, table: dict[str, Any], where: str) -> Any:
-    known, hints = {f.name: f for f in fields(kind) if f.init}, get_type_hints(kind)
-    for key in table.keys() - known:
-        near = "".join(f" (did you mean {name}?)" for name in difflib.get_close_matches(key, known, 1))
-        raise UserError(f"{where} has the key {key}, which is not known{near}: use {', '.join(known)}.")
-    for key, f in known.items():
-        if key not in table and f.default is f.default_factory is MISSING:
-            raise UserError(f"{where} lacks the key {key}: add it.")
-    return kind(**{key: _read(hints[key], item, f"{where}: {key}") for key, item in table.items()})
-
-
-def _of(kind: type, value: Any, where: str, expected: str) -> Any:
-    if not isinstance(value, kind) or (kind is str and not str(value).strip()):
-        raise UserError(f"{where} is {value!r}, expected {expected}: correct it.")
-    return value
 
 
 def evaluate(expression: str, names: Mapping[str, float], where: str) -> float:

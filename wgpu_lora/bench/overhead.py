@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.strict_json import built, typed
+from wgpu_lora.typed_json import typed
 from wgpu_lora.words import counted
 
 RAW_FIRST, PROTECTED_FIRST = ORDERS = ("raw-first", "protected-first")
@@ -88,10 +88,10 @@ class Row:
         """Raises ValueError if it is no row, or its overhead is not that of its figures."""
         names = {_camel(item.name): item.name for item in fields(cls)}
         found = typed(dict[str, Any], value, "a row")
-        row = built(cls, {names[name]: item for name, item in found.items() if name in names})
+        row = typed(cls, {names[name]: item for name, item in found.items() if name in names})
         figures = (row.raw_steps, row.raw_elapsed_sec, row.protected_steps, row.protected_elapsed_sec)
         if all(figure is not None for figure in figures):
-            again = overhead_pct(*figures)  # type: ignore[arg-type]
+            again = overhead_pct(*figures)
             if abs(again - row.overhead_pct) > ROUNDED:
                 raise ValueError(f"'overheadPct' is {row.overhead_pct:g}, but its figures give {again:.2f}")
         return row

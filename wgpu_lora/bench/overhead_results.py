@@ -12,7 +12,7 @@ from typing import Any
 from wgpu_lora.bench.overhead import ORDERS, Row
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.strict_json import typed
+from wgpu_lora.typed_json import typed
 from wgpu_lora.words import counted
 
 NAME, VERSION = "wgpu-lora-overhead", "1"

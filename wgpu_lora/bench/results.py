@@ -15,8 +15,9 @@ from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.locks import locked, unwritable
-from wgpu_lora.strict_json import built, to_json, typed
+from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.output import environment
+from wgpu_lora.typed_json import typed
 
 NAME, VERSION = "wgpu-lora-bench", "1"
 SCHEMA = f"{NAME}/{VERSION}"
@@ -81,7 +82,7 @@ class Result:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Result:
         """The result of such a line. Raises ValueError if it is not one."""
-        result = built(cls, record)
+        result = typed(cls, record)
         if min(result.seconds, result.p20, result.p80) <= 0:
             raise ValueError("a time is not positive")
         return result

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Self
 
 from wgpu_lora.chain.watch import Watch
-from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import cached_model, hub_id, resolve_model
-from wgpu_lora.names.aliases import advice
-from wgpu_lora.strict_json import in_words, typed
-from wgpu_lora.words import listed
+from wgpu_lora.typed_json import read_as
 
 
 class EndedEarlyError(Exception):
@@ -36,20 +33,7 @@ class Stage:
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str) -> Self:
         """A stage with these options. Raises UserError, which begins with `where`."""
-        known, hints = {field.name: field for field in fields(cls)}, get_type_hints(cls)
-        found = {}
-        for name, value in values.items():
-            if name not in known:
-                otherwise = f"its options are {listed([*known])}."
-                raise UserError(f"{where} has no option '{name:.60}': {advice(name, known, otherwise)}")
-            try:
-                found[name] = typed(hints[name], value, name)
-            except ValueError:
-                raise UserError(f"{where}: '{name}' is {value!r:.60}, but must be {in_words(hints[name])}.") from None
-        for name, field in known.items():
-            if name not in found and field.default is MISSING and field.default_factory is MISSING:
-                raise UserError(f"{where} needs the option '{name}': add it.")
-        return cls(**found)
+        return read_as(cls, values, where)
 
     @classmethod
     def takes(cls) -> list[str]:

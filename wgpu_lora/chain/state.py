@@ -11,7 +11,7 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.chain.digests import code_digest, digest_of
 from wgpu_lora.chain.file import Link
 from wgpu_lora.errors import UserError
-from wgpu_lora.strict_json import typed
+from wgpu_lora.typed_json import typed
 from wgpu_lora.words import listed
 
 STATE, SCHEMA = "chain.json", 1

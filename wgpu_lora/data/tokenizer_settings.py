@@ -48,8 +48,8 @@ def read_added_tokens(directory: Path) -> list[dict[str, Any]]:
         added = [{**_token(token), "id": int(id)} for id, token in decoder.items()]
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(
-            f"The tokenizer's settings in {directory} have an added token without a text or a whole id; download them "
-            "again."
+            f"The tokenizer's settings in {directory} have an added token without a text or a whole id, or with an "
+            "attribute that is not true or false; download them again."
         ) from error
     added.sort(key=lambda token: token["id"])
     return [*added, *(token for token in named if token["content"] not in {one["content"] for one in added})]
@@ -59,6 +59,8 @@ def _token(value: Any) -> dict[str, Any]:
     """An added token, given by its text or as an object. Raises TypeError."""
     stated = {"content": value, "special": True} if isinstance(value, str) else value
     if not isinstance(stated, dict) or not isinstance(stated.get("content"), str):
+        raise TypeError
+    if not all(isinstance(stated.get(name, False), bool) for name in ATTRIBUTES):
         raise TypeError
     return {name: item for name, item in stated.items() if name in ("content", *ATTRIBUTES)}
 

@@ -17,7 +17,8 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Row
 from wgpu_lora.distill.packing import id_bits, packed_bytes
 from wgpu_lora.errors import UserError
-from wgpu_lora.strict_json import to_json, typed
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.typed_json import typed
 
 CACHE, TABLE = "cache.json", "rows.safetensors"
 SCHEMA = 1
@@ -86,7 +87,12 @@ class Header:
         return sum(shard.rows for shard in self.shards)
 
     def write(self, directory: Path) -> None:
-        write_bytes_atomic(directory / CACHE, (to_json(asdict(self), indent=1) + "\n").encode())
+        said = asdict(self)
+        write_bytes_atomic(directory / CACHE, (to_json({**said, "sha256": _digest(said)}, indent=1) + "\n").encode())
+
+
+def _digest(said: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(said, sort_keys=True).encode()).hexdigest()
 
 
 def position_bytes(tokens: int, vocab_size: int, logits: str) -> int:
@@ -103,9 +109,13 @@ def read_header(directory: Path) -> Header:
     if found.get("schema") != SCHEMA:
         raise UserError(f"{path} has the schema {found.get('schema')!r:.40}, but this version reads {SCHEMA}.")
     try:
+        stated = found.pop("sha256", None)  # earlier versions wrote none
+        if stated is not None and stated != _digest(found):
+            raise ValueError("it is not what was written, by its SHA-256")
         header: Header = typed(Header, found)
         sizes = (header.vocab_size, header.length, header.top_k, header.rows, header.positions)
         sound = min(sizes) > 0 and header.random >= 0 and header.tokens <= header.vocab_size <= 1 << 25
+        sound = sound and type(header.options.get("seed")) is int
         if not sound or header.logits not in LOGITS or header.finished > header.rows:
             raise ValueError("its sizes contradict each other")
         if any(Path(shard.file).name != shard.file or shard.rows < 1 for shard in header.shards):

@@ -17,6 +17,7 @@ class Decoded:
     """A checkpoint whose packed matrices are read as float32, decoded on the host one at a time."""
 
     def __init__(self, checkpoint: PackedCheckpoint):
+        checkpoint.check_digests()
         self.source = checkpoint
         self._last: tuple[str, np.ndarray] | None = None  # matrices are read in pieces
 

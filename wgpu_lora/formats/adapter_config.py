@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Le, Lt
 
 from wgpu_lora.bounded import is_path
 from wgpu_lora.errors import UserError
 from wgpu_lora.patterns import first_matches
+from wgpu_lora.typed_json import Check, read_as
 
 MAX_PATTERNS = 2000  # models have fewer linear layers
 
@@ -36,6 +38,15 @@ _UNSUPPORTED = (
 )
 
 
+_NULLABLE = ("rank_pattern", "alpha_pattern")  # null in some files, which means none
+_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+Rank = Annotated[int, Ge(1), Le(1 << 31)]
+Alpha = Annotated[
+    int | float,
+    Check(lambda value: _SMALLEST <= value <= _LARGEST, "a positive number within float32's range"),
+]
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """A LoRA adapter's adapter_config.json, with PEFT's names.
@@ -45,14 +56,14 @@ class AdapterConfig:
         match.
     """
 
-    r: int = 8
-    lora_alpha: float = 8
-    lora_dropout: float = 0.0
+    r: Rank = 8
+    lora_alpha: Alpha = 8
+    lora_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     target_modules: tuple[str, ...] | str = "all-linear"
     use_rslora: bool = False
     base_model_name_or_path: str | None = None
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Mapping[str, Rank] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, Alpha] = field(default_factory=dict)
     use_dora: bool = False
 
     def rank(self, module: str) -> int:
@@ -110,45 +121,22 @@ def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
         )
     if d.get("bias", "none") != "none":
         raise UserError(f"bias = {d['bias']!r} in {where} is not supported: use an adapter trained with bias 'none'.")
-    targets = d.get("target_modules")
-    if isinstance(targets, list) and all(isinstance(t, str) for t in targets):
-        targets = tuple(targets)
-    elif not isinstance(targets, str):
-        raise UserError(f"target_modules in {where} is {targets!r}, expected a list of names or a string: correct it.")
+    if "target_modules" not in d:
+        raise UserError(f"{where} lacks target_modules: add a list of names or a string.")
+    d = {name: value for name, value in d.items() if value is not None or name not in _NULLABLE}
+    config = read_as(AdapterConfig, d, where, unknown="ignore")
     for name in ("rank_pattern", "alpha_pattern"):
-        patterns = d.get(name) or {}
-        if not isinstance(patterns, dict):
-            raise UserError(f"{name} in {where} is {patterns!r}, expected an object of module names: correct it.")
+        patterns = getattr(config, name)
         if len(patterns) > MAX_PATTERNS:
             raise UserError(f"{name} in {where} has more than {MAX_PATTERNS:,} patterns: simplify it.")
-        for key, value in patterns.items():
-            _number(value, f"{name}[{key!r}]", where, whole=name == "rank_pattern")
         try:
             first_matches([list(patterns)], [], endings=True)
         except UserError as error:
             raise UserError(f"{name} in {where} has a bad pattern: {error}.") from None
-    dropout = d.get("lora_dropout", 0.0)
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise UserError(f"lora_dropout in {where} is {dropout!r}, expected a number from 0 to below 1: correct it.")
-    base = d.get("base_model_name_or_path")
-    if not isinstance(base, str | None) or (base is not None and not is_path(base)):
+    base = config.base_model_name_or_path
+    if base is not None and not is_path(base):
         raise UserError(f"base_model_name_or_path in {where} is {base!a:.60}, expected a path or an id: correct it.")
-    return AdapterConfig(
-        r=int(_number(d.get("r", 8), "r", where, whole=True)),
-        lora_alpha=_number(d.get("lora_alpha", 8), "lora_alpha", where),
-        lora_dropout=float(dropout),
-        target_modules=targets,
-        use_rslora=bool(d.get("use_rslora", False)),
-        base_model_name_or_path=base,
-        rank_pattern=dict(d.get("rank_pattern") or {}),
-        alpha_pattern=dict(d.get("alpha_pattern") or {}),
-        use_dora=bool(d.get("use_dora", False)),
-    )
-
-
-def fits_float32(value: float) -> bool:
-    """Whether a number is positive and finite in float32, and not rounded to 0."""
-    return float(np.finfo(np.float32).tiny) <= value <= float(np.finfo(np.float32).max)
+    return config
 
 
 def config_dict(config: AdapterConfig) -> dict[str, Any]:
@@ -171,12 +159,3 @@ def config_dict(config: AdapterConfig) -> dict[str, Any]:
         "modules_to_save": None,
         "use_dora": config.use_dora,
     }
-
-
-def _number(value: Any, name: str, where: str, whole: bool = False) -> float:
-    kinds = (int,) if whole else (int, float)
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and fits_float32(value)
-    if not fits:
-        kind = "positive integer" if whole else "positive number within float32's range"
-        raise UserError(f"{name} in {where} is {value!r}, expected a {kind}: correct it.")
-    return value

@@ -17,7 +17,7 @@ import numpy as np
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.safetensors_file import TensorEntry, read_bytes, read_header
+from wgpu_lora.formats.safetensors_file import TensorEntry, check_digest, read_bytes, read_header
 from wgpu_lora.formats.tensor_names import TensorNames
 
 if TYPE_CHECKING:
@@ -155,6 +155,11 @@ class Checkpoint:
                     f"{self._entries[name].path} holds {name}, which config.json does not account for: "
                     "use the config.json and shards of one model."
                 )
+
+    def check_digests(self) -> None:
+        """Raises UserError if the values of a shard are not those that were written, as far as its digest is known."""
+        for path in self.shards:
+            check_digest(path)
 
     def digest(self) -> str:
         """A SHA-256 (hex) that identifies the checkpoint without reading it completely.

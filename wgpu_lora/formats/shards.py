@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +15,9 @@ import numpy as np
 from wgpu_lora.bounded import leads_out
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE
-from wgpu_lora.formats.safetensors_file import ITEM_BYTES
+from wgpu_lora.formats.safetensors_file import DIGEST, ITEM_BYTES
 
+NO_DIGEST = "0" * 64
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default
 # The files of a model directory besides the weights.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*", "chat_templates/*.jinja")
@@ -72,19 +74,27 @@ def _planned(tensors: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
 
 
 def _write_shard(path: Path, tensors: Mapping[str, TensorSpec], pieces: Callable[[str], Iterable[np.ndarray]]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
+    # transformers requires the format. The digest follows when the values are known.
+    header: dict[str, object] = {"__metadata__": {"format": "pt", DIGEST: NO_DIGEST}}
     at = 0
     for name, spec in tensors.items():
         header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [at, at + spec.nbytes]}
         at += spec.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the data
+    sha = hashlib.sha256()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, spec in tensors.items():
-            written = sum(file.write(np.ascontiguousarray(piece).data) for piece in pieces(name))
+            written = 0
+            for piece in pieces(name):
+                data = np.ascontiguousarray(piece).data
+                sha.update(data)
+                written += file.write(data)
             if written != spec.nbytes:
                 raise ValueError(f"{name}: got {written} bytes, expected {spec.nbytes}")
+        file.seek(8 + text.index(NO_DIGEST.encode()))
+        file.write(sha.hexdigest().encode())
 
 
 def copy_companions(source: Path, directory: Path) -> None:

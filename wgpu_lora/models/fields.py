@@ -41,9 +41,9 @@ def whole(d: Mapping[str, Any], name: str, where: str, default: int | None = Non
     return value
 
 
-def boolean(d: Mapping[str, Any], name: str, where: str) -> bool:
-    """A boolean, false if it is missing."""
-    value = d.get(name, False)
+def boolean(d: Mapping[str, Any], name: str, where: str, default: bool = False) -> bool:
+    """A boolean, `default` if it is missing."""
+    value = d.get(name, default)
     if not isinstance(value, bool):
         raise UserError(f"{name} in {where} is {value!r}, expected true or false: correct the file.")
     return value

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from wgpu_lora.formats.checkpoint import WeightSource
+from wgpu_lora.formats.checkpoint import Checkpoint, WeightSource
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, release
 from wgpu_lora.models.audit import AuditedSource
@@ -39,9 +40,17 @@ def load_weights(
         UserError: a file is damaged.
     """
     try:
-        with AuditedSource(checkpoint) as audited, Loading(device, model.weights(), importance) as loading:
+        with (
+            ThreadPoolExecutor(1, "digests") as pool,
+            AuditedSource(checkpoint) as audited,
+            Loading(device, model.weights(), importance) as loading,
+        ):
+            whole = pool.submit(checkpoint.check_digests) if isinstance(checkpoint, Checkpoint) else None
             _fill(loading, audited, model, progress)
-            return audited.digest()
+            digest = audited.digest()
+            if whole:
+                whole.result()
+            return digest
     except BaseException:
         release(device, model.storages())
         raise

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.fields import boolean
 from wgpu_lora.models.rows import RowInput
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -148,7 +149,7 @@ def _scaling(
         high_freq_factor=high,
         beta_fast=field("beta_fast", 32.0),
         beta_slow=field("beta_slow", 1.0),
-        truncate=bool(rope.get("truncate", True)),
+        truncate=boolean(rope, "truncate", where, True),
         attention_factor=_yarn_attention_factor(rope, factor, where) if rope_type == "yarn" else 1.0,
     )
 

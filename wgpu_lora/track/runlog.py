@@ -17,9 +17,10 @@ from platformdirs import user_data_dir
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import lock_file
-from wgpu_lora.strict_json import built, to_json
+from wgpu_lora.strict_json import to_json
 from wgpu_lora.track.entry import Entry
 from wgpu_lora.track.secrets import masked
+from wgpu_lora.typed_json import typed
 
 NAME = "runs.jsonl"
 LOCK_SECONDS = 10.0
@@ -109,7 +110,7 @@ class RunLog:
         entries = []
         for facts in folded.values():
             try:
-                entries.append(built(Entry, facts))
+                entries.append(typed(Entry, facts))
             except ValueError:  # its first line is lost, or not ours
                 damaged += 1
         return Runs(sorted(entries, key=lambda entry: entry.date), damaged)  # of a second: in the order of lines

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from wgpu_lora.bounded import parse_object
+from wgpu_lora.bounded import parse_object, read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS
@@ -32,13 +32,14 @@ OPTIMIZER, METADATA = "optimizer.safetensors", "metadata.json"
 FILES = (OPTIMIZER, METADATA, STATE)  # besides those of what is trained
 RESERVE = ".reserve.tmp"  # train/space.py
 STEPS, LAST, NEXT = "checkpoints", "last", ".next"  # checkpoints of a single run, and of a pipeline's slot
+ORIGIN = ".run.json"  # the id of a run, and the digest of its options
 BEST, EPOCH = "best", "epoch-{}"
 NAME = re.compile(r"step-([0-9]{1,15})")
 EPOCH_NAME = re.compile(r"epoch-([0-9]{1,15})")
 # Names that a run or a pipeline writes by renaming a hidden temporary file.
 _RUN = (
     rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|constants\.safetensors|log\.jsonl|(run|state|pipeline|member|tracking)\.json"
-    rf"|{LAST}|(last|best)-f(16|32)|\{NEXT}|{BEST}|epoch-[0-9]+"
+    rf"|{re.escape(ORIGIN)}|{LAST}|(last|best)-f(16|32)|\{NEXT}|{BEST}|epoch-[0-9]+"
 )
 WRITTEN = re.compile(rf"{_RUN}|README\.md|{TOKENIZER.pattern}|{TEMPLATE.pattern}")
 
@@ -136,7 +137,7 @@ def fault(directory: Path, storage: Storage = PLAIN) -> str | None:
 
 def refuse(directory: Path, wrong: str, storage: Storage = PLAIN) -> UserError:
     """The error for a damaged checkpoint, which names the newest intact one of the run."""
-    run = directory.parent.parent if directory.parent.name == STEPS else directory.parent
+    run = run_of(directory)
     said = f"The checkpoint {directory} is damaged: {wrong}"
     places = [path for _, path in found(run / STEPS, storage=storage)] + results_of(run, storage)
     intact = {
@@ -164,7 +165,24 @@ def check(directory: Path, storage: Storage = PLAIN) -> tuple[RunState, dict[str
     wrong = fault(directory, storage)
     if wrong:
         raise refuse(directory, wrong, storage)
+    run = run_of(directory)
+    own = origin_of(run)
+    if own and storage is PLAIN and read_metadata(directory).get("run") != own:
+        raise UserError(
+            f"The checkpoint {directory} is of another run than {run}: remove it to continue this run from its own, or "
+            f"resume the other one in its directory."
+        )
     return read_state(directory, storage)
+
+
+def run_of(directory: Path) -> Path:
+    """The directory of the run that has a checkpoint in `directory`."""
+    return directory.parent.parent if directory.parent.name == STEPS else directory.parent
+
+
+def origin_of(run: Path) -> dict[str, Any] | None:
+    """What a run began as, which its checkpoints state too; None for runs of earlier versions."""
+    return read_json(run / ORIGIN) if (run / ORIGIN).is_file() else None
 
 
 def read_metadata(directory: Path, storage: Storage = PLAIN) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from wgpu_lora.train import output
+from wgpu_lora.train.checkpoint import origin_of
 from wgpu_lora.train.records import Data, HeldOut, Memory, RunRecord
 from wgpu_lora.train.run import Run
 from wgpu_lora.train.schema import SCHEMA
@@ -26,6 +27,7 @@ def metadata(run: Run) -> dict[str, Any]:
         "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
         "options": run.args.as_dict(),
         "data": {"prompt_format": run.stream.prepared.prompt_format},
+        **({"run": own} if (own := origin_of(run.directory)) else {}),
         "directory": os.getcwd(),  # base of the relative paths in the options
         "digests": {
             "rows": run.stream.rows_digest(),

@@ -18,7 +18,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.schema import SCHEMA, NewerSchemaError, schema_of
-from wgpu_lora.train.state import STATE, is_count
+from wgpu_lora.train.state import STATE
+from wgpu_lora.typed_json import Count, typed
 
 MEMBER = "member.json"
 
@@ -33,9 +34,9 @@ class PipelineState:
 
     identity: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
-    step: int = 0
+    step: Count = 0
     policy: dict[str, Any] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, Count] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
 
 
@@ -113,14 +114,10 @@ def _digest(said: Mapping[str, Any]) -> str:
 
 
 def _is_state(said: Mapping[str, Any]) -> bool:
-    if set(said) != {f.name for f in fields(PipelineState)} or not is_count(said["step"]):
+    try:
+        request = typed(PipelineState, said, unknown="refuse").request
+    except ValueError:
         return False
-    if not all(isinstance(said[name], dict) for name in ("identity", "request", "policy", "steps", "ended")):
-        return False
-    if not all(map(is_count, said["steps"].values())) or not all(
-        isinstance(why, str) for why in said["ended"].values()
-    ):
-        return False
-    request = said["request"]
     kinds = {"options": dict, "schedule": str, "batch_tokens": int, "directory": str, "adapters": list}
-    return all(isinstance(request.get(name), kind) for name, kind in kinds.items())
+    whole = set(said) == {f.name for f in fields(PipelineState)}
+    return whole and all(isinstance(request.get(name), kind) for name, kind in kinds.items())

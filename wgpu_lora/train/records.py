@@ -12,13 +12,14 @@ from typing import Any
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
-from wgpu_lora.strict_json import built, to_json
+from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.ending import OUTCOMES
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.schema import SCHEMA, schema_of
 from wgpu_lora.train.state import RunState
+from wgpu_lora.typed_json import typed
 from wgpu_lora.weights.registry import BASE_FORMATS
 
 RUN, PIPELINE = "run.json", "pipeline.json"
@@ -165,7 +166,7 @@ class RunRecord:
             ValueError: another value is missing or has the wrong type.
         """
         schema_of(facts, path)
-        return built(cls, facts)
+        return typed(cls, facts)
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
@@ -256,7 +257,7 @@ class PipelineRecord:
         """Create the record from the contents of pipeline.json; raises as `RunRecord.from_json`."""
         if schema_of(facts, path) == 1:  # which has them among the options
             facts = {**facts, **_of_options(facts, "schedule", "batch_tokens")}
-        return built(cls, facts)
+        return typed(cls, facts)
 
     def write(self, directory: Path) -> None:
         _write(directory / PIPELINE, self.to_json())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import secrets
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.formats.cards import CARD
 from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.strict_json import to_json
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.card import card
 from wgpu_lora.train.checkpoint import BEST, EPOCH
@@ -27,6 +30,7 @@ from wgpu_lora.train.run import Run
 from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState, read_state
+from wgpu_lora.train.storage import PLAIN
 from wgpu_lora.train.stream import DataStream
 from wgpu_lora.train.teacher import heldout_options
 
@@ -63,6 +67,10 @@ class AdapterRun(Run):
             refuse_used(directory, self.storage, self.args.overwrite)
             if self.args.overwrite:
                 checkpoint.remove_run(directory)
+            if self.storage is PLAIN:
+                options = hashlib.sha256(to_json(self.identity()["options"], sort_keys=True).encode()).hexdigest()
+                said = to_json({"id": secrets.token_hex(16), "options_sha256": options}) + "\n"
+                self.storage.write(directory / checkpoint.ORIGIN, said.encode())
         accounts = [data.account for data in (self.stream.prepared, self.heldout) if data]
         self.storage.write(directory / SKIPPED, skipped_rows(accounts))
 

@@ -43,6 +43,13 @@ class LowBitFiles:
         if quantization_config.get("quant_method") != METHOD or not isinstance(name, str):
             return None
         found = Scheme.of(name) or Mix.of(name)
+        kinds = self.quantization_config(found.name) if found else {}
+        for kind in ("mlp", "attention"):
+            if found and quantization_config.get(kind, kinds.get(kind)) != kinds.get(kind):
+                raise UserError(
+                    f"quantization_config states base_dtype {name!r}, but {kind} {quantization_config[kind]!r:.40}: "
+                    "copy the model again."
+                )
         return found.name if found else None
 
     def is_packed(self, tensors: StoredTensors, name: str) -> bool:

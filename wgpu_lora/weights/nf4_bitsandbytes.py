@@ -44,8 +44,8 @@ class BitsAndBytesNF4:
         return {**self.config, "llm_int8_skip_modules": [*self.config["llm_int8_skip_modules"], *skipped]}
 
     def base_format(self, quantization_config: Mapping[str, Any]) -> str | None:
-        method, kind = (quantization_config.get(key) for key in ("quant_method", "bnb_4bit_quant_type"))
-        return NAME if method == "bitsandbytes" and quantization_config.get("load_in_4bit") and kind == NAME else None
+        stated = [quantization_config.get(key) for key in ("quant_method", "load_in_4bit", "bnb_4bit_quant_type")]
+        return NAME if stated == ["bitsandbytes", True, NAME] and stated[1] is True else None
 
     def is_packed(self, tensors: StoredTensors, name: str) -> bool:
         return name + self.marker in tensors

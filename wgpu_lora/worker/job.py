@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
-from wgpu_lora.strict_json import in_words, typed
+from wgpu_lora.typed_json import typed
 from wgpu_lora.words import listed
 from wgpu_lora.worker.registry import KINDS, Kind
 
@@ -104,10 +103,7 @@ def checked(parameter: inspect.Parameter, hint: Any, value: Any) -> Any:
         ValueError: the value is not allowed; the message is part of a sentence.
     """
     name = f"'{parameter.name}'"
-    try:
-        value = typed(hint, value, name)
-    except ValueError:
-        raise ValueError(f"{name} must be {in_words(hint)}, not {json.dumps(value):.80}") from None
+    value = typed(hint, value, name)
     if value == [] or (isinstance(value, str) and not value.strip()):
         omitting = "" if parameter.default is parameter.empty else ", or leave it out"
         raise ValueError(f"{name} is empty: give it a value{omitting}")

@@ -28,7 +28,8 @@ from wgpu_lora.errors import UserError, reason
 from wgpu_lora.locks import lock_file
 from wgpu_lora.share.owner import boot_id
 from wgpu_lora.signals import deferred
-from wgpu_lora.strict_json import to_json, typed
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.typed_json import typed
 
 SCHEMA = 1
 DIRECTORY = "WGPU_LORA_CLUSTER_LOCAL_DIR"  # where its state is, instead of the user's state directory

@@ -17,7 +17,8 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.devices.versions import own_versions
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.devices import DeviceInfo, choose
-from wgpu_lora.strict_json import to_json, typed
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.typed_json import typed
 from wgpu_lora.worker.parent import Worker, WorkerFailed
 
 SCHEMA = 1  # of the files, and of what the brick measures

@@ -9,8 +9,8 @@ from wgpu_lora.cluster.facts.nodes import DeviceFacts, NodeFacts, Versions
 from wgpu_lora.cluster.facts.orders import Answer, CacheStanding, Copy, Order, Progress, Report
 from wgpu_lora.cluster.facts.requests import RunRequest, Sweep, Task, Taught
 from wgpu_lora.cluster.facts.views import DeviceView, Line, RunView, Snapshot, TaskView
-from wgpu_lora.strict_json import typed
 from wgpu_lora.train.needed import Needs
+from wgpu_lora.typed_json import typed
 
 __all__ = [
     "COORDINATOR",
@@ -54,5 +54,4 @@ def from_plain(kind: type[T], value: Any) -> T:
     Raises:
         ValueError: a field is missing or has another type.
     """
-    found: T = typed(kind, value, kind.__name__)
-    return found
+    return typed(kind, value, kind.__name__)  # type: ignore[no-any-return]

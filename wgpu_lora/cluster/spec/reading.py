@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import nearest
 from wgpu_lora.names.naming import IN_FILE, naming
-from wgpu_lora.strict_json import in_words, typed
+from wgpu_lora.typed_json import read_as
 from wgpu_lora.words import listed
 
 T = TypeVar("T")
@@ -32,23 +31,8 @@ def table_of(kind: type[T], values: Any, where: str) -> T:
     Raises:
         UserError: a key is unknown or missing, or a value has another type or is not allowed.
     """
-    if not isinstance(values, dict):
-        raise UserError(f"{where} must be a table, not {values!a:.40}.")
-    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]  # a dataclass
-    check_keys(values, known, where)
-    hints, found = get_type_hints(kind), {}
-    for name, item in known.items():
-        if name not in values:
-            if item.default is MISSING and item.default_factory is MISSING:
-                raise UserError(f"{where} has no '{name}': add it.")
-            continue
-        try:
-            found[name] = typed(hints[name], values[name], name)
-        except ValueError:
-            said = in_words(hints[name]).removesuffix(" or null")
-            raise UserError(f"{where}: '{name}' must be {said}, not {values[name]!a:.60}.") from None
     with in_file(where):
-        return kind(**found)
+        return read_as(kind, values, where)
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.locks import lock_file
-from wgpu_lora.strict_json import built, to_json
+from wgpu_lora.strict_json import to_json
 from wgpu_lora.track.runlog import LOCK_SECONDS, data_directory
+from wgpu_lora.typed_json import typed
 
 NAME = "anchors"
 MAX_BYTES = 4096
@@ -44,7 +45,7 @@ def find(run: str) -> Anchor | None:
     if not path.exists():
         return None
     try:
-        found = built(Anchor, read_json(path, MAX_BYTES))
+        found: Anchor = typed(Anchor, read_json(path, MAX_BYTES))
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): restore it, or remove it to go on without an anchor.") from None
     if found.run != run:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
@@ -16,11 +15,11 @@ from pyrage import RecipientError
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.protect.sealed.streams import parse_recipient
+from wgpu_lora.typed_json import Check, Positive, Text, typed
 
 MOST = 10_000  # items of a list or a table
 DIGEST = re.compile(r"[0-9a-f]{64}")
 PEM = re.compile(r"\s*-----BEGIN PUBLIC KEY-----[A-Za-z0-9+/=\s]{40,8000}-----END PUBLIC KEY-----\s*")
-BOUNDS = ("min", "max", "allow")
 LONGEST = 80  # characters of a value in a message
 
 
@@ -30,10 +29,27 @@ class WrongValue(ValueError):
 
 @dataclass(frozen=True)
 class Field:
-    """A kind of value. read: from TOML, raises WrongValue. show: what a rule with this value expects."""
+    """A kind of value: its type in TOML. show: what a rule with this value expects. made: of the value, once read."""
 
-    read: Callable[[Any], Any]
+    kind: Any
     show: Callable[[Any], str]
+    made: Callable[[Any], Any] = lambda value: value
+
+    def read(self, value: Any, name: str = "what is stated") -> Any:
+        """The value from TOML. Raises WrongValue, which calls it `name`."""
+        try:
+            return self.made(typed(self.kind, value, name, unknown="refuse"))
+        except ValueError as error:
+            raise WrongValue(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of an option."""
+
+    min: int | float | None = None
+    max: int | float | None = None
+    allow: Annotated[tuple[str | bool | int | float, ...], Check(len, "a list with at least one value")] | None = None
 
 
 def shown(value: Any) -> str:
@@ -54,133 +70,55 @@ def matches(text: str, pattern: str) -> bool:
     return fnmatchcase(text, pattern) and all((" " <= c <= "~") or c in pattern for c in text)
 
 
-def within(version: str, specifier: SpecifierSet) -> bool:
+def within(version: str, specifier: str) -> bool:
     """Whether a version satisfies a PEP 440 specifier; one that is no such version does not."""
     try:
-        return specifier.contains(Version(version), prereleases=True)
+        return SpecifierSet(specifier).contains(Version(version), prereleases=True)
     except ValueError:  # InvalidVersion, or Python refuses to read a number of thousands of digits
         return False
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip() or len(value) > 10_000:
-        raise WrongValue("must be text that is not empty")
-    return value
+def _list(one: Any, what: str, least: int = 1) -> Any:
+    wanted = f"a list of {what}{', with at least one' if least else ''}"
+    return Annotated[tuple[one, ...], Check(lambda value: least <= len(value) <= MOST, wanted)]
 
 
-def _list(one: Callable[[Any], Any], what: str, least: int = 1) -> Callable[[Any], tuple[Any, ...]]:
-    def read(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list) or not least <= len(value) <= MOST:
-            raise WrongValue(f"must be a list of {what}{', with at least one' if least else ''}")
-        return tuple(map(one, value))
-
-    return read
+def _table(one: Any) -> Any:
+    return Annotated[dict[str, one], Check(lambda value: len(value) <= MOST, f"a table of at most {MOST:,} keys")]
 
 
-def _matching(pattern: re.Pattern[str], what: str) -> Callable[[Any], str]:
-    def read(value: Any) -> str:
-        if not isinstance(value, str) or not pattern.fullmatch(value):
-            raise WrongValue(f"has {shown(value)}, but must be {what}")
-        return value
-
-    return read
-
-
-_digest = _matching(DIGEST, "the 64 lower-case hexadecimal digits of a SHA-256")
-
-
-def _recipient(value: Any) -> str:
+def _is_recipient(value: str) -> bool:
     try:
         parse_recipient(value)
     except (RecipientError, TypeError):
-        raise WrongValue(f"has {shown(value)}, but must be an age recipient (age1...)") from None
-    return str(value)
-
-
-def _specifier(value: Any) -> SpecifierSet:
-    try:
-        return SpecifierSet(_text(value))
-    except InvalidSpecifier:
-        raise WrongValue("must be a version specifier such as '>=1.2,<2' (PEP 440)") from None
-
-
-def whole(value: Any, least: int = 0) -> int:
-    if type(value) is not int or value < least:
-        raise WrongValue(f"must be a whole number of at least {least}")
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise WrongValue("must be a finite number")
-    return value  # type: ignore[no-any-return]
-
-
-def seconds(least: float, most: float) -> Field:
-    def read(value: Any) -> float:
-        if not least <= _number(value) <= most:
-            raise WrongValue(f"must be between {least:g} and {most:,g} seconds")
-        return float(value)
-
-    return Field(read, lambda value: f"at most {value:g} s")
-
-
-def _table(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict) or len(value) > MOST:
-        raise WrongValue("must be a table")
-    return value
-
-
-def _digests_by(name: Callable[[str], str]) -> Callable[[Any], dict[str, tuple[str, ...]]]:
-    def read(value: Any) -> dict[str, tuple[str, ...]]:
-        made: dict[str, tuple[str, ...]] = {}
-        for key, item in _table(value).items():
-            if name(key) in made:
-                raise WrongValue(f"has {shown(key)} twice")
-            made[name(key)] = _list(_digest, "digests")(item if isinstance(item, list) else [item])
-        return made
-
-    return read
-
-
-def _pcrs(value: Any) -> dict[int, str]:
-    for key in _table(value):
-        if not re.fullmatch(r"\d|1\d|2[0-3]", key):
-            raise WrongValue(f"has {shown(key)}, but PCRs are numbered from 0 to 23")
-    return {int(key): _digest(item) for key, item in value.items()}
-
-
-def _bounds(value: Any) -> dict[str, dict[str, Any]]:
-    """Bounds by option: a value, or a table with `min`, `max` or `allow`."""
-    made = {}
-    for name, given in _table(value).items():
-        bound = given if isinstance(given, dict) else {"allow": [given]}
-        if not bound or not set(bound) <= set(BOUNDS):
-            raise WrongValue(f"has {shown(name)}, whose bound must be a value, or a table with min, max or allow")
-        for key in {"min", "max"} & set(bound):
-            _number(bound[key])
-        allowed = bound.get("allow", [True])
-        if not (isinstance(allowed, list) and allowed):
-            raise WrongValue(f"has {shown(name)}, whose 'allow' must be a list with at least one value")
-        if not all(isinstance(one, str | bool | int | float) for one in allowed):
-            raise WrongValue(f"has {shown(name)}, whose 'allow' must hold texts, numbers, true or false")
-        made[name] = dict(bound)
-    return made
-
-
-def _true(value: Any) -> bool:
-    if value is not True:
-        raise WrongValue("must be true, or left out")
+        return False
     return True
 
 
-def _one_of(*allowed: str) -> Callable[[Any], str]:
-    def read(value: Any) -> str:
-        if value not in allowed:
-            raise WrongValue(f"must be {' or '.join(map(repr, allowed))}, not {shown(value)}")
-        return str(value)
+def _is_specifier(value: str) -> bool:
+    try:
+        SpecifierSet(value)
+    except InvalidSpecifier:
+        return False
+    return True
 
-    return read
+
+def seconds(least: float, most: float) -> Field:
+    fits = Check(lambda value: least <= value <= most, f"between {least:g} and {most:,g} seconds")
+    return Field(Annotated[float, fits], lambda value: f"at most {value:g} s")
+
+
+def _by_package(value: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Digests by normalised name."""
+    made = {canonicalize_name(name): digests for name, digests in _digests_by(value).items()}
+    if len(made) < len(value):
+        names = [canonicalize_name(name) for name in value]
+        raise WrongValue(f"has {shown(next(name for name in names if names.count(name) > 1))} twice")
+    return made
+
+
+def _digests_by(value: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {name: (digests,) if isinstance(digests, str) else digests for name, digests in value.items()}
 
 
 def any_of(values: Any) -> str:
@@ -191,22 +129,44 @@ def any_of(values: Any) -> str:
     return f"one of {', '.join(texts[:4])}" + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
-TEXT = Field(_text, shown)
-TEXTS = Field(_list(_text, "texts"), any_of)
-GLOBS = Field(_list(_text, "names, in which * and ? stand for any characters"), any_of)
-DIGESTS = Field(_list(_digest, "SHA-256 digests"), any_of)
-ONLY_DIGESTS = Field(_list(_digest, "SHA-256 digests", least=0), any_of)  # an empty list allows nothing
-ONLY_TEXTS = Field(_list(_text, "texts", least=0), any_of)
-RECIPIENTS = Field(_list(_recipient, "age recipients"), any_of)
-PEMS = Field(
-    _list(_matching(PEM, "a public key in PEM"), "public keys in PEM"), lambda keys: f"one of {len(keys)} keys"
+_Short = Annotated[Text, Check(lambda value: len(value) <= MOST, f"at most {MOST:,} characters long")]
+_Digest = Annotated[str, Check(DIGEST.fullmatch, "the 64 lower-case hexadecimal digits of a SHA-256")]
+_Pem = Annotated[str, Check(PEM.fullmatch, "a public key in PEM")]
+_Recipient = Annotated[str, Check(_is_recipient, "an age recipient (age1...)")]
+_Digests = _list(_Digest, "SHA-256 digests")
+_Pcr = Annotated[str, Check(re.compile(r"\d|1\d|2[0-3]").fullmatch, "the number of a PCR, from 0 to 23")]
+_Bound = Annotated[Bound, Check(lambda bound: bound != Bound(), "a value, or a table with min, max or allow")]
+
+TEXT = Field(_Short, shown)
+TEXTS = Field(_list(_Short, "texts"), any_of)
+GLOBS = Field(_list(_Short, "names, in which * and ? stand for any characters"), any_of)
+DIGESTS = Field(_Digests, any_of)
+ONLY_DIGESTS = Field(_list(_Digest, "SHA-256 digests", least=0), any_of)  # an empty list allows nothing
+ONLY_TEXTS = Field(_list(_Short, "texts", least=0), any_of)
+RECIPIENTS = Field(_list(_Recipient, "age recipients"), any_of)
+PEMS = Field(_list(_Pem, "public keys in PEM"), lambda keys: f"one of {len(keys)} keys")
+SPECIFIER = Field(
+    Annotated[_Short, Check(_is_specifier, "a version specifier such as '>=1.2,<2' (PEP 440)")],
+    lambda value: f"a version {value}",
 )
-SPECIFIER = Field(_specifier, lambda value: f"a version {value}")
-COUNT = Field(lambda value: whole(value, 1), lambda value: f"at least {value:,}")
-LIMIT = Field(lambda value: whole(value, 1), lambda value: f"at most {value:,}")
-LEVEL = Field(_one_of("self-reported", "quoted"), shown)
-TRUE = Field(_true, lambda value: "true")
-PINS = Field(_digests_by(canonicalize_name), lambda value: f"the pinned digests of {len(value)} packages")
-VALUES = Field(_digests_by(str), lambda value: f"only {any_of(value)}" if value else "none")
-PCRS = Field(_pcrs, lambda value: f"the values of {len(value)} PCRs")
-OPTIONS = Field(_bounds, lambda value: f"options within the bounds of {any_of(value)}")
+COUNT = Field(Positive, lambda value: f"at least {value:,}")
+LIMIT = Field(Positive, lambda value: f"at most {value:,}")
+LEVEL = Field(Literal["self-reported", "quoted"], shown)
+TRUE = Field(Annotated[bool, Check(bool, "true, or left out")], lambda value: "true")
+PINS = Field(_table(_Digest | _Digests), lambda value: f"the pinned digests of {len(value)} packages", _by_package)
+VALUES = Field(_table(_Digest | _Digests), lambda value: f"only {any_of(value)}" if value else "none", _digests_by)
+PCRS = Field(
+    dict[_Pcr, _Digest],
+    lambda value: f"the values of {len(value)} PCRs",
+    lambda value: {int(number): digest for number, digest in value.items()},
+)
+OPTIONS = Field(
+    _table(_Bound | str | bool | int | float),
+    lambda value: f"options within the bounds of {any_of(value)}",
+    lambda value: {
+        name: {key: item for key, item in asdict(bound).items() if item is not None}
+        if isinstance(bound, Bound)
+        else {"allow": [bound]}
+        for name, bound in value.items()
+    },
+)

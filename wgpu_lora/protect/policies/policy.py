@@ -75,9 +75,9 @@ class Policy:
                     keys = [name for where_, name in KINDS if where_ == section]
                     raise UserError(f"{where}: [{section}] has an unknown key '{_name(key)}': {_meant(key, keys)}")
                 try:
-                    found[section, key] = KINDS[section, key].read(value)
+                    found[section, key] = KINDS[section, key].read(value, f"'{key}'")
                 except WrongValue as error:
-                    raise UserError(f"{where}: '{key}' in [{section}] {error}.") from None
+                    raise UserError(f"{where}, [{section}]: {str(error).removesuffix('.')}.") from None
         _complete(found, where)
         return cls(found, hashlib.sha256(data).hexdigest())
 

@@ -79,7 +79,7 @@ def _written(line: Line, facts: Mapping[str, Any]) -> str:
     try:
         value = KINDS[line.section, line.key].read(line.value)
     except WrongValue as error:
-        return f"# {line.key} is left out: what is stated {printable(str(error))}."
+        return f"# {line.key} is left out: {printable(str(error))}."
     text = f"{line.key} = {toml(line.value)}"
     if line.key in TABLES:
         text = "\n".join(

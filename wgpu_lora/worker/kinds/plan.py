@@ -13,7 +13,6 @@ from wgpu_lora.data import Source, given_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.strict_json import built
 from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train.caching import cache_plans, caches_digest
 from wgpu_lora.train.finetune import prepare_job, shared_session, single_session
@@ -23,6 +22,7 @@ from wgpu_lora.train.needs import base_key, needs_of
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.tasks import split_options
+from wgpu_lora.typed_json import typed
 from wgpu_lora.worker.child import Port
 
 Given = TypeVar("Given")
@@ -58,7 +58,7 @@ def run(
     teacher are also in `taught`, with the `digest` of caches that would replace it and what they `need` with these.
     """
     try:
-        made = [built(Task, task) for task in tasks]
+        made = [typed(Task, task) for task in tasks]
     except ValueError as error:
         raise UserError(f"{where}: a task must have a 'name' and 'options' ({error}).") from None
     named = {task.name: task for task in made}
