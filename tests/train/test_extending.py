@@ -83,6 +83,17 @@ def test_a_constant_rate_goes_on_as_one_run(device: Device, tmp_path: Path, fini
     assert [line["step"] for line in logs[0]] == list(range(9))  # of a short run every one
 
 
+def test_the_schedule_can_start_anew(device: Device, tmp_path: Path) -> None:
+    train(device, options(tmp_path, "run", lr_scheduler_type="linear", warmup_steps=1))
+    more = {"output": str(tmp_path / "run"), "resume": True, "lr_scheduler_restart": True}
+    record = train(device, {**more, "num_train_epochs": 3.0, "save_steps": 1})
+    rates = [line["learning_rate"] for line in read_log(tmp_path / "run" / LOG) if line["step"]]
+    assert rates[-2:] == pytest.approx(rates[:2]), "a warm-up to the peak, as at the beginning"
+    assert record.state.schedule_start == 4
+    again = train(device, {"output": str(tmp_path / "run"), "resume": True})  # a finished run stays as it is
+    assert again.state.schedule_start == 4
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "said"),
     [

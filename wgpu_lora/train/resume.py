@@ -170,6 +170,10 @@ def resume_note(
         return done if state.step >= total else text
     text += f", up to {total:,} steps"
     kind = args.lr_scheduler_type
+    if args.lr_scheduler_restart:
+        left = total - state.step
+        rate = learning_rate(kind, args.rate, 0, left, warmup_steps(left, args.warmup_ratio, args.warmup_steps))
+        return f"{text}: the {kind} schedule starts anew, so the next learning rate is {rate:.2e}"
     warm = [warmup_steps(count, args.warmup_ratio, args.warmup_steps) for count in (state.total_steps, total)]
     schedule = LR_SCHEDULES[kind]
     if schedule.decay is None and (not schedule.warms_up or warm[0] == warm[1]):
@@ -199,7 +203,10 @@ def set_length(
     elif stream.position(state.step) != (state.epoch, state.index) or len(state.pending) > state.step:
         wrong = f"{STATE} says step {state.step}, epoch {state.epoch} and index {state.index}"
     else:
-        state.total_steps = extended(state, planned, stream)
+        total = extended(state, planned, stream)
+        if args.lr_scheduler_restart and not args.target_seconds and total != state.total_steps:
+            state.schedule_start = state.step
+        state.total_steps = total
         state.ending = state.ending and args.target_seconds == planned.target_seconds
         return
     raise checkpoint.refuse(place, wrong, storage)

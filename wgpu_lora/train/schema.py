@@ -1,6 +1,7 @@
 """The schema of a run's files, and which versions can read them.
 
-Schema 1 is that of version 0.1.0, whose files have no number. In schema 3, the state of a run has its elapsed time.
+Schema 1 is that of version 0.1.0, whose files have no number. In schema 3, the state of a run has its elapsed
+time, and in schema 4 the step at which its learning-rate schedule starts.
 This version writes SCHEMA, and reads it and those before. Values missing in an older file have their defaults; a newer
 file is refused.
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 class NewerSchemaError(UserError):

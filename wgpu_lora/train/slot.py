@@ -165,9 +165,10 @@ class AdapterRun(Run):
 
     def rate(self) -> float:
         """The learning rate of the next step of a run without --target-seconds, whose rate its clock knows."""
-        args, total = self.args, self.state.total_steps
+        args, start = self.args, self.state.schedule_start
+        step, total = self.state.step - start, self.state.total_steps - start
         kind, least, warmup = args.lr_scheduler_type, args.lr_scheduler_min, self.warmup(total)
-        return learning_rate(kind, args.rate, self.state.step, total, warmup, least)
+        return learning_rate(kind, args.rate, step, total, warmup, least)
 
     def before_step(self, session: Session) -> None:
         """Called before the passes of the next step, and before a held-out loss."""

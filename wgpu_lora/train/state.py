@@ -25,6 +25,7 @@ class RunState:
     epoch: Count = 0
     index: Count = 0  # of the next step within the epoch
     total_steps: Count = 0
+    schedule_start: Count = 0  # step at which the learning-rate schedule starts
     tokens: Count = 0  # trained tokens
     processed_tokens: Count = 0  # all tokens, prompts included
     seconds: Seconds = 0.0  # of steps and held-out losses; if slots share a step, this slot's share

@@ -29,6 +29,7 @@ FREE_ON_RESUME = {
     "output", "resume", "overwrite", "device", "memory_budget", "wait",
     "data", "split", "dataset_config", "skip_bad_rows", "model",  # their contents are compared by digest
     "offload_activations",  # the same values
+    "lr_scheduler_restart",  # of the extension that it is given with
     "tune", "retune",  # a resumed run keeps its tilings
     "logging_steps", "save_steps", "save_minutes", "save_total_limit", "eval_data", "eval_split",
     "reference_adapter", "teacher", "teacher_adapter", "teacher_cache",  # their digests are compared

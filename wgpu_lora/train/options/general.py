@@ -112,6 +112,11 @@ class GeneralOptions:
         within=NOT_NEGATIVE,
     )
     lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULES)
+    lr_scheduler_restart: bool = option(
+        False,
+        OPTIMISATION,
+        "When --resume extends a run, start the schedule anew with a warm-up, not amid that of the whole run.",
+    )
     lr_scheduler_min: float = option(
         0.0, OPTIMISATION, "Learning rate that decaying schedules end at.", within=NOT_NEGATIVE
     )

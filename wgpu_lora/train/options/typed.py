@@ -40,6 +40,7 @@ class TrainingOptions(TypedDict, total=False):
     learning_rate: float | None
     lr_scheduler_type: str
     lr_scheduler_min: float
+    lr_scheduler_restart: bool
     warmup_ratio: float
     warmup_steps: int
     objective: str
