@@ -166,7 +166,7 @@ class RunRecord:
             ValueError: another value is missing or has the wrong type.
         """
         schema_of(facts, path)
-        return typed(cls, facts)
+        return typed(cls, facts)  # type: ignore[no-any-return]
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
@@ -257,7 +257,7 @@ class PipelineRecord:
         """Create the record from the contents of pipeline.json; raises as `RunRecord.from_json`."""
         if schema_of(facts, path) == 1:  # which has them among the options
             facts = {**facts, **_of_options(facts, "schedule", "batch_tokens")}
-        return typed(cls, facts)
+        return typed(cls, facts)  # type: ignore[no-any-return]
 
     def write(self, directory: Path) -> None:
         _write(directory / PIPELINE, self.to_json())
