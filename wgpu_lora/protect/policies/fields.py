@@ -110,7 +110,9 @@ def seconds(least: float, most: float) -> Field:
 
 def _by_package(value: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Digests by normalised name."""
-    made: dict[str, tuple[str, ...]] = {canonicalize_name(name): digests for name, digests in _digests_by(value).items()}
+    made: dict[str, tuple[str, ...]] = {
+        canonicalize_name(name): digests for name, digests in _digests_by(value).items()
+    }
     if len(made) < len(value):
         names = [canonicalize_name(name) for name in value]
         raise WrongValue(f"has {shown(next(name for name in names if names.count(name) > 1))} twice")
