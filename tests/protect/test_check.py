@@ -72,6 +72,16 @@ def test_a_run_is_verified_and_says_what_is_only_claimed(run: Made) -> None:
     assert "nothing but that the files fit each other" in alone.line()
 
 
+def test_files_that_nothing_covers_are_named(run: Made) -> None:
+    assert [text for text in checked(run).claimed if "does not cover" in text] == []
+    other = run.directory / "checkpoints" / "notes.txt"
+    other.write_text("mine")
+    found = checked(run)
+    other.unlink()
+    assert found.verified
+    assert "nothing about files that the evidence does not cover: checkpoints/notes.txt" in found.claimed
+
+
 def test_every_flipped_file_is_found(run: Made) -> None:
     files = [path for path in sorted([*run.directory.rglob("*"), *run.adapter.rglob("*")]) if path.is_file()]
     assert len(files) == 16

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.protect.checking.findings import Findings, digest_in, digest_of, small_file
 from wgpu_lora.protect.checking.sessions import ENDS, Session
-from wgpu_lora.protect.evidence import envelope
-from wgpu_lora.protect.evidence.log import CLEANUP, CLEANUP_KIND
+from wgpu_lora.protect.evidence import envelope, signing, statement
+from wgpu_lora.protect.evidence.log import CLEANUP, CLEANUP_KIND, NAME
+from wgpu_lora.words import listed
 
 # Stages whose subjects the run itself sealed.
 MADE = ("started", "checkpoint", "evaluated", "finished", "failed", "interrupted")
 SEALED = ".age"
 JOB = "job.toml"  # a copy
+_OF_SESSION = re.compile(r"evidence-\d+\.json|release-\d+\.jwt")  # compared with the log by sessions.py
+OWN = {NAME, CLEANUP, JOB, statement.NAME, signing.NAME}
 
 
 def check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None:
@@ -39,6 +43,17 @@ def check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None
             found.fail(f"{name} is not in the log")
         else:
             found.claimed.append(f"{name}: a killed session had not recorded it")
+    # Links and special files too: whatever lies here may be taken for a part of the run.
+    others = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_symlink() or not path.is_dir()}
+    others = {
+        name
+        for name in others - OWN - set(logged)
+        if not name.endswith((SEALED, ".lock")) and not _OF_SESSION.fullmatch(name)
+    }
+    if others:
+        found.claimed.append(
+            f"nothing about files that the evidence does not cover: {printable(listed(sorted(others)))[:400]}"
+        )
     with found.part(JOB):
         copy = digest_in(run, JOB)
         if copy is None:
@@ -67,9 +82,9 @@ def check_cleanup(run: Path, sessions: Sequence[Session], found: Findings) -> No
     with found.part(CLEANUP):
         data = small_file(run, CLEANUP)
         found.expect(f"SHA-256 of {CLEANUP}", digest_of(data), dict(lines[0].subjects).get(CLEANUP))
-        statement = envelope.verify(data, sessions[-1].key)
-        found.expect(f"the predicate type of {CLEANUP}", statement["predicateType"], CLEANUP_KIND)
-        found.expect(CLEANUP, statement["predicate"], {"session": sessions[-1].number, **lines[0].facts})
+        stated = envelope.verify(data, sessions[-1].key)
+        found.expect(f"the predicate type of {CLEANUP}", stated["predicateType"], CLEANUP_KIND)
+        found.expect(CLEANUP, stated["predicate"], {"session": sessions[-1].number, **lines[0].facts})
 
 
 def _check_record(record: dict[str, object], what: str, found: Findings) -> None:
