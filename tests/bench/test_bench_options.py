@@ -177,7 +177,7 @@ def test_a_contract_names_the_options_that_change_it(
     [
         (["--brick", "rope", "--rank", "16"], "--rank does nothing with the brick rope: leave it out."),
         (["--brick", "rope", "--retune"], "--retune does nothing with the brick rope: leave it out."),
-        (["--brick", "optimizer", "--no-tune", "--retune"], "--retune does nothing with --no-tune"),
+        (["--brick", "lora_forward", "--no-tune", "--retune"], "--retune does nothing with --no-tune"),
         (
             ["--brick", "ttft", "--brick", "load", "--no-tune", "--tokens", "9"],
             "--tokens and --tune/--no-tune do nothing with the bricks ttft, load: leave them out.",

@@ -129,12 +129,12 @@ def bricks(
     from wgpu_lora.gpu.tuner import wanted
     from wgpu_lora.track.recording import remarks
 
-    if retune and not wanted(tune):
-        raise UserError("--retune does nothing with --no-tune or WGPU_LORA_NO_TUNE: leave one of them out.")
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
     taken = {option for name in names for option in load_contract(name).options}
     untuned = set() if "tune" in taken else {"retune"}
     refuse_idle(ctx, set(OPTIONS) - taken | untuned, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
+    if retune and not wanted(tune):
+        raise UserError("--retune does nothing with --no-tune or WGPU_LORA_NO_TUNE: leave one of them out.")
     sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune), "retune": retune}
     with remarks(goal, notes, run_log):
         context = _context(device, shape, model, layers, base_dtype, sizes)
