@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from wgpu_lora.share.owner import boot_id, host_id, start_of
-from wgpu_lora.typed_json import Count, Seconds, typed
 
 SCHEMA = 1
+TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
 # Owners renew at least this often: holders on a timer, waiters each time they look.
 RENEW_SECONDS = 30.0
 FORGET_SECONDS = 4 * RENEW_SECONDS
@@ -33,14 +34,14 @@ class Entry:
     """
 
     id: str
-    bytes: Count
+    bytes: int
     what: str
     holds: bool
-    since: Seconds
-    renewed: Seconds
+    since: float
+    renewed: float
     host: str
-    pid: Count
-    started: Count
+    pid: int
+    started: int
     boot_id: str
 
     @classmethod
@@ -107,5 +108,11 @@ def _salvaged(text: str) -> Iterator[Entry]:
 
 
 def _entry(value: Any) -> Entry:
-    entry: Entry = typed(Entry, value, "an entry", unknown="refuse")
-    return entry
+    if not isinstance(value, dict) or value.keys() != {f.name for f in fields(Entry)}:
+        raise ValueError("an entry has missing or unknown fields")
+    for field in fields(Entry):
+        kind, found = str(field.type), value[field.name]
+        fits = isinstance(found, TYPES[kind]) and isinstance(found, bool) == (kind == "bool")
+        if not fits or (kind == "int" and found < 0) or (kind == "float" and not 0 <= found < math.inf):
+            raise ValueError(f"an entry's '{field.name}' is {found!r}")
+    return Entry(**value)
