@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,9 +54,9 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def pairs(*arguments: Any, **named: Any) -> Any:
         return note(*arguments, **named) | {"pairs": [], "fastest": {"batch": 1, "accumulation": 1}}
 
-    def writer(path: str | None) -> Any:
+    def writer(path: str | None, option: str = "--json") -> Any:
         note(path)
-        return SimpleNamespace(text=lambda text: None)
+        return nullcontext(SimpleNamespace(text=lambda text: None))
 
     command = import_module("wgpu_lora.cli.bench")  # the package has the group by this name
     monkeypatch.setattr(command, "_measure", lambda *arguments: note(*arguments) and 0)
