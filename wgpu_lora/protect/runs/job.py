@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from wgpu_lora.assets import asset_dir
 from wgpu_lora.bounded import check_path, is_name, parse_toml, printable, toml_bytes
@@ -34,6 +35,7 @@ from wgpu_lora.protect.sealed.streams import parse_recipients
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.options.arguments import FREE_ON_RESUME, PATHS, TrainingArguments, from_values, named
 from wgpu_lora.train.options.recipes import find_recipe, recipe_arguments
+from wgpu_lora.typed_json import Check, Text, read_as
 
 ROWS = ".jsonl.age"
 MAX_NAME = 100
@@ -149,24 +151,30 @@ def read(path: str | Path) -> Job:
             raise UserError(
                 f"{where} has an unknown entry '{printable(name)[:60]}': its sections are [protected] and [training]."
             )
-    own = _Table(path, tables.get("protected", {}), where)
-    arguments, stated, beside = _options(dict(tables.get("training", {})), own)
+    own = read_as(_Stated, tables.get("protected", {}), f"{where}, [protected]")
+    parse_recipients(own.recipients)
+    arguments, stated, beside = _options(dict(tables.get("training", {})), path, where)
+    at, sealed_file = partial(_beside, path), partial(_sealed, where)
+    data, output, broker_file = sealed_file("data", ROWS, at(own.data)), at(own.output), at(own.broker_key)
+    assert data, "it is required"
+    assert output, "it is required"
+    assert broker_file, "it is required"
     job = Job(
         path=path,
         content=_noted(content, "of its recipe file", beside),
-        name=own.text("name", path.stem),
-        data=own.file("data", ROWS),
-        output=own.path("output"),
-        recipients=own.recipients(),
-        broker_key=PublicKey.read(own.path("broker_key")),
-        broker_file=own.path("broker_key"),
+        name=own.name or path.stem,
+        data=data,
+        output=output,
+        recipients=tuple(dict.fromkeys(own.recipients)),
+        broker_key=PublicKey.read(broker_file),
+        broker_file=broker_file,
         arguments=arguments,
         stated=stated,
-        eval_data=own.file("eval_data", ROWS) if "eval_data" in own else None,
-        init_adapter=own.file("init_adapter", ARCHIVE) if "init_adapter" in own else None,
-        broker=own.text("broker") if "broker" in own else None,
-        files=own.path("files") if "files" in own else None,
-        ca=own.path("ca") if "ca" in own else None,
+        eval_data=sealed_file("eval_data", ROWS, at(own.eval_data)),
+        init_adapter=sealed_file("init_adapter", ARCHIVE, at(own.init_adapter)),
+        broker=own.broker,
+        files=at(own.files),
+        ca=at(own.ca),
     )
     if (job.broker is None) == (job.files is None):
         both = "both" if job.broker else "neither"
@@ -182,59 +190,43 @@ def read(path: str | Path) -> Job:
     return replace(job, arguments=arguments)
 
 
-class _Table:
-    """[protected], read key by key."""
+Name = Annotated[Text, Check(is_name, "UTF-8 text without NUL")]
 
-    def __init__(self, path: Path, values: Mapping[str, Any], where: str):
-        self._values, self._where, self._beside = values, where, path.parent
-        known = {field.name for field in fields(Job)} - {"path", "content", "broker_file", "arguments", "stated"}
-        for name in values:
-            if name not in known:
-                raise UserError(
-                    f"{where} has the unknown key '{printable(name)[:60]}' in [protected]: the known ones are "
-                    f"{', '.join(sorted(known))}."
-                )
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
+@dataclass(frozen=True)
+class _Stated:
+    """[protected], as it is written."""
 
-    def text(self, name: str, default: str | None = None) -> str:
-        value = self._values.get(name, default)
-        if value is None:
-            raise UserError(f"{self._where} has no '{name}' in [protected], which is required: add it.")
-        if not isinstance(value, str) or not value.strip() or not is_name(value):
-            raise UserError(f"{self._where}: '{name}' in [protected] must be text, not {value!a:.60}.")
-        return value
+    data: Name
+    output: Name
+    recipients: list[str]
+    broker_key: Name
+    name: Name | None = None
+    eval_data: Name | None = None
+    init_adapter: Name | None = None
+    broker: Name | None = None
+    files: Name | None = None
+    ca: Name | None = None
 
-    def path(self, name: str) -> Path:
-        value = self.text(name)
-        check_path(value)
-        return self.beside(value)
 
-    def beside(self, value: str) -> Path:
-        return self._beside / value
+def _sealed(where: str, option: str, suffix: str, found: Path | None) -> Path | None:
+    """A path of a sealed file. Raises UserError if there is no such file."""
+    if found and not found.name.endswith(suffix):
+        raise UserError(
+            f"{where}: '{option}' in [protected] is {found.name}, but must be a sealed file named *{suffix}: "
+            "seal it with wgpu-lora protect seal."
+        )
+    if found and not found.is_file():
+        raise UserError(f"{where}: {found} does not exist, or is not a file: correct '{option}' in [protected].")
+    return found
 
-    def file(self, name: str, suffix: str) -> Path:
-        found = self.path(name)
-        if not found.name.endswith(suffix):
-            raise UserError(
-                f"{self._where}: '{name}' in [protected] is {found.name}, but must be a sealed file named *{suffix}: "
-                "seal it with wgpu-lora protect seal."
-            )
-        if not found.is_file():
-            raise UserError(
-                f"{self._where}: {found} does not exist, or is not a file: correct '{name}' in [protected]."
-            )
-        return found
 
-    def recipients(self) -> tuple[str, ...]:
-        value = self._values.get("recipients")
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise UserError(
-                f"{self._where}: 'recipients' in [protected] must be a list of age recipients, such as [\"age1...\"]."
-            )
-        parse_recipients(value)
-        return tuple(dict.fromkeys(value))
+def _beside(path: Path, value: str | None) -> Path | None:
+    """A path in a job's file, which is relative to it."""
+    if value is None:
+        return None
+    check_path(value)
+    return path.parent / value
 
 
 def _noted(content: bytes, source: str, values: Mapping[str, Any]) -> bytes:
@@ -243,16 +235,16 @@ def _noted(content: bytes, source: str, values: Mapping[str, Any]) -> bytes:
     return content + f"\n# Options {source}: {to_json(kept)}\n".encode() if kept else content
 
 
-def _options(values: dict[str, Any], own: _Table) -> tuple[TrainingArguments, dict[str, Any], dict[str, Any]]:
+def _options(values: dict[str, Any], path: Path, of: str) -> tuple[TrainingArguments, dict[str, Any], dict[str, Any]]:
     """[training]: options over those of its recipe, those that are stated, and those of a recipe file."""
-    where = f"{own._where}, [training]"
+    where = f"{of}, [training]"
     base, stated, of_file = TrainingArguments(), dict[str, Any](), dict[str, Any]()
     with naming(IN_FILE):
         recipe = values.pop("recipe", None)
         if recipe is not None:
             if not isinstance(recipe, str):
                 raise UserError(f"{where}: recipe must be the name of a recipe or a file, not {recipe!a:.60}.")
-            beside = own.beside(recipe)
+            beside = path.parent / recipe
             found = beside if beside.is_file() else find_recipe(recipe)
             base = recipe_arguments(found)
             usual = TrainingArguments().as_dict()
@@ -271,8 +263,8 @@ def _options(values: dict[str, Any], own: _Table) -> tuple[TrainingArguments, di
             if name in given:
                 raise UserError(f"{where}: {name} cannot be given here: {_why(name)}.")
         for name in PATHS:
-            if isinstance(named_path := given.get(name), str) and own.beside(named_path).exists():
-                given[name] = str(own.beside(named_path))
+            if isinstance(named_path := given.get(name), str) and (path.parent / named_path).exists():
+                given[name] = str(path.parent / named_path)
         return from_values(given, where, base), {**stated, **given}, of_file
 
 
