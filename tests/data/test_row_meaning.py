@@ -270,7 +270,8 @@ def test_a_template_that_is_no_jinja_is_named(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tmp_path)
     path = write_jsonl(tmp_path / "a.jsonl", {"messages": chat("q", "a")})
     with pytest.raises(
-        UserError, match=rf"^The chat template in {tmp_path} cannot be compiled \(.*, line 1 of the templ"
+        UserError,
+        match=rf"^The chat template in {tmp_path}/chat_template.jinja cannot be compiled \(.*, line 1 of the templ",
     ):
         prepare(path, tokenizer, max_length=64, skip_bad_rows=True)
 

@@ -90,6 +90,7 @@ def read_tokenizer(header: Header, vocab_size: int, pre: str | None = None) -> T
             Child(checked(document).text),
             special_tokens=special,
             chat_templates=_chat_templates(header),
+            template_origin=f" in {header.path}",
             eos_ids=list(dict.fromkeys([*special_ids(header, len(vocabulary.tokens)), *ends])),
         )
     except (DocumentError, BackendError) as error:

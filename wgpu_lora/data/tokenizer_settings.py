@@ -19,7 +19,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
         "special_tokens": {name: token["content"] for name, token in _special_tokens(directory, config).items()},
         "chat_templates": _chat_templates(directory, config),
         "eos_ids": _generation_eos(directory / "generation_config.json"),
-        "template_origin": f" in {directory}",
+        "template_origin": f" in {_template_file(directory, config)}",
     }
 
 
@@ -81,6 +81,14 @@ def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, dict[s
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = {**_token(value), "special": True}
     return tokens
+
+
+def _template_file(directory: Path, config: dict[str, Any]) -> Path:
+    """The file that holds the default chat template."""
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return path
+    return directory / ("tokenizer_config.json" if config.get("chat_template") else "chat_template.json")
 
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
