@@ -103,7 +103,7 @@ def test_named_tokens_end_answers(tmp_path: Path) -> None:
         (CONFIG, {"added_tokens_decoder": {"x": added("<x>")}}, WRONG),
         (CONFIG, {"added_tokens_decoder": {"5": {"id": 3}}}, WRONG),
         (CONFIG, {"added_tokens_decoder": 3}, WRONG),
-        (CONFIG, {"added_tokens_decoder": {str(FIRST): added("<x>", lstrip=3)}}, "lstrip"),
+        (CONFIG, {"added_tokens_decoder": {str(FIRST): added("<x>", lstrip=3)}}, WRONG),
         (CONFIG, {"additional_special_tokens": [3]}, WRONG),
         ("added_tokens.json", {"<x>": "y"}, WRONG),
     ],

@@ -20,7 +20,7 @@ from wgpu_lora.data.columns import Fields, Row, RowFormat, RowFormats
 from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Sample, Text, Tokens
 from wgpu_lora.data.kinds import FUNCTIONS, LABELS, MESSAGES, OBJECT, TEXT, TEXT_OR_MESSAGES, TOKENS, TOOLS
 from wgpu_lora.data.source import Place, Source, strict_rows
-from wgpu_lora.data.template import GIVEN
+from wgpu_lora.data.template import check_variables
 from wgpu_lora.data.values import kind_of
 from wgpu_lora.errors import UserError
 
@@ -56,10 +56,7 @@ def conversation(row: Fields, messages: list[dict[str, Any]], first_trained: int
     if tools and functions and tools != functions:
         raise UserError("the row has both 'tools' and 'functions'; keep 'tools'.")
     kwargs = row["chat_template_kwargs"] or {}
-    if reserved := kwargs.keys() & GIVEN:
-        raise UserError(
-            f"chat_template_kwargs must not set {', '.join(sorted(reserved))}; they come from the row itself."
-        )
+    check_variables(kwargs)
     shown = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
     return Conversation(shown, trained, tools or functions, kwargs)
 

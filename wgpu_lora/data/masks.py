@@ -12,6 +12,7 @@ from typing import Any
 from wgpu_lora.data.conversation_rows import ConversationRows, Pair, TokenizedExample, behind, split_prompt
 from wgpu_lora.data.encoding import EncodeRequest, Steps, run_together
 from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text, Tokens
+from wgpu_lora.data.template import check_variables
 from wgpu_lora.data.thinking import mark_of
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
@@ -96,6 +97,7 @@ def _rows(
         prompt, remarks = _opened(prompt, tokenizer)
         ids = _ended(prompt + answer, tokenizer)
         return TokenizedExample([(ids, behind(ids, len(prompt) if completion_only_loss else 0))], remarks=remarks)
+    check_variables(template_kwargs)
     return (yield from ConversationRows(example, tokenizer, kwargs).rows(completion_only_loss))
 
 

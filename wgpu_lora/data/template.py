@@ -122,6 +122,14 @@ def _as_templates_expect(messages: Iterable[Mapping[str, Any]]) -> list[Message]
     return ready
 
 
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Raise UserError if additional variables of a template are those that come from the row itself."""
+    if reserved := variables.keys() & GIVEN:
+        raise UserError(
+            f"chat_template_kwargs must not set {', '.join(sorted(reserved))}; they come from the row itself."
+        )
+
+
 def check_date(date: str | None) -> None:
     """Raise UserError unless a date is None or in ISO format."""
     try:

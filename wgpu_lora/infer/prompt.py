@@ -50,7 +50,8 @@ def chat_prompt(
     plain = prompt_format in (ALPACA, TEXT) and isinstance(prompt, str)
     if plain or isinstance(prompt, Completion) or not (tokenizer.has_chat_template or prompt_format == CHAT):
         if system is not None:
-            raise UserError("Prompts of plain text cannot have a system prompt: leave it out.")
+            why = "prompt has plain text" if tokenizer.has_chat_template else "model has no chat template"
+            raise UserError(f"The {why}, so it cannot use a system prompt: leave it out.")
         if not isinstance(prompt, str | Completion):
             raise UserError("The model has no chat template, so it cannot use messages: give a text.")
         return tokenizer.opened(tokenizer.encode(prompt if isinstance(prompt, str) else prompt.prompt))
