@@ -102,7 +102,7 @@ def test_turns_that_say_so_are_not_trained_on_in_every_spelling(spelling: str, n
     [
         ({"weight": 7}, r"\[1\]' has the weight 7, but it must be 0 \(do not train on it\) or 1"),
         ({"weight": "0"}, r"\[1\]' has the weight \"0\""),
-        ({"train": "no"}, r"\[1\]' has the train \"no\", but it must be true or false"),
+        ({"train": "no"}, r"\[1\]' has 'train': \"no\", but it must be true or false"),
         ({"weight": 1, "train": False}, r"\[1\]' has 'weight' and 'train', which contradict each other"),
         ({"tool_calls": 3}, r"\[1\]' has 'tool_calls' that are not a list"),
         ({"function_call": "f"}, r"\[1\]' has a 'function_call' that is not an object"),

@@ -125,6 +125,10 @@ class Bar:
         if begins:
             self._progress.start()
 
+    @property
+    def full(self) -> bool:
+        return self._total is not None and self._done >= self._total
+
     def say(self) -> None:
         """Print a line if there is no bar and the last line was long ago."""
         now = time.monotonic()
@@ -189,6 +193,8 @@ class TensorBar(Events):
 
     def loading(self, model: str, tensor: str, done: int, total: int) -> None:
         self._bar.advance()
+        if self._bar.full:
+            self._bar.advance("compiling the kernels", total)
 
     def written(self, tensor: str, done: int, total: int) -> None:
         self._bar.advance()

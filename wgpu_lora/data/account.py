@@ -96,6 +96,10 @@ class Account:
         self._seen.add(key)
         return key
 
+    def remark(self, place: Place, text: str) -> None:
+        """Count a row that is not trained on quite as it is."""
+        self.remarks.setdefault(text, Tally()).add(place)
+
     def note_text(self, place: Place, example: TokenizedExample) -> None:
         """Count what the text of an example lacks, and how it was changed."""
         for tallies, names in ((self.unrendered, example.unrendered), (self.remarks, example.remarks)):

@@ -12,6 +12,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.words import listed
 
 T = TypeVar("T")
+# Columns of other programs' rows that change what is trained on.
+MEANINGFUL = {"system", "history", "tools", "functions", "mask", "loss_mask", "images", "videos", "audio"}
 Row = Mapping[str, Any]
 
 
@@ -129,6 +131,12 @@ class RowFormats(Generic[T]):
         form = self._of(row)
         made = {name: kind.cell(row[name]) for name, kind in (form.required if form else {}).items() if kind.cell}
         return row if any(isinstance(value, str) for value in made.values()) else {**row, **made}
+
+    def unused(self, row: Row) -> list[str]:
+        """Columns of a row that mean something elsewhere, but are not read in its format."""
+        form = self._of(row)
+        read = {*form.required, *form.optional} if form else MEANINGFUL
+        return [name for name in MEANINGFUL if row.get(name) and name not in read]
 
     def check_columns(self, names: Sequence[str]) -> None:
         """Raise UserError unless these columns of a table fit a format; the message lists them."""

@@ -9,7 +9,7 @@ from typing import Any
 from wgpu_lora.data.encoding import MAX_CHARACTERS, EncodeRequest, Steps
 from wgpu_lora.data.examples import Conversation
 from wgpu_lora.data.template import Span, TemplateError
-from wgpu_lora.data.template_trace import CALLS, CONTENT, TOOLS, lost_parts
+from wgpu_lora.data.template_trace import CALLS, CONTENT, Part, lost_parts
 from wgpu_lora.data.thinking import MARKER
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
@@ -63,7 +63,8 @@ class ConversationRows:
             return self.found
         self._check_size(text, MAX_IN_ROWS)
         for turn in self.trained:
-            self.found.pairs.append((yield from self._cut_after(turn)))
+            if pair := (yield from self._cut_after(turn)):
+                self.found.pairs.append(pair)
         return self.found
 
     def _leave_out_lost_answers(self, completion_only_loss: bool) -> None:
@@ -73,18 +74,16 @@ class ConversationRows:
             UserError: one of them is the row's last answer.
             TemplateError: the template renders no message.
         """
-        lost = lost_parts(self.messages, self.tools, self.trained, self._render_all)
+        lost, shortened = lost_parts(self.messages, self.tools, self.trained, self._render_all)
         contents = {i for i, message in enumerate(self.messages) if (message["content"] or "").strip()}
         contents = {i for i in contents if self.messages[i]["role"] in ("user", "assistant")}
-        if len(contents) > 1 and contents <= {i for i, part in lost if part == CONTENT}:
+        if len(contents) > 1 and contents <= {part.position for part in lost if part.field == CONTENT}:
             raise TemplateError(
                 f"The chat template{self.tokenizer.template_origin} renders none of a conversation's messages; use the "
                 "template that the model was published with."
             )
-        for i, part in lost:
-            who = f"content of the role '{self.messages[i]['role']}'" if part == CONTENT else f"'{part}'"
-            self.found.unrendered.add(who if i >= 0 else f"'{TOOLS}'")
-        silent = {i: part for i, part in sorted(lost) if i in self.trained and part in (CONTENT, CALLS)}
+        self.found.unrendered |= {*map(self._called, lost), *(f"a part of {self._called(part)}" for part in shortened)}
+        silent = {i: field for i, field, _ in sorted(lost) if i in self.trained and field in (CONTENT, CALLS)}
         if silent and (self.trained[-1] in silent or not completion_only_loss):
             turn = self.trained[-1] if self.trained[-1] in silent else max(silent)
             raise UserError(
@@ -93,6 +92,14 @@ class ConversationRows:
             )
         self.trained = [turn for turn in self.trained if turn not in silent]
         self.found.untrained_turns = len(silent)
+
+    def _called(self, part: Part) -> str:
+        """The name of a part for messages."""
+        return (
+            f"content of the role '{self.messages[part.position]['role']}'"
+            if part.field == CONTENT
+            else f"'{part.field}'"
+        )
 
     def _is_answer(self, text: str) -> bool:
         """Whether trained text is more than end tokens and marks of reasoning; else it is counted, or refused."""
@@ -109,10 +116,8 @@ class ConversationRows:
 
     def _with_end(self, ids: list[int], labels: list[int], text: str) -> Pair:
         """A row that ends with an answer, with eos behind that if the template has no end token there."""
-        end, tokenizer = (
-            len(ids) - next((i for i, label in enumerate(labels[::-1]) if label != UNTRAINED), 0),
-            self.tokenizer,
-        )
+        tokenizer = self.tokenizer
+        end = len(ids) - next((i for i, label in enumerate(labels[::-1]) if label != UNTRAINED), 0)
         if text.rstrip().endswith(tokenizer.end_texts):
             if end < len(ids) and ids[end - 1] not in tokenizer.special_ids | tokenizer.stop_ids:
                 self.found.remarks.add(
@@ -161,8 +166,8 @@ class ConversationRows:
                 return None
         return spans
 
-    def _cut_after(self, turn: int) -> Steps[Pair]:
-        """The conversation up to a turn, with labels for that turn only."""
+    def _cut_after(self, turn: int) -> Steps[Pair | None]:
+        """The conversation up to a turn, with labels for that turn only; None if the template makes it empty."""
         text = self._render(turn + 1)
         before = self._before(turn)
         if before is None or not text.startswith(before):
@@ -173,6 +178,8 @@ class ConversationRows:
                 "{% generation %} marks, or train on everything with completion_only_loss off."
             )
         end = _without_trailing_space(text, self.tokenizer)
+        if not self._is_answer(text[len(before) : end]):
+            return None
         prompt, answer = yield from split_prompt(before, text[len(before) : end])
         [rest] = yield EncodeRequest([text[end:]])
         ids = prompt + answer + rest

@@ -4,7 +4,7 @@ The keys of a row determine its format. If a row has the keys of several formats
 first in this order whose keys are not null is used:
 
     input_ids [labels, attention_mask]      tokens, and labels with -100 for tokens that are not trained on
-    messages [tools]                        a conversation in the format of OpenAI and TRL (data/messages.py)
+    messages [system, tools]                a conversation in the format of OpenAI and TRL (data/messages.py)
     conversations [system, tools]           a conversation in the format of ShareGPT
     prompt, completion [tools]              two texts, or two lists of messages
     instruction, output [input, system]     Alpaca
@@ -14,6 +14,7 @@ first in this order whose keys are not null is used:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from wgpu_lora.data.columns import Fields, Row, RowFormat, RowFormats
@@ -61,9 +62,9 @@ def conversation(row: Fields, messages: list[dict[str, Any]], first_trained: int
     return Conversation(shown, trained, tools or functions, kwargs)
 
 
-def sharegpt(row: Fields) -> list[dict[str, Any]]:
-    """The messages of the columns `conversations` and `system`."""
-    messages: list[dict[str, Any]] = row["conversations"]
+def with_system(row: Fields, column: str) -> list[dict[str, Any]]:
+    """The messages of a column, behind the one of the column `system` unless they begin with their own."""
+    messages: list[dict[str, Any]] = row[column]
     system = row["system"]
     return (
         [{"role": "system", "content": system}, *messages] if system and messages[0]["role"] != "system" else messages
@@ -93,11 +94,13 @@ def _one(read: Callable[[Fields], Example]) -> Callable[[Fields], Sample]:
 EXAMPLES = RowFormats(
     (
         RowFormat({"input_ids": TOKENS}, _one(_tokens), {"labels": LABELS, "attention_mask": TOKENS}),
-        RowFormat({"messages": MESSAGES}, _one(lambda row: conversation(row, row["messages"])), CHAT_COLUMNS),
-        RowFormat(
-            {"conversations": MESSAGES},
-            _one(lambda row: conversation(row, sharegpt(row))),
-            {"system": TEXT, **CHAT_COLUMNS},
+        *(
+            RowFormat(
+                {name: MESSAGES},
+                _one(partial(lambda name, row: conversation(row, with_system(row, name)), name)),
+                {"system": TEXT, **CHAT_COLUMNS},
+            )
+            for name in ("messages", "conversations")
         ),
         RowFormat(
             {"prompt": TEXT_OR_MESSAGES, "completion": TEXT_OR_MESSAGES},

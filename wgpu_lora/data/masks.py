@@ -90,13 +90,15 @@ def _rows(
     if isinstance(example, Text):
         [plain] = yield EncodeRequest([example.text])
         whole, remarks = _opened(plain, tokenizer)
-        ids = _ended(whole, tokenizer)
+        ids = _ended(whole, example.text, tokenizer)
         return TokenizedExample([(ids, list(ids))], remarks=remarks)
     if isinstance(example, Completion):
         prompt, answer = yield from split_prompt(example.prompt, example.completion)
-        prompt, remarks = _opened(prompt, tokenizer)
-        ids = _ended(prompt + answer, tokenizer)
-        return TokenizedExample([(ids, behind(ids, len(prompt) if completion_only_loss else 0))], remarks=remarks)
+        count = len(prompt)
+        whole, remarks = _opened(prompt + answer, tokenizer)
+        count += len(whole) - len(prompt + answer)
+        ids = _ended(whole, example.completion, tokenizer)
+        return TokenizedExample([(ids, behind(ids, count if completion_only_loss else 0))], remarks=remarks)
     check_variables(template_kwargs)
     return (yield from ConversationRows(example, tokenizer, kwargs).rows(completion_only_loss))
 
@@ -124,6 +126,9 @@ def _opened(ids: list[int], tokenizer: Tokenizer) -> tuple[list[int], set[str]]:
     return opened, set()
 
 
-def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+def _ended(ids: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a text with eos at the end, unless the text brings it, also before white space."""
     eos = tokenizer.eos_id
-    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+    if eos is None or ids[-1:] == [eos]:
+        return ids
+    return ids if text.rstrip().endswith(tokenizer.eos_text or "\0") else [*ids, eos]

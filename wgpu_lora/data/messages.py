@@ -47,7 +47,7 @@ def checked_tools(value: Any, name: str) -> list[dict[str, Any]] | None:
 def checked_functions(value: Any, name: str) -> list[dict[str, Any]] | None:
     """The tools that OpenAI's older column `functions` declares. Raises UserError."""
     functions = checked_tools(value, name)
-    return functions and [{"type": "function", "function": function} for function in functions]
+    return functions and [one if "function" in one else {"type": "function", "function": one} for one in functions]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     fields = {key: value for key, value in message.items() if value is not None}
     turn = "from" in fields and ("value" in fields or "role" not in fields)
     given = fields.pop("from" if turn else "role", None)
-    content = fields.pop("value", fields.get("content")) if turn else fields.get("content")
+    content = fields.pop("value", fields.get("content")) if turn or "content" not in fields else fields["content"]
     role = _role(given, _SHAREGPT_ROLES if turn else _OPENAI_ROLES, where, turn)
     weight = _weight(fields, where)
     calls = _calls(fields, where)
@@ -64,9 +64,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         wrong = f"{where} is from {given!r}, but its value is not the JSON of a call with 'name' and 'arguments'."
         stated = _parsed(content, wrong)
         stated = stated if isinstance(stated, list) else [stated]
-        if not stated or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in stated):
+        if not stated or not all(isinstance(call, dict) and _name_of(call) for call in stated):
             raise UserError(wrong)
-        calls, content = [*calls, *map(_function_call, stated)], None
+        calls, content = [*calls, *(_parsed_call(c) if "function" in c else _function_call(c) for c in stated)], None
     checked = {**fields, "role": role, "content": _content(content, where, may_be_null=bool(calls))}
     checked |= {"tool_calls": calls} if calls else {}
     return checked if weight is None else {**checked, "weight": weight}
@@ -75,7 +75,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 def _role(given: Any, roles: dict[str, str], where: str, turn: bool) -> str:
     if isinstance(given, str) and given in roles:
         return roles[given]
-    meant = OTHER_ROLES.get(given.lower()) if isinstance(given, str) else None
+    if given is None:
+        raise UserError(f"{where} has no role; give it one of {', '.join(roles)}.")
+    low = given.lower().strip() if isinstance(given, str) else ""
+    meant = OTHER_ROLES.get(low) or (low if low in roles else None)
     if turn and meant:
         meant = {"user": "human", "assistant": "gpt"}.get(meant, meant)
     hint = f"; write {meant!r}" if meant else ""
@@ -89,8 +92,9 @@ def _weight(fields: dict[str, Any], where: str) -> int | None:
     for name, value in stated.items():
         if type(value) not in (bool, int, float) or value not in (0, 1):
             shown, expected = json.dumps(value, default=repr)[:80], "0 (do not train on it) or 1"
-            expected = expected if name == "weight" else "true or false"
-            raise UserError(f"{where} has the {name} {shown}, but it must be {expected}.")
+            if name != "weight":
+                raise UserError(f"{where} has {name!r}: {shown}, but it must be true or false.")
+            raise UserError(f"{where} has the weight {shown}, but it must be {expected}.")
     if len({int(value) for value in stated.values()}) > 1:
         raise UserError(f"{where} has {' and '.join(map(repr, stated))}, which contradict each other; keep 'weight'.")
     return int(next(iter(stated.values()))) if stated else None
@@ -115,28 +119,39 @@ def _calls(fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UserError(f"{where} has 'tool_calls' that are not a list of objects.")
     if older is None or (isinstance(older, dict) and not any(older.values())):
-        return [_parsed_call(call) for call in calls]
-    if not isinstance(older, dict) or not isinstance(older.get("name"), str):
+        if wrong := next((call for call in calls if not _name_of(call)), None):
+            raise UserError(f"{where} has a tool call without the name of a function, {json.dumps(wrong)[:80]}.")
+        return [_parsed_call(call) if "function" in call else _function_call(call) for call in calls]
+    if not isinstance(older, dict) or not _name_of(older):
         raise UserError(f"{where} has a 'function_call' that is not an object with 'name' and 'arguments'.")
     if calls:
         raise UserError(f"{where} has both 'tool_calls' and 'function_call'; keep 'tool_calls'.")
     return [_function_call(older)]
 
 
-def _function_call(function: dict[str, Any]) -> dict[str, Any]:
-    return _parsed_call({"type": "function", "function": function})
+def _name_of(call: dict[str, Any]) -> str | None:
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _function_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call in OpenAI's form, of one that states the name and the arguments (or `parameters`) itself."""
+    function = {key: value for key, value in call.items() if key not in ("id", "type")}
+    if "arguments" not in function:
+        function["arguments"] = function.pop("parameters", None)
+    outer = {"id": call["id"]} if "id" in call else {}
+    return _parsed_call({**outer, "type": "function", "function": function})
 
 
 def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
     # OpenAI's format has a call's arguments as JSON in a string; chat templates expect an object.
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+    arguments = call["function"].get("arguments") or {}
     try:
-        arguments = json.loads(function["arguments"])
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+        parsed = arguments
+    return {**call, "function": {**call["function"], "arguments": parsed if isinstance(parsed, dict) else arguments}}
 
 
 def _parsed(value: Any, wrong: str) -> Any:

@@ -37,7 +37,7 @@ def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
             texts = sorted({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
             file = parquet.ParquetFile(source, read_dictionary=texts)
             names = known_columns(file.schema_arrow.names, str(path), formats)
-            yield from rows_of(file.iter_batches(BATCH, columns=names))
+            yield from rows_of(file.iter_batches(BATCH, columns=names), decoded=True)
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
             raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): write it again.") from error
 
@@ -70,11 +70,14 @@ def known_columns(names: list[str], where: str, formats: RowFormats[Any]) -> lis
     return known
 
 
-def rows_of(batches: Iterator[Any]) -> Rows:
-    """Yield the rows of Arrow tables or batches, which are validated first, since their bytes are untrusted."""
+def rows_of(batches: Iterator[Any], decoded: bool = False) -> Rows:
+    """Yield the rows of Arrow tables or batches, which are validated first, since their bytes are untrusted.
+
+    decoded: whether the Parquet reader made them, which checks all but texts; these are checked as they are used.
+    """
     number = 0
     for batch in batches:
-        batch.validate(full=True)
+        batch.validate(full=not decoded)  # in full, a growing dictionary would be read again for every batch
         one_by_one = _decoded_bytes(batch) > MAX_BATCH
         for part in [batch.slice(i, 1) for i in range(batch.num_rows)] if one_by_one else [batch]:
             if _decoded_bytes(part) > MAX_BATCH:
@@ -95,7 +98,9 @@ def _decoded_bytes(part: Any) -> int:
     if hasattr(part, "chunks"):
         return sum(map(_decoded_bytes, part.chunks))
     if types.is_dictionary(part.type) and not types.is_primitive(part.type.value_type):
-        return int(compute.sum(compute.binary_length(part.dictionary).take(part.indices)).as_py() or 0)
+        used = part.indices.drop_null().value_counts()
+        lengths = compute.binary_length(part.dictionary.take(used.field("values")))
+        return int(compute.sum(compute.multiply(lengths.cast("int64"), used.field("counts"))).as_py() or 0)
     if types.is_struct(part.type):
         return sum(map(_decoded_bytes, part.flatten()))
     if types.is_list(part.type) or types.is_large_list(part.type) or types.is_fixed_size_list(part.type):

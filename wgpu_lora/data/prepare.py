@@ -290,6 +290,8 @@ def _sample(
     if isinstance(noted, Problem):
         account.add_bad(place, noted)
         return None, 0
+    for name in formats.unused(row) if isinstance(row, dict) else ():
+        account.remark(place, f"the column '{name}' is not used")
     assert sample is not None
     examples = []
     for example in sample.examples:

@@ -1,65 +1,97 @@
 """What of a conversation leaves a trace in the text that a chat template makes of it.
 
 A template that does not know of tool calls, say, renders a turn that consists of one as an empty answer. So the
-conversation is rendered once more with a mark in each of its parts: a part is lost if the text lacks its mark.
+conversation is rendered once more with marks in each of its parts. Where a mark is missing, it is rendered without the
+part: if the text stays the same, the part is lost, else the template leaves out something of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from wgpu_lora.data.template import Message
 from wgpu_lora.data.thinking import FIELDS as REASONING
+from wgpu_lora.data.thinking import MARKER
 from wgpu_lora.errors import UserError
 
 TOOLS, CALLS, CONTENT = "tools", "tool_calls", "content"
 _PLAIN = ("role", CONTENT, CALLS, "id", "tool_call_id", "type", *REASONING)  # ids only link a result to its call
-_MOST_FIELDS = 8  # other fields that are looked for
-Render = Callable[[Sequence[Message], list[dict[str, Any]] | None], str]
+_MOST = 8  # renderings to look for a kind of lost parts
+Schemas = list[dict[str, Any]] | None
+Render = Callable[[Sequence[Message], Schemas], str]
+
+
+class Part(NamedTuple):
+    """A part of a conversation: a field of a message, one of its tool calls, or with position -1 a schema of a tool."""
+
+    position: int
+    field: str
+    number: int = 0
 
 
 def lost_parts(
-    messages: Sequence[Message], tools: list[dict[str, Any]] | None, trained: Sequence[int], render: Render
-) -> set[tuple[int, str]]:
-    """The parts of a conversation without which the template gives the same text.
+    messages: Sequence[Message], tools: Schemas, trained: Sequence[int], render: Render
+) -> tuple[set[Part], set[Part]]:
+    """The parts of a conversation that are lost, and those of which the template leaves out something.
 
     Args:
         trained: positions of the trained turns. Templates may render reasoning only of the last turn, so it is also
-            looked for in the conversation up to each of them, and not at all in other turns.
+            looked for in the conversation up to some of them, and not at all in other turns.
         render: renders messages with tools; raises UserError.
-
-    Returns:
-        (position of the message, name of its field); for tools, (-1, "tools").
     """
-    marked, schemas, marks = _marked(messages, tools)
     try:
-        text = render(marked, schemas).lower()  # templates may change the case
-        lost = {mark for mark in marks if mark not in text}
-        for turn in trained:
-            if turn + 1 < len(messages) and any(marks[mark][0] == turn for mark in lost):
-                text = render(marked[: turn + 1], schemas).lower()
-                lost -= {mark for mark in lost if marks[mark][0] == turn and mark in text}
+        plain = render(messages, tools)
+        missing = _missing(messages, tools, trained, render)
+        lost: set[Part] = set()
+        for number, part in enumerate(sorted(missing)):
+            if number >= 2 * _MOST or render(*_without(messages, tools, part)) == plain:
+                lost.add(part)
     except UserError:  # the template refuses marks, or the conversation itself
-        return set()
-    return {
-        marks[mark] for mark in lost if marks[mark][1] not in REASONING or marks[mark][0] in trained
-    } | _other_fields(messages, tools, render)
+        return set(), set()
+    return lost | _other_fields(messages, tools, render, plain), missing - lost
 
 
-def _marked(
-    messages: Sequence[Message], tools: list[dict[str, Any]] | None
-) -> tuple[list[Message], list[dict[str, Any]] | None, dict[str, tuple[int, str]]]:
-    """Messages and tools with a mark in each part, and the part of each mark."""
-    stated, number = repr((messages, tools)).lower(), 0
-    while f"zq{number}" in stated:
-        number += 1
-    marks: dict[str, tuple[int, str]] = {}
+def _missing(messages: Sequence[Message], tools: Schemas, trained: Sequence[int], render: Render) -> set[Part]:
+    """Parts with a mark that is not in the text."""
+    marked, schemas, marks = _marked(messages, tools)
+    text = render(marked, schemas).lower()  # templates may change the case
+    missing = {mark for mark in marks if mark not in text}
+    turns = sorted({marks[mark].position for mark in missing} & {*trained} - {len(messages) - 1})
+    for turn in turns[:_MOST]:
+        text = render(marked[: turn + 1], schemas).lower()
+        of_turn = {mark for mark in missing if marks[mark].position == turn}
+        missing -= {mark for mark in of_turn if mark in text}
+    if turns and not any(marks[mark].position in turns[:_MOST] for mark in missing):
+        missing = {mark for mark in missing if marks[mark].position not in turns}  # the others are alike
+    parts = {marks[mark] for mark in missing}
+    return {part for part in parts if part.field not in REASONING or part.position in trained}
 
-    def mark(position: int, field: str) -> str:
-        text = f"zq{number}x{len(marks)}qz"
-        marks[text] = position, field
+
+def _without(messages: Sequence[Message], tools: Schemas, part: Part) -> tuple[list[Message], Schemas]:
+    position, field, number = part
+    if position < 0:
+        return list(messages), [tool for i, tool in enumerate(tools or ()) if i != number]
+    changed = dict(messages[position])
+    if field == CALLS:
+        changed[CALLS] = [call for i, call in enumerate(changed[CALLS]) if i != number]
+    elif field == CONTENT:
+        changed[CONTENT] = ""
+    else:
+        del changed[field]
+    return [*messages[:position], changed, *messages[position + 1 :]], tools
+
+
+def _marked(messages: Sequence[Message], tools: Schemas) -> tuple[list[Message], Schemas, dict[str, Part]]:
+    """Messages and tools with marks in each part, and the part of each mark."""
+    unique = hashlib.sha256(repr((messages, tools)).encode(errors="replace")).hexdigest()[:12]
+    marks: dict[str, Part] = {}
+
+    def mark(*part: Any) -> str:
+        text = f"zq{unique}x{len(marks)}qz"
+        marks[text] = Part(*part)
         return text
 
     marked = []
@@ -67,32 +99,42 @@ def _marked(
         changed = dict(message)
         for field in [CONTENT, *[name for name in REASONING if message.get(name)][:1]]:
             if isinstance(text := message.get(field), str) and text.strip():
-                bare = text.rstrip()
-                changed[field] = bare + mark(i, field) + text[len(bare) :]
+                # At both ends of the answer, which begins behind reasoning.
+                start = max([0, *(found.end() for found in MARKER.finditer(text.rstrip()))])
+                start += len(text[start:]) - len(text[start:].lstrip())
+                end = len(text.rstrip())
+                body = mark(i, field) + text[start:end] if start < end else text[start:end]
+                changed[field] = text[:start] + body + mark(i, field) + text[end:]
         if calls := message.get(CALLS):
-            changed[CALLS] = [_marked_function(call, partial(mark, i, CALLS)) for call in calls]
+            changed[CALLS] = [_marked_function(call, partial(mark, i, CALLS, j)) for j, call in enumerate(calls)]
         marked.append(changed)
-    return marked, tools and [_marked_function(tool, partial(mark, -1, TOOLS)) for tool in tools], marks
+    return (
+        marked,
+        tools and [_marked_function(tool, partial(mark, -1, TOOLS, j)) for j, tool in enumerate(tools)],
+        marks,
+    )
 
 
 def _marked_function(value: dict[str, Any], mark: Callable[[], str]) -> dict[str, Any]:
-    """A tool call or a schema with marks in its name and in its arguments."""
+    """A tool call or a schema with marks in its name, description and arguments; without a name, as a further key."""
     function = value.get("function")
     if isinstance(function, dict):
         return {**value, "function": _marked_function(function, mark)}
-    changed = dict(value)
-    if isinstance(value.get("name"), str):
-        changed["name"] = value["name"] + mark()
+    changed: dict[str, Any] = {key: f"{text}{mark()}" for key, text in _texts(value)}
+    if not changed:
+        changed[mark()] = "a"
     if isinstance(value.get("arguments"), dict) and value["arguments"]:
         changed["arguments"] = {**value["arguments"], mark(): "a"}
-    elif isinstance(value.get("arguments"), str) and value["arguments"]:
-        changed["arguments"] = value["arguments"] + mark()
-    return changed
+    return {**value, **changed}
 
 
-def _other_fields(
-    messages: Sequence[Message], tools: list[dict[str, Any]] | None, render: Render
-) -> set[tuple[int, str]]:
+def _texts(function: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key in ("name", "description", "arguments"):
+        if isinstance(text := function.get(key), str) and text:
+            yield key, text
+
+
+def _other_fields(messages: Sequence[Message], tools: Schemas, render: Render, plain: str) -> set[Part]:
     """Fields that only some templates know, such as names, by rendering the conversation without them."""
     places: dict[str, int] = {}
     for i, message in enumerate(messages):
@@ -100,11 +142,11 @@ def _other_fields(
             if name not in _PLAIN and value is not None:
                 places.setdefault(name, i)
     lost = set()
-    for name in list(places)[:_MOST_FIELDS]:
+    for name in list(places)[:_MOST]:
         without = [{key: value for key, value in message.items() if key != name} for message in messages]
         try:
-            if render(messages, tools) == render(without, tools):
-                lost.add((places[name], name))
+            if render(without, tools) == plain:
+                lost.add(Part(places[name], name))
         except UserError:  # the template needs the field
             continue
     return lost

@@ -144,6 +144,11 @@ class Tokenizer:
         named = self._named_id("eos_token")
         return named if named is not None else next(iter(self._eos_ids), None)
 
+    @property
+    def eos_text(self) -> str | None:
+        """The text of eos; None if the settings do not name it."""
+        return self._special_tokens.get("eos_token")
+
     @cached_property
     def opening(self) -> list[int]:
         """Ids of the special tokens that the tokenizer adds before every text: bos, or none."""

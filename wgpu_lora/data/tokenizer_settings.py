@@ -35,13 +35,13 @@ def read_added_tokens(directory: Path) -> list[dict[str, Any]]:
     """
     config = _read_object(directory / "tokenizer_config.json")
     named = [*_special_tokens(directory, config).values()]
-    newer = "added_tokens_decoder" in config
+    newer = config.get("added_tokens_decoder") is not None
     maps = [config] if newer else [config, _read_object(directory / "special_tokens_map.json")]
     older = {} if newer else _read_object(directory / "added_tokens.json")
     try:
         for stated in maps:
-            extra = stated.get("extra_special_tokens") or stated.get("additional_special_tokens") or []
-            named += [_token(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+            for extra in (stated.get("extra_special_tokens") or [], stated.get("additional_special_tokens") or []):
+                named += [_token(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
         special = {token["content"] for token in named}
         decoder = {id: {"content": text, "special": text in special} for text, id in older.items()}
         decoder = config["added_tokens_decoder"] if newer else decoder
@@ -74,12 +74,18 @@ def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, dict[s
     """Named special tokens, such as `eos_token`."""
     token_map = _read_object(directory / "special_tokens_map.json")
     # special_tokens_map.json takes precedence in old checkpoints, which lack `added_tokens_decoder`.
-    newer_wins = {**token_map, **config} if "added_tokens_decoder" in config else {**config, **token_map}
+    newer_wins = {**token_map, **config} if config.get("added_tokens_decoder") is not None else {**config, **token_map}
     tokens = {}
     for name, value in newer_wins.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = {**_token(value), "special": True}
+            try:
+                tokens[name] = {**_token(value), "special": True}
+            except TypeError as error:
+                raise UserError(
+                    f"{name} of the tokenizer's settings in {directory} has an attribute that is not true or false; "
+                    "download them again."
+                ) from error
     return tokens
 
 

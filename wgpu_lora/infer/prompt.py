@@ -11,7 +11,7 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.examples import ALPACA, CHAT, PROMPT_FORMATS, TEXT, Alpaca, Completion, Conversation
 from wgpu_lora.data.formats import parse_example
-from wgpu_lora.data.masks import ALPACA_START, alpaca_example
+from wgpu_lora.data.masks import ALPACA_START, alpaca_example, alpaca_prompt
 from wgpu_lora.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -40,14 +40,16 @@ def chat_prompt(
     """
     if system is not None:
         check_text("system prompt", system)
-    if prompt_format == ALPACA and isinstance(prompt, str) and not prompt.startswith(ALPACA_START):
-        prompt = Alpaca(prompt, "", "", "")
+    if prompt_format == ALPACA and isinstance(prompt, str):
+        check_text("prompt", prompt)
+        whole = prompt if prompt.startswith(ALPACA_START) else alpaca_prompt(Alpaca(prompt, "", "", system or ""))
+        return tokenizer.opened(tokenizer.encode(whole))
     if isinstance(prompt, Alpaca):
         example = alpaca_example(replace(prompt, system=system or prompt.system), tokenizer)
         if isinstance(example, Completion):
             return tokenizer.opened(tokenizer.encode(example.prompt))
     messages = check_prompt(prompt)
-    plain = prompt_format in (ALPACA, TEXT) and isinstance(prompt, str)
+    plain = prompt_format == TEXT and isinstance(prompt, str)
     if plain or isinstance(prompt, Completion) or not (tokenizer.has_chat_template or prompt_format == CHAT):
         if system is not None:
             why = "prompt has plain text" if tokenizer.has_chat_template else "model has no chat template"

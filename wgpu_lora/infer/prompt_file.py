@@ -15,7 +15,7 @@ from wgpu_lora.data.account import Account
 from wgpu_lora.data.columns import Fields, RowFormat, RowFormats
 from wgpu_lora.data.examples import Completion
 from wgpu_lora.data.files import SUFFIXES, FileSource, reader_of
-from wgpu_lora.data.formats import EXAMPLES, alpaca, sharegpt
+from wgpu_lora.data.formats import EXAMPLES, alpaca, with_system
 from wgpu_lora.data.kinds import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
 from wgpu_lora.data.opening import bare_name, opened
 from wgpu_lora.data.source import Problem
@@ -41,8 +41,8 @@ def _of_instruction(row: Fields) -> Any:
 # Rows with a prompt, which may be rows to train on; all their columns are kept beside the answer.
 FORMATS: RowFormats[Any] = RowFormats(
     (
-        RowFormat({"messages": MESSAGES}, lambda row: row["messages"], EXAMPLES.columns),
-        RowFormat({"conversations": MESSAGES}, sharegpt, EXAMPLES.columns),
+        RowFormat({"messages": MESSAGES}, lambda row: with_system(row, "messages"), EXAMPLES.columns),
+        RowFormat({"conversations": MESSAGES}, lambda row: with_system(row, "conversations"), EXAMPLES.columns),
         RowFormat({"prompt": replace(ANYTHING, cell=TEXT_OR_MESSAGES.cell)}, _of_prompt, EXAMPLES.columns),
         RowFormat({"instruction": TEXT}, _of_instruction, EXAMPLES.columns),
     )
