@@ -133,6 +133,14 @@ def test_what_a_row_of_training_is_asked_with_is_what_it_is_trained_with(tmp_pat
         assert prompt == ids[: labels.count(UNTRAINED)]
 
 
+def test_an_alpaca_prompt_has_its_wording_also_beside_a_template(tmp_path: Path) -> None:
+    tokenizer = read_model(words_model(tmp_path / "m", CHATML)).tokenizer
+    plain = read_model(words_model(tmp_path / "n")).tokenizer
+    assert tokenizer is not None
+    assert plain is not None
+    assert chat_prompt(tokenizer, "w1", None, "alpaca") == chat_prompt(plain, Alpaca("w1", "", "", ""))
+
+
 DATED = "{{ strftime_now('%d %b %Y %H:%M:%S') }}" + CHATML
 
 

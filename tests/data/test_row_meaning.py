@@ -138,6 +138,55 @@ def test_calls_and_schemas_of_every_spelling_become_tool_calls_and_tools(row: di
     assert trained(row, with_template(TOOLS)) == ['<call>area({"w": 3})</call><|im_end|>']
 
 
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ({"name": "area", "arguments": '{"w": 3}'}, {"w": 3}),
+        ({"name": "area", "parameters": {"w": 3}}, {"w": 3}),
+        ({"type": "function", "function": {"name": "area"}}, {}),
+        ({"function": {"name": "area", "arguments": ""}}, {}),
+        ({"function": {"name": "area", "arguments": None}}, {}),
+        ({"function": {"name": "area", "arguments": "w=3"}}, "w=3"),
+    ],
+)
+def test_calls_have_one_form(call: dict[str, Any], arguments: Any) -> None:
+    [_, turn] = normal(messages=[*chat("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]).messages
+    [made] = turn["tool_calls"]
+    assert made["function"] == {"name": "area", "arguments": arguments}
+    if "function" not in call:
+        older = {"role": "assistant", "content": "", "function_call": call}
+        assert normal(messages=[*chat("a"), older]).messages[1]["tool_calls"][0]["function"] == made["function"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{"tool": "w", "args": {}}, {"function": "w"}, {"type": "custom", "custom": {"name": "w"}}, {"function": {}}, {}],
+)
+def test_calls_without_a_name_are_refused(call: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="has a tool call without the name of a function"):
+        normal(messages=[*chat("a"), {"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+def test_schemas_of_either_form_in_functions_are_tools() -> None:
+    assert normal(messages=chat("a", "b"), functions=[SCHEMA]).tools == [SCHEMA]
+
+
+def test_a_system_column_means_the_same_in_every_spelling_and_unused_columns_are_named(tmp_path: Path) -> None:
+    for key, turn in SPELLINGS.items():
+        messages = [turn(role, text, {}) for role, text in TURNS]
+        found = normal(**{key.strip(): messages, "system": "Be kind."})
+        assert found.messages[0] == {"role": "system", "content": "Be kind."}
+        assert found.trained == {2, 4}
+    rows = [
+        {"prompt": "q", "completion": "a", "system": "s"},
+        {"instruction": "q", "output": "a", "history": [["a", "b"]]},
+        {"messages": chat("q", "a"), "mask": [1]},
+    ]
+    said = prepared(write_jsonl(tmp_path / "a.jsonl", *rows)).summary()
+    for name, line in (("system", 1), ("history", 2), ("mask", 3)):
+        assert f"the column '{name}' is not used (line {line})" in said
+
+
 def test_fields_and_roles_of_turns_are_kept() -> None:
     turns = [
         {"from": "human", "value": "area?", "name": "Ann"},
@@ -241,6 +290,37 @@ def test_a_row_whose_answer_is_not_rendered_is_refused(
     assert len(kept.rows) == 2
 
 
+SHORT = CHATML.replace("message['content']", "message['content'][:5]")
+DESCRIBED = {"function": {"name": "f", "description": "d"}}
+NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "unrendered"),
+    [
+        (SHORT, {"messages": chat("q", "ok")}, set()),
+        (SHORT, {"messages": chat("q", "a long answer")}, {"a part of content of the role 'assistant'"}),
+        (NAMES, {"messages": chat("q", "a"), "tools": [DESCRIBED]}, {"a part of 'tools'"}),
+        (CHATML, {"messages": chat("q", "a"), "tools": [{"type": "web_search"}]}, {"'tools'"}),
+    ],
+)  # fmt: skip
+def test_a_part_that_is_left_out_is_told_from_the_whole(
+    template: str, row: dict[str, Any], unrendered: set[str]
+) -> None:
+    [found] = tokenize_examples([parse_example(row)], with_template(template))
+    assert isinstance(found, TokenizedExample)
+    assert found.unrendered == unrendered
+    assert found.pairs
+
+
+def test_turns_cut_one_by_one_are_not_trained_on_as_empty_answers() -> None:
+    source = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+    source = source.replace("'<|im_end|>' + '\\n'", "('!' if loop.last else '') + '<|im_end|>' + '\\n'")
+    assert "loop.last" in source
+    texts = trained({"messages": chat("a", "<think>b</think>", "c", "d")}, with_template(source))
+    assert all("d" in text for text in texts)
+
+
 def test_an_answer_that_the_template_strips_is_not_trained_on() -> None:
     strips = with_template(CHATML.replace("message['content']", "message['content'].split('</think>')[-1]"))
     assert "split" in strips.chat_templates["default"], "the fixture has another spelling"
@@ -318,6 +398,14 @@ def test_a_text_that_brings_its_bos_gets_no_second_one(tmp_path: Path, row: dict
     assert not any(pair == (tokenizer.bos_id, tokenizer.bos_id) for pair in pairwise(ids))
     said = prepare(write_jsonl(tmp_path / "a.jsonl", row), tokenizer, max_length=64).summary()
     assert "texts that begin with a beginning-of-text token get no second one (line 1)" in said
+
+
+def test_bos_in_a_completion_and_eos_before_white_space_are_not_doubled() -> None:
+    tokenizer = beginning()
+    [(ids, _)] = tokenize_example(parse_example({"prompt": "", "completion": "<s>The sky"}), tokenizer)
+    assert ids.count(tokenizer.bos_id) == 1
+    [(ids, _)] = tokenize_example(parse_example({"text": "The sky</s>\n"}), tokenizer)
+    assert ids.count(tokenizer.eos_id) == 1
 
 
 def beginning() -> Tokenizer:

@@ -119,8 +119,9 @@ def _calls(fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UserError(f"{where} has 'tool_calls' that are not a list of objects.")
     if older is None or (isinstance(older, dict) and not any(older.values())):
-        if wrong := next((call for call in calls if not _name_of(call)), None):
-            raise UserError(f"{where} has a tool call without the name of a function, {json.dumps(wrong)[:80]}.")
+        if nameless := [call for call in calls if not _name_of(call)]:
+            shown = json.dumps(nameless[0], default=repr)[:80]
+            raise UserError(f"{where} has a tool call without the name of a function, {shown}.")
         return [_parsed_call(call) if "function" in call else _function_call(call) for call in calls]
     if not isinstance(older, dict) or not _name_of(older):
         raise UserError(f"{where} has a 'function_call' that is not an object with 'name' and 'arguments'.")

@@ -51,7 +51,9 @@ def lost_parts(
                 lost.add(part)
     except UserError:  # the template refuses marks, or the conversation itself
         return set(), set()
-    return lost | _other_fields(messages, tools, render, plain), missing - lost
+    # A template may cut the mark alone off.
+    shortened = {part for part in missing - lost if not _is_whole(messages, part, plain)}
+    return lost | _other_fields(messages, tools, render, plain), shortened
 
 
 def _missing(messages: Sequence[Message], tools: Schemas, trained: Sequence[int], render: Render) -> set[Part]:
@@ -68,6 +70,11 @@ def _missing(messages: Sequence[Message], tools: Schemas, trained: Sequence[int]
         missing = {mark for mark in missing if marks[mark].position not in turns}  # the others are alike
     parts = {marks[mark] for mark in missing}
     return {part for part in parts if part.field not in REASONING or part.position in trained}
+
+
+def _is_whole(messages: Sequence[Message], part: Part, text: str) -> bool:
+    stated = messages[part.position].get(part.field) if part.position >= 0 else None
+    return isinstance(stated, str) and stated.strip() in text
 
 
 def _without(messages: Sequence[Message], tools: Schemas, part: Part) -> tuple[list[Message], Schemas]:

@@ -196,7 +196,8 @@ def set_length(
     args = stream.args
     planned = plan_of(options, args, place, storage)
     total = state.total_steps if planned.target_seconds else DataStream(stream.prepared, planned).total_steps()
-    if state.total_steps not in (total, total + 1):  # earlier versions rounded some parts of epochs up
+    older = total + (planned.num_train_epochs % 1 > 0)  # earlier versions rounded some parts of epochs up
+    if state.total_steps not in (total, older):
         wrong = f"{STATE} says {state.total_steps} steps in total, but there are {total}"
     elif state.step > total and not planned.target_seconds:
         wrong = f"{STATE} says step {state.step} of {total}"
