@@ -125,7 +125,8 @@ def test_a_reader_that_leaves_does_not_end_a_run(start: Start, tmp_path: Path) -
     until(trained(out, 1))
     process.stdout.close()
     assert process.wait(timeout=120) == 0
-    assert process.stderr.read() == ""
+    said = process.stderr.read().splitlines()
+    assert [line for line in said if not line.startswith("compiling the kernels")] == []
     assert json.loads((out / "run.json").read_text())["state"]["step"] == 20
     assert load_file(out / "adapter_model.safetensors")
 
