@@ -157,7 +157,7 @@ REFUSED = [
     ("/load nowhere", "nowhere"),
     ("/reset now", "/reset takes no argument"),
     ("w5\n/save a b", "/save FILE takes one file"),
-    ("/save nowhere/x", "nowhere/x cannot be written"),
+    ("/save nowhere/x", "The directory nowhere of"),
     ('"""w1', "is not closed"),
     ("w7 " * 200, "takes 202 tokens"),
 ]

@@ -39,8 +39,8 @@ class TrainingOptions(TypedDict, total=False):
     target_modules: str | list[str]
     learning_rate: float | None
     lr_scheduler_type: str
-    lr_scheduler_min: float
     lr_scheduler_restart: bool
+    lr_scheduler_min: float
     warmup_ratio: float
     warmup_steps: int
     objective: str
