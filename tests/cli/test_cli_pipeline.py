@@ -70,7 +70,7 @@ def test_a_poisoned_adapter_is_exit_code_1(rows: Path, capsys: pytest.CaptureFix
     (rows / "more.toml").write_text(text)
     assert finetune("--adapters-config", "more.toml", steps=4) == 1
     printed = capsys.readouterr()
-    assert printed.err.startswith("wgpu-lora: adapter c: the update would have left weights not finite")
+    assert "wgpu-lora: adapter c: the update would have left weights not finite" in printed.err
     assert printed.out.count("the step limit is reached") == 2
     taken = json.loads((rows / "out/both/pipeline.json").read_text())["step"]
     assert finetune("--adapters-config", "more.toml", "--resume", steps=4) == 1  # it is not tried again

@@ -161,7 +161,8 @@ def long_work_shown() -> Iterator[None]:
         bar: Bar | None = None
         while not ended.wait(TICK):
             for other in Bar.shown - {bar}:
-                other.say()
+                if not other.full:
+                    other.say()
             now, paths = time.monotonic(), files_in_use()
             since = {path: since.get(path, now) for path in paths}
             path = next((path for path in paths if now - since[path] >= SOON), None)
@@ -183,6 +184,7 @@ def long_work_shown() -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+        Bar.shown.clear()  # whatever was not closed belongs to this command
 
 
 class TensorBar(Events):
