@@ -35,8 +35,8 @@ from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.errors import WrongResults
 from wgpu_lora.gpu.tuner import Tuner, skipped
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.strict_json import typed
 from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.typed_json import typed
 from wgpu_lora.worker.child import Ended, Port
 from wgpu_lora.worker.registry import KINDS
 

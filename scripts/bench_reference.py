@@ -30,8 +30,8 @@ from wgpu_lora.models.config import module_of
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import SyntheticCheckpoint
 from wgpu_lora.names.aliases import real_names
-from wgpu_lora.strict_json import typed
 from wgpu_lora.train.memory import readable
+from wgpu_lora.typed_json import typed
 from wgpu_lora.weights.registry import BASE_FORMATS
 from wgpu_lora.worker.child import Ended, Port
 from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed

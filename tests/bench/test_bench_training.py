@@ -234,4 +234,4 @@ def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.Captu
         assert main(["bench", "training", *two, *words]) == 2
         assert message in capsys.readouterr().err
     assert main(["bench", "training", *of, "/nowhere/x.json"]) == 2
-    assert "The result file /nowhere/x.json cannot be written" in capsys.readouterr().err
+    assert "The directory /nowhere of --json does not exist" in capsys.readouterr().err

@@ -50,9 +50,9 @@ def test_a_pipelines_directory_stands_for_its_adapters(
 @pytest.mark.parametrize(
     ("damage", "missing"),
     [
-        (lambda facts: facts["memory"].pop("groups"), "groups"),
-        (lambda facts: facts["data"].pop("summary"), "summary"),
-        (lambda facts: facts["environment"].pop("versions"), "versions"),
+        (lambda facts: facts["memory"].pop("groups"), "memory.groups"),
+        (lambda facts: facts["data"].pop("summary"), "data.summary"),
+        (lambda facts: facts["environment"].pop("versions"), "environment.versions"),
         (lambda facts: facts.pop("adapter_sha256"), "adapter_sha256"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_signal_while_it_writes_leaves_nothing(runs: Path, tmp_path: Path) -> 
 def test_odd_values_are_drawn_or_named(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = copied(runs, tmp_path / "run")
     facts = json.loads((run / "run.json").read_text())
-    facts["data"]["summary"] = "\ud800.jsonl: <1 row>"
+    facts["data"]["summary"] = "\x1b\u202e.jsonl: <1 row>"
     (run / "run.json").write_text(json.dumps(facts))
     odd = [{"step": 4, "epoch": 1, "loss": 1e308, "tokens": -9, "seconds": -1e308}]
     odd += [{"step": 5, "epoch": 1, "loss": -1e308, "tokens": 5e-324, "seconds": 1e308}]
@@ -140,4 +140,4 @@ def test_odd_values_are_drawn_or_named(runs: Path, tmp_path: Path, capsys: pytes
     (run / "run.json").write_text(json.dumps(facts))
     capsys.readouterr()
     assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 2
-    assert "base is nan" in capsys.readouterr().err
+    assert "'memory.groups.base' must be a whole number, not NaN" in capsys.readouterr().err
