@@ -91,7 +91,7 @@ def test_without_pytorch_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["--rows", "1,0"], "--rows must be at least 1, not 0."),
         (["--torch", "f32,zork"], "--torch has 'zork', which is not one of f32, bf16, nf4."),
         (["--torch-device", "cuda"], "--torch-device cuda is not possible: PyTorch finds no such device."),
-        (["--json", "/nowhere/x.json"], "The result file /nowhere/x.json cannot be written: No such file"),
+        (["--json", "/nowhere/x.json"], "The directory /nowhere of --json does not exist"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_it_runs(
