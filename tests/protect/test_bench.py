@@ -86,4 +86,4 @@ def test_the_flag_is_the_command(capsys: pytest.CaptureFixture[str]):
         assert main([*words, "--order", "zork", "--shape", "mini"]) == 2
         assert "--order must be one of raw-first, protected-first" in capsys.readouterr().err
     assert main(["bench", "--protected", "--json", "/nowhere/x.json", "--target-seconds", "1"]) == 2
-    assert "The result file /nowhere/x.json cannot be written" in capsys.readouterr().err
+    assert "The directory /nowhere of --json does not exist" in capsys.readouterr().err
