@@ -62,7 +62,8 @@ def tiling(text: str) -> dict[str, Any]:
 def writable(text: str) -> Path:
     """A file, which is known to be writable before hours of compiling."""
     try:
-        Writer(text)
+        with Writer(text):
+            pass
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return Path(text)

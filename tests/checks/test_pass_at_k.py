@@ -109,7 +109,19 @@ def test_samples_are_checked_and_counted(tmp_path: Path, monkeypatch: pytest.Mon
              "a": ["```\ndef f(x): return x + 1\n```", "def f(x):", "    return x + 1", "    return 2"]}  # fmt: skip
     asked: list[Any] = []
 
-    def answer(model: Any, prompts: Any, *_: Any, names: Any, seeds: Any, plain: bool, events: Any, **__: Any) -> None:
+    def answer(
+        model: Any,
+        prompts: Any,
+        directories: Any,
+        slots: Any,
+        settings: Any,
+        *,
+        names: Any,
+        seeds: Any,
+        events: Any,
+        **_: Any,
+    ) -> None:
+        plain = settings.prompt_format == "text"
         asked.append((plain, seeds))
         for number in range(len(prompts)):
             of, who = divmod(number, len(names))
@@ -184,7 +196,7 @@ def test_the_command(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyP
         (["--pass-at-k", "1", "--max-length", "9"], "--max-length does nothing"),
         ([], "--samples and --max-new-tokens do nothing"),
         (["--pass-at-k", "1", "--timeout", "0"], "--timeout must be"),
-        (["--pass-at-k", "1", "--output", rows], "already exists"),
+        (["--pass-at-k", "1", "--output", rows], "exists already"),
     ):
         code, _, err = run(*ask, *more)
         assert (code, err.count("\n"), words in err) == (2, 1, True), err
