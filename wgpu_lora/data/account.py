@@ -102,9 +102,10 @@ class Account:
 
     def note_text(self, place: Place, example: TokenizedExample) -> None:
         """Count what the text of an example lacks, and how it was changed."""
-        for tallies, names in ((self.unrendered, example.unrendered), (self.remarks, example.remarks)):
-            for name in sorted(names):
-                tallies.setdefault(name, Tally()).add(place)
+        for name in sorted(example.unrendered):
+            self.unrendered.setdefault(name, Tally()).add(place)
+        for text in sorted(example.remarks):
+            self.remark(place, text)
         if example.untrained_turns:
             self.untrained_turns.add(place, example.untrained_turns)
 

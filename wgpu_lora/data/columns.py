@@ -13,7 +13,7 @@ from wgpu_lora.words import listed
 
 T = TypeVar("T")
 # Columns of other programs' rows that change what is trained on.
-MEANINGFUL = {"system", "history", "tools", "functions", "mask", "loss_mask", "images", "videos", "audio"}
+MEANINGFUL = ("system", "history", "tools", "functions", "mask", "loss_mask", "images", "videos", "audio")
 Row = Mapping[str, Any]
 
 
@@ -135,7 +135,7 @@ class RowFormats(Generic[T]):
     def unused(self, row: Row) -> list[str]:
         """Columns of a row that mean something elsewhere, but are not read in its format."""
         form = self._of(row)
-        read = {*form.required, *form.optional} if form else MEANINGFUL
+        read = {*form.required, *form.optional} if form else {*MEANINGFUL}
         return [name for name in MEANINGFUL if row.get(name) and name not in read]
 
     def check_columns(self, names: Sequence[str]) -> None:

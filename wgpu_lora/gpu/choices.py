@@ -93,13 +93,6 @@ NO_VERDICTS: Mapping[str, Verdict] = MappingProxyType({})
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-def choices_from_json(value: Any) -> dict[str, Tiling]:
-    """Reads choices written by `Tiling.to_json`, or by version 0.1. Raises ValueError if they are invalid."""
-    if not isinstance(value, dict):
-        raise ValueError("the tilings must be a JSON object")
-    return {str(key): Tiling.from_json(tiling) for key, tiling in value.items()}
-
-
 def bucket(size: int) -> int:
     """The power of two nearest in ratio. Sizes of one bucket share a choice."""
     return 1 << round(math.log2(max(size, 1)))
