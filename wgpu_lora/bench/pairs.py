@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bench.max_batch import OK, OOM
 from wgpu_lora.bench.step import TRAINING, own_words
 from wgpu_lora.bench.training import Work, header_of, prepared, recording, timed
 from wgpu_lora.errors import UserError
@@ -21,7 +22,7 @@ from wgpu_lora.track.recording import note_failure
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.options.arguments import TrainingArguments
 
-OK, OOM, FAILED = "OK", "OOM", "failed"
+FAILED = "failed"
 Record = dict[str, Any]
 
 

@@ -16,6 +16,7 @@ from wgpu_lora.distill.digests import template_digest
 from wgpu_lora.distill.header import LOGITS, Header, Shard, Table, read_header, row_digest
 from wgpu_lora.distill.packing import packed_bytes, unpack_ids
 from wgpu_lora.distill.support import Support, correction_of
+from wgpu_lora.distill.targets import TeacherRows, targets_of, teacher_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import setting
 from wgpu_lora.words import counted
@@ -223,3 +224,8 @@ class TeacherCache:
 
 def _damaged(path: Path) -> UserError:
     return UserError(f"{path} is damaged, since its content is not what was written: restore it, or {AGAIN}.")
+
+
+def cached_rows(cache: TeacherCache, labels: np.ndarray, index: int, temperature: float) -> TeacherRows:
+    """What a cache says about a row of data with this index (see `TeacherCache.support`)."""
+    return teacher_rows(cache.support(index), targets_of(labels), cache.vocab_size, temperature)

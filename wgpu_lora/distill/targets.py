@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from wgpu_lora.data import UNTRAINED
-from wgpu_lora.distill.cache import TeacherCache
 from wgpu_lora.distill.support import Support
 from wgpu_lora.ops.support import LOWEST, NO_ID
 
@@ -62,11 +61,6 @@ def teacher_rows(support: Support, targets: np.ndarray, vocab_size: int, tempera
     places = np.where(hits.any(1), hits.argmax(1), kept).astype(np.uint32)
     ids[:, kept] = np.where(places == kept, targets, NO_ID)
     return TeacherRows(ids, logprobs.astype(np.float32), places)
-
-
-def cached_rows(cache: TeacherCache, labels: np.ndarray, index: int, temperature: float) -> TeacherRows:
-    """What a cache says about a row of data with this index (see `TeacherCache.support`)."""
-    return teacher_rows(cache.support(index), targets_of(labels), cache.vocab_size, temperature)
 
 
 def targets_of(labels: np.ndarray | None) -> np.ndarray:

@@ -16,26 +16,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wgpu_lora.train.schedule import LR_SCHEDULES, decayed, warmup_steps
+from wgpu_lora.train.state import step_budget
 
 if TYPE_CHECKING:
-    from wgpu_lora.train.options.arguments import TrainingArguments
     from wgpu_lora.train.run import Run
-    from wgpu_lora.train.state import RunState
 
 HELD_OUT, CHECKPOINT = "held-out loss", "checkpoint"  # what lies between steps and is left out if it does not fit
 UNTIMED_SHARE = 0.02  # of the time, for such work that was not timed yet
 TIMED = 3  # steps that are timed before the number of steps is estimated
 RECENT = 32  # steps whose median is the time of the next one
-MOST = 1 << 52  # steps, which a run's state can hold; an estimate for an endless time would be more
 LEAST_SHARE = 0.01  # of the peak, at the beginning of a warm-up by time: no step trains nothing
-
-
-def step_budget(state: RunState, args: TrainingArguments, each: float) -> int:
-    """The total steps of a timed run whose remaining ones take `each` seconds."""
-    assert args.target_seconds
-    left = max(0.0, args.target_seconds - state.elapsed_seconds)
-    total = min(state.step + round(left / max(each, 1e-9)), MOST)
-    return min(total, args.max_steps) if args.max_steps > 0 else total
 
 
 @dataclass

@@ -11,12 +11,11 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import either, flag, setting
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.clock import step_budget
 from wgpu_lora.train.options.arguments import FREE_ON_RESUME, PATHS, PLAN, TrainingArguments, from_values
 from wgpu_lora.train.pipeline_state import MEMBER, home_of, read_pipeline_state
 from wgpu_lora.train.records import PIPELINE, RUN, refuse_unregistered
 from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
-from wgpu_lora.train.state import STATE, RunState
+from wgpu_lora.train.state import STATE, RunState, step_budget
 from wgpu_lora.train.storage import EVIDENCE, PLAIN, Storage
 from wgpu_lora.train.stream import DataStream
 from wgpu_lora.words import counted

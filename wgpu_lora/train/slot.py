@@ -31,8 +31,7 @@ from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState, read_state
 from wgpu_lora.train.storage import PLAIN
-from wgpu_lora.train.stream import DataStream
-from wgpu_lora.train.teacher import heldout_options
+from wgpu_lora.train.stream import DataStream, heldout_options
 
 
 @dataclass

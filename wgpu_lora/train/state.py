@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.schema import SCHEMA, schema_of
 from wgpu_lora.train.storage import PLAIN, Storage
 from wgpu_lora.typed_json import Count, FromJson, Seconds, typed
@@ -99,3 +100,14 @@ def _is_identity(value: Any) -> bool:
         and all(isinstance(value.get(name), str) for name in ("data", "base", "config"))
         and isinstance(value.get("weights"), str | None)
     )
+
+
+def step_budget(state: RunState, args: TrainingArguments, each: float) -> int:
+    """The total steps of a timed run whose remaining ones take `each` seconds."""
+    assert args.target_seconds
+    left = max(0.0, args.target_seconds - state.elapsed_seconds)
+    total = min(state.step + round(left / max(each, 1e-9)), MOST)
+    return min(total, args.max_steps) if args.max_steps > 0 else total
+
+
+MOST = 1 << 52  # steps, which a run's state can hold; an estimate for an endless time would be more

@@ -12,8 +12,7 @@ import numpy as np
 
 from wgpu_lora.data import Prepared, Row, batches, epoch_order
 from wgpu_lora.data.cutting import prompt_tokens
-from wgpu_lora.distill.cache import TeacherCache
-from wgpu_lora.distill.targets import cached_rows
+from wgpu_lora.distill.cache import TeacherCache, cached_rows
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
@@ -252,3 +251,9 @@ def quarters(most: int) -> list[int]:
 def _rounded(tokens: int) -> int:
     """Rounded up to whole tiles of the matrix products."""
     return max(16, -(-tokens // 16) * 16)
+
+
+def heldout_options(args: TrainingArguments) -> TrainingArguments:
+    """The options of a stream of held-out rows."""
+    own = args.eval_teacher_cache
+    return replace(args, teacher_cache=own, eval_teacher_cache=None) if args.objective == "kd" and own else args

@@ -16,6 +16,7 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.naming import flag, naming, renamed, setting
 from wgpu_lora.train.frozen import frozen_adapter
 from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.stream import heldout_options
 from wgpu_lora.train.teachers import LiveTeacher
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
@@ -90,12 +91,6 @@ def with_template_date(
     cached = args.objective == "kd" and args.teacher_cache is not None
     own = read_header(Path(args.teacher_cache or "")).template_date if cached else None
     return replace(args, template_date=own or date or now())
-
-
-def heldout_options(args: TrainingArguments) -> TrainingArguments:
-    """The options of a stream of held-out rows."""
-    own = args.eval_teacher_cache
-    return replace(args, teacher_cache=own, eval_teacher_cache=None) if args.objective == "kd" and own else args
 
 
 def check_caches(

@@ -16,8 +16,7 @@ from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.run import Run
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.stream import DataStream
-from wgpu_lora.train.teacher import heldout_options
+from wgpu_lora.train.stream import DataStream, heldout_options
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 

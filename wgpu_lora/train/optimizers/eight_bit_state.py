@@ -10,6 +10,7 @@ import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Tensor, persistent
+from wgpu_lora.gpu.tunable import Arrays
 from wgpu_lora.models.parameters import ParameterSet, Place
 from wgpu_lora.ops.optimizer import BLOCK
 from wgpu_lora.train.optimizers.base import State
@@ -24,7 +25,7 @@ from wgpu_lora.train.optimizers.eight_bit import (
     code_words,
     record_values,
 )
-from wgpu_lora.train.optimizers.state import ANOTHER, Arrays, laid_out, wrong_values
+from wgpu_lora.train.optimizers.state import ANOTHER, laid_out, wrong_values
 
 ABSMAX = "_absmax"  # after the name of a state: the scales of its codes, as bitsandbytes calls them
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
+from wgpu_lora.gpu.tunable import Arrays
 from wgpu_lora.gpu.values import widened
 from wgpu_lora.models.parameters import ParameterSet, Place
 from wgpu_lora.ops.optimizer import BLOCK
 from wgpu_lora.train.optimizers.base import State
 
-Arrays = dict[str, np.ndarray]
 ANOTHER = "it holds the state of another optimizer"
 
 

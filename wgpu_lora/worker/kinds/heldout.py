@@ -16,7 +16,7 @@ from wgpu_lora.train.gather import gather
 from wgpu_lora.train.options.arguments import TrainingArguments
 from wgpu_lora.train.preferred import evaluate_objective
 from wgpu_lora.train.slot import AdapterRun
-from wgpu_lora.train.teacher import heldout_options
+from wgpu_lora.train.stream import heldout_options
 from wgpu_lora.worker.child import Ended, Port
 
 # An adapter says these itself, also where its file is of another form than training's (PiSSA has twice the rank).
