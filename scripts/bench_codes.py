@@ -14,10 +14,10 @@ import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Kernel
-from wgpu_lora.gpu.single import SingleKernel
-from wgpu_lora.weights.lowbit_products import codes_matmul, codes_matmul_backward
-from wgpu_lora.weights.nf4_products import nf4_matmul, nf4_matmul_backward
-from wgpu_lora.weights.schemes import Scheme, scheme_of
+from wgpu_lora.gpu.single_kernel import SingleKernel
+from wgpu_lora.weights.lowbit.lowbit_layout import Scheme, scheme_of
+from wgpu_lora.weights.lowbit.lowbit_products import codes_matmul, codes_matmul_backward
+from wgpu_lora.weights.nf4.nf4_products import nf4_matmul, nf4_matmul_backward
 
 LEFT_OUT = ("bias", "a_scale", "h", "factor", "ranges")
 

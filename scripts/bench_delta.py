@@ -22,17 +22,16 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.models.architectures.qwen3_5 import Qwen35Text
-from wgpu_lora.models.blocks.attention import KeyRanges
+from wgpu_lora.models.batch_inputs import Placing, Segment, write
+from wgpu_lora.models.blocks.attention_block import KeyRanges
 from wgpu_lora.models.blocks.delta_net import L2_EPS, Runs
-from wgpu_lora.models.inputs import Segment, write
-from wgpu_lora.models.placing import Placing
-from wgpu_lora.models.shapes import shape_config
+from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.ops.attention import attention
-from wgpu_lora.ops.causal_conv import causal_conv
-from wgpu_lora.ops.delta import gated_delta_rule
-from wgpu_lora.ops.delta_step import gated_delta_step
+from wgpu_lora.ops.delta_net.causal_conv import causal_conv
+from wgpu_lora.ops.delta_net.delta_rule import gated_delta_rule
+from wgpu_lora.ops.delta_net.delta_step import gated_delta_step
 from wgpu_lora.ops.elementwise import copy
-from wgpu_lora.ops.gated_norm import gated_norm, l2norm
+from wgpu_lora.ops.norm import gated_norm, l2norm
 from wgpu_lora.ops.recorder import Recorder
 
 Op = Callable[[Recorder, dict[str, Tensor]], Tensor]

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bench.brick_results import Writer, header
+from wgpu_lora.bench.bricks import bricks_of
 from wgpu_lora.bench.contract import load_contract
-from wgpu_lora.bench.results import Writer, header
-from wgpu_lora.bench.workloads import bricks_of
 from wgpu_lora.cli.console import line
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.shapes import shape_config
-from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
+from wgpu_lora.models.published_shapes import shape_config
+from wgpu_lora.worker.worker import PROGRAM, Worker, WorkerFailed
 
 SCHEMA = "wgpu-lora-bench-gpu/3"
 SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b")

@@ -24,21 +24,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `scripts`, i
 from scripts.gpu_compilers.predictions import figures, nearest, read
 from scripts.gpu_compilers.recorded import Call, calls
 from scripts.gpu_compilers.wanted import Wanted
-from wgpu_lora.bench.check import Checked
-from wgpu_lora.bench.profile import profile_step
-from wgpu_lora.bench.step import WARMUP, TrainingStep, chosen_model
+from wgpu_lora.bench.reference_check import Checked
+from wgpu_lora.bench.step_profile import profile_step
+from wgpu_lora.bench.training_step import WARMUP, TrainingStep, chosen_model
 from wgpu_lora.cli import main as command_line
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.cuts import NMSE, cut_verdict
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.device_errors import WrongResults
 from wgpu_lora.gpu.dispatch import Dispatch
-from wgpu_lora.gpu.errors import WrongResults
+from wgpu_lora.gpu.tiling_check import NMSE, cut_verdict
 from wgpu_lora.gpu.tuner import Tuner, skipped
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.typed_json import typed
-from wgpu_lora.worker.child import Ended, Port
-from wgpu_lora.worker.registry import KINDS
+from wgpu_lora.worker.job_kinds import KINDS
+from wgpu_lora.worker.job_process import Ended, Port
 
 Record = dict[str, Any]
 

@@ -24,10 +24,10 @@ import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, release
-from wgpu_lora.models.shapes import shape_config
+from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.weights.base import Loading, Shared
-from wgpu_lora.weights.registry import base_format
-from wgpu_lora.weights.schemes import Scheme
+from wgpu_lora.weights.base_formats import base_format
+from wgpu_lora.weights.lowbit.lowbit_layout import Scheme
 
 
 @dataclass(frozen=True)

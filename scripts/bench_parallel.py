@@ -23,12 +23,12 @@ from pathlib import Path
 from wgpu_lora.assets import DEMO_TRAIN
 from wgpu_lora.cluster.parallel.process import LocalHelper
 from wgpu_lora.cluster.parallel.relay import Relay
-from wgpu_lora.train import exchange
-from wgpu_lora.train.asking import Helper
+from wgpu_lora.train.data_parallel import gradient_messages
+from wgpu_lora.train.data_parallel.leader import SharedStep, Sharing
+from wgpu_lora.train.data_parallel.remote_worker import Helper
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
-from wgpu_lora.train.optimizer import SlotUpdate
-from wgpu_lora.train.options.arguments import from_values
-from wgpu_lora.train.sharing import SharedStep, Sharing
+from wgpu_lora.train.options.training_arguments import from_values
+from wgpu_lora.train.session.optimizer_update import SlotUpdate
 
 WARM = 6  # steps of a round that are not timed: kernels are compiled, and shares settle
 
@@ -66,7 +66,7 @@ class Measured:
             helper.core = core if pin else None
         self.relay = Relay(helpers)
         links = [Client(link) for link in self.relay.links]
-        from wgpu_lora.chain.digests import code_digest
+        from wgpu_lora.chain.chain_run import code_digest
 
         self.sharing = Sharing(links, code_digest())
         self.pin = pin
@@ -99,13 +99,13 @@ class Measured:
         shared = SharedStep(session, run, next(self._steps))
         helper: Helper = self.sharing._helpers[1]
         begin = time.perf_counter()
-        question = exchange.message(shared.question((0, 0)), exchange.parameters(session))
+        question = gradient_messages.message(shared.question((0, 0)), gradient_messages.parameters(session))
         helper.ask(question, 0)
         answer = helper.answer(60)
         assert answer
-        exchange.place_sums(session, exchange.added(exchange.sums(session), [answer.arrays]))
+        gradient_messages.place_sums(session, gradient_messages.added(gradient_messages.sums(session), [answer.arrays]))
         seconds = time.perf_counter() - begin
-        exchange.clear_gradients(session)
+        gradient_messages.clear_gradients(session)
         return seconds, len(question), sum(values.nbytes for values in answer.arrays.values())
 
     def close(self) -> None:

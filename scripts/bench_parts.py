@@ -17,17 +17,16 @@ from unittest.mock import patch
 
 import numpy as np
 
-from wgpu_lora.bench.step import TrainingStep, chosen_model, training_options
+from wgpu_lora.bench.training_step import TrainingStep, chosen_model, training_options
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
-from wgpu_lora.models.blocks.attention import Attention
+from wgpu_lora.models.blocks.attention_block import Attention, GatedAttention
 from wgpu_lora.models.blocks.delta_net import DeltaNet
-from wgpu_lora.models.blocks.gated_attention import GatedAttention
-from wgpu_lora.models.blocks.mlp import GatedMLP
+from wgpu_lora.models.blocks.transformer_block import GatedMLP
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.train import batch
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.session import batch
 
 OWNERS: tuple[tuple[Any, str, str], ...] = (
     (DeltaNet, "record", "delta nets"),

@@ -19,23 +19,23 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+from wgpu_lora.bench.brick_results import Writer, commit
 from wgpu_lora.bench.reference import ReferenceWork, compared, forget_peak, peak_resident_bytes, resident_bytes
-from wgpu_lora.bench.results import Writer, commit
-from wgpu_lora.bench.stats import timed
-from wgpu_lora.bench.step import LEARNING_RATE, SCALING, WARMUP, synthetic_rows
+from wgpu_lora.bench.timing import run_seconds
+from wgpu_lora.bench.training_step import LEARNING_RATE, SCALING, WARMUP, synthetic_rows
 from wgpu_lora.cli import main as command_line
 from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.config import module_of
-from wgpu_lora.models.shapes import shape_config
-from wgpu_lora.models.synthetic import SyntheticCheckpoint
+from wgpu_lora.models.model_config import module_of
+from wgpu_lora.models.published_shapes import shape_config
+from wgpu_lora.models.synthetic_models import SyntheticCheckpoint
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.train.memory import readable
 from wgpu_lora.typed_json import typed
-from wgpu_lora.weights.registry import BASE_FORMATS
-from wgpu_lora.worker.child import Ended, Port
-from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
-from wgpu_lora.worker.registry import KINDS
+from wgpu_lora.weights.base_formats import BASE_FORMATS
+from wgpu_lora.worker.job_kinds import KINDS
+from wgpu_lora.worker.job_process import Ended, Port
+from wgpu_lora.worker.worker import PROGRAM, Worker, WorkerFailed
 
 SCHEMA = "wgpu-lora-bench-reference/1"
 HALVES = ("bf16", "f16")
@@ -126,7 +126,7 @@ class TorchSide:
         return float(loss.detach())  # waits for the device
 
     def steps(self, count: int) -> Record:
-        return {"seconds": [timed(self._step) for _ in range(count)]}
+        return {"seconds": [run_seconds(self._step) for _ in range(count)]}
 
     def memory(self) -> Record:
         found = {"resident": peak_resident_bytes() - self._after_imports}

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Lt
 from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import advice
-from wgpu_lora.names.naming import IN_FILE, naming
+from wgpu_lora.names.spelling import IN_FILE, naming
 from wgpu_lora.words import listed
 
 T = TypeVar("T")

@@ -24,8 +24,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from golden.training import nf4_base  # noqa: E402
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN  # noqa: E402
-from wgpu_lora.checks.confine.parent import confinement  # noqa: E402
-from wgpu_lora.checks.run import run_check  # noqa: E402
+from wgpu_lora.checks.code_check import run_check  # noqa: E402
+from wgpu_lora.checks.sandbox.sandbox_process import confinement  # noqa: E402
 
 IGNORED = -100
 NEW_TOKENS = 96

@@ -6,7 +6,7 @@ import bitsandbytes.functional as bnb
 import numpy as np
 import torch
 
-from wgpu_lora.weights import nf4_codes as nf4
+from wgpu_lora.weights.nf4 import nf4_reference as nf4
 
 
 def quantize(w: np.ndarray) -> dict[str, np.ndarray]:

@@ -21,11 +21,11 @@ from scripts.gpu_compilers.report import show, to_json
 from scripts.gpu_compilers.run import Answers, ask
 from scripts.gpu_compilers.wanted import Wanted
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bench.results import Writer
+from wgpu_lora.bench.brick_results import Writer
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tiling import Tiling
-from wgpu_lora.models.shapes import SHAPES
-from wgpu_lora.weights.registry import DEFAULT_FORMAT
+from wgpu_lora.models.published_shapes import SHAPES
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 
 DEFAULT_SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b", "qwen3-0.6b", "llama-3.2-1b")
 HEAD_DIMS = (80, 96, 256)  # attention alone: those shapes have heads of 64 and 128

@@ -14,7 +14,7 @@ from typing import Any
 from scripts.gpu_compilers.recorded import calls
 from scripts.gpu_compilers.wanted import Wanted
 from wgpu_lora.gpu.device import Device, DeviceOptions
-from wgpu_lora.gpu.errors import ShaderError
+from wgpu_lora.gpu.device_errors import ShaderError
 
 MARKER = "@@gpu-compilers "  # begins a line; JSON follows
 _LIBC, LINES = ctypes.CDLL(None), 1  # _IOLBF

@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts.gpu_compilers.run import Answers
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bench.results import commit
+from wgpu_lora.bench.brick_results import commit
 from wgpu_lora.gpu.device import Device
 
 SCHEMA = "wgpu-lora-predictions/1"

@@ -13,8 +13,8 @@ from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tiling import Tiling
-from wgpu_lora.models.blocks.transformer import Transformer
-from wgpu_lora.models.shapes import shape_config
+from wgpu_lora.models.blocks.transformer_block import Transformer
+from wgpu_lora.models.published_shapes import shape_config
 
 HEADS_OF = "llama-3.2-1b"  # whose attention is recorded with other sizes of heads
 

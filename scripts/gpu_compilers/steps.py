@@ -6,27 +6,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from scripts.gpu_compilers.wanted import Wanted
-from wgpu_lora.bench.step import TrainingStep, adapter_set
+from wgpu_lora.bench.training_step import TrainingStep, adapter_set
 from wgpu_lora.distill.teacher import Kept, Teacher
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent
-from wgpu_lora.infer.step import Programs
-from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.constants import ConstantSet, constants_of
-from wgpu_lora.models.inputs import Tables
-from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.shapes import shape_config
-from wgpu_lora.models.synthetic import synthetic_model
-from wgpu_lora.ops.moments import input_squares
+from wgpu_lora.infer.generation_programs import Programs
+from wgpu_lora.models.batch_inputs import Tables
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.models.model_config import ModelConfig
+from wgpu_lora.models.published_shapes import shape_config
+from wgpu_lora.models.quant_constants import ConstantSet, constants_of
+from wgpu_lora.models.synthetic_models import synthetic_model
+from wgpu_lora.ops.linear import input_squares
 from wgpu_lora.train.objectives.kd import KD
-from wgpu_lora.train.optimizer import Optimizer
 from wgpu_lora.train.optimizers import OPTIMIZERS, optimizer_of
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.session import Session
-from wgpu_lora.weights.lowbit import LowBitWeight
-from wgpu_lora.weights.lowbit_codes import entries, groups
-from wgpu_lora.weights.lowbit_packing import record_packing
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.session.optimizer_update import Optimizer
+from wgpu_lora.train.session.session import Session
+from wgpu_lora.weights.lowbit.lowbit import LowBitWeight
+from wgpu_lora.weights.lowbit.lowbit_layout import entries, groups
+from wgpu_lora.weights.lowbit.lowbit_packing import record_packing
 
 CACHED = 1024  # tokens of the cache
 

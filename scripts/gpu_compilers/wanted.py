@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from wgpu_lora.weights.registry import DEFAULT_FORMAT
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from wgpu_lora.names.naming import COMMAND_LINE, naming
+from wgpu_lora.names.spelling import COMMAND_LINE, naming
 
 
 @pytest.fixture(autouse=True)

@@ -9,19 +9,19 @@ import pytest
 from support import path_of
 from support.bench import CEILINGS, mini, result
 
+from wgpu_lora.bench.brick import Context, new_bytes
+from wgpu_lora.bench.brick_results import Result
+from wgpu_lora.bench.brick_run import judge, measure
+from wgpu_lora.bench.bricks import adapter_bricks
+from wgpu_lora.bench.bricks.adapter_bricks import MultiAdapterMemory, MultiAdapterStep, base_reads, planned_figures
 from wgpu_lora.bench.contract import load_contract
-from wgpu_lora.bench.results import Result
-from wgpu_lora.bench.run import judge, measure
-from wgpu_lora.bench.stats import Timings
-from wgpu_lora.bench.workload import Context, new_bytes
-from wgpu_lora.bench.workloads import adapters
-from wgpu_lora.bench.workloads.adapters import MultiAdapterMemory, MultiAdapterStep, base_reads, planned_figures
+from wgpu_lora.bench.timing import Timings
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.lora import AdapterSet, SlotSpec
-from wgpu_lora.share.budget import Budget
-from wgpu_lora.train.memory_plan import MemoryPlan
-from wgpu_lora.train.session import Session
-from wgpu_lora.weights.nf4_products import NF4Product
+from wgpu_lora.memory_leases.device_memory import Budget
+from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
+from wgpu_lora.train.memory import MemoryPlan
+from wgpu_lora.train.session.session import Session
+from wgpu_lora.weights.nf4.nf4_products import NF4Product
 
 SPEEDS = {"together_speedup": 1.0, "short_speedup": 1.3, "eight_of_three": 0.9}
 MEMORY = {
@@ -208,10 +208,10 @@ def test_what_nobody_planned_is_found(device: Device, monkeypatch: pytest.Monkey
 def test_a_model_that_does_not_fit_is_cut_to_what_does(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def need(layers: int) -> int:
         context = mini(device, layers)
-        return device.allocated + new_bytes(context.session([context.tokens], 3, adapters.QV))
+        return device.allocated + new_bytes(context.session([context.tokens], 3, adapter_bricks.QV))
 
     def room(nbytes: int | None) -> None:
-        monkeypatch.setattr(adapters, "budget_bytes", lambda info: Budget(nbytes, "the test"))
+        monkeypatch.setattr(adapter_bricks, "budget_bytes", lambda info: Budget(nbytes, "the test"))
 
     before = device.allocated
     sizes = [need(layers) for layers in (1, 2)]

@@ -11,15 +11,15 @@ import pytest
 from support.bench import MINI_ROW
 from support.events import hearing
 
-from wgpu_lora.bench import max_batch as search
-from wgpu_lora.bench.max_batch import Batches, find_max_batch, planned_batch
-from wgpu_lora.bench.step import WARMUP, TrainingStep, chosen_model, largest
+from wgpu_lora.bench import batch_search as search
+from wgpu_lora.bench.batch_search import Batches, find_max_batch, planned_batch
+from wgpu_lora.bench.training_step import WARMUP, TrainingStep, chosen_model, largest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models import shapes
-from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.models import published_shapes
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 ARGS = TrainingArguments(max_length=16, lora_r=4)
 COMMAND = ["bench", "max-batch", "--shape", "mini", "--layers", "1", "--tokens", "16", "--rank", "4"]
@@ -27,7 +27,7 @@ COMMAND = ["bench", "max-batch", "--shape", "mini", "--layers", "1", "--tokens",
 
 @pytest.fixture(autouse=True)
 def mini(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes._ROWS, "mini", MINI_ROW)
+    monkeypatch.setitem(published_shapes._ROWS, "mini", MINI_ROW)
 
 
 def step_of(model: LoadedModel, rows: int) -> TrainingStep:

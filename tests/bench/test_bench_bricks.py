@@ -15,30 +15,30 @@ from support import MODELS
 from support.bench import CEILINGS, MINI, MINI_DELTA, mini, result
 from support.broken import Break
 
-from wgpu_lora.bench.ceiling import bandwidth_gbs, decode_fma_gflops, dispatch_seconds, fma_gflops
-from wgpu_lora.bench.check import check
+from wgpu_lora.bench.brick import Context, default_shape
+from wgpu_lora.bench.brick_results import Writer
+from wgpu_lora.bench.brick_run import bench, check_fit, measure
+from wgpu_lora.bench.bricks import WORKLOADS, bricks_of, layer_bricks, serving_bricks
 from wgpu_lora.bench.contract import brick_names, load_contract
-from wgpu_lora.bench.recording import ProgramWorkload
-from wgpu_lora.bench.results import Writer
-from wgpu_lora.bench.run import bench, check_fit, measure
-from wgpu_lora.bench.workload import Context, default_shape
-from wgpu_lora.bench.workloads import WORKLOADS, bricks_of, layer, serving
+from wgpu_lora.bench.device_ceilings import bandwidth_gbs, decode_fma_gflops, dispatch_seconds, fma_gflops
+from wgpu_lora.bench.recorded_brick import ProgramWorkload
+from wgpu_lora.bench.reference_check import check
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu import part
+from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import WrongResults
-from wgpu_lora.gpu.values import nmse
-from wgpu_lora.models.synthetic import synthetic_model
+from wgpu_lora.gpu.device_errors import WrongResults
+from wgpu_lora.gpu.reference_values import nmse
+from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.ops.elementwise import add_forward, swiglu_forward
 
 
 @pytest.fixture
 def small_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and batches that share few compiled kernels, so that the suite stays fast."""
-    monkeypatch.setattr(serving, "PROMPTS", (5, 9))
-    monkeypatch.setattr(serving, "NEW_TOKENS", 3)
-    monkeypatch.setattr(serving, "SEQUENCES", 2)
+    monkeypatch.setattr(serving_bricks, "PROMPTS", (5, 9))
+    monkeypatch.setattr(serving_bricks, "NEW_TOKENS", 3)
+    monkeypatch.setattr(serving_bricks, "SEQUENCES", 2)
 
 
 @pytest.mark.usefixtures("small_serving")
@@ -103,7 +103,7 @@ def test_half_operands_are_held_to_their_references_too(device: Device, compute_
 def test_a_part_stands_for_the_whole(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut agrees with what the device did on the whole."""
     for name, value in {"PRODUCTS": 1, "VALUES": 2048, "ROWS": 3, "COLUMN_BLOCKS": 1, "PAGE_BLOCKS": 3}.items():
-        monkeypatch.setattr(part, name, value)
+        monkeypatch.setattr(reference_values, name, value)
     monkeypatch.setattr("support.bench.MINI", replace(MINI, num_attention_heads=4, num_key_value_heads=2))  # to cut
     cut: set[str] = set()
     dispatched: set[str] = set()
@@ -185,7 +185,7 @@ def test_a_brick_times_its_own_kernels_alone(device: Device) -> None:
         "delta_rule": 8,
         "delta_rule_backward": 27,
     }
-    assert kernels.keys() == layer.BRICKS.keys()
+    assert kernels.keys() == layer_bricks.BRICKS.keys()
     for name, wanted in kernels.items():
         context = mini(device, brick=name)
         (workload,) = WORKLOADS[name](context)
@@ -342,8 +342,8 @@ def test_the_exit_code_names_a_broken_contract(
     code: int,
 ) -> None:
     ceilings = replace(CEILINGS, bandwidth_gbs=bandwidth)
-    monkeypatch.setattr("wgpu_lora.bench.run.measure_ceilings", lambda device: ceilings)
-    command = import_module("wgpu_lora.cli.bench")  # the package has the function by this name
+    monkeypatch.setattr("wgpu_lora.bench.brick_run.measure_ceilings", lambda device: ceilings)
+    command = import_module("wgpu_lora.cli.bench.bricks")  # the package has the function by this name
     monkeypatch.setattr(command, "_context", lambda *a, **k: mini(device, tokens=128))
     file = tmp_path / "a.jsonl"
     arguments: list[Any] = ["bench", "--brick", "rope", "--time-limit", 0.01, "--json", file]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.bench import result
 
-from wgpu_lora.bench.comparing import read_measured
-from wgpu_lora.bench.results import SCHEMA
+from wgpu_lora.bench.brick_results import SCHEMA
+from wgpu_lora.bench.result_comparison import read_measured
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 

@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 from support.bench import CEILINGS, result
 
-from wgpu_lora.bench import ceiling
-from wgpu_lora.bench.ceiling import Ceilings
+from wgpu_lora.bench import device_ceilings
+from wgpu_lora.bench.brick_results import SCHEMA, Result, Writer, compare, read_results, warnings
+from wgpu_lora.bench.brick_run import ceilings_broken, floor_seconds, judge
+from wgpu_lora.bench.bricks import WORKLOADS
 from wgpu_lora.bench.contract import Contract, brick_names, evaluate, load_contract
-from wgpu_lora.bench.results import SCHEMA, Result, Writer, compare, read_results, warnings
-from wgpu_lora.bench.run import ceilings_broken, floor_seconds, judge
-from wgpu_lora.bench.stats import Timings, repeat, variation
-from wgpu_lora.bench.workloads import WORKLOADS
-from wgpu_lora.cli.bench_results import COLUMNS, KEY, LEFT, cells, details, duration, rate
+from wgpu_lora.bench.device_ceilings import Ceilings
+from wgpu_lora.bench.timing import Timings, repeat, variation
+from wgpu_lora.cli.bench.bricks import COLUMNS, KEY, LEFT, cells, details, duration, rate
 from wgpu_lora.cli.console import table
 from wgpu_lora.errors import UserError
 
@@ -212,13 +212,13 @@ def test_a_ceiling_below_numpy_is_none() -> None:
 def test_a_ceiling_is_measured_again_before_it_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides, since other processes take the cores from either."""
     measured, pauses = [(80.0, 100.0), (85.0, 100.0), (88.0, 95.0)], list[float]()
-    monkeypatch.setattr(ceiling.time, "sleep", pauses.append)
-    monkeypatch.setattr(ceiling, "fma_gflops", lambda _: measured[0][0])
-    monkeypatch.setattr(ceiling, "numpy_gflops", lambda: measured.pop(0)[1])
-    assert ceiling.fma_beside_numpy(Any) == (88, 95)  # type: ignore[arg-type]
-    assert pauses == list(ceiling.PAUSES[:3])
+    monkeypatch.setattr(device_ceilings.time, "sleep", pauses.append)
+    monkeypatch.setattr(device_ceilings, "fma_gflops", lambda _: measured[0][0])
+    monkeypatch.setattr(device_ceilings, "numpy_gflops", lambda: measured.pop(0)[1])
+    assert device_ceilings.fma_beside_numpy(Any) == (88, 95)  # type: ignore[arg-type]
+    assert pauses == list(device_ceilings.PAUSES[:3])
     measured += [(50.0, 100.0)] * 4 + [(50.0, 80.0)]
-    assert ceiling.fma_beside_numpy(Any) == (50, 80)  # type: ignore[arg-type]
+    assert device_ceilings.fma_beside_numpy(Any) == (50, 80)  # type: ignore[arg-type]
     assert not measured
 
 

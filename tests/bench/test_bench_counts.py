@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from wgpu_lora.bench.counts import numbers_of
-from wgpu_lora.bench.projection import operations
-from wgpu_lora.models.shapes import cut, shape_config
+from wgpu_lora.bench.contract import numbers_of
+from wgpu_lora.bench.larger_models import operations
+from wgpu_lora.models.published_shapes import cut, shape_config
 
 COUNTED = ("linear_weights", "matrix_weights", "linear_sizes", "first_modules", "first_outputs", "attention_layers")
 COUNTED += ("state_values",)

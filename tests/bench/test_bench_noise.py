@@ -13,13 +13,13 @@ import pytest
 from support.bench import CEILINGS, mini, result
 from support.tuning import verdicts
 
+from wgpu_lora.bench.brick_results import SCHEMA, Writer, compare, read_results
+from wgpu_lora.bench.brick_run import judge, measured_choices
+from wgpu_lora.bench.bricks import WORKLOADS
 from wgpu_lora.bench.contract import load_contract
-from wgpu_lora.bench.recording import ProgramWorkload
-from wgpu_lora.bench.results import SCHEMA, Writer, compare, read_results
-from wgpu_lora.bench.run import judge, measured_choices
-from wgpu_lora.bench.workloads import WORKLOADS
+from wgpu_lora.bench.recorded_brick import ProgramWorkload
 from wgpu_lora.cli import main
-from wgpu_lora.cli.bench_results import cells, details, noise_text
+from wgpu_lora.cli.bench.bricks import cells, details, noise_text
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tuner import Tuner
 
@@ -99,8 +99,8 @@ def test_noise_alone_is_said_and_changes_no_exit_code(
     seconds: list[float],
     verdict: str,
 ) -> None:
-    monkeypatch.setattr("wgpu_lora.bench.run.measure_ceilings", lambda device: CEILINGS)
-    monkeypatch.setattr(import_module("wgpu_lora.cli.bench"), "_context", lambda *a, **k: mini(device))
+    monkeypatch.setattr("wgpu_lora.bench.brick_run.measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(import_module("wgpu_lora.cli.bench.bricks"), "_context", lambda *a, **k: mini(device))
     times = cycle(seconds)
     monkeypatch.setattr(ProgramWorkload, "run", lambda self: next(times))
     file = tmp_path / "a.jsonl"

@@ -12,15 +12,15 @@ import pytest
 import typer.main
 from support.bench import mini
 
+from wgpu_lora.bench.brick import Context
+from wgpu_lora.bench.bricks import WORKLOADS, serving_bricks
 from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
-from wgpu_lora.bench.training import Work, prepared
-from wgpu_lora.bench.workload import Context
-from wgpu_lora.bench.workloads import WORKLOADS, serving
+from wgpu_lora.bench.training_runs import Work, prepared
 from wgpu_lora.cli import app, main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.track.recording import current_remarks
+from wgpu_lora.track.run_recorder import current_remarks
 
 BENCH: Any = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
 COMMANDS = {"bricks": ["--all"], "training": [], "max-batch": []}  # with options, and what else they need
@@ -58,14 +58,14 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         note(path)
         return nullcontext(SimpleNamespace(text=lambda text: None))
 
-    command = import_module("wgpu_lora.cli.bench")  # the package has the group by this name
+    command = import_module("wgpu_lora.cli.bench.bricks")  # the package has the group by this name
     monkeypatch.setattr(command, "_measure", lambda *arguments: note(*arguments) and 0)
     monkeypatch.delenv("WGPU_LORA_NO_TUNE", raising=False)
     monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: selector)
-    monkeypatch.setattr("wgpu_lora.bench.results.Writer", writer)
-    monkeypatch.setattr("wgpu_lora.bench.summary.written", lambda found: "")
-    monkeypatch.setattr("wgpu_lora.bench.training.run_training", training)
-    monkeypatch.setattr("wgpu_lora.bench.pairs.search_pairs", pairs)
+    monkeypatch.setattr("wgpu_lora.bench.brick_results.Writer", writer)
+    monkeypatch.setattr("wgpu_lora.bench.training_runs.written", lambda found: "")
+    monkeypatch.setattr("wgpu_lora.bench.training_runs.run_training", training)
+    monkeypatch.setattr("wgpu_lora.bench.batch_search.search_pairs", pairs)
     for name in ("max_batch.find_max_batch", "step.chosen_model"):
         monkeypatch.setattr(f"wgpu_lora.bench.{name}", note)
     monkeypatch.setattr(Context, "of", note)
@@ -165,7 +165,7 @@ def recorded(device: Device, name: str, layers: int = 1, **changes: Any) -> Any:
 def test_a_contract_names_the_options_that_change_it(
     device: Device, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(serving, "PROMPTS", (5, 9))
+    monkeypatch.setattr(serving_bricks, "PROMPTS", (5, 9))
     changes = {"layers": 2, "tokens": 32, "rank": 8, "base_dtype": "f32", "compute_dtype": "bf16", "tune": True}
     assert tuple(changes) == OPTIONS
     plain = recorded(device, name)

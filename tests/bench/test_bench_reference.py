@@ -12,7 +12,7 @@ import pytest
 from support import SCRIPTS
 
 from wgpu_lora.bench.reference import compared
-from wgpu_lora.worker.parent import Worker, WorkerFailed
+from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 ECHO = """
 import json, sys

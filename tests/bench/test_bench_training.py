@@ -11,31 +11,31 @@ from support.bench import MINI_ROW
 from support.cli import QWEN2, SMALL, write_rows
 from support.events import hearing
 
-from wgpu_lora.bench import training
-from wgpu_lora.bench.pairs import pairs_of, search_pairs
-from wgpu_lora.bench.projection import grade, operations
-from wgpu_lora.bench.stats import spread
-from wgpu_lora.bench.step import TrainingStep, chosen_model
-from wgpu_lora.bench.training import WARMUP, Work, run_training
+from wgpu_lora.bench import training_runs
+from wgpu_lora.bench.batch_search import pairs_of, search_pairs
+from wgpu_lora.bench.larger_models import grade, operations
+from wgpu_lora.bench.timing import spread
+from wgpu_lora.bench.training_runs import WARMUP, Work, run_training
+from wgpu_lora.bench.training_step import TrainingStep, chosen_model
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models import shapes
-from wgpu_lora.share import Budget
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.memory_leases import Budget
+from wgpu_lora.models import published_shapes
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 SIZES = {"max_length": 16, "per_device_train_batch_size": 2, "lora_r": 4}
 
 
 @pytest.fixture(autouse=True)
 def mini(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(shapes._ROWS, "mini", MINI_ROW)
+    monkeypatch.setitem(published_shapes._ROWS, "mini", MINI_ROW)
     return "mini"
 
 
 @pytest.fixture
 def shared(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wgpu_lora.bench.training.Device", lambda selector: device)
+    monkeypatch.setattr("wgpu_lora.bench.training_runs.Device", lambda selector: device)
     monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
 
 
@@ -62,7 +62,7 @@ def test_a_projection_is_the_plan_and_the_counted_operations(device: Device):
     found = run_training(work, 1, opened=device, shapes=("mini", "tiny-qwen3"))
     measured, same, larger = found["projections"]
     # The measured model itself, but for its other two layers: a layer's share of the operations is known.
-    one, three = (operations(shapes.shape_config("mini", layers), 4, 16.0) for layers in (1, 3))
+    one, three = (operations(published_shapes.shape_config("mini", layers), 4, 16.0) for layers in (1, 3))
     assert same["times_the_operations"] == pytest.approx(three / one)
     run = found["runs"][0]
     assert same["samples_per_second"] == pytest.approx(run["samples_per_second"] * one / three)
@@ -85,7 +85,7 @@ def test_grades_are_shares_of_the_budget():
 
 
 def test_operations_are_counted_per_row():
-    config = shapes.shape_config("mini")
+    config = published_shapes.shape_config("mini")
     linear = 4 * 3 * (64 * (64 + 64) + 64 * 64 + 3 * 64 * 128)  # forward and input gradient of the base, a token
     assert operations(config, 4, 64.0) > 64 * linear * 0.9
     assert operations(config, 4, 64.0) > 2 * operations(config, 4, 32.0)  # attention grows with the square
@@ -164,14 +164,14 @@ def test_too_few_steps_are_refused_before_training(device: Device, tmp_path: Pat
 
 def test_a_run_that_fails_is_reported_beside_the_others(device: Device, monkeypatch: pytest.MonkeyPatch):
     """And the gate needs two runs that succeeded."""
-    attempts, timed = iter((True, False)), training.timed
+    attempts, timed = iter((True, False)), training_runs.time_run
 
     def once(*arguments: Any) -> dict[str, Any]:
         if next(attempts, False):
             raise UserError("the device was lost")
         return timed(*arguments)
 
-    monkeypatch.setattr(training, "timed", once)
+    monkeypatch.setattr(training_runs, "time_run", once)
     work = Work(None, "mini", 1, SIZES | {"num_train_epochs": 0.3})
     found = run_training(work, 2, opened=device, max_spread=0.5)
     failed, ran = found["runs"]
@@ -196,7 +196,7 @@ def test_pairs_of_the_same_product_are_timed(device: Device, monkeypatch: pytest
     assert found["fastest"] is max(found["pairs"], key=lambda pair: pair["samples_per_second"])
     small, large = (pair["peak_planned"] for pair in found["pairs"])
     assert small < large
-    monkeypatch.setattr("wgpu_lora.bench.pairs.budget_bytes", lambda *arguments: Budget(large - 1, "a test"))
+    monkeypatch.setattr("wgpu_lora.bench.batch_search.budget_bytes", lambda *arguments: Budget(large - 1, "a test"))
     found = search_pairs(work, 1, opened=device)
     assert [(p["status"], p["why"]) for p in found["pairs"]] == [("OK", None), ("OOM", "more than the budget")]
     assert found["fastest"]["batch"] == 1

@@ -11,23 +11,23 @@ import pytest
 from support import FIXTURES
 from support.cli import QWEN2
 
-from wgpu_lora.bench.profile import Piece, Profile, described, profile_step, trained_sizes, write_trace
-from wgpu_lora.bench.step import TrainingStep, chosen_model
+from wgpu_lora.bench.step_profile import Piece, Profile, described, profile_step, trained_sizes, write_trace
+from wgpu_lora.bench.training_step import TrainingStep, chosen_model
 from wgpu_lora.cli import main
-from wgpu_lora.cli.profile import _rest, _summary
-from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.cli.bench.profile import _rest, _summary
+from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tiling import Tiling
-from wgpu_lora.models import shapes
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.records import RunRecord
+from wgpu_lora.models import published_shapes
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.records import RunRecord
 
 MINI = ("qwen3", 128, 64, 128, 3, 2, 1, 32, 1e-6, 1e6, True, 64)
 
 
 @pytest.fixture
 def mini(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(shapes._ROWS, "mini", MINI)
+    monkeypatch.setitem(published_shapes._ROWS, "mini", MINI)
     return "mini"
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from wgpu_lora.bench.workload import Context
+from wgpu_lora.bench.brick import Context
 from wgpu_lora.gpu.device import Device
 
 SHAPE, LAYERS, TOKENS = "WGPU_LORA_BENCH_SHAPE", "WGPU_LORA_BENCH_LAYERS", "WGPU_LORA_BENCH_TOKENS"

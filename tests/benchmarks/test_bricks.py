@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from wgpu_lora.bench.brick import Context, Workload
+from wgpu_lora.bench.brick_run import check_fit
+from wgpu_lora.bench.bricks import WORKLOADS, bricks_of
 from wgpu_lora.bench.contract import brick_names, load_contract
-from wgpu_lora.bench.run import check_fit
-from wgpu_lora.bench.workload import Context, Workload
-from wgpu_lora.bench.workloads import WORKLOADS, bricks_of
 
 CASES = [
     pytest.param(name, case, id=f"{name}-{case}".strip("-").replace(" ", "-"))

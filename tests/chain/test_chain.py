@@ -11,13 +11,12 @@ from typing import Any, ClassVar
 import pytest
 
 from wgpu_lora import atomic
-from wgpu_lora.chain import run as running
-from wgpu_lora.chain import state as states
-from wgpu_lora.chain.file import read_chain
-from wgpu_lora.chain.run import run, standings
-from wgpu_lora.chain.stage import EndedEarlyError, Stage
+from wgpu_lora.chain import chain_run as running
+from wgpu_lora.chain import chain_run as states
+from wgpu_lora.chain.chain_file import read_chain
+from wgpu_lora.chain.chain_run import run, standings
+from wgpu_lora.chain.stage import ChainWatch, EndedEarlyError, Stage, Watch
 from wgpu_lora.chain.stages import STAGES
-from wgpu_lora.chain.watch import ChainWatch, Watch
 from wgpu_lora.errors import UserError
 
 RAN: list[str] = []

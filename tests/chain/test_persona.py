@@ -11,17 +11,17 @@ from support.data import chat, write_jsonl
 from support.gguf_models import make_adapter
 
 from wgpu_lora.assets import DEMO_MODEL
-from wgpu_lora.chain.file import Chain, read_chain
+from wgpu_lora.chain.chain_file import Chain, read_chain
+from wgpu_lora.chain.stage import Watch
 from wgpu_lora.chain.stages.finetune import Finetune
 from wgpu_lora.chain.stages.gguf import Gguf
 from wgpu_lora.chain.stages.prepare import Prepare
 from wgpu_lora.chain.stages.push import Push
-from wgpu_lora.chain.watch import Watch
 from wgpu_lora.data.preparing import Preparation
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import read_run
-from wgpu_lora.train.options.recipes import find_recipe
+from wgpu_lora.train.resolve_options import find_recipe
 
 
 def of_demo(place: Path) -> Chain:

@@ -19,13 +19,13 @@ from support.events import hearing
 from support.gguf_models import small
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.chain.file import read_chain
-from wgpu_lora.chain.run import run, standings
-from wgpu_lora.chain.watch import ChainWatch
+from wgpu_lora.chain.chain_file import read_chain
+from wgpu_lora.chain.chain_run import run, standings
+from wgpu_lora.chain.stage import ChainWatch
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, Passing
-from wgpu_lora.formats.peft import CONFIG, WEIGHTS
+from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 from wgpu_lora.gpu.device import Device
 
 CHAIN = """
@@ -168,7 +168,7 @@ def test_an_interrupted_chain_says_how_to_continue(tmp_path: Path, monkeypatch: 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("wgpu_lora.chain.run.run", interrupted)
+    monkeypatch.setattr("wgpu_lora.chain.chain_run.run", interrupted)
     path = made(tmp_path)
     assert main(["run", str(path)]) == 130
     assert f"run {path}" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from wgpu_lora.checks import run as check_run
+from wgpu_lora.checks import code_check as check_run
 from wgpu_lora.checks.asserts import parse_check
 from wgpu_lora.errors import UserError
 

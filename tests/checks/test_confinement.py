@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.confinement import TRY, UNGUARDED, blocks, confined, nothing_left, returned
 
-from wgpu_lora.checks.confine import parent, seccomp
-from wgpu_lora.checks.confine.parent import OUTPUT, confinement
-from wgpu_lora.checks.run import run_check
+from wgpu_lora import seccomp
+from wgpu_lora.checks.code_check import run_check
+from wgpu_lora.checks.sandbox import sandbox_process
+from wgpu_lora.checks.sandbox.sandbox_process import OUTPUT, confinement
 
 pytestmark = confined
 
@@ -30,7 +31,7 @@ def all_is_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parent, "ENTRY", UNGUARDED)
+    monkeypatch.setattr(sandbox_process, "ENTRY", UNGUARDED)
 
 
 def test_this_system_confines() -> None:

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from support.confinement import blocks, confined
 
-from wgpu_lora.checks.confine import plain
-from wgpu_lora.checks.confine.parent import ENTRY
-from wgpu_lora.checks.run import run_check
+from wgpu_lora.checks.code_check import run_check
+from wgpu_lora.checks.sandbox import plain_data
+from wgpu_lora.checks.sandbox.sandbox_process import ENTRY
 
 pytestmark = confined
 
@@ -191,7 +191,7 @@ KEPT = (
 
 @pytest.mark.parametrize("value", KEPT, ids=lambda value: type(value).__name__)
 def test_plain_data_comes_back_as_it_is(value: Any) -> None:
-    back = plain.load(plain.dump(value))
+    back = plain_data.load(plain_data.dump(value))
     assert back == value
     assert type(back) is type(value)
     if not isinstance(value, set | int):
@@ -261,6 +261,6 @@ NO_PLAIN_DATA += ['["set", [' + ",".join(f'["ratio", "{i * (2**61 - 1):x}/1"]' f
 @pytest.mark.parametrize("text", NO_PLAIN_DATA, ids=lambda text: text[:20] or "empty")
 def test_what_is_no_plain_data_is_refused(text: str) -> None:
     begin = time.monotonic()
-    with pytest.raises(plain.NotPlainError):
-        plain.load(text)
+    with pytest.raises(plain_data.NotPlainError):
+        plain_data.load(text)
     assert time.monotonic() - begin < 1.0

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from support.confinement import TRY, UNGUARDED, confined, nothing_left, returned
 
-from wgpu_lora.checks.confine import parent
-from wgpu_lora.checks.run import run_check
+from wgpu_lora.checks.code_check import run_check
+from wgpu_lora.checks.sandbox import sandbox_process
 
 pytestmark = confined
 
@@ -32,7 +32,7 @@ SECRET = "1f6c-a-secret-of-the-host"
 
 @pytest.fixture(autouse=True)
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parent, "ENTRY", UNGUARDED)
+    monkeypatch.setattr(sandbox_process, "ENTRY", UNGUARDED)
 
 
 def test_no_process_can_be_hurt_or_read() -> None:
@@ -245,7 +245,7 @@ def test_nothing_of_the_parent_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_it_ends_with_its_parent() -> None:
     """The parent is killed while the answer runs."""
     answer = "def f():\n    while True: pass"
-    code = f"from wgpu_lora.checks.run import run_check\nrun_check({answer!r}, 'assert f() == 1', 99.0)"
+    code = f"from wgpu_lora.checks.code_check import run_check\nrun_check({answer!r}, 'assert f() == 1', 99.0)"
     helper = subprocess.Popen([sys.executable, "-c", code])
     try:
         children: list[psutil.Process] = []

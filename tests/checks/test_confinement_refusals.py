@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from support.confinement import TRY, UNGUARDED, confined
 
-from wgpu_lora.checks.confine import parent
-from wgpu_lora.checks.run import run_check
+from wgpu_lora.checks.code_check import run_check
+from wgpu_lora.checks.sandbox import sandbox_process
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 
@@ -21,8 +21,8 @@ pytestmark = confined
 
 IMPORTS = """
 import json, os, sys
-from wgpu_lora.checks.run import run_check
-from wgpu_lora.checks.confine.parent import confinement
+from wgpu_lora.checks.code_check import run_check
+from wgpu_lora.checks.sandbox.sandbox_process import confinement
 """
 # A filter that refuses a system call (where its first argument is as given), as a container's would.
 REFUSE = """
@@ -55,7 +55,7 @@ def test_the_filter_holds_where_namespaces_are_refused() -> None:
             )
         """)
     code = f"""
-        from wgpu_lora.checks.confine import parent
+        from wgpu_lora.checks.sandbox import parent
         parent.ENTRY = {UNGUARDED!r}
         print(confinement().namespaces, run_check({answer!r}, f"assert f({{os.getpid()}}) == {{{{}}}}").passed)
         """
@@ -82,7 +82,7 @@ def test_commands_say_so_before_they_do_anything(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(parent, "ENTRY", f"import sys; sys.platform = 'darwin'; {parent.ENTRY}")
+    monkeypatch.setattr(sandbox_process, "ENTRY", f"import sys; sys.platform = 'darwin'; {sandbox_process.ENTRY}")
     assert main(command) == 2
     said = capsys.readouterr()
     assert said.out == ""

@@ -15,16 +15,15 @@ from support.confinement import confined
 from support.data import write_jsonl
 from support.models import words_and_adapters
 
-from wgpu_lora.checks import samples
-from wgpu_lora.checks.estimate import parse_ks, pass_at_k
-from wgpu_lora.checks.problems import Asserted, HumanEval, code_of, read_problems
-from wgpu_lora.checks.samples import measure, seed_of
+from wgpu_lora.checks import pass_at_k as samples
+from wgpu_lora.checks.coding_problems import Asserted, HumanEval, code_of, read_problems
+from wgpu_lora.checks.pass_at_k import measure, parse_ks, pass_at_k, seed_of
 from wgpu_lora.data.files import file_source
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer.answer import Answer
-from wgpu_lora.infer.settings import Settings
-from wgpu_lora.track.runlog import RunLog
+from wgpu_lora.infer.answers import Answer
+from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.track.run_log import RunLog
 
 HUMAN = {"task_id": "T/0", "prompt": "def f(x):\n", "test": "def check(c):\n    assert c(1) == 2", "entry_point": "f",
          "canonical_solution": "    return x + 1"}  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.confinement import blocks, confined, nothing_left
 
-from wgpu_lora.checks.run import CheckResult, run_test
+from wgpu_lora.checks.code_check import CheckResult, run_test
 
 pytestmark = confined
 

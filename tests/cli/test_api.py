@@ -18,12 +18,12 @@ from support.events import hearing
 from support.models import FIXTURES, save_golden_adapter
 
 import wgpu_lora
-from wgpu_lora.api import bars
+from wgpu_lora.api import notebook_progress
 from wgpu_lora.atomic import numbered
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer.settings import AnswerOptions, Settings
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.options.typed import TrainingOptions
+from wgpu_lora.infer.generation_options import AnswerOptions, Settings
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.options.typed_options import TrainingOptions
 
 
 @pytest.fixture(autouse=True)
@@ -151,9 +151,9 @@ def test_a_notebook_is_told_by_its_kernel(monkeypatch: pytest.MonkeyPatch):
     for config, seen in (({"IPKernelApp": {}}, True), ({}, False)):
         shell = types.SimpleNamespace(config=config)
         monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda shell=shell: shell))
-        assert bars.in_notebook() is seen
-        assert bars.seen(None) is seen
-        assert not bars.seen(False)
+        assert notebook_progress.in_notebook() is seen
+        assert notebook_progress.seen(None) is seen
+        assert not notebook_progress.seen(False)
 
 
 def test_options_are_checked(tmp_path: Path):

@@ -27,9 +27,9 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tuner import Tuner
-from wgpu_lora.share import Budget
+from wgpu_lora.memory_leases import Budget
 from wgpu_lora.train.memory import check_memory
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_output_that_cannot_be_written(stderr: int | None):
 
 
 def test_no_adapter(run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("wgpu_lora.gpu.devices._enumerate", list)
+    monkeypatch.setattr("wgpu_lora.gpu.device_list._enumerate", list)
     assert "No device was found" in refused(run("info"))
 
 
@@ -237,7 +237,7 @@ def test_full_disk(run: Run, tmp_path: Path, data: Path, monkeypatch: pytest.Mon
     def refuse(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("wgpu_lora.train.checkpoint.save", refuse)
+    monkeypatch.setattr("wgpu_lora.train.run.run_checkpoint.save", refuse)
     out = tmp_path / "out"
     line = refused(run("finetune", *flags(**SMALL, model=QWEN2, data=data, output=out)))
     assert f"Writing to {out} failed" in line
@@ -248,7 +248,7 @@ def test_what_the_system_refuses_elsewhere(run: Run, data: Path, monkeypatch: py
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "somewhere/file")
 
-    monkeypatch.setattr("wgpu_lora.train.rows.prepare", refuse)
+    monkeypatch.setattr("wgpu_lora.train.training_data.prepare", refuse)
     line = refused(run("finetune", *flags(model=QWEN2, data=data, max_length=16)))
     assert line == "wgpu-lora: Permission denied: somewhere/file."
 

@@ -16,14 +16,14 @@ from support.chat import TOKENS, at_once, chats, make_models, say
 from support.cli import Result, Run, commands
 
 import wgpu_lora
-from wgpu_lora.cli.chat import Talk
-from wgpu_lora.cli.chat_commands import Commands
+from wgpu_lora.cli.inference.chat import Talk
+from wgpu_lora.cli.inference.slash_commands import Commands
 from wgpu_lora.data import prepare
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.chat import Chat
-from wgpu_lora.infer.settings import Settings
-from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.models.loaded_model import LoadedModel
 
 ASK = ["--base-dtype", "f32", "--max-new-tokens", TOKENS]
 
@@ -195,8 +195,8 @@ class Keyboard:
 
 
 def at_keyboard(chat: Chat, monkeypatch: pytest.MonkeyPatch, *typed: str | type[BaseException]) -> int:
-    monkeypatch.setattr("wgpu_lora.cli.reading.is_terminal", lambda stream: True)
-    monkeypatch.setattr("wgpu_lora.cli.reading._readline", lambda: None)  # nobody's history
+    monkeypatch.setattr("wgpu_lora.cli.inference.line_reader.is_terminal", lambda stream: True)
+    monkeypatch.setattr("wgpu_lora.cli.inference.line_reader._readline", lambda: None)  # nobody's history
     monkeypatch.setattr("builtins.input", Keyboard(*typed))
     return Talk(chat).run()
 
@@ -231,16 +231,16 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(talk: Any, monkeypatch: pytest.
 
 
 def test_a_terminal_is_not_told_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    from wgpu_lora.cli import answering
+    from wgpu_lora.cli.inference import sampling_options
 
-    assert answering.for_stdout("a\x1b[2J\n") == "a\x1b[2J\n"
-    monkeypatch.setattr(answering, "is_terminal", lambda stream: True)
-    assert answering.for_stdout("a\x1b[2J\n") == "a\\x1b[2J\n"
+    assert sampling_options.for_stdout("a\x1b[2J\n") == "a\x1b[2J\n"
+    monkeypatch.setattr(sampling_options, "is_terminal", lambda stream: True)
+    assert sampling_options.for_stdout("a\x1b[2J\n") == "a\\x1b[2J\n"
     from rich.console import Console
 
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=False)
-    with answering.SideBySide(console, ["a", "[b]"]) as shown:
+    with sampling_options.SideBySide(console, ["a", "[b]"]) as shown:
         shown.add("a", "one\x1b[2J")
         shown.add("[b]", "two")
     text = out.getvalue()

@@ -15,9 +15,9 @@ from support.models import words_model
 from wgpu_lora.data import UNTRAINED, parse_example, template, tokenize_example
 from wgpu_lora.data.examples import Alpaca, Completion
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer import answer as answering
-from wgpu_lora.infer.prompt import chat_prompt, trained_prompt_format
-from wgpu_lora.models.files import read_model
+from wgpu_lora.infer import answers as answering
+from wgpu_lora.infer.prompts import chat_prompt, trained_prompt_format
+from wgpu_lora.models.model_files import read_model
 
 CHATML = "{% for m in messages %}{{ m.role }} {{ m.content }} . {% endfor %}"
 CHATML += "{% if add_generation_prompt %}assistant {% endif %}"

@@ -65,7 +65,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments:
 
 
 def test_help_names_every_type(capsys: pytest.CaptureFixture[str]) -> None:
-    from wgpu_lora.export.mix import FILE_TYPES
+    from wgpu_lora.export.gguf_export import FILE_TYPES
 
     assert export("--help") == 0
     said = capsys.readouterr().out

@@ -15,16 +15,16 @@ import pytest
 from support.training import model_dir, random_rows
 
 from wgpu_lora.cli import main
-from wgpu_lora.cli.pipeline import Table
+from wgpu_lora.cli.finetune import Table
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
-from wgpu_lora.gpu.devices import choose
-from wgpu_lora.share import Ledger, device_key
-from wgpu_lora.share.lease import take
+from wgpu_lora.gpu.device_list import choose
+from wgpu_lora.memory_leases import Ledger, device_key
+from wgpu_lora.memory_leases.lease_queue import take
+from wgpu_lora.train.adapter_tasks import task_of_pair
 from wgpu_lora.train.memory import readable
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.tasks import task_of_pair
 
 COMMON = ["--lora-r", "4", "--max-length", "16", "--no-packing", "--save-steps", "0", "--logging-steps", "1"]
 

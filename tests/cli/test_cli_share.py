@@ -13,9 +13,9 @@ from support.share import adapter
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.share import Entry, Ledger
-from wgpu_lora.share.entry import dump
-from wgpu_lora.share.lease import take
+from wgpu_lora.memory_leases import Entry, Ledger
+from wgpu_lora.memory_leases.lease_queue import take
+from wgpu_lora.memory_leases.ledger import dump
 
 Run = Callable[..., str]
 
@@ -24,7 +24,7 @@ Run = Callable[..., str]
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     """Of the one device there is."""
     monkeypatch.setenv("WGPU_LORA_SHARE_DIR", str(tmp_path))
-    monkeypatch.setattr("wgpu_lora.gpu.devices.list_devices", lambda: [adapter(kind="software")])
+    monkeypatch.setattr("wgpu_lora.gpu.device_list.list_devices", lambda: [adapter(kind="software")])
     return Ledger("software Card 0")
 
 
@@ -92,7 +92,7 @@ def test_release_of_the_living_needs_force(run: Run, ledger: Ledger) -> None:
 
 
 def test_release_forced_lasts_beyond_a_renewal(run: Run, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wgpu_lora.share.lease.RENEW_SECONDS", 0.01)
+    monkeypatch.setattr("wgpu_lora.memory_leases.lease_queue.RENEW_SECONDS", 0.01)
     with take(ledger, 10, 10, "holder") as lease:
         run("release", lease.id, "--force")
         before = ledger.read()[0].renewed

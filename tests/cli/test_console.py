@@ -15,7 +15,7 @@ from rich.console import Console
 from wgpu_lora.cli import console
 from wgpu_lora.cli.console import Bar, duration
 from wgpu_lora.cli.finetune import Watcher
-from wgpu_lora.cli.starting import Starting, describe_tuning
+from wgpu_lora.cli.training_progress import Starting, describe_tuning
 from wgpu_lora.events import StepResult, Tuning
 
 

@@ -16,10 +16,10 @@ from wgpu_lora.atomic import replace_directory
 from wgpu_lora.cli import main
 from wgpu_lora.data import Tokenizer, sandbox
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.merge import merge_adapter
-from wgpu_lora.formats.checkpoint import INDEX, Checkpoint
-from wgpu_lora.formats.peft import read_adapter
-from wgpu_lora.formats.safetensors_file import read_header
+from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter
+from wgpu_lora.formats.safetensors_checkpoint import INDEX, Checkpoint
+from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.models.architectures import load_config
 
 LAYER = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.weight"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from support import ROOT
 
-from wgpu_lora import installed
+from wgpu_lora import installation
 
 HERE = ROOT
 
@@ -31,7 +31,7 @@ def environment(tmp_path, monkeypatch):
 
     def came(direct_url):
         text = None if direct_url is None else json.dumps(direct_url)
-        monkeypatch.setattr(installed, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
+        monkeypatch.setattr(installation, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
 
     return came
 
@@ -39,14 +39,14 @@ def environment(tmp_path, monkeypatch):
 def test_a_checkout(environment, tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text("")
     environment({"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
-    assert installed.pip_line("plot") == ".venv/bin/pip install -e '.[plot]'"
-    assert installed.program() == ".venv/bin/wgpu-lora"
+    assert installation.pip_line("plot") == ".venv/bin/pip install -e '.[plot]'"
+    assert installation.program() == ".venv/bin/wgpu-lora"
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert installed.pip_line("plot") == f"{tmp_path}/.venv/bin/pip install -e '{tmp_path}[plot]'"
+    assert installation.pip_line("plot") == f"{tmp_path}/.venv/bin/pip install -e '{tmp_path}[plot]'"
     monkeypatch.setenv("PATH", str(tmp_path / ".venv" / "bin"))  # activated
-    assert installed.pip_line("plot") == f"pip install -e '{tmp_path}[plot]'"
-    assert installed.program() == "wgpu-lora"
+    assert installation.pip_line("plot") == f"pip install -e '{tmp_path}[plot]'"
+    assert installation.program() == "wgpu-lora"
 
 
 def test_a_path_with_a_space_and_a_copy_that_is_not_in_place(environment, tmp_path):
@@ -54,9 +54,9 @@ def test_a_path_with_a_space_and_a_copy_that_is_not_in_place(environment, tmp_pa
     place.mkdir()
     (place / "pyproject.toml").write_text("")
     environment({"url": place.as_uri(), "dir_info": {}})
-    assert shlex.split(installed.pip_line("nvml")) == [".venv/bin/pip", "install", f"{place}[nvml]"]
+    assert shlex.split(installation.pip_line("nvml")) == [".venv/bin/pip", "install", f"{place}[nvml]"]
     (place / "pyproject.toml").unlink()  # the checkout is gone
-    assert installed.pip_line("nvml") == ".venv/bin/pip install 'wgpu-lora[nvml]'"
+    assert installation.pip_line("nvml") == ".venv/bin/pip install 'wgpu-lora[nvml]'"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_path_with_a_space_and_a_copy_that_is_not_in_place(environment, tmp_pa
 )
 def test_other_origins(environment, direct_url, requirement):
     environment(direct_url)
-    assert shlex.split(installed.pip_line("plot"))[-1] == requirement
+    assert shlex.split(installation.pip_line("plot"))[-1] == requirement
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_other_origins(environment, direct_url, requirement):
 def test_tools_of_their_own_environment(environment, tmp_path, mark, command):
     environment(None)
     (tmp_path / ".venv" / mark).write_text("")
-    assert installed.pip_line("plot") == f"{command} 'wgpu-lora[plot]'"
+    assert installation.pip_line("plot") == f"{command} 'wgpu-lora[plot]'"
 
 
 def test_run_from_its_source(environment, monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(installed, "distribution", missing)
-    assert installed.pip_line("plot") == f".venv/bin/pip install -e '{HERE}[plot]'"
+    monkeypatch.setattr(installation, "distribution", missing)
+    assert installation.pip_line("plot") == f".venv/bin/pip install -e '{HERE}[plot]'"

@@ -17,14 +17,14 @@ import typer
 import wgpu_lora
 from wgpu_lora.cli import app, main
 from wgpu_lora.cli.elsewhere import INSTEAD
-from wgpu_lora.cli.options import MOST_USED
-from wgpu_lora.export.merge import DTYPES
-from wgpu_lora.export.mix import FILE_TYPES
-from wgpu_lora.names import allowed
+from wgpu_lora.cli.parameters import MOST_USED
+from wgpu_lora.export.adapter_merge import DTYPES
+from wgpu_lora.export.gguf_export import FILE_TYPES
+from wgpu_lora.names import choices
 from wgpu_lora.names.aliases import aliases_of
 from wgpu_lora.names.instead import ANYWHERE, SENTENCES
 from wgpu_lora.names.others import ALIASES, WORDS
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 
 POSITIONS = 128  # of the models among the fixtures
 OPTIONS = set(TrainingArguments.__dataclass_fields__)
@@ -87,8 +87,8 @@ def test_an_alias_has_the_type_of_its_option() -> None:
 
 
 def test_choices_are_those_that_are_there() -> None:
-    assert tuple(DTYPES) == allowed.MERGED_DTYPES
-    assert set(FILE_TYPES) == set(allowed.GGUF_TYPES)
+    assert tuple(DTYPES) == choices.MERGED_DTYPES
+    assert set(FILE_TYPES) == set(choices.GGUF_TYPES)
 
 
 # -- the command line ------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_bash_completes_without_the_gpu_library(tmp_path: Path) -> None:
     """In a child, by the script that is printed for bash."""
     program = tmp_path / "wgpu-lora"
     program.write_text(
-        f"#!{sys.executable}\nimport atexit, sys\nfrom wgpu_lora.entry import main\n"
+        f"#!{sys.executable}\nimport atexit, sys\nfrom wgpu_lora.__main__ import main\n"
         "atexit.register(lambda: print('wgpu' in sys.modules, file=sys.stderr))\nmain()\n"
     )
     program.chmod(0o755)

@@ -10,11 +10,11 @@ from support.cli import QWEN2, write_rows
 
 import wgpu_lora
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.declared import Range
-from wgpu_lora.train.gather import gather
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.options.idle import idle
-from wgpu_lora.train.tasks import task_of
+from wgpu_lora.train.adapter_tasks import task_of
+from wgpu_lora.train.option_types import Range
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.options.unused_options import idle
+from wgpu_lora.train.resolve_options import gather
 
 POSITIONS = 128  # of the models among the fixtures
 

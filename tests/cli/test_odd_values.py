@@ -20,14 +20,14 @@ from support.cli import MODELS, QWEN2, SMALL, Run, commands, flags, write_rows
 from support.models import save_golden_adapter
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import CONFIG, WEIGHTS
-from wgpu_lora.formats.upload import prepare
+from wgpu_lora.formats.hub_upload import prepare
+from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import parse_config
-from wgpu_lora.models.fields import MOST
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values
-from wgpu_lora.train.options.recipes import read_recipe
-from wgpu_lora.train.tasks import read_tasks, task_of
+from wgpu_lora.models.config_fields import MOST
+from wgpu_lora.train.adapter_tasks import read_tasks, task_of
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
+from wgpu_lora.train.resolve_options import read_recipe
 
 HUGE = (10**400, -(10**400), 2**70, 2**63, -1, 1.5, True, None, "8", [8], {}, math.nan, math.inf)
 
@@ -87,7 +87,7 @@ def test_a_config_of_many_layers_costs_nothing(tmp_path: Path) -> None:
     shutil.copytree(MODELS / "qwen2", tmp_path / "m")
     (tmp_path / "m" / "config.json").write_text(json.dumps(stated(num_hidden_layers=1000, layer_types=None)))
     code = (
-        "import resource, sys, wgpu_lora.models.files as f\n"
+        "import resource, sys, wgpu_lora.models.model_files as f\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))\n"
         "try: f.read_model(sys.argv[1])\nexcept f.UserError as e: print(e)"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 
-from wgpu_lora.cli.trend import BARS, MOST, PLAIN, Trend, hardware
+from wgpu_lora.cli.training_progress import BARS, MOST, PLAIN, Trend, hardware
 
 UTF8, ASCII = (io.TextIOWrapper(io.BytesIO(), encoding=name) for name in ("utf-8", "ascii"))
 

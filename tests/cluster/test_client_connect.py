@@ -20,7 +20,7 @@ from wgpu_lora.cluster.client.local import Local
 from wgpu_lora.cluster.client.status import chosen_device, chosen_run
 from wgpu_lora.cluster.launcher import processes
 from wgpu_lora.errors import UserError
-from wgpu_lora.share.owner import boot_id
+from wgpu_lora.process_identity import boot_id
 
 
 @pytest.fixture(autouse=True)

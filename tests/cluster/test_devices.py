@@ -20,8 +20,8 @@ from wgpu_lora.cluster.devices.keys import resource_key
 from wgpu_lora.cluster.devices.probe import node_devices, plan_class
 from wgpu_lora.cluster.devices.resources import advertised
 from wgpu_lora.cluster.devices.speed import Speed
-from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.share import DeviceMemory, Entry, Ledger, device_key
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.memory_leases import DeviceMemory, Entry, Ledger, device_key
 
 NVIDIA = DeviceInfo(0, "NVIDIA H100", "580", 0x10DE, "Vulkan", "discrete", ("subgroup",), {"a-limit": 9}, 0x2330)
 AMD = DeviceInfo(1, "AMD Radeon RX 7900 XTX (RADV)", "radv", 0x1002, "Vulkan", "discrete", (), {}, 0x744C)
@@ -133,7 +133,9 @@ def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceInfo:
     monkeypatch.setenv("WGPU_LORA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(probe, "devices_here", lambda: infos)
     monkeypatch.setattr(probe, "device_memory", lambda info: DeviceMemory(1000, "a test", 500))
-    monkeypatch.setattr("wgpu_lora.share.budget.device_memory", lambda info: DeviceMemory(1000, "a test", 500))
+    monkeypatch.setattr(
+        "wgpu_lora.memory_leases.device_memory.device_memory", lambda info: DeviceMemory(1000, "a test", 500)
+    )
     return info
 
 

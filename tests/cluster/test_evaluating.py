@@ -20,7 +20,7 @@ from wgpu_lora.cluster.node.evaluator import Evaluator, newest_adapter
 from wgpu_lora.cluster.node.listing import FileFacts
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 
 TASKS = [Task("a", {}, "/a"), Task("b", {}, "/b")]
 PLAN = Needs(1, heldout=True)

@@ -18,7 +18,7 @@ from wgpu_lora.cluster.parallel import process
 from wgpu_lora.cluster.parallel.line import Line
 from wgpu_lora.cluster.parallel.process import LocalHelper, Lost, Refused
 from wgpu_lora.cluster.parallel.relay import Relay
-from wgpu_lora.train.exchange import LOST, message, read_message
+from wgpu_lora.train.data_parallel.gradient_messages import LOST, message, read_message
 
 
 class Echo:

@@ -14,8 +14,8 @@ from wgpu_lora.cluster.facts import Task
 from wgpu_lora.cluster.spec.file import read_cluster_file
 from wgpu_lora.cluster.spec.tasks import gather_tasks
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import COMMAND_LINE, naming
-from wgpu_lora.train.options.arguments import from_values
+from wgpu_lora.names.spelling import COMMAND_LINE, naming
+from wgpu_lora.train.options.training_arguments import from_values
 
 
 @pytest.fixture(autouse=True)

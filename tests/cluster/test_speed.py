@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from support.bench import mini
 
-from wgpu_lora.bench.workloads import WORKLOADS
+from wgpu_lora.bench.bricks import WORKLOADS
 from wgpu_lora.cluster.devices import speed
 from wgpu_lora.cluster.devices.speed import Speed, cached, measured
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.share import Entry, Ledger, device_key
-from wgpu_lora.share.owner import start_of
-from wgpu_lora.worker.child import Port
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.memory_leases import Entry, Ledger, device_key
+from wgpu_lora.process_identity import start_of
+from wgpu_lora.worker.job_kinds import KINDS
+from wgpu_lora.worker.job_process import Port
 from wgpu_lora.worker.kinds import speed as kind
-from wgpu_lora.worker.parent import WorkerFailed
-from wgpu_lora.worker.registry import KINDS
+from wgpu_lora.worker.worker import WorkerFailed
 
 INFO = DeviceInfo(3, "Some GPU", "driver 1", 0x1002, "Vulkan", "discrete", (), {}, 0x744C)
 

@@ -15,8 +15,8 @@ from wgpu_lora.cluster.spec.sweep import Grid, grid_of, planned, sweep_tasks
 from wgpu_lora.cluster.spec.sweep_options import SweepOptions
 from wgpu_lora.cluster.spec.sweep_results import ranked, write_results
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import COMMAND_LINE, naming
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.names.spelling import COMMAND_LINE, naming
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from wgpu_lora.cluster.node.snapshot import MovedOn, Snapshots
 from wgpu_lora.cluster.node.transfer import Unreachable, copy_of, fetch, same_files, send
 from wgpu_lora.cluster.spec.sending import Parcel, parcel
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.pipeline_state import PipelineState, write_pipeline_state
+from wgpu_lora.train.run.pipeline_state import PipelineState, write_pipeline_state
 
 UNIT = "run/one"
 REQUEST: dict[str, Any] = {"options": {}, "schedule": "", "batch_tokens": 1, "directory": "", "adapters": []}

@@ -13,7 +13,7 @@ from support.cli import share_device
 
 from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.cli import console, main
-from wgpu_lora.demo.compare import Checked
+from wgpu_lora.demo.before_and_after import Checked
 from wgpu_lora.gpu.device import Device
 
 command = import_module("wgpu_lora.cli.demo")
@@ -27,7 +27,7 @@ def test_its_last_line_works_as_printed(
     share_device(device, monkeypatch)
     few = tmp_path / "held out.jsonl"
     few.write_text("".join(DEMO_HELDOUT.read_text().splitlines(keepends=True)[:2]))
-    for where in ("wgpu_lora.train.finetune", "wgpu_lora.demo.compare"):
+    for where in ("wgpu_lora.train.finetune", "wgpu_lora.demo.before_and_after"):
         monkeypatch.setattr(f"{where}.DEMO_HELDOUT", few)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--max-steps", "1", "--output", "the run", "--show", "1"]) == 0

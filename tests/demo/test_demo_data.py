@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
 from wgpu_lora.checks.asserts import Outcome, parse_check
-from wgpu_lora.checks.confine import plain
-from wgpu_lora.checks.run import run_check
+from wgpu_lora.checks.code_check import run_check
+from wgpu_lora.checks.sandbox import plain_data
 
 sys.path.insert(0, str(SCRIPTS))
 leaks = importlib.import_module("demo.leaks")
@@ -35,7 +35,7 @@ def failure(code: str, check: str) -> str | None:
     exec(code, space)
 
     def outcome(name: str, args: str, kwargs: str) -> Outcome:
-        return lambda: space[name](*plain.load(args), **plain.load(kwargs))
+        return lambda: space[name](*plain_data.load(args), **plain_data.load(kwargs))
 
     reasons = [one.judge([outcome(*call) for call in one.calls]) for one in parse_check(check)]
     return next(filter(None, reasons), None)

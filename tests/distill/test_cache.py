@@ -14,14 +14,14 @@ from support.models import full_logits, save_golden_adapter, words_model
 from wgpu_lora import evaluate, teacher_cache
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.data import prepare
-from wgpu_lora.distill import cache, plan
-from wgpu_lora.distill.cache import TeacherCache
-from wgpu_lora.distill.header import CACHE, TABLE, position_bytes
+from wgpu_lora.distill import teacher_cache as cache
+from wgpu_lora.distill import teacher_cache_writer
+from wgpu_lora.distill.teacher_cache import CACHE, TABLE, TeacherCache, position_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.locks import locked
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import open_model
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
 ROWS = [{"prompt": f"w{i} w{i + 1}", "completion": " ".join(f"w{(7 * i + j) % 200}" for j in range(5 + i % 4))}
@@ -43,7 +43,7 @@ def data(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    monkeypatch.setattr(plan, "SHARD_POSITIONS", 16)
+    monkeypatch.setattr(teacher_cache_writer, "SHARD_POSITIONS", 16)
 
 
 def prepared(teacher, data, length=9, **options):
@@ -338,7 +338,7 @@ def test_what_cannot_be_made_writes_nothing(teacher, data, tmp_path, monkeypatch
         teacher_cache(teacher, data, data / "below" / "it", **OPTIONS)
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
-        patch.setattr(plan.shutil, "disk_usage", lambda path: usage(10, 9, 1))
+        patch.setattr(teacher_cache_writer.shutil, "disk_usage", lambda path: usage(10, 9, 1))
         with pytest.raises(UserError, match=r"The cache takes [\d,]+ bytes, but .* has 1 free"):
             teacher_cache(teacher, data, output, **OPTIONS)
     assert not output.exists()

@@ -5,8 +5,7 @@ import json
 import pytest
 from support.cli import QWEN2, commands, write_rows
 
-from wgpu_lora.distill.cache import TeacherCache
-from wgpu_lora.distill.header import position_bytes
+from wgpu_lora.distill.teacher_cache import TeacherCache, position_bytes
 
 
 @pytest.fixture

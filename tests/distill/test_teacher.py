@@ -5,12 +5,12 @@ import pytest
 from support.models import allocated, full_logits, golden, golden_rows, load, save_golden_adapter
 
 from wgpu_lora.distill import teacher
-from wgpu_lora.distill.draws import drawn
-from wgpu_lora.distill.packing import id_bits, pack_ids, packed_bytes, unpack_ids
 from wgpu_lora.distill.teacher import Kept, Teacher
+from wgpu_lora.distill.teacher_cache import id_bits, pack_ids, packed_bytes, unpack_ids
+from wgpu_lora.distill.teacher_logits import drawn
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import load_adapters
-from wgpu_lora.models.inputs import Segment, Tables
+from wgpu_lora.models.batch_inputs import Segment, Tables
 
 TOKENS = 40
 

@@ -14,9 +14,9 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
-from wgpu_lora.formats.gguf.layout import file_shape
+from wgpu_lora.formats.gguf.gguf_layout import file_shape
 from wgpu_lora.models.architectures import load_config
-from wgpu_lora.models.gguf import gguf_names
+from wgpu_lora.models.model_files import gguf_names
 
 
 def opened(path: Path, context: int = 512, **options: Any) -> llama_cpp.Llama:

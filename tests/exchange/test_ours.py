@@ -12,7 +12,7 @@ from support.gguf_models import DEMO, make_adapter
 
 from wgpu_lora import api
 from wgpu_lora.data.tokenizer import Tokenizer
-from wgpu_lora.export.gguf_model import export_model
+from wgpu_lora.export.gguf_export import export_model
 
 ROWS = 5
 

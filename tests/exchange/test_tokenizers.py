@@ -15,7 +15,7 @@ from support.gguf_models import DEMO, make_model
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from wgpu_lora.data.tokenizer import Tokenizer
-from wgpu_lora.export.gguf_model import export_model
+from wgpu_lora.export.gguf_export import export_model
 from wgpu_lora.tokens.pretokenizers import NAMES
 
 REGEX = {name: pattern for pattern, name in NAMES.items()}

@@ -19,14 +19,14 @@ from support.models import ARCHITECTURES, full_logits, golden, golden_rows
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
+from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import ARCHITECTURES as REGISTERED
 from wgpu_lora.models.architectures import parse_config
-from wgpu_lora.models.files import read_model
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.weights.nf4_codes import pack_bnb, quantize_nf4
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.models.model_files import read_model
+from wgpu_lora.weights.nf4.nf4_reference import pack_bnb, quantize_nf4
 
 MODELS = FIXTURES / "models"
 
@@ -167,7 +167,7 @@ def test_tables_beyond_f16_are_refused(tmp_path: Path) -> None:
 
 CHILD = """
 import resource, sys
-from wgpu_lora.models.files import read_model
+from wgpu_lora.models.model_files import read_model
 checkpoint = read_model(sys.argv[1]).checkpoint
 name = "model.layers.0.mlp.down_proj.weight"
 checkpoint.read_f32(name, 0, 1)

@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from support.gguf_files import made_up, tensors_of, write_gguf
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.files import read_model
+from wgpu_lora.models.model_config import ModelConfig
+from wgpu_lora.models.model_files import read_model
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,14 @@ from support.gguf_models import changed, make_adapter, make_model, read, small, 
 from support.models import full_logits
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.gguf_adapter import export_adapter
-from wgpu_lora.export.gguf_model import export_model
-from wgpu_lora.export.merge import merge_adapter
-from wgpu_lora.formats.gguf.layout import Layout, Neighbours, Tiled, gather
+from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.export.gguf_export import export_adapter, export_model
+from wgpu_lora.formats.gguf.gguf_layout import Layout, Neighbours, Tiled, gather
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import load_config
-from wgpu_lora.models.files import config_of
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.models.model_files import config_of
 
 SIZES = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 STATED: dict[str, Any] = {**SIZES, "head_dim": 32, "rope_theta": 1e4, "tie_word_embeddings": True}

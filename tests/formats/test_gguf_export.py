@@ -15,14 +15,13 @@ from support.events import hearing
 from support.gguf_models import DEMO, make_adapter, read, small, values
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export import mix
-from wgpu_lora.export.gguf_adapter import export_adapter
-from wgpu_lora.export.gguf_model import export_model, export_models
-from wgpu_lora.export.merge import MergedModel, merge_adapter
-from wgpu_lora.formats.checkpoint import Checkpoint
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.export import gguf_export
+from wgpu_lora.export.adapter_merge import MergedModel, merge_adapter
+from wgpu_lora.export.gguf_export import export_adapter, export_model, export_models
+from wgpu_lora.formats.peft_adapter import read_adapter
+from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.models.architectures import load_config, parse_config
-from wgpu_lora.models.files import config_of
+from wgpu_lora.models.model_files import config_of
 
 
 def test_the_demo(tmp_path: Path) -> None:
@@ -97,7 +96,7 @@ def test_the_mix_of_a_larger_model() -> None:
     )
 
     def kind(file: str, name: str, columns: int = 1536) -> str:
-        return mix.tensor_type(config, file, name, (256, columns)).name
+        return gguf_export.tensor_type(config, file, name, (256, columns)).name
 
     more = [layer for layer in range(28) if kind("q4_k_m", f"blk.{layer}.ffn_down.weight", 8960) == "Q6_K"]
     assert more == [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 24, 25, 26, 27]

@@ -19,12 +19,11 @@ from support import FIXTURES
 from support.gguf_files import DEMO, byte_level, demo_tokenizer, write_gguf
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf import header as header_module
-from wgpu_lora.formats.gguf import reader as reader_module
-from wgpu_lora.formats.gguf.header import read_header
-from wgpu_lora.formats.gguf.reader import Array
-from wgpu_lora.models.files import read_model
-from wgpu_lora.models.rope import inv_freq
+from wgpu_lora.formats.gguf import gguf_header as header_module
+from wgpu_lora.formats.gguf import gguf_header as reader_module
+from wgpu_lora.formats.gguf.gguf_header import Array, read_header
+from wgpu_lora.models.model_files import read_model
+from wgpu_lora.models.rotary_embedding import inv_freq
 
 U8, U32, BOOL, STRING, ARRAY = 0, 4, 7, 8, 9
 
@@ -177,7 +176,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 CHILD = """
 import resource, sys, time
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.files import read_model
+from wgpu_lora.models.model_files import read_model
 before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
 try:
     read_model(sys.argv[1])

@@ -14,13 +14,13 @@ from support.gguf_models import changed, make_adapter, read, small, values
 from support.models import full_logits
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.gguf_model import export_model
-from wgpu_lora.export.merge import merge_adapter
+from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.export.gguf_export import export_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import load_config
-from wgpu_lora.models.files import config_of
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.models.model_files import config_of
 
 GEMMA: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 32}
 GEMMA |= {"query_pre_attn_scalar": 32, "sliding_window": 16}

@@ -17,10 +17,9 @@ from support.events import hearing
 from support.gguf_models import DEMO, make_adapter, small
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.gguf_adapter import export_adapter
-from wgpu_lora.export.gguf_model import export_model
-from wgpu_lora.formats.checkpoint import Checkpoint
-from wgpu_lora.formats.shards import TensorSpec, write_shards
+from wgpu_lora.export.gguf_export import export_adapter, export_model
+from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
+from wgpu_lora.formats.safetensors_writer import TensorSpec, write_shards
 from wgpu_lora.models.architectures import load_config
 
 
@@ -121,7 +120,7 @@ CHILD = """
 import resource, sys
 from pathlib import Path
 from wgpu_lora.export import merge
-from wgpu_lora.export.gguf_model import export_model
+from wgpu_lora.export.gguf_export import export_model
 merge.PIECE = 1 << 20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 export_model(Path(sys.argv[1]), Path(sys.argv[2]), "q4_k_m")

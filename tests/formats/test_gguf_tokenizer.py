@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.gguf_tokenizer import read_tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.header import read_header
+from wgpu_lora.formats.gguf.gguf_header import read_header
 
 NASTY = [
     "", " ", "  ", "\n", "\r\n\r\n", "\t x", "a  b   c", " lead", "trail ", "It's we'LL they'RE 'tis", "1234567 89",

@@ -11,7 +11,7 @@ from support.gguf_models import DEMO, read, small
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.gguf_model import export_model
+from wgpu_lora.export.gguf_export import export_model
 from wgpu_lora.export.gguf_vocabulary import Vocabulary, read_vocabulary
 from wgpu_lora.models.architectures import load_config
 from wgpu_lora.tokens.pretokenizers import splitting_of

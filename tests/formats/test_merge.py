@@ -26,13 +26,13 @@ from support.models import (
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.merge import merge_adapter
-from wgpu_lora.formats.checkpoint import INDEX, Checkpoint
+from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.formats.safetensors_checkpoint import INDEX, Checkpoint
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer.adapters import load_adapters
-from wgpu_lora.models.files import config_of
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.infer.named_adapters import load_adapters
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.models.model_files import config_of
 
 
 def source(architecture: str) -> Path:

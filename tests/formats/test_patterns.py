@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from wgpu_lora import patterns
+from wgpu_lora import untrusted_patterns
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.adapter_config import parse_config
-from wgpu_lora.patterns import first_matches
+from wgpu_lora.formats.peft_config import parse_config
+from wgpu_lora.untrusted_patterns import first_matches
 
 NAMES = [f"model.layers.{i}.{module}" for i in range(12) for module in ("self_attn.q_proj", "mlp.up_proj", "x.in")]
 PATTERNS = [
@@ -29,7 +29,7 @@ def test_they_mean_what_re_means(endings: bool, monkeypatch: pytest.MonkeyPatch)
     (first,) = first_matches([usable[::-1]], NAMES, endings)
     backwards = [next((i for i, row in enumerate(expected[::-1]) if row[n] == 0), None) for n in range(len(NAMES))]
     assert first == backwards
-    monkeypatch.setattr(patterns, "_in_child", None)
+    monkeypatch.setattr(untrusted_patterns, "_in_child", None)
     assert first_matches([PATTERNS[:6]], NAMES, endings)[0]  # without a process
 
 

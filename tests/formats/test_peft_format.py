@@ -13,8 +13,8 @@ from support import FIXTURES, path_of
 
 from wgpu_lora.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.adapter_config import AdapterConfig, parse_config
-from wgpu_lora.formats.peft import read_adapter, tensor_name, write_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter, tensor_name, write_adapter
+from wgpu_lora.formats.peft_config import AdapterConfig, parse_config
 
 RAW = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 

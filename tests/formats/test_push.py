@@ -21,12 +21,12 @@ from support.models import FIXTURES, save_golden_adapter
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import hub_id
-from wgpu_lora.formats.upload import prepare
+from wgpu_lora.formats.hub_upload import prepare
 from wgpu_lora.models.architectures import ARCHITECTURES
-from wgpu_lora.train.card import card
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.records import Data, Environment, HeldOut, Memory, RunRecord, UsedDevice
-from wgpu_lora.train.state import RunState
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.model_card import card
+from wgpu_lora.train.run.records import Data, Environment, HeldOut, Memory, RunRecord, UsedDevice
+from wgpu_lora.train.run.run_state import RunState
 
 
 class FakeHub(BaseHTTPRequestHandler):

@@ -17,9 +17,9 @@ from wgpu_lora.cli import main
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.tokenizer_files import write_tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.upload import prepare
+from wgpu_lora.formats.hub_upload import prepare
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.files import read_model
+from wgpu_lora.models.model_files import read_model
 
 DEMO = DEMO_MODEL
 WRITTEN = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}

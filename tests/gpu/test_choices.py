@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from support.tuning import product
 
-from wgpu_lora.gpu.choices import SCHEMA, ChoiceFile, Entry, bucket, choice_key
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, allocate
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.gpu.tuning_cache import SCHEMA, ChoiceFile, Entry, bucket, choice_key
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.ops.matmul import matmul_nt
 

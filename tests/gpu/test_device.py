@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu import devices
+from wgpu_lora.gpu import device_list
 from wgpu_lora.gpu.device import WRITE_CHUNK, Device, DeviceOptions
-from wgpu_lora.gpu.devices import PREFERENCE, choose, list_devices
-from wgpu_lora.gpu.errors import BindingTooLarge, GridTooLarge, OutOfDeviceMemory, ShaderError
+from wgpu_lora.gpu.device_errors import BindingTooLarge, GridTooLarge, OutOfDeviceMemory, ShaderError, advising
+from wgpu_lora.gpu.device_list import PREFERENCE, choose, list_devices
 from wgpu_lora.gpu.kernel import LINEAR_X, kernel, literal, one_per
-from wgpu_lora.gpu.single import SingleKernel
+from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.ops.elementwise import add_forward, fill
-from wgpu_lora.share.refusals import advising
 
 
 def test_adapters_are_listed_best_first() -> None:
@@ -54,7 +53,7 @@ def test_a_name_without_device() -> None:
 
 
 def test_no_adapter_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_enumerate", list)
+    monkeypatch.setattr(device_list, "_enumerate", list)
     with pytest.raises(UserError, match="install your GPU's Vulkan driver"):
         Device()
 

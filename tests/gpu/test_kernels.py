@@ -19,9 +19,9 @@ import wgpu_lora.train.optimizers
 import wgpu_lora.weights
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import REGISTRY
-from wgpu_lora.gpu.single import SingleKernel
+from wgpu_lora.gpu.reference_values import widened
+from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
-from wgpu_lora.gpu.values import widened
 
 NMSE = 1e-11  # mean squared error over the mean square of the reference: 3e-6 relative, a few dozen roundings of f32
 WORST = 1e-5  # of (|value| + root mean square), for any one value

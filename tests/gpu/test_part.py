@@ -11,14 +11,14 @@ import pytest
 import support.kernels
 from support.kernels import CASES, Case
 
-from wgpu_lora.gpu import part
+from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import REGISTRY
-from wgpu_lora.gpu.values import widened
+from wgpu_lora.gpu.reference_values import widened
 from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward
 from wgpu_lora.ops.embedding import embedding_rows
+from wgpu_lora.ops.gradient_norm import BLOCK, square_sums
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
-from wgpu_lora.ops.optimizer import BLOCK, square_sums
-from wgpu_lora.weights.nf4_products import nf4_matmul, nf4_matmul_backward
+from wgpu_lora.weights.nf4.nf4_products import nf4_matmul, nf4_matmul_backward
 
 Arrays = dict[str, np.ndarray]
 OPTIONAL = {"bias", "count", "a_scale", "row_scale"}
@@ -27,7 +27,7 @@ OPTIONAL = {"bias", "count", "a_scale", "row_scale"}
 @pytest.fixture(autouse=True)
 def everything_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PRODUCTS": 0, "VALUES": 0, "ROWS": 3, "COLUMN_BLOCKS": 2, "PAGE_BLOCKS": 3}.items():
-        monkeypatch.setattr(part, name, value)
+        monkeypatch.setattr(reference_values, name, value)
 
 
 def result(kernel: Any, arrays: Arrays, constants: dict[str, Any]) -> Arrays:
@@ -120,7 +120,7 @@ def test_rows_that_nobody_asked_for_are_left_out(first: int, count: int, rng: np
 
 @pytest.mark.parametrize(("count", "wanted"), [(1, 3), (3, 3), (4, 3), (1000, 32), (32, 32), (33, 32)])
 def test_picks_are_spread_over_the_whole(count: int, wanted: int) -> None:
-    found = part.picks(count, wanted)
+    found = reference_values.picks(count, wanted)
     assert (found[0], found[-1], found.size) == (0, count - 1, min(count, wanted))
     assert (np.diff(found) > 0).all()
     assert count <= wanted or np.diff(found).max() <= -(-count // (wanted - 1))

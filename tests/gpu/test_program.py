@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.tuning import product
 
 from wgpu_lora.gpu import program as module
+from wgpu_lora.gpu.arena_plan import plan_arenas, total_by_group
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import BindingTooLarge, GridTooLarge
-from wgpu_lora.gpu.plan import plan_arenas, total_by_group
+from wgpu_lora.gpu.device_errors import BindingTooLarge, GridTooLarge
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, align, persistent
 from wgpu_lora.ops.elementwise import add_forward, fill, residual, swiglu

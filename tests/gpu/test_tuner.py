@@ -13,15 +13,15 @@ from support.events import hearing
 from support.tuning import product, verdicts
 
 from wgpu_lora.events import Tuning
-from wgpu_lora.gpu import cuts
-from wgpu_lora.gpu.choices import choice_key
+from wgpu_lora.gpu import tiling_check
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import ShaderError, WrongResults
+from wgpu_lora.gpu.device_errors import ShaderError, WrongResults
 from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.reference_values import nmse
 from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tuner import Tuner
-from wgpu_lora.gpu.values import nmse
+from wgpu_lora.gpu.tuning_cache import choice_key
 from wgpu_lora.ops.elementwise import fill
 
 
@@ -55,7 +55,7 @@ def test_a_wrong_tiling_is_never_chosen(device: Device, tmp_path: Path, monkeypa
     tilings = step.kernel.tilings(device.capabilities, step.constants)
     wrong = tilings[1]
     with monkeypatch.context() as patch:
-        patch.setattr(cuts, "nmse", lambda got, want: nmse(got, want) + 1.0)
+        patch.setattr(tiling_check, "nmse", lambda got, want: nmse(got, want) + 1.0)
         with pytest.raises(WrongResults, match=r"gets matmul_nt wrong in every tiling \(NMSE 1 against"):
             Tuner(device, directory=tmp_path).tune([program])
     assert not list(tmp_path.glob("*.json"))

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.gpu.cuts import cut_verdict
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import REGISTRY
-from wgpu_lora.gpu.single import SingleKernel
+from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
+from wgpu_lora.gpu.tiling_check import cut_verdict
 from wgpu_lora.ops.attention import attention_forward
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.matmul_tuning import CHECKED, block
-from wgpu_lora.weights.lowbit_products import codes_matmul, codes_matmul_backward
-from wgpu_lora.weights.nf4_products import nf4_matmul, nf4_matmul_backward
+from wgpu_lora.weights.lowbit.lowbit_products import codes_matmul, codes_matmul_backward
+from wgpu_lora.weights.nf4.nf4_products import nf4_matmul, nf4_matmul_backward
 
 WHOLE = {"m": 1000, "n": 4864, "k": 896}
 

@@ -18,11 +18,11 @@ from support.tuning import product
 from wgpu_lora.errors import DeviceWarning
 from wgpu_lora.events import Miscompiled
 from wgpu_lora.gpu import first_run
-from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import WrongResults
+from wgpu_lora.gpu.device_errors import WrongResults
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import persistent
+from wgpu_lora.gpu.tiling_check import check_tilings
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.verdicts import Verdicts, verdicts_of
 from wgpu_lora.ops.elementwise import add_forward

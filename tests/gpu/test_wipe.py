@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wgpu_lora.gpu import wipe as module
+from wgpu_lora.gpu import buffer_wipe as module
+from wgpu_lora.gpu.buffer_wipe import Wiper, wipe
 from wgpu_lora.gpu.device import MAPPABLE, Device
 from wgpu_lora.gpu.program import Arena
-from wgpu_lora.gpu.wipe import Wiper, wipe
 
 
 @pytest.fixture

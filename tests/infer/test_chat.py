@@ -13,11 +13,10 @@ from support.data import small_tokenizer
 import wgpu_lora
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer.chat import Chat
-from wgpu_lora.infer.conversation import Lane
-from wgpu_lora.infer.reply import Reply
-from wgpu_lora.infer.settings import Settings
-from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.infer.answers import Reply
+from wgpu_lora.infer.chat import Chat, Lane
+from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.models.loaded_model import LoadedModel
 
 
 @pytest.fixture(scope="module")

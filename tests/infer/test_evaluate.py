@@ -11,7 +11,7 @@ from wgpu_lora.data.account import Account
 from wgpu_lora.data.files import FileSource
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import Evaluator, evaluate, load_adapters
-from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.batch_inputs import Segment
 
 
 def rows_of(architecture):

@@ -7,11 +7,11 @@ from support.data import small_tokenizer
 from support.models import full_logits, golden, golden_rows, load, relative_error, save_golden_adapter
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.adapter_config import AdapterConfig
-from wgpu_lora.formats.peft import tensor_name, write_adapter
+from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
+from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.infer import Generation, Generator, Sampler, chat_prompt, load_adapters
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.norms import fix_gains
+from wgpu_lora.models.adapter_set import fix_gains
+from wgpu_lora.models.batch_inputs import Segment
 
 # Prefill pieces are as long as a decode step has rows, so that both share their compiled kernels.
 BATCH, CAPACITY = 4, 16

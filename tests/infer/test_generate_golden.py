@@ -7,7 +7,7 @@ from support.models import ARCHITECTURES, FIXTURES, golden, load
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import Generator
-from wgpu_lora.infer.running import known_tokens
+from wgpu_lora.infer.generator import known_tokens
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -19,9 +19,9 @@ from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.data.examples import Alpaca, Completion
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer import answer as answering
+from wgpu_lora.infer import answers as answering
 from wgpu_lora.infer.prompt_file import read_requests
-from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.loaded_model import LoadedModel
 
 TEMPLATE = (
     "{%- for m in messages -%}{{- 'w1 ' + m.content + ' ' -}}{%- endfor -%}"
@@ -303,7 +303,9 @@ def test_a_file_is_only_written_where_none_is(tmp_path: Path):
 
 def test_without_a_prompt_it_chats_on_a_terminal(run: Any, monkeypatch: pytest.MonkeyPatch):
     seen = []
-    monkeypatch.setattr(sys.modules["wgpu_lora.cli.chat"], "run_chat", lambda *arguments: seen.append(arguments) or 0)
+    monkeypatch.setattr(
+        sys.modules["wgpu_lora.cli.inference.chat"], "run_chat", lambda *arguments: seen.append(arguments) or 0
+    )
     master, slave = pty.openpty()
     with open(slave, encoding="utf-8") as terminal:
         monkeypatch.setattr("sys.stdin", terminal)
@@ -311,7 +313,7 @@ def test_without_a_prompt_it_chats_on_a_terminal(run: Any, monkeypatch: pytest.M
             code, _, err = run(*arguments)
             assert (code, seen) == (2, [])
             assert "--prompt is missing" in err
-        monkeypatch.setattr(sys.modules["wgpu_lora.cli.generate"], "is_terminal", lambda stream: True)
+        monkeypatch.setattr(sys.modules["wgpu_lora.cli.inference.generate"], "is_terminal", lambda stream: True)
         assert run("--adapter", "a", "--temperature", "0.5")[0] == 0
         (given,) = seen
         assert given[:3] == ("model", ["a"], False)

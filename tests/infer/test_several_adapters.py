@@ -15,8 +15,8 @@ from support.models import save_golden_adapter, words_and_adapters
 import wgpu_lora
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import Generator
-from wgpu_lora.infer.named import model_of, named_adapters
-from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.infer.named_adapters import model_of, named_adapters
+from wgpu_lora.models.loaded_model import LoadedModel
 
 PROMPT, TOKENS = "w7 w3 w11 w5", 6
 ONE_ANSWER = {"prompt", "text", "token_ids", "stop_reason", "tokens_per_second"}
@@ -185,7 +185,7 @@ def test_compare_prints_a_block_for_each(run: Any, model: LoadedModel, made: Pat
 
 
 def test_compare_on_a_terminal(run: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("wgpu_lora.cli.several.is_terminal", lambda stream: True)
+    monkeypatch.setattr("wgpu_lora.cli.inference.compare_adapters.is_terminal", lambda stream: True)
     _, out, _ = run(*ask("--adapter", "[bold]=a", "--compare", "--prompt", PROMPT))
     assert out.index(" base ") < out.index(" [bold] ")
     assert out.count(f"{TOKENS} tokens, length") == 2

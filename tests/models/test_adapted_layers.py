@@ -12,15 +12,14 @@ import pytest
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
+from wgpu_lora.gpu.reference_values import nmse
 from wgpu_lora.gpu.tensor import persistent
-from wgpu_lora.gpu.values import nmse
-from wgpu_lora.models.block import Block
-from wgpu_lora.models.blocks.transformer import Transformer
+from wgpu_lora.models.adapter_set import AdapterSet, Norms, SlotSpec
+from wgpu_lora.models.batch_inputs import StepInputs, Tables
+from wgpu_lora.models.blocks.transformer_block import Transformer
 from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.inputs import StepInputs, Tables
-from wgpu_lora.models.lora import AdapterSet, SlotSpec
-from wgpu_lora.models.norms import Norms
-from wgpu_lora.models.shapes import shape_config
+from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.ops.elementwise import add_forward, dropout_apply
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import write

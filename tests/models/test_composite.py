@@ -14,17 +14,17 @@ from support import MODELS
 from support.models import full_logits, golden, golden_rows
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.merge import merge_adapter
-from wgpu_lora.export.packed import write_packed
-from wgpu_lora.formats.adapter_config import AdapterConfig
-from wgpu_lora.formats.peft import tensor_name, write_adapter
+from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.export.quantized_model import write_packed
+from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
+from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.adapter_modules import expression, targeted
 from wgpu_lora.models.architectures import ARCHITECTURES, parse_config
 from wgpu_lora.models.architectures.qwen3 import Qwen3
-from wgpu_lora.models.composite import Composite
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.models.targets import expression, targeted
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.models.multimodal import Composite
 
 TOWER = "vision_tower.encoder.layers.0.self_attn.q_proj.weight"
 

@@ -10,7 +10,7 @@ from support.configs import BASE, config
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.architectures import load_config, parse_config
-from wgpu_lora.models.rope import attention_factor, inv_freq
+from wgpu_lora.models.rotary_embedding import attention_factor, inv_freq
 
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 

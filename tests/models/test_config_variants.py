@@ -8,8 +8,8 @@ from support.configs import BASE, config
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.architectures import ARCHITECTURES, parse_config
-from wgpu_lora.models.rope import attention_factor, inv_freq
-from wgpu_lora.models.rows import Rows
+from wgpu_lora.models.rotary_embedding import attention_factor, inv_freq
+from wgpu_lora.models.row_inputs import Rows
 
 LINEAR = {"type": "linear", "factor": 2.0}
 LONG = {"type": "su", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0]}

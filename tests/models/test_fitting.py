@@ -15,21 +15,20 @@ from support.models import full_logits, golden, golden_rows
 from support.training import random_rows
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.gguf_adapter import export_adapter
-from wgpu_lora.export.merge import merge_adapter
-from wgpu_lora.formats.peft import CONFIG, WEIGHTS, tensor_name
+from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.export.gguf_export import export_adapter
+from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, tensor_name
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer.adapters import load_adapters
+from wgpu_lora.infer.named_adapters import load_adapters
+from wgpu_lora.models.adapter_modules import read_fitting, targeted
 from wgpu_lora.models.architectures import load_config, parse_config
-from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.files import config_of
-from wgpu_lora.models.fitting import read_fitting
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
-from wgpu_lora.models.targets import targeted
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.models.model_config import ModelConfig
+from wgpu_lora.models.model_files import config_of
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.frozen import frozen_adapter
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.adapter_init import frozen_adapter
 
 TEXT, WHOLE = "model.", "model.language_model."
 OPTIONS: dict[str, Any] = {

@@ -5,9 +5,9 @@ import pytest
 from safetensors.numpy import load_file
 from support.models import ARCHITECTURES, FIXTURES, full_logits, golden, golden_rows, load, relative_error
 
-from wgpu_lora.infer.adapters import load_adapters
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.norms import fix_gains
+from wgpu_lora.infer.named_adapters import load_adapters
+from wgpu_lora.models.adapter_set import fix_gains
+from wgpu_lora.models.batch_inputs import Segment
 
 
 def golden_segments(architecture):

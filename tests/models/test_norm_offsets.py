@@ -15,16 +15,16 @@ from support import MODELS
 from support.gguf_models import read, small, values
 from support.models import full_logits, golden, golden_rows, save_golden_adapter
 
-from wgpu_lora.export.gguf_model import export_model
-from wgpu_lora.export.merge import merge_adapter
-from wgpu_lora.formats.gguf.header import read_header
+from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.export.gguf_export import export_model
+from wgpu_lora.formats.gguf.gguf_header import read_header
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import ARCHITECTURES, load_config
 from wgpu_lora.models.architectures.qwen3 import Qwen3
-from wgpu_lora.models.config import VECTOR, Parameter
-from wgpu_lora.models.gguf import open_weights
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.models.model_config import VECTOR, Parameter
+from wgpu_lora.models.model_files import open_weights
 
 
 class Shifted(Qwen3):

@@ -15,14 +15,14 @@ from support.models import ARCHITECTURES, FIXTURES, full_logits, golden, golden_
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.merge import MergedModel, merge_adapter, scaled_factors
-from wgpu_lora.export.packed import write_packed
-from wgpu_lora.formats.checkpoint import INDEX, SINGLE
+from wgpu_lora.export.adapter_merge import MergedModel, merge_adapter, scaled_factors
+from wgpu_lora.export.quantized_model import write_packed
+from wgpu_lora.formats.safetensors_checkpoint import INDEX, SINGLE
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
-from wgpu_lora.weights.nf4_bitsandbytes import BitsAndBytesNF4
-from wgpu_lora.weights.nf4_codes import double_dequantize, from_words, pack_bnb, to_words
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.weights.nf4.nf4_files import BitsAndBytesNF4
+from wgpu_lora.weights.nf4.nf4_reference import double_dequantize, from_words, pack_bnb, to_words
 
 STATE = BitsAndBytesNF4.marker
 

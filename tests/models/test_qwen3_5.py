@@ -15,11 +15,11 @@ from support.models import full_logits, golden, golden_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import parse_config
+from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.blocks.delta_net import Runs
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
-from wgpu_lora.models.rows import NOWHERE, Rows
-from wgpu_lora.models.shapes import shape_config
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.models.published_shapes import shape_config
+from wgpu_lora.models.row_inputs import NOWHERE, Rows
 
 SOURCE = MODELS / "qwen3_5_text"
 LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")

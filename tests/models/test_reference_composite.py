@@ -12,14 +12,14 @@ from safetensors.numpy import load_file, save_file
 from support import SCRIPTS
 from support.models import full_logits, relative_error
 
-from wgpu_lora.formats.peft import write_adapter
+from wgpu_lora.formats.peft_adapter import write_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer.adapters import load_adapters
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train.initial import adapter_of
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.subjects.adapter import adapter_tensors
+from wgpu_lora.infer.named_adapters import load_adapters
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.adapter_init import adapter_of
+from wgpu_lora.train.run.trained_weights import adapter_tensors
 
 pytestmark = pytest.mark.reference
 ROWS = [np.random.default_rng(3).integers(3, 140, length).astype(np.int32) for length in (13, 9)]

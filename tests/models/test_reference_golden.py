@@ -6,11 +6,11 @@ from safetensors.numpy import load_file
 from support import FIXTURES, path_of
 from support.optimizing import GOLDEN_LIMITS
 
-from wgpu_lora.formats.adapter_config import AdapterConfig
-from wgpu_lora.formats.checkpoint import Checkpoint
-from wgpu_lora.formats.peft import PARTS, read_adapter, tensor_name, write_adapter
-from wgpu_lora.models.files import config_of
-from wgpu_lora.models.targets import stated
+from wgpu_lora.formats.peft_adapter import PARTS, read_adapter, tensor_name, write_adapter
+from wgpu_lora.formats.peft_config import AdapterConfig
+from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
+from wgpu_lora.models.adapter_modules import stated
+from wgpu_lora.models.model_files import config_of
 
 pytestmark = pytest.mark.reference
 Arrays = dict[str, np.ndarray]

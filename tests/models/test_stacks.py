@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import BindingTooLarge
+from wgpu_lora.gpu.device_errors import BindingTooLarge
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
+from wgpu_lora.gpu.reference_values import nmse
 from wgpu_lora.gpu.tensor import persistent
-from wgpu_lora.gpu.values import nmse
-from wgpu_lora.models.block import Block
-from wgpu_lora.models.blocks.transformer import Transformer
+from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
+from wgpu_lora.models.batch_inputs import StepInputs, Tables
+from wgpu_lora.models.blocks.transformer_block import Transformer
 from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.inputs import StepInputs, Tables
-from wgpu_lora.models.lora import AdapterSet, SlotSpec
-from wgpu_lora.models.rows import Rows
-from wgpu_lora.models.shapes import shape_config
+from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.published_shapes import shape_config
+from wgpu_lora.models.row_inputs import Rows
 from wgpu_lora.ops import matmul_tuning
 from wgpu_lora.ops.elementwise import add_forward
 from wgpu_lora.ops.linear import Fusing
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import Shared, of_layer, stacked, write
-from wgpu_lora.weights.nf4 import NF4Weight
-from wgpu_lora.weights.registry import declare
+from wgpu_lora.weights.base_formats import declare
+from wgpu_lora.weights.nf4.nf4 import NF4Weight
 
 TOKENS, RANK = 24, 16
 SLOTS = ((2, 9), (9, 20))  # rows before and behind belong to no slot

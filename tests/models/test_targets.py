@@ -4,8 +4,8 @@ import pytest
 from support import MODELS, path_of
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.adapter_modules import shortest, targeted
 from wgpu_lora.models.architectures import load_config
-from wgpu_lora.models.targets import shortest, targeted
 
 CONFIG = load_config(MODELS / "qwen3")  # two layers
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

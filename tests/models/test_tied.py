@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 from support.gguf_models import small
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models import files
-from wgpu_lora.models.files import read_model
+from wgpu_lora.models import model_files
+from wgpu_lora.models.model_files import read_model
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -37,7 +37,7 @@ def test_a_copy_is_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [0, 63, 64, 4095])
 def test_another_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int) -> None:
     """transformers would use it. Compared by pieces of 64 rows."""
-    monkeypatch.setattr(files, "_AT_A_TIME", 64 * 64)
+    monkeypatch.setattr(model_files, "_AT_A_TIME", 64 * 64)
     values = embedding(tmp_path / "plain")
     values[row, 5] += 1
     model = beside(tmp_path / "other", values)

@@ -20,31 +20,30 @@ from support.models import full_logits, relative_error
 from support.training import random_rows
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.gguf_model import export_model
-from wgpu_lora.export.merge import merge_adapter
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.export.gguf_export import export_model
+from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.infer.adapters import load_adapters
-from wgpu_lora.infer.generate import Generator
-from wgpu_lora.infer.running import Generation
+from wgpu_lora.infer.generator import Generation, Generator
+from wgpu_lora.infer.named_adapters import load_adapters
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.architectures import ARCHITECTURES, parse_config
-from wgpu_lora.models.block import Block
-from wgpu_lora.models.blocks.attention import Attention, KeyRanges
-from wgpu_lora.models.cache import CacheTensor
-from wgpu_lora.models.config import MATRIX, ModelConfig, Parameter
-from wgpu_lora.models.fields import whole
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.models.rope import RopeTable
-from wgpu_lora.models.rows import NOWHERE, RowInput, Rows
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.blocks.attention_block import Attention, KeyRanges
+from wgpu_lora.models.config_fields import whole
+from wgpu_lora.models.kv_cache import CacheTensor
+from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.models.model_config import MATRIX, ModelConfig, Parameter
+from wgpu_lora.models.rotary_embedding import RopeTable
+from wgpu_lora.models.row_inputs import NOWHERE, RowInput, Rows
 from wgpu_lora.ops.elementwise import fill, residual, swiglu
 from wgpu_lora.ops.embedding import gather_rows
-from wgpu_lora.proof.jobs.trained import gradients
+from wgpu_lora.proof.worker_jobs import gradients
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 STATED = {"model_type": "toy", "vocab_size": 61, "hidden_size": 32, "inner_size": 48, "num_hidden_layers": 4}
 STATED |= {"num_attention_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True}

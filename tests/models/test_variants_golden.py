@@ -5,9 +5,9 @@ import pytest
 from safetensors.numpy import load_file
 from support import FIXTURES, path_of
 
-from wgpu_lora.formats.adapter_config import AdapterConfig
-from wgpu_lora.formats.peft import tensor_name, write_adapter
-from wgpu_lora.train.offset import doubled, halved, parted
+from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
+from wgpu_lora.formats.peft_config import AdapterConfig
+from wgpu_lora.train.run.adapter_init import doubled, halved, parted
 
 pytestmark = pytest.mark.reference
 

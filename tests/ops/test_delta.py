@@ -15,13 +15,13 @@ from support.models import allocated
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent
-from wgpu_lora.models.inputs import write
-from wgpu_lora.ops import delta
-from wgpu_lora.ops.causal_conv import causal_conv
-from wgpu_lora.ops.delta import gated_delta_rule
-from wgpu_lora.ops.delta_step import gated_delta_step, possible_slices
+from wgpu_lora.models.batch_inputs import write
+from wgpu_lora.ops.delta_net import delta_rule
+from wgpu_lora.ops.delta_net.causal_conv import causal_conv
+from wgpu_lora.ops.delta_net.delta_rule import gated_delta_rule
+from wgpu_lora.ops.delta_net.delta_step import gated_delta_step, possible_slices
 from wgpu_lora.ops.elementwise import copy
-from wgpu_lora.ops.gated_norm import gated_norm, l2norm
+from wgpu_lora.ops.norm import gated_norm, l2norm
 from wgpu_lora.ops.recorder import Recorder
 
 KEY_HEADS, HEADS, KEY, VALUE, TAPS = 2, 4, 8, 12, 4
@@ -135,7 +135,7 @@ LENGTHS = (3, 70, 1, 90)
 
 @pytest.fixture(params=[1 << 27, 1], ids=["whole", "in blocks of heads"])
 def limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(delta_rule, "BLOCK_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("limit")

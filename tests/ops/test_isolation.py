@@ -9,7 +9,7 @@ import pytest
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Kernel
-from wgpu_lora.gpu.single import SingleKernel
+from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward
 
 ROWS, CUT, DIM = 10, 5, 8  # two segments in what is one subgroup or tile nearly everywhere

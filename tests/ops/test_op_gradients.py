@@ -11,14 +11,14 @@ from support.kernels.attention import forked, packed
 
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward, attention_stats
-from wgpu_lora.ops.capped import cap_gradient, cap_logits
 from wgpu_lora.ops.elementwise import dropout_apply, geglu_backward, geglu_forward, swiglu_backward, swiglu_forward
+from wgpu_lora.ops.embedding import cap_gradient, cap_logits
 from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.norm import rmsnorm_backward, rmsnorm_forward
 from wgpu_lora.ops.rope import rope_backward, rope_forward
-from wgpu_lora.weights.lowbit_codes import constant_count, decode_device, entries, word_rows
-from wgpu_lora.weights.lowbit_gradients import codes_gradient, codes_gradient_sum
+from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, decode_device, entries, word_rows
+from wgpu_lora.weights.lowbit.lowbit_training import codes_gradient, codes_gradient_sum
 
 STEP = 1e-5
 RANGES = np.array([(1, 4), (4, 4), (5, 7)], np.uint32)  # rows 0, 4 and 7 belong to no slot

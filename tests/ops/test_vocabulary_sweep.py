@@ -9,7 +9,7 @@ from support.models import allocated
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent
-from wgpu_lora.models.inputs import write
+from wgpu_lora.models.batch_inputs import write
 from wgpu_lora.ops import loss
 from wgpu_lora.ops.elementwise import copy
 from wgpu_lora.ops.loss import SweepGradient, Targets, seed, sweep

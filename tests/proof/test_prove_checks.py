@@ -12,19 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wgpu_lora.proof.checks.answers import answers_pass_their_checks
-from wgpu_lora.proof.checks.devices import devices_agree
-from wgpu_lora.proof.checks.program import gradients_agree, work_happened_on_the_device
-from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluating
-from wgpu_lora.proof.jobs.trained import difference
-from wgpu_lora.proof.report import loss_chart
-from wgpu_lora.proof.run import carry_out
-from wgpu_lora.proof.training import Evaluated, Training, evaluations
+from wgpu_lora.proof.checks import (
+    answers_pass_their_checks,
+    devices_agree,
+    gradients_agree,
+    losses_fall,
+    training_beside_evaluating,
+    work_happened_on_the_device,
+)
+from wgpu_lora.proof.proof_context import Evaluated, Training, evaluations
+from wgpu_lora.proof.proof_run import carry_out, loss_chart
+from wgpu_lora.proof.worker_jobs import difference
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.output import Log, read_log
-from wgpu_lora.train.records import UsedDevice
-from wgpu_lora.worker.parent import Worker
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.records import UsedDevice
+from wgpu_lora.train.run.training_log import Log, read_log
+from wgpu_lora.worker.worker import Worker
 
 
 def status(check: Any, **proof: Any) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.proof.cuda import classify, compiler_in, cuda_packages, imported, required
-from wgpu_lora.proof.watch import EVENTS, Watcher, witness
+from wgpu_lora.proof.cuda_check import classify, compiler_in, cuda_packages, imported, required
+from wgpu_lora.proof.watched_workers import EVENTS, Watcher, witness
 
 ICD, DRIVER = "/usr/lib/libGLX_nvidia.so.0", "/usr/lib/libcuda.so.1"
 

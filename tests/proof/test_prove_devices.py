@@ -7,13 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.proof.checks.devices import devices_compute
-from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.finding import LEFT_OUT, Check, Result
-from wgpu_lora.proof.jobs.devices import by_default
-from wgpu_lora.proof.run import carry_out, on_devices
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.proof.checks import devices_compute
+from wgpu_lora.proof.proof_context import LEFT_OUT, Check, Proof, Result
+from wgpu_lora.proof.proof_run import carry_out, on_devices
+from wgpu_lora.proof.worker_jobs import by_default
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 
 def test_devices() -> None:

@@ -11,12 +11,12 @@ from support.events import hearing
 
 from wgpu_lora.bench.overhead import ORDERS
 from wgpu_lora.bench.overhead_results import read_results
-from wgpu_lora.bench.training import Work
+from wgpu_lora.bench.training_runs import Work
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models import shapes
-from wgpu_lora.names.naming import COMMAND_LINE, naming
+from wgpu_lora.models import published_shapes
+from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.protect.bench import Measuring, bench_protected, runtime_state
 
 SIZES = {"max_length": 16, "per_device_train_batch_size": 2, "lora_r": 4, "save_steps": 20}
@@ -24,7 +24,7 @@ SIZES = {"max_length": 16, "per_device_train_batch_size": 2, "lora_r": 4, "save_
 
 @pytest.fixture(autouse=True)
 def mini(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes._ROWS, "mini", MINI_ROW)
+    monkeypatch.setitem(published_shapes._ROWS, "mini", MINI_ROW)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from wgpu_lora.gpu.wipe import WipeReport
+from wgpu_lora.gpu.buffer_wipe import WipeReport
 from wgpu_lora.protect.hygiene.cleanup import UNREACHABLE, Cleanup, WipeFacts, of_device, overwrite
 
 

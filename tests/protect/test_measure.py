@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from wgpu_lora import assets
+from wgpu_lora.assets import ASSETS
 from wgpu_lora.errors import UserError
-from wgpu_lora.package_files import ASSETS
 from wgpu_lora.protect.attestation import dependencies, measure, process
 
 

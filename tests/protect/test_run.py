@@ -28,7 +28,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.protect.attestation.claims import attest, load_evidence
 from wgpu_lora.protect.broker.client import BrokerClient, RefusedByBroker
 from wgpu_lora.protect.broker.decide import Broker
@@ -41,8 +41,8 @@ from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.keys import SessionKeys
 from wgpu_lora.protect.sealed.streams import unseal_bytes
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
-from wgpu_lora.train.gather import gather
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.resolve_options import gather
 
 URL = "http://127.0.0.1:1"
 STEPS = [f"checkpoints/step-{step}.tar.age" for step in (2, 4, 6)]

@@ -18,7 +18,7 @@ from support.brokers import Owner, Trainer
 from typer.main import get_command
 
 from wgpu_lora.cli import app, main
-from wgpu_lora.lasting import lasting
+from wgpu_lora.closed_streams import lasting
 from wgpu_lora.protect.sealed.files import seal_path
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey, write_private
 from wgpu_lora.protect.sealed.pipes import open_to, seal_to

@@ -11,7 +11,7 @@ from support.cli import QWEN2, SMALL, Run, commands, flags
 from support.data import write_jsonl
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.train.measuring import HELDOUT, TRAINING, Projection
+from wgpu_lora.train.time_estimate import HELDOUT, TRAINING, Projection
 
 LENGTHS = [4] * 50 + [20] * 40 + [60] * 9 + [300]
 ROWS: list[dict[str, Any]] = [

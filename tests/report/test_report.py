@@ -11,10 +11,10 @@ import pytest
 from support.reports import copied, page_of, profile_of
 
 from wgpu_lora.cli import main
-from wgpu_lora.report.facts import compare, costs, losses, verdict
+from wgpu_lora.report.comparison_tables import compare, costs, losses, verdict
+from wgpu_lora.report.finished_runs import read_runs
 from wgpu_lora.report.page import table
-from wgpu_lora.report.plots import PLOTS, plots
-from wgpu_lora.report.runs import read_runs
+from wgpu_lora.report.run_charts import PLOTS, plots
 
 
 def test_two_runs_on_one_page(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

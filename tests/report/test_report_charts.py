@@ -11,11 +11,10 @@ import pytest
 from support.reports import copied
 
 from wgpu_lora.cli import main
-from wgpu_lora.pages.chart import Line, line_chart, smoothed, thinned
-from wgpu_lora.pages.scale import Scale, short
-from wgpu_lora.report.facts import span
-from wgpu_lora.report.plots import plots, unlike
-from wgpu_lora.report.runs import read_runs
+from wgpu_lora.report.comparison_tables import span
+from wgpu_lora.report.finished_runs import read_runs
+from wgpu_lora.report.line_chart import Line, Scale, line_chart, short, smoothed, thinned
+from wgpu_lora.report.run_charts import plots, unlike
 
 
 def test_points_by_every_axis(runs: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.gpu.devices import DeviceInfo
+from wgpu_lora.gpu.device_list import DeviceInfo
 from wgpu_lora.protect.attestation import claims, measure
 from wgpu_lora.protect.sealed.keys import SessionKeys
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from wgpu_lora.bench.ceiling import Ceilings
-from wgpu_lora.bench.results import Result
-from wgpu_lora.bench.workload import Context
-from wgpu_lora.bench.workloads.layer import OF_DELTA_NETS
+from wgpu_lora.bench.brick import Context
+from wgpu_lora.bench.brick_results import Result
+from wgpu_lora.bench.bricks.layer_bricks import OF_DELTA_NETS
+from wgpu_lora.bench.device_ceilings import Ceilings
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import parse_config
-from wgpu_lora.models.shapes import cut
-from wgpu_lora.models.synthetic import synthetic_model
+from wgpu_lora.models.published_shapes import cut
+from wgpu_lora.models.synthetic_models import synthetic_model
 
 MINI = parse_config(
     {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import ShaderError
+from wgpu_lora.gpu.device_errors import ShaderError
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.tiling import Tiling
 

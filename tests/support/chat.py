@@ -10,8 +10,8 @@ from typing import Any
 import wgpu_lora
 from support.models import words_and_adapters, words_model
 from wgpu_lora.infer.chat import Chat
-from wgpu_lora.infer.settings import Settings
-from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.models.loaded_model import LoadedModel
 
 # A word before every message, by role: the whole conversation is what it looks like.
 TEMPLATE = (

@@ -70,5 +70,5 @@ def share_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
                 return selector
             return device if selector is None else Device(selector)
 
-    for opener in ("wgpu_lora.models.loaded", "wgpu_lora.train.made_up"):
+    for opener in ("wgpu_lora.models.loaded_model", "wgpu_lora.cli.plan"):
         monkeypatch.setattr(f"{opener}.Device", Shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from wgpu_lora.models.architectures import parse_config
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.model_config import ModelConfig
 
 BASE = {
     "model_type": "llama",

@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from wgpu_lora.checks.confine import plain, seccomp
-from wgpu_lora.checks.confine.parent import LISTENER, Process
+from wgpu_lora import seccomp
+from wgpu_lora.checks.sandbox import plain_data
+from wgpu_lora.checks.sandbox.sandbox_process import LISTENER, Process
 
 confined = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in seccomp.ARCHITECTURES,
@@ -23,7 +24,7 @@ confined = pytest.mark.skipif(
 )
 # Python's audit hook taken away, as an attack would, so that the kernel's means stand alone.
 UNGUARDED = (
-    "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.checks.confine import child; "
+    "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.checks.sandbox import child; "
     "child._guard = lambda: None; child.main()"
 )
 # For an answer: `tried` tries many things by name and says what came of each, in place of raising.
@@ -49,11 +50,11 @@ def sys_(number, *args):
 def returned(code: str, *args: Any, timeout: float = 10.0) -> Any:
     """What the function `attack` of an answer returns."""
     with Process(code, timeout, False) as process:
-        process.send(code, [("attack", plain.dump(list(args)), plain.dump({}))])
+        process.send(code, [("attack", plain_data.dump(list(args)), plain_data.dump({}))])
         assert process.next() == ("parsed", "")
         kind, said = process.next()
     assert kind == "value", said
-    return plain.load(said)
+    return plain_data.load(said)
 
 
 @contextmanager

@@ -14,15 +14,15 @@ from safetensors.numpy import load_file
 from tokenizers import models, pre_tokenizers
 
 from support import FIXTURES, path_of
-from wgpu_lora.formats.adapter_config import AdapterConfig
-from wgpu_lora.formats.peft import tensor_name, write_adapter
+from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
+from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import Storage, persistent
-from wgpu_lora.models.inputs import Segment, StepInputs, Tables
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.ops.capped import head_logits
+from wgpu_lora.models.adapter_set import AdapterSet
+from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.ops.embedding import head_logits
 from wgpu_lora.ops.recorder import Recorder
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text", "gemma3")

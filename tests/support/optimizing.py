@@ -11,10 +11,10 @@ import numpy as np
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, allocate, release
 from wgpu_lora.gpu.tensor import persistent
-from wgpu_lora.models.lora import AdapterSet, SlotSpec
-from wgpu_lora.train.optimizer import Optimizer, SlotUpdate, StepReport
+from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.train.optimizers import optimizer_of
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.session.optimizer_update import Optimizer, SlotUpdate, StepReport
 
 Named = Mapping[str, np.ndarray]  # by module.A or module.B
 # Limits of our distance to golden optimizers' ends after 200 steps, relative to the way from the start. Codes and signs

@@ -9,7 +9,7 @@ from wgpu_lora.data.columns import Fields, RowFormat, RowFormats
 from wgpu_lora.data.examples import Sample, Tokens
 from wgpu_lora.data.formats import CHAT_COLUMNS, answer_to
 from wgpu_lora.data.kinds import FLAG, NUMBER, TEXT_OR_MESSAGES, TOKENS
-from wgpu_lora.train.objectives.base import Objective
+from wgpu_lora.train.objectives.objective import Objective
 
 
 def _pair(row: Fields) -> Sample:

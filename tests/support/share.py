@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.gpu.devices import DeviceInfo
+from wgpu_lora.gpu.device_list import DeviceInfo
 
 # Takes bytes of a budget, waiting if told to, says so, and keeps them until it is ended.
 CHILD = """
 import signal, sys, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have it ignored
-from wgpu_lora.share.ledger import Ledger
-from wgpu_lora.share.lease import take
+from wgpu_lora.memory_leases.ledger import Ledger
+from wgpu_lora.memory_leases.lease_queue import take
 directory, need, budget, wait = sys.argv[1:]
 with take(Ledger("gpu", Path(directory)), int(need), int(budget), "child", float(wait)):
     print("held", flush=True)

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import open_model
-from wgpu_lora.train import exchange
-from wgpu_lora.train.exchange import message
-from wgpu_lora.train.helping import helping, prepare_helper
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.sharing import Sharing
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.train.data_parallel import gradient_messages
+from wgpu_lora.train.data_parallel.gradient_messages import message
+from wgpu_lora.train.data_parallel.leader import Sharing
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.worker.kinds.gradients import helping, prepare_helper
 
 Reply = Callable[[bytes], bytes]
 
@@ -42,7 +42,7 @@ class LocalLink:
             self.refused = str(error)
             raise EOFError from None
         self._said.put(answer)
-        if exchange.read_message(answer)[0].get("say") == exchange.LOST:
+        if gradient_messages.read_message(answer)[0].get("say") == gradient_messages.LOST:
             self._said.put(message({"say": "ready"}))  # it comes back
 
     def recv_bytes(self) -> bytes:

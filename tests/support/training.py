@@ -12,12 +12,12 @@ import numpy as np
 from support import short_of
 from support.models import FIXTURES, golden, save_golden_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.objectives.base import Group
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.session import Session
+from wgpu_lora.train.objectives.objective import Group
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.session.session import Session
 
 
 def model_dir(architecture: str) -> Path:

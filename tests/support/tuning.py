@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from wgpu_lora.gpu.choices import Verdict
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tuning_cache import Verdict
 from wgpu_lora.ops.matmul import matmul_nt
 
 SHAPE = {"m": 12, "n": 20, "k": 16}

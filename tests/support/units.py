@@ -17,12 +17,9 @@ from wgpu_lora.cluster.node.shelf import Shelf
 from wgpu_lora.cluster.node.transfer import ShelfPort, Unreachable
 from wgpu_lora.cluster.node.work import Work
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.train.checkpoint import FILES, METADATA
-from wgpu_lora.train.manifest import MANIFEST, manifest_of
-from wgpu_lora.train.schema import SCHEMA
-from wgpu_lora.train.state import STATE, RunState
-from wgpu_lora.train.storage import PLAIN
-from wgpu_lora.train.subject import ADAPTER_FILES
+from wgpu_lora.train.run.checkpoint_store import PLAIN
+from wgpu_lora.train.run.run_checkpoint import ADAPTER_FILES, FILES, MANIFEST, METADATA, manifest_of
+from wgpu_lora.train.run.run_state import SCHEMA, STATE, RunState
 
 IDENTITY = {"options": {}, "data": "", "base": "", "config": "", "weights": None}
 Answering = Callable[[Report], Answer]

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.track.hardware import amdgpu, apple, find, nvml
-from wgpu_lora.track.hardware.base import Status
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.track.hardware import Status, amdgpu, apple, find, nvml
 from wgpu_lora.track.hardware.sampler import Sample, Sampler, held_back
 
 AMD = DeviceInfo(0, "AMD Radeon RX 7900 XTX (RADV)", "radv", amdgpu.VENDOR, "Vulkan", "discrete", (), {}, 0x744C)

@@ -15,13 +15,11 @@ import pytest
 
 from wgpu_lora.cli import console, main
 from wgpu_lora.errors import TrackingWarning, UserError
-from wgpu_lora.track import git, recording
-from wgpu_lora.track.choosing import Filter, find, since
-from wgpu_lora.track.entry import DataFile, Entry, Losses, Process, run_name
-from wgpu_lora.track.recording import Recording, note_failure, recorded, remarks
-from wgpu_lora.track.runlog import RunLog, facts_of
-from wgpu_lora.track.table import cells, compared, markdown
-from wgpu_lora.train.following import with_log
+from wgpu_lora.track import run_log, run_recorder
+from wgpu_lora.track.run_log import DataFile, Entry, Losses, Process, RunLog, facts_of, run_name
+from wgpu_lora.track.run_log_tables import Filter, cells, compared, find, markdown, since
+from wgpu_lora.track.run_recorder import Recording, note_failure, recorded, remarks
+from wgpu_lora.train.run.run_tracking import with_log
 
 runs = import_module("wgpu_lora.cli.runs")  # the package has the command by this name
 
@@ -92,14 +90,14 @@ def test_a_full_disk_leaves_no_half_line(log: RunLog, monkeypatch: pytest.Monkey
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("wgpu_lora.track.runlog.os.fsync", full)
+    monkeypatch.setattr("wgpu_lora.track.run_log.os.fsync", full)
     with pytest.warns(TrackingWarning, match="No space left"):  # once, and the run goes on
         Recording(entry(1)).end("finished")
     assert log.path.read_bytes() == before
 
 
 def test_a_killed_run_is_recognised(log: RunLog) -> None:
-    code = "import os; from wgpu_lora.track.recording import Recording as R; R.of('finetune', 'x'); os._exit(9)"
+    code = "import os; from wgpu_lora.track.run_recorder import Recording as R; R.of('finetune', 'x'); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     (killed,) = log.read().entries
     assert (killed.recorded, killed.status) == ("running", "killed")
@@ -121,21 +119,21 @@ def test_opting_out(log: RunLog, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert git.git_state() is None
+    assert run_log.git_state() is None
 
     def run(*command: str) -> str:
         names = ["-c", "user.name=a", "-c", "user.email=a@b"]
         return subprocess.run(["git", *names, *command], capture_output=True, text=True, check=True).stdout.strip()
 
     run("init")
-    assert git.git_state() is None  # no commit yet
+    assert run_log.git_state() is None  # no commit yet
     run("commit", "--allow-empty", "-m", "x")
-    assert git.git_state() == git.Git(run("rev-parse", "HEAD"), False)
+    assert run_log.git_state() == run_log.Git(run("rev-parse", "HEAD"), False)
     (tmp_path / "new").write_text("")
-    assert git.git_state() == git.Git(run("rev-parse", "HEAD"), True)
+    assert run_log.git_state() == run_log.Git(run("rev-parse", "HEAD"), True)
     monkeypatch.setenv("PATH", "")
-    assert git.git_state() is None
-    assert recording.git_state() is None
+    assert run_log.git_state() is None
+    assert run_recorder.git_state() is None
 
 
 def test_names_follow_the_convention() -> None:

@@ -12,8 +12,8 @@ import wgpu_lora
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.track.runlog import RunLog
-from wgpu_lora.train.following import FILE
+from wgpu_lora.track.run_log import RunLog
+from wgpu_lora.train.run.run_tracking import FILE
 
 
 @pytest.fixture(autouse=True)

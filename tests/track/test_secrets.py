@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from wgpu_lora.track.secrets import MASK, masked
+from wgpu_lora.track.secret_masking import MASK, masked
 
 SECRET = "s3cr3t-Value_42"
 

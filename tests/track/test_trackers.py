@@ -25,9 +25,9 @@ from wgpu_lora.track import remote, report_to
 from wgpu_lora.track.remote import Remote
 from wgpu_lora.track.trackers import TRACKERS
 from wgpu_lora.track.trackers.base import Tracked
-from wgpu_lora.train.following import metrics_of
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values
-from wgpu_lora.train.output import read_log
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
+from wgpu_lora.train.run.run_tracking import metrics_of
+from wgpu_lora.train.run.training_log import read_log
 
 METRICS = {"train/loss": 1.5, "train/global_step": 1.0}
 

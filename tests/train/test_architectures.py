@@ -13,11 +13,11 @@ from support.models import ARCHITECTURES
 from support.training import model_dir, random_rows
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
-from wgpu_lora.formats.peft import WEIGHTS
+from wgpu_lora.formats.peft_adapter import WEIGHTS
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 LATER = [name for name in ARCHITECTURES if name not in ("qwen2", "qwen3", "llama", "mistral")]
 OPTIONS: dict[str, Any] = {

@@ -7,12 +7,11 @@ import pytest
 
 from wgpu_lora.assets import asset_dir
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import COMMAND_LINE, naming
-from wgpu_lora.share import Budget
-from wgpu_lora.train.gather import gather
+from wgpu_lora.memory_leases import Budget
+from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.train.memory import check_memory, readable
-from wgpu_lora.train.options.arguments import PANELS, TrainingArguments, from_values
-from wgpu_lora.train.options.recipes import find_recipe, read_recipe, recipe_arguments
+from wgpu_lora.train.options.training_arguments import PANELS, TrainingArguments, from_values
+from wgpu_lora.train.resolve_options import find_recipe, gather, read_recipe, recipe_arguments
 
 
 def test_every_option_has_help_and_a_heading():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.batching import FEW, fitted
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.options.idle import idle
-from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
+from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.options.unused_options import idle
+from wgpu_lora.train.training_data import FEW, fitted
 
 
 def sizes(rows: int, tokens: int = 100, weight: float = 1.0, **said: object) -> tuple[bool | None, int, int, bool]:

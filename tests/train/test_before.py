@@ -11,10 +11,10 @@ from safetensors.numpy import load_file
 from support import FIXTURES, ROOT
 
 from wgpu_lora.cli import main
-from wgpu_lora.gpu.choices import NO_CHOICES, Choices, choice_key
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.program import Arena, Program
+from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices, choice_key
 
 RUNS = FIXTURES / "runs"  # of version 0.1.0 before records had a schema, on lavapipe with subgroups of 8
 BUILD = Program.build

@@ -8,13 +8,13 @@ import pytest
 from support.models import load
 from support.training import golden_arguments
 
-from wgpu_lora.bench.step import TrainingStep, chosen_model
+from wgpu_lora.bench.training_step import TrainingStep, chosen_model
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import BindingTooLarge
-from wgpu_lora.infer.generate import Generator
-from wgpu_lora.names.naming import COMMAND_LINE, IN_FILE, PYTHON, Naming, naming
+from wgpu_lora.gpu.device_errors import BindingTooLarge
+from wgpu_lora.infer.generator import Generator
+from wgpu_lora.names.spelling import COMMAND_LINE, IN_FILE, PYTHON, Naming, naming
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from wgpu_lora.errors import DeviceWarning
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.verdicts import Verdicts, verdicts_of
 from wgpu_lora.infer import Generator, load_adapters
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.loaded_model import open_model
 
 pytestmark = pytest.mark.filterwarnings(f"error::{DeviceWarning.__module__}.{DeviceWarning.__name__}")
 OPTIONS = {

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from support import MODELS
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.hub import resolve_model
+from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.models.architectures import load_config
 
 SINGLE = "model.safetensors"

@@ -17,15 +17,15 @@ from support.training import model_dir, random_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import open_model
-from wgpu_lora.train.clock import CHECKPOINT, HELD_OUT, LEAST_SHARE, Clock
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.records import RunRecord
-from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate
-from wgpu_lora.train.slot import AdapterRun
-from wgpu_lora.train.state import RunState
+from wgpu_lora.train.loop.slot_progress import CHECKPOINT, HELD_OUT, LEAST_SHARE, Clock
+from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.adapter_run import AdapterRun
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.train.run.run_state import RunState
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 COMPILATION = 2.0  # seconds that the first step of a session takes longer
 

@@ -18,10 +18,9 @@ from test_resume import job, options, train, weights
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.train.checkpoint import FILES, METADATA, OPTIMIZER, ORIGIN
-from wgpu_lora.train.manifest import MANIFEST, write_manifest
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.state import STATE
+from wgpu_lora.train.run.run_checkpoint import FILES, MANIFEST, METADATA, OPTIMIZER, ORIGIN, write_manifest
+from wgpu_lora.train.run.run_state import STATE
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 STEPS = "checkpoints"
 

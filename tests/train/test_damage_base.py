@@ -16,7 +16,7 @@ from test_resume import options, train
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.loaded_model import open_model
 
 
 def base_of(tmp_path: Path, change: Callable[[dict[str, np.ndarray]], None]) -> Path:

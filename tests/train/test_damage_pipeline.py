@@ -16,16 +16,15 @@ from test_pipeline import WEIGHTS, adapters, options
 from wgpu_lora.api import finetune, load
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train.checkpoint import FILES
-from wgpu_lora.train.manifest import MANIFEST
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.pipeline_state import PipelineState, read_pipeline_state, write_pipeline_state
-from wgpu_lora.train.resume import resumed_options
-from wgpu_lora.train.state import STATE
-from wgpu_lora.train.tasks import tasks_of_request
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.train.adapter_tasks import tasks_of_request
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.pipeline_state import PipelineState, read_pipeline_state, write_pipeline_state
+from wgpu_lora.train.run.resume import resumed_options
+from wgpu_lora.train.run.run_checkpoint import FILES, MANIFEST
+from wgpu_lora.train.run.run_state import STATE
 
 
 @pytest.fixture(scope="module")

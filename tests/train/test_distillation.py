@@ -13,23 +13,21 @@ from support.models import full_logits, save_golden_adapter
 from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.api import evaluate, teacher_cache
-from wgpu_lora.api.quantizing import quantize
-from wgpu_lora.distill.support import Support
-from wgpu_lora.distill.targets import LEAST_TAIL, teacher_rows
+from wgpu_lora.api.quantization import quantize
+from wgpu_lora.distill.teacher_logits import LEAST_TAIL, Support, teacher_rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.checkpoint import Checkpoint
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter
+from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
-from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.job import Job
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.models.adapter_set import AdapterSet
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.train.adapter_tasks import AdapterTask
+from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.tasks import AdapterTask
-from wgpu_lora.train.teacher import live_teacher
+from wgpu_lora.train.run.teacher_setup import live_teacher
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 VOCAB = 301
 

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wgpu_lora.distill.support import Support
-from wgpu_lora.distill.targets import TeacherRows, teacher_rows
-from wgpu_lora.ops.support import LOWEST
+from wgpu_lora.distill.teacher_logits import Support, TeacherRows, teacher_rows
+from wgpu_lora.ops.sparse_logits import LOWEST
 from wgpu_lora.train.objectives.kd import kd_scores
 
 ROWS, VOCAB = 6, 13

@@ -12,15 +12,15 @@ from support import FIXTURES, path_of, short_of
 from support.models import golden
 from support.training import golden_arguments
 
-from wgpu_lora.formats.adapter_config import AdapterConfig
-from wgpu_lora.formats.peft import PARTS, read_adapter, tensor_name, write_adapter
+from wgpu_lora.formats.peft_adapter import PARTS, read_adapter, tensor_name, write_adapter
+from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
-from wgpu_lora.train.objectives.base import Group
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.objectives.objective import Group
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 ARCHITECTURE = "llama"
 

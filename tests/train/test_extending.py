@@ -11,19 +11,19 @@ import pytest
 from support.events import hearing
 from support.training import model_dir, random_rows
 
-from wgpu_lora.api.listeners import Callback
+from wgpu_lora.api.call_arguments import Callback
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train import finetune
-from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
-from wgpu_lora.train.gather import gather
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.pipeline_state import difference
-from wgpu_lora.train.records import RunRecord
-from wgpu_lora.train.resume import continued, refuse_used
+from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.run.pipeline_state import difference
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.train.run.resume import continued, refuse_used
+from wgpu_lora.train.run.stop_reasons import OUTCOMES, STOP_TEXT
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 WEIGHTS, MOMENTS = "adapter_model.safetensors", "checkpoints/step-8/optimizer.safetensors"
 

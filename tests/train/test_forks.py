@@ -11,11 +11,10 @@ from support.training import golden_arguments
 
 from wgpu_lora.data.prepare import Row, common_prefix
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
-from wgpu_lora.models.placing import Placing
+from wgpu_lora.models.batch_inputs import Placing, Segment
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.objectives.base import Group
+from wgpu_lora.train.objectives.objective import Group
 
 
 def pair(rng: np.random.Generator, common: int, *own: int) -> list[Segment]:

@@ -18,13 +18,13 @@ from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import StorageError
 from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train import checkpoint
-from wgpu_lora.train.checkpoint import RESERVE
-from wgpu_lora.train.output import LOG, Log, read_log
-from wgpu_lora.train.space import GROWTH
-from wgpu_lora.train.state import read_state
-from wgpu_lora.train.storage import Directories
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.checkpoint_store import Directories
+from wgpu_lora.train.run.disk_space import GROWTH
+from wgpu_lora.train.run.run_checkpoint import RESERVE
+from wgpu_lora.train.run.run_state import read_state
+from wgpu_lora.train.run.training_log import LOG, Log, read_log
 
 STATE = r"and the newest complete state is (\S+): make room for ([\d,]+) bytes there and go on with resume=True\."
 
@@ -116,7 +116,7 @@ def test_the_last_state_is_saved_and_goes_on(
     found = re.search(STATE, str(error.value))
     assert found
     assert found[1] == str(run / newest)
-    assert checkpoint.fault(run / newest) is None
+    assert run_checkpoint.fault(run / newest) is None
     assert not list(run.rglob("*.tmp"))
     api.finetune(model, resume=True, output=str(run))
     assert result(run) == result(whole / "run")

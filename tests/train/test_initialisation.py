@@ -13,18 +13,18 @@ from support import FIXTURES, path_of
 from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train import initialisation
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.train import init_methods
+from wgpu_lora.train.adapter_tasks import task_of
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
-from wgpu_lora.train.initial import SeededMatrices, initial_matrices, weight_of
-from wgpu_lora.train.initialisation import FROM_WEIGHT, INITIALISATIONS, from_weight, largest, offsets, subspace
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values
-from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.init_methods import FROM_WEIGHT, INITIALISATIONS, from_weight, largest, offsets, subspace
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.pipeline import PipelineJob, prepare_pipeline
-from wgpu_lora.train.tasks import task_of
-from wgpu_lora.weights.registry import base_format
+from wgpu_lora.train.run.adapter_init import SeededMatrices, initial_matrices, weight_of
+from wgpu_lora.train.run.training_log import LOG, read_log
+from wgpu_lora.weights.base_formats import base_format
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -219,4 +219,4 @@ def test_loftq_needs_a_quantised_base(device: Device, tmp_path: Path) -> None:
 
 def test_a_recipe_may_say_true() -> None:
     assert from_values({"init_lora_weights": True}, "x").init_lora_weights in INITIALISATIONS
-    assert not offsets(initialisation.DEFAULT)
+    assert not offsets(init_methods.DEFAULT)

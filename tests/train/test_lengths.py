@@ -11,12 +11,12 @@ import pytest
 from support.cli import QWEN2, SMALL, commands, flags, write_rows
 
 import wgpu_lora
-from wgpu_lora.bench.training import Work, prepared
+from wgpu_lora.bench.training_runs import Work, prepared
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.length import fit_rows
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.trained_options import fit_rows
 
 POSITIONS = 128  # of the models among the fixtures
 

@@ -12,23 +12,23 @@ from support.events import hearing
 from support.models import load
 from support.training import golden_arguments
 
-from wgpu_lora.bench.ceiling import measure_ceilings
+from wgpu_lora.bench.device_ceilings import measure_ceilings
 from wgpu_lora.events import SILENT, Events, StepResult
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import DeviceLost
+from wgpu_lora.gpu.device_errors import DeviceLost
 from wgpu_lora.infer import Generator
-from wgpu_lora.models.loaded import open_model
-from wgpu_lora.train import checkpoint
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.adapter_run import AdapterRun
+from wgpu_lora.train.session.session import Session
 
 ABORTED = """
 import sys
 from wgpu_lora.cli import main
 from wgpu_lora.gpu import device
-from wgpu_lora.gpu.lost import noticing
+from wgpu_lora.gpu.device_errors import noticing
 
 class Lost(device.Device):
     def __init__(self, selector=None):
@@ -54,7 +54,7 @@ def train(device: Device, tmp_path: Path, events: Events, **changes: Any) -> Non
 
 
 def saved(tmp_path: Path) -> list[int]:
-    found = checkpoint.found(tmp_path / "run" / "checkpoints")
+    found = run_checkpoint.found(tmp_path / "run" / "checkpoints")
     for _, directory in found:
         read_adapter(directory)
     return [step for step, _ in found]

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 from support.training import random_rows
 
-from wgpu_lora.gpu.devices import list_devices
+from wgpu_lora.gpu.device_list import list_devices
 from wgpu_lora.models.architectures import parse_config
 
 # A process of its own, so that its resident memory is that of this run: prints bytes as JSON.
@@ -20,8 +20,8 @@ CHILD = """
 import json, sys
 import psutil
 from wgpu_lora.events import Events
-from wgpu_lora.models.loaded import open_model
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 model, data, output = sys.argv[1:]
 def resident():

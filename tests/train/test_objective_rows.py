@@ -20,7 +20,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.data import Prepared, Source, rows_given, training_data
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.objectives import OBJECTIVES, formats_of
-from wgpu_lora.train.objectives.base import Objective
+from wgpu_lora.train.objectives.objective import Objective
 from wgpu_lora.train.objectives.sft import SFT
 
 FILES = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz"]

@@ -18,24 +18,22 @@ from support.training import golden_arguments
 
 from wgpu_lora.data import Row
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.infer import Evaluator
-from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.train.declared import Range
-from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.job import Job
+from wgpu_lora.train.adapter_tasks import AdapterTask
+from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.objectives import OBJECTIVES
-from wgpu_lora.train.objectives.base import Group, Objective, Score, Scoring
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.own_options import own_option
+from wgpu_lora.train.objectives.objective import Group, Objective, Score, Scoring
+from wgpu_lora.train.option_types import Range, own_option
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.tasks import AdapterTask
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 SCALE = 0.5
 SHADER = """const SIZE: u32 = 1u;

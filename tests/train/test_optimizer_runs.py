@@ -11,14 +11,14 @@ from safetensors.numpy import load_file
 from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
-from wgpu_lora.cli.describing import describe_memory
+from wgpu_lora.cli.run_summary import describe_memory
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.manifest import MANIFEST, write_manifest
-from wgpu_lora.train.options.idle import idle
-from wgpu_lora.train.records import RunRecord
+from wgpu_lora.train.options.unused_options import idle
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
 
 FILES = ("adapter_model.safetensors", "optimizer.safetensors")
 

@@ -11,7 +11,7 @@ from support.optimizing import Optimizing
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.ops.optimizer import MAX_PARAMETER
+from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
 from wgpu_lora.train.optimizers import OPTIMIZERS
 
 # With rank 8, a.A and b.B have at least 4,096 values; with rank 3, none has.

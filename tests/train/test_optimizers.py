@@ -17,17 +17,15 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, one_per
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.names.naming import COMMAND_LINE, naming
-from wgpu_lora.ops.optimizer import BLOCK
-from wgpu_lora.train.declared import Range
+from wgpu_lora.names.spelling import COMMAND_LINE, naming
+from wgpu_lora.ops.gradient_norm import BLOCK
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.manifest import MANIFEST, write_manifest
-from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.optimizers import OPTIMIZERS
-from wgpu_lora.train.optimizers.base import Page, State
-from wgpu_lora.train.optimizers.state import Plain
-from wgpu_lora.train.options.idle import idle
-from wgpu_lora.train.own_options import own_option
+from wgpu_lora.train.optimizers.update_rule import Page, Plain, State
+from wgpu_lora.train.option_types import Range, own_option
+from wgpu_lora.train.options.unused_options import idle
+from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
+from wgpu_lora.train.session.optimizer_update import SlotUpdate
 
 BINDINGS = """const SIZE: u32 = 1024u;
 @group(0) @binding(0) var<storage, read_write> params: array<f32>;

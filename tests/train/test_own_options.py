@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import COMMAND_LINE, naming
-from wgpu_lora.train.declared import Range
-from wgpu_lora.train.gather import gather
+from wgpu_lora.names.spelling import COMMAND_LINE, naming
+from wgpu_lora.train.adapter_tasks import task_of
 from wgpu_lora.train.objectives import OBJECTIVES, objective_of
-from wgpu_lora.train.objectives.base import Objective
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values
-from wgpu_lora.train.own_options import own_option
-from wgpu_lora.train.tasks import task_of
+from wgpu_lora.train.objectives.objective import Objective
+from wgpu_lora.train.option_types import Range, own_option
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
+from wgpu_lora.train.resolve_options import gather
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.train.adapter_tasks import task_of
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.pipeline_state import read_pipeline_state
-from wgpu_lora.train.policy import POLICIES
-from wgpu_lora.train.records import PipelineRecord
-from wgpu_lora.train.schema import SCHEMA
-from wgpu_lora.train.tasks import task_of
+from wgpu_lora.train.loop.slot_policy import POLICIES
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.pipeline_state import read_pipeline_state
+from wgpu_lora.train.run.records import PipelineRecord
+from wgpu_lora.train.run.run_state import SCHEMA
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -15,12 +15,12 @@ from support.models import FIXTURES, save_golden_adapter
 from support.sources import written
 from support.training import golden_arguments
 
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.train.adapter_tasks import AdapterTask
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.tasks import AdapterTask
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 TARGETS, STEPS, PAIRS = "q_proj,down_proj", 20, 8
 CASES: dict[str, dict[str, Any]] = json.loads((FIXTURES / "golden" / "preferences.json").read_text())

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wgpu_lora.train.objectives import cpo, dpo, kto, members, orpo
-from wgpu_lora.train.objectives.logistic import log_sigmoid, sigmoid
+from wgpu_lora.train.objectives import cpo, dpo, kto, orpo, preference
+from wgpu_lora.train.objectives.preference import log_sigmoid, sigmoid
 
 SIZE, STRIDE = 5, 64
 CONSTANTS: dict[str, Any] = {"size": SIZE, "stride": STRIDE, "beta": 0.3}
@@ -70,14 +70,14 @@ def test_sums_and_their_weights(rng: np.random.Generator) -> None:
     constants: dict[str, Any] = {"size": 2, "count": 2, "ld_alpha": 0.25}
 
     def loss(logprobs: np.ndarray) -> float:
-        return float((slopes * members.member_sums(logprobs, spans, starts, None, **constants)).sum())
+        return float((slopes * preference.member_sums(logprobs, spans, starts, None, **constants)).sum())
 
-    weights = members.member_weights(slopes, spans, starts, np.zeros(8), **constants)
+    weights = preference.member_weights(slopes, spans, starts, np.zeros(8), **constants)
     for r in range(8):
         step = np.zeros(8)
         step[r] = 1
         assert -weights[r] == pytest.approx(loss(logprobs + step) - loss(logprobs), abs=1e-12)
-    sums = members.member_sums(logprobs, spans, starts, None, **constants)
+    sums = preference.member_sums(logprobs, spans, starts, None, **constants)
     assert sums[0, 0, 0] == pytest.approx(logprobs[1] + logprobs[2] + 0.25 * logprobs[3])
     assert sums[0, 0, 1] == pytest.approx(logprobs[:4].sum())
 

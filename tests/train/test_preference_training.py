@@ -16,15 +16,14 @@ from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
 from wgpu_lora.data.cutting import Cut
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.job import Job
+from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.objectives import objective_of
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values
-from wgpu_lora.train.options.idle import idle
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.records import RUN
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
+from wgpu_lora.train.options.unused_options import idle
+from wgpu_lora.train.run.records import RUN
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 
 def pairs(path: Path, count: int = 6, seed: int = 0) -> Path:

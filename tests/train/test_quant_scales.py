@@ -12,16 +12,16 @@ from safetensors.numpy import load_file
 from support.training import model_dir, random_rows
 
 from wgpu_lora import evaluate
-from wgpu_lora.cli.describing import describe
+from wgpu_lora.cli.run_summary import describe
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, StepResult
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.constants import ConstantSet
+from wgpu_lora.models.quant_constants import ConstantSet
+from wgpu_lora.train.adapter_tasks import AdapterTask
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.session import Session
-from wgpu_lora.train.tasks import AdapterTask
+from wgpu_lora.train.session.session import Session
 
 VOCAB = 100
 

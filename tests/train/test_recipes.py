@@ -9,13 +9,13 @@ import pytest
 from support.data import write_jsonl
 from support.gguf_models import make_adapter
 
-from wgpu_lora.api.caching import teacher_cache
+from wgpu_lora.api.teacher_caches import teacher_cache
 from wgpu_lora.assets import DEMO_MODEL, DEMO_TRAIN, asset_dir
 from wgpu_lora.cli import main
-from wgpu_lora.models.shapes import shape_config
-from wgpu_lora.models.targets import targeted
-from wgpu_lora.train.options.arguments import from_values
-from wgpu_lora.train.options.recipes import find_recipe, read_recipe
+from wgpu_lora.models.adapter_modules import targeted
+from wgpu_lora.models.published_shapes import shape_config
+from wgpu_lora.train.options.training_arguments import from_values
+from wgpu_lora.train.resolve_options import find_recipe, read_recipe
 
 FILES = sorted(Path(str(asset_dir("recipes"))).glob("*.toml"))
 CHAINS = [path.stem for path in FILES if "[[stage]]" in path.read_text()]

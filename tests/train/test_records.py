@@ -13,18 +13,17 @@ from support import FIXTURES
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.report.runs import read_runs
-from wgpu_lora.train import checkpoint
-from wgpu_lora.train.manifest import MANIFEST, write_manifest
+from wgpu_lora.report.finished_runs import read_runs
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.pipeline_state import read_pipeline_state
-from wgpu_lora.train.records import RUN, PipelineRecord, RunRecord
-from wgpu_lora.train.resume import continued
-from wgpu_lora.train.schema import SCHEMA, NewerSchemaError
-from wgpu_lora.train.state import STATE
-from wgpu_lora.weights.registry import BASE_FORMATS
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.pipeline_state import read_pipeline_state
+from wgpu_lora.train.run.records import RUN, PipelineRecord, RunRecord
+from wgpu_lora.train.run.resume import continued
+from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
+from wgpu_lora.train.run.run_state import SCHEMA, STATE, NewerSchemaError
+from wgpu_lora.weights.base_formats import BASE_FORMATS
 
 RUNS = FIXTURES / "runs"  # of schema 1
 SINGLE = RUNS / "expected" / "single"
@@ -56,27 +55,27 @@ def test_what_an_earlier_version_did_not_know_has_its_default(tmp_path: Path) ->
     del facts["options"]["compute_dtype"], facts["state"]["processed_tokens"]
     record = RunRecord.from_json(facts)
     assert (record.options.compute_dtype, record.state.processed_tokens) == ("f32", 0)
-    kept = shutil.copytree(checkpoint.newest(RUNS / "single"), tmp_path / "step-4")
+    kept = shutil.copytree(run_checkpoint.newest(RUNS / "single"), tmp_path / "step-4")
     state = json.loads((kept / STATE).read_text())
     seconds = state["state"]["seconds"]
     del state["state"]["processed_tokens"]
     for schema in (1, 2):
         (kept / STATE).write_text(json.dumps(state | {"schema": schema}))
-        found = checkpoint.read_state(kept)[0]
+        found = run_checkpoint.read_state(kept)[0]
         assert (found.processed_tokens, found.elapsed_seconds, found.warmed_seconds) == (0, seconds, None)
     assert seconds > 0
     state["schema"] = SCHEMA  # today's has them all
     (kept / STATE).write_text(json.dumps(state))
     with pytest.raises(ValueError, match="heldout_seconds' is not known"):
-        checkpoint.read_state(kept)
+        run_checkpoint.read_state(kept)
 
 
-@pytest.mark.parametrize("name", [STATE, checkpoint.METADATA])
+@pytest.mark.parametrize("name", [STATE, run_checkpoint.METADATA])
 def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(RUNS / "single", tmp_path / "run")
-    newest = checkpoint.newest(tmp_path / "run")
+    newest = run_checkpoint.newest(tmp_path / "run")
     assert newest
     newer(newest / name)
     (newest / MANIFEST).unlink()
@@ -169,10 +168,10 @@ def test_a_record_is_still_a_mapping_with_a_note() -> None:
 
 def test_a_schema_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(RUNS / "single", tmp_path / "run")
-    newest = checkpoint.newest(tmp_path / "run")
+    newest = run_checkpoint.newest(tmp_path / "run")
     assert newest
-    facts = json.loads((newest / checkpoint.METADATA).read_text())
-    (newest / checkpoint.METADATA).write_text(json.dumps(facts | {"schema": "x"}))
+    facts = json.loads((newest / run_checkpoint.METADATA).read_text())
+    (newest / run_checkpoint.METADATA).write_text(json.dumps(facts | {"schema": "x"}))
     (newest / MANIFEST).unlink()
     write_manifest(newest)
     assert main(["finetune", "--output", str(tmp_path / "run"), "--resume"]) == 2

@@ -17,24 +17,24 @@ from safetensors.numpy import load_file
 from support.events import hearing
 from support.training import model_dir, random_rows
 
-from wgpu_lora.api.listeners import Callback
+from wgpu_lora.api.call_arguments import Callback
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import open_model
-from wgpu_lora.train import checkpoint
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.records import RUN, RunRecord
-from wgpu_lora.train.trainer import StepKeeper, Trainer
+from wgpu_lora.train.loop.trainer import StepKeeper, Trainer
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.records import RUN, RunRecord
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 # Run in a child process, so that it can be killed: argv = options as JSON, the step to die after (0: never).
 CHILD = """
 import json, os, signal, sys
 from wgpu_lora.events import Events
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 options, deadly = json.loads(sys.argv[1]), int(sys.argv[2])
 class Deadly(Events):
@@ -97,7 +97,7 @@ def test_a_killed_run_resumes_byte_for_byte(device: Device, tmp_path: Path) -> N
     process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed" / "adapter_model.safetensors").exists()
-    assert checkpoint.found(tmp_path / "killed" / "checkpoints")[-1][0] == 4
+    assert run_checkpoint.found(tmp_path / "killed" / "checkpoints")[-1][0] == 4
     train(device, options(tmp_path, "killed", resume=True))
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
     final = "checkpoints/step-7/optimizer.safetensors"
@@ -120,12 +120,12 @@ def test_kill_at_random_instants_of_saving_leaves_a_good_checkpoint(tmp_path: Pa
         time.sleep(float(rng.uniform(0.05, 0.4)))
         process.kill()
         process.communicate()
-        found = checkpoint.found(Path(str(opts["output"])) / "checkpoints")
+        found = run_checkpoint.found(Path(str(opts["output"])) / "checkpoints")
         for _, directory in found:
-            state, _ = checkpoint.read_state(directory)
+            state, _ = run_checkpoint.read_state(directory)
             assert directory.name == f"step-{state.step}"
             read_adapter(directory)
-            load_file(directory / checkpoint.OPTIMIZER)
+            load_file(directory / run_checkpoint.OPTIMIZER)
 
 
 def test_interrupt_saves_and_says_so(device: Device, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_interrupt_saves_and_says_so(device: Device, tmp_path: Path) -> None:
 
     record = train(device, options(tmp_path, save_steps=0), interrupt)
     assert record.stop_reason == "interrupt"
-    assert checkpoint.found(tmp_path / "run" / "checkpoints")[-1][0] == 3
+    assert run_checkpoint.found(tmp_path / "run" / "checkpoints")[-1][0] == 3
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
     record = train(device, options(tmp_path, save_steps=0, resume=True))
     assert record.stop_reason == "max steps"

@@ -15,16 +15,16 @@ from support.training import golden_arguments, golden_job, gradients_of, model_d
 import wgpu_lora
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import WEIGHTS, read_adapter
+from wgpu_lora.formats.peft_adapter import WEIGHTS, read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import persistent
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.ops.activation_storage import BLOCK, Saving, block_of, store
 from wgpu_lora.ops.elementwise import add_forward, copy
-from wgpu_lora.ops.saved import BLOCK, Saving, block_of, store
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.session import Session
+from wgpu_lora.train.run.training_log import LOG, read_log
+from wgpu_lora.train.session.session import Session
 
 WAYS = [("f32", True), ("bf16", False), ("f16", False), ("f16", True)]
 BOUNDS = {"bf16": 2e-2, "f16": 2e-3}  # of a gradient's error: values keep 8 and 11 bits

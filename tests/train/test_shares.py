@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from support.sharing import LocalLink
 
-from wgpu_lora.train import exchange
-from wgpu_lora.train.asking import Helper
-from wgpu_lora.train.shares import KEPT, SETTLING, Shares, divided
+from wgpu_lora.train.data_parallel import gradient_messages
+from wgpu_lora.train.data_parallel.leader import KEPT, SETTLING, Shares, divided
+from wgpu_lora.train.data_parallel.remote_worker import Helper
 
 
 def test_parts_follow_each_other_and_their_shares(rng: np.random.Generator) -> None:
@@ -50,7 +50,7 @@ def test_a_late_helper_is_not_asked_before_it_has_answered() -> None:
 
     def slow(question: bytes) -> bytes:
         gate.wait(60)
-        return exchange.message({"say": "part"})
+        return gradient_messages.message({"say": "part"})
 
     helper, end = Helper(LocalLink(slow)), time.monotonic() + 60
     while not helper.ready() and time.monotonic() < end:
@@ -70,6 +70,8 @@ def test_a_late_helper_is_not_asked_before_it_has_answered() -> None:
 
 def test_messages_are_checked() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        exchange.read_message(b"zork")
-    said, arrays = exchange.read_message(exchange.message({"a": [1]}, {"b": np.arange(3, dtype=np.float32)}))
+        gradient_messages.read_message(b"zork")
+    said, arrays = gradient_messages.read_message(
+        gradient_messages.message({"a": [1]}, {"b": np.arange(3, dtype=np.float32)})
+    )
     assert (said, arrays["b"].tolist()) == ({"a": [1]}, [0, 1, 2])

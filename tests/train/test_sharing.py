@@ -16,15 +16,15 @@ from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events, StepResult
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import open_model
-from wgpu_lora.train import exchange
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.train.data_parallel import gradient_messages
+from wgpu_lora.train.data_parallel.leader import Sharing, check_shared
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.records import RunRecord
-from wgpu_lora.train.sharing import Sharing, check_shared
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 VOCAB = 301
 Case = Callable[[Path], dict[str, Any]]
@@ -90,8 +90,8 @@ def sums(job: FinetuneJob, sharing: Sharing, count: int = 3) -> list[dict[str, n
     found, steps = [], job.run.stream.steps()
     for _ in range(count):
         sharing.accumulate(job.session, job.run, next(steps))
-        found.append(exchange.sums(job.session))
-        exchange.clear_gradients(job.session)
+        found.append(gradient_messages.sums(job.session))
+        gradient_messages.clear_gradients(job.session)
     return found
 
 
@@ -207,11 +207,11 @@ def test_what_a_helper_does_not_compute_its_leader_does(
         def answer(question: bytes) -> bytes:
             asked[number] += 1
             if (number, asked[number]) == (1, 2):
-                return exchange.message({"say": exchange.LOST})
-            said, arrays = exchange.read_message(reply(question))
+                return gradient_messages.message({"say": gradient_messages.LOST})
+            said, arrays = gradient_messages.read_message(reply(question))
             if number == 2:
                 arrays["sums 0"] = np.where(np.arange(arrays["sums 0"].size) == 7, np.nan, arrays["sums 0"])
-            return exchange.message(said, {name: np.float32(values) for name, values in arrays.items()})
+            return gradient_messages.message(said, {name: np.float32(values) for name, values in arrays.items()})
 
         return answer
 

@@ -9,10 +9,7 @@ import pytest
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.checkpoint import RunState
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.policy import PATIENCE, POLICIES, Standing, make_policy, policy_state
-from wgpu_lora.train.tasks import (
+from wgpu_lora.train.adapter_tasks import (
     check_apart,
     named_apart,
     read_tasks,
@@ -21,6 +18,9 @@ from wgpu_lora.train.tasks import (
     task_of_pair,
     tasks_of_request,
 )
+from wgpu_lora.train.loop.slot_policy import PATIENCE, POLICIES, Standing, make_policy, policy_state
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.run_checkpoint import RunState
 
 
 def test_a_pair() -> None:

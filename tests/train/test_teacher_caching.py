@@ -12,17 +12,17 @@ from support.cli import share_device
 from support.models import save_golden_adapter
 from support.training import golden_arguments, model_dir, random_rows
 
-from wgpu_lora.distill.cache import TeacherCache
+from wgpu_lora.distill.teacher_cache import TeacherCache
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, Events
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.train.caching import cache_plans, caches_digest, write_caches
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.worker.child import Port
-from wgpu_lora.worker.kinds import plan as kind
-from wgpu_lora.worker.registry import KINDS
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.teacher_setup import cache_plans, caches_digest, write_caches
+from wgpu_lora.train.run.training_log import LOG, read_log
+from wgpu_lora.worker.job_kinds import KINDS
+from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.kinds import model_jobs as kind
 
 VOCAB = 301
 LIVE = ("teacher", "teacher_adapter", "teacher_base_dtype", "teacher_top_k")

@@ -12,13 +12,12 @@ from support.training import golden_arguments
 from support.tuning import verdicts
 
 from wgpu_lora.gpu import tuner as module
-from wgpu_lora.gpu.choices import choice_key
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.job import Job
+from wgpu_lora.gpu.tuning_cache import choice_key
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.train.finetune import Job, prepare_job
 
 
 def test_a_resumed_run_keeps_its_tilings(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,13 @@ from support import short_of
 from support.models import ARCHITECTURES, golden
 from support.training import golden_job, gradients_of
 
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.models import block
+from wgpu_lora.models import layer_context
 from wgpu_lora.ops.linear import linears
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 CASES = [(architecture, base) for architecture in ARCHITECTURES for base in ("f32", "nf4")]
 
@@ -51,7 +51,7 @@ def test_gradients_match_where_q_k_and_v_together_exceed_a_binding(
         storages.append(len({y.storage for y in found}))
         return found
 
-    monkeypatch.setattr(block, "adapted_linears", limited)
+    monkeypatch.setattr(layer_context, "adapted_linears", limited)
     job = golden_job(device, tmp_path, architecture, "nf4", gradient_checkpointing=recompute)
     assert set(storages) == {1, 3}  # of gate and up, which are computed in blocks of rows, and of q, k and v
     loss, gradients = gradients_of(job, device, architecture)

@@ -19,14 +19,15 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train import checkpoint, trainer
-from wgpu_lora.train.clock import CHECKPOINT
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.pipeline_state import read_pipeline_state
-from wgpu_lora.train.state import STATE, read_state
+from wgpu_lora.train.loop import trainer
+from wgpu_lora.train.loop.slot_progress import CHECKPOINT
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.pipeline_state import read_pipeline_state
+from wgpu_lora.train.run.run_state import STATE, read_state
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 NEVER: dict[str, Any] = {"save_steps": 0, "save_minutes": 0.0}
 EVERY: dict[str, Any] = {"save_steps": 0, "save_minutes": 10.0}
@@ -90,7 +91,7 @@ def test_the_newest_complete_state_is_resumed(
     given = options(tmp_path, **changes)
     with pytest.raises(Killed):
         api.finetune(model, callback=killed_after(5), **given)
-    found = checkpoint.newest(tmp_path / "run")
+    found = run_checkpoint.newest(tmp_path / "run")
     assert found
     assert (found.name, read_state(found)[0].step) == (newest, 4)
     with pytest.raises(UserError, match=r"already holds a run: continue it with resume=True, begin over with overwr"):
@@ -133,7 +134,7 @@ def test_overwriting_begins_over_and_keeps_what_is_not_the_runs(
     assert result(tmp_path / "run") == result(tmp_path / "whole")
     assert [path.read_text() for path in own] == ["mine"] * 2
     assert not stale.exists()
-    assert [path.name for _, path in checkpoint.found(tmp_path / "run" / "checkpoints")] == ["step-3"]
+    assert [path.name for _, path in run_checkpoint.found(tmp_path / "run" / "checkpoints")] == ["step-3"]
     record = api.finetune(model, resume=True, output=given["output"], max_steps=4)  # which is not overwritten again
     assert record.steps == 4
 

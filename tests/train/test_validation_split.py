@@ -17,7 +17,7 @@ from wgpu_lora.data.preparing import Preparation, prepare_files
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 ROWS: list[dict[str, Any]] = [{"input_ids": [i % 40 + 1, i // 40 + 1, 3, 4, i % 7 + 1]} for i in range(50)]
 TEXTS = [{"prompt": f"{i}", "completion": f"{i} {i}"} for i in range(50)]

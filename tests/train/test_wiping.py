@@ -7,8 +7,8 @@ from typing import Any
 
 from support.training import golden_job, random_rows
 
+from wgpu_lora.gpu.buffer_wipe import Wiper
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.wipe import Wiper
 
 
 def test_all_that_a_run_kept_on_the_device_is_overwritten(device: Device, tmp_path: Path) -> None:

@@ -17,19 +17,27 @@ from support.training import golden_arguments
 
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.export.decoded import Decoded
-from wgpu_lora.export.packed import write_packed
-from wgpu_lora.formats.checkpoint import SINGLE
-from wgpu_lora.formats.packed import PackedCheckpoint
-from wgpu_lora.formats.safetensors_file import read_header
+from wgpu_lora.export.quantized_model import write_packed
+from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
+from wgpu_lora.formats.safetensors_checkpoint import SINGLE
+from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.weights.lowbit import LowBit, quantised
-from wgpu_lora.weights.lowbit_codes import decode, from_words, pack, row_bytes, to_words, unpack, word_rows
-from wgpu_lora.weights.lut_fit import fit, fit_int8
-from wgpu_lora.weights.registry import BASE_FORMATS, base_format
-from wgpu_lora.weights.schemes import Scheme
+from wgpu_lora.weights.base_formats import BASE_FORMATS, base_format
+from wgpu_lora.weights.lowbit.kmeans_reference import fit, fit_int8
+from wgpu_lora.weights.lowbit.lowbit import LowBit, quantised
+from wgpu_lora.weights.lowbit.lowbit_layout import (
+    Scheme,
+    decode,
+    from_words,
+    pack,
+    row_bytes,
+    to_words,
+    unpack,
+    word_rows,
+)
 
 MODEL = str(FIXTURES / "models" / "qwen3")
 UP, Q = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"

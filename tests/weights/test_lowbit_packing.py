@@ -11,13 +11,13 @@ import pytest
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, release
-from wgpu_lora.weights import lowbit_packing
 from wgpu_lora.weights.base import Loading, Shared
-from wgpu_lora.weights.fit_kernels import lut_lloyd
-from wgpu_lora.weights.lowbit import LowBitWeight, quantised
-from wgpu_lora.weights.lowbit_codes import decode, unpack
-from wgpu_lora.weights.lut_fit import fit
-from wgpu_lora.weights.registry import base_format
+from wgpu_lora.weights.base_formats import base_format
+from wgpu_lora.weights.lowbit import lowbit_packing
+from wgpu_lora.weights.lowbit.kmeans_kernels import lut_lloyd
+from wgpu_lora.weights.lowbit.kmeans_reference import fit
+from wgpu_lora.weights.lowbit.lowbit import LowBitWeight, quantised
+from wgpu_lora.weights.lowbit.lowbit_layout import decode, unpack
 
 
 @dataclass

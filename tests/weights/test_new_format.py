@@ -16,22 +16,21 @@ from support.bench import CEILINGS, mini
 from support.models import full_logits, golden, golden_rows, relative_error
 from support.training import golden_arguments, model_dir
 
-from wgpu_lora.bench.run import bench
+from wgpu_lora.bench.brick_run import bench
 from wgpu_lora.cli import main
 from wgpu_lora.errors import NotFiniteError, UserError
-from wgpu_lora.export.merge import MergedModel
-from wgpu_lora.export.packed import write_packed
+from wgpu_lora.export.adapter_merge import MergedModel
+from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Storage, Tensor
-from wgpu_lora.models.fields import packed
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.models.batch_inputs import Segment
+from wgpu_lora.models.config_fields import packed
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.weights.base import Loading, MatrixSource, Shared
+from wgpu_lora.weights.base import Loading, MatrixSource, Packed, Shared, StoredTensors
+from wgpu_lora.weights.base_formats import BASE_FORMATS
 from wgpu_lora.weights.dense import DenseWeight
-from wgpu_lora.weights.packed import Packed, StoredTensors
-from wgpu_lora.weights.registry import BASE_FORMATS
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import load_file
 from support import FIXTURES
 
-from wgpu_lora.weights import nf4_codes as nf4
+from wgpu_lora.weights.nf4 import nf4_reference as nf4
 
 GOLDEN = load_file(FIXTURES / "golden" / "nf4.safetensors")
 SHAPES = ("37x91", "64x64", "5x20", "48x80", "130x257")

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
-from wgpu_lora.chain.digests import code_digest
+from wgpu_lora.chain.chain_run import code_digest
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.train.data_parallel.leader import Sharing
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.sharing import Sharing
-from wgpu_lora.worker.parent import Worker
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
+from wgpu_lora.train.run.training_log import LOG, read_log
+from wgpu_lora.worker.worker import Worker
 
 
 @pytest.fixture

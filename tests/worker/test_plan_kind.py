@@ -12,15 +12,15 @@ from support.cli import QWEN2, SMALL, share_device, write_rows
 from wgpu_lora.cluster.facts import Needs, from_plain
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models import loaded
+from wgpu_lora.models import loaded_model
+from wgpu_lora.train.adapter_tasks import task_of
 from wgpu_lora.train.finetune import prepare_job, shared_session
-from wgpu_lora.train.needs import processed_tokens
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.tasks import task_of
-from wgpu_lora.worker.child import Port
-from wgpu_lora.worker.kinds import plan as kind
-from wgpu_lora.worker.registry import KINDS
+from wgpu_lora.worker.job_kinds import KINDS
+from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.kinds import model_jobs as kind
+from wgpu_lora.worker.kinds.model_jobs import processed_tokens
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_what_is_refused_stops_no_other_and_a_model_is_opened_once(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    real = loaded.open_model
+    real = loaded_model.open_model
     monkeypatch.setattr(kind, "open_model", lambda *given: opened.append(given[0]) or real(*given))
     wrong = {
         "data": {"data": str(tmp_path / "nothing.jsonl")},

@@ -17,13 +17,12 @@ from support.cli import QWEN2, SMALL, write_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values
-from wgpu_lora.train.pipeline_state import read_pipeline_state
-from wgpu_lora.train.records import PipelineRecord, RunRecord
-from wgpu_lora.train.requests import Requests
-from wgpu_lora.worker.child import ORPHANED, Port
-from wgpu_lora.worker.parent import Event, Worker
-from wgpu_lora.worker.requests import Asked
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
+from wgpu_lora.train.run.pipeline_state import read_pipeline_state
+from wgpu_lora.train.run.records import PipelineRecord, RunRecord
+from wgpu_lora.train.run.stop_reasons import Requests
+from wgpu_lora.worker.job_process import ORPHANED, Asked, Port
+from wgpu_lora.worker.worker import Event, Worker
 
 ENDLESS = {**SMALL, "model": QWEN2, "max_steps": 10**6, "tune": False, "requests": True}
 INTERRUPTED = 143 if sys.platform != "win32" else 130

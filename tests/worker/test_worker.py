@@ -17,14 +17,14 @@ import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.files import config_of
-from wgpu_lora.names.naming import IN_JSON, naming
-from wgpu_lora.train.options.arguments import from_values
-from wgpu_lora.train.records import RunRecord
-from wgpu_lora.worker.child import Port
-from wgpu_lora.worker.job import Job, arguments, read_job
-from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
-from wgpu_lora.worker.registry import KINDS
+from wgpu_lora.models.model_files import config_of
+from wgpu_lora.names.spelling import IN_JSON, naming
+from wgpu_lora.train.options.training_arguments import from_values
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.worker.job_file import Job, arguments, read_job
+from wgpu_lora.worker.job_kinds import KINDS
+from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.worker import PROGRAM, Worker, WorkerFailed
 
 WINDOWS = pytest.mark.skipif(sys.platform == "win32", reason="has no SIGINT for another process")
 

@@ -2,34 +2,79 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast, get_type_hints
 
-from wgpu_lora.api.ask import answer, compare, generate
-from wgpu_lora.api.bars import Bars
-from wgpu_lora.api.caching import teacher_cache
+from wgpu_lora.api.call_arguments import Callback, listeners, plain
 from wgpu_lora.api.evaluation import evaluate, evaluate_several
-from wgpu_lora.api.listeners import Callback, listeners
+from wgpu_lora.api.generation import answer, compare, generate
 from wgpu_lora.api.model import Model, push
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
-from wgpu_lora.api.plain import plain
-from wgpu_lora.api.quantizing import quantize
-from wgpu_lora.api.signatures import listing
+from wgpu_lora.api.notebook_progress import Bars
+from wgpu_lora.api.quantization import quantize
+from wgpu_lora.api.teacher_caches import teacher_cache
 from wgpu_lora.data import given_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, Passing, StepResult
-from wgpu_lora.infer.answer import Answer
-from wgpu_lora.infer.settings import AnswerOptions, Settings
-from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.infer.answers import Answer
+from wgpu_lora.infer.generation_options import AnswerOptions, Settings
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.gather import gather
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values, named
-from wgpu_lora.train.options.idle import idle
-from wgpu_lora.train.options.typed import TrainingOptions
-from wgpu_lora.train.records import RunRecord
-from wgpu_lora.weights.registry import DEFAULT_FORMAT
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values, named
+from wgpu_lora.train.options.typed_options import TrainingOptions
+from wgpu_lora.train.options.unused_options import idle
+from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def listing(options: type, types: type, leave_out: Collection[str] = ()) -> Callable[[F], F]:
+    """Replace a function's **options by the fields of `options`, in its signature and in the Args of its docstring.
+
+    Args:
+        options: a dataclass whose fields have a `help` in their metadata. types: a TypedDict with the same names.
+        leave_out: fields that are parameters of the function already, by position or by name.
+    """
+
+    def add(function: F) -> F:
+        signature = inspect.signature(function)
+        hints = get_type_hints(types)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        own = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in own]
+        listed = [f for f in fields(options) if f.name not in leave_out]
+        named = [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+            for f in listed
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+        lines = [f"        {f.name} ({f.type}, default {f.default!r}): {_sentence(f.metadata['help'])}" for f in listed]
+        before, heading, after = _parted(inspect.cleandoc(function.__doc__ or ""))
+        text = "\n".join(line[4:] for line in lines)
+        function.__doc__ = f"{before}\n{text}\n\n{heading}{after}"
+        return function
+
+    return add
+
+
+def _parted(text: str) -> tuple[str, str, str]:
+    """A docstring split into the part up to the end of its Args, the next heading, and the rest."""
+    found = [(text.index(heading), heading) for heading in ("Returns:", "Raises:") if heading in text]
+    place, heading = min(found)
+    return text[:place].rstrip(), heading, text[place + len(heading) :]
+
+
+def _sentence(text: str) -> str:
+    """A help text for the middle of a line, with options spelled as arguments."""
+    text = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), text)
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text
+
 
 __all__ = [
     "Answer", "Events", "Model", "MultiAdapterPipeline", "RunRecord", "StepResult", "TrainingArguments",

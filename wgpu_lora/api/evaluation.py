@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.api.bars import Bars
-from wgpu_lora.api.evaluations import note_results, recorded_evaluation
-from wgpu_lora.api.listeners import listeners
+from wgpu_lora.api.call_arguments import listeners
+from wgpu_lora.api.notebook_progress import Bars
 from wgpu_lora.data import Prepared, Source, heldout_data, prepare, rows_given
 from wgpu_lora.data.template import template_kwargs
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, Events, Passing
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
-from wgpu_lora.infer.named import BASE, check_directory, on_device, slots_of
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.track.recording import remarks
-from wgpu_lora.train.length import check_rows, fit_rows
+from wgpu_lora.infer.named_adapters import BASE, check_directory, on_device, slots_of
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.track.run_log import HELD_OUT, DataFile, Losses, run_name
+from wgpu_lora.track.run_recorder import device_facts, given_options, recorded, remarks
+from wgpu_lora.train.objective_eval import TEACHER, evaluate_objective, objective_options, reads
 from wgpu_lora.train.objectives import formats_of, objective_of
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values
-from wgpu_lora.train.preferred import TEACHER, evaluate_objective, objective_options, reads
-from wgpu_lora.train.rows import prepared_for
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
+from wgpu_lora.train.run.trained_options import check_rows, fit_rows
+from wgpu_lora.train.training_data import prepared_for
 
 
 def evaluate(
@@ -291,3 +292,27 @@ def _heldout(
         formats=formats_of(objective_of(TrainingArguments())),
     )
     return opened, prepared
+
+
+def recorded_evaluation(
+    model: LoadedModel, prepared: Prepared, name: str, adapter: str | Path | None, objective: str = "sft"
+) -> AbstractContextManager[dict[str, Any]]:
+    """An evaluation in the run log."""
+    quant = model.decoder.base_dtype
+    config = {"model": model.name, "adapter": adapter and str(adapter), "max_length": prepared.max_length}
+    return recorded(
+        "evaluate",
+        run_name(model.name, quant, adapter is not None, False, "evaluate", "f32"),
+        objective="evaluate",
+        adapter=None if name == BASE else name,
+        device=device_facts(model.device.info),
+        config=given_options({**config, "base_dtype": quant, "objective": objective}),
+        data=DataFile(prepared.path, prepared.digest),
+    )
+
+
+def note_results(entry: dict[str, Any], found: Evaluation) -> None:
+    """The results of an evaluation, in its entry of the run log."""
+    entry["losses"] = Losses(HELD_OUT, final=found.loss)
+    entry |= {"tokens": found.tokens, "seconds": round(found.seconds, 3)}
+    entry["results"] = {"perplexity": found.perplexity, "rows": found.rows, **found.metrics}

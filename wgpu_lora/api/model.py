@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.gguf_adapter import export_adapter
-from wgpu_lora.export.gguf_model import Written, export_model
-from wgpu_lora.export.merge import merge_adapter
-from wgpu_lora.export.packed import write_packed
+from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.export.gguf_export import Written, export_adapter, export_model
+from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.hub import hub_id
-from wgpu_lora.formats.push import check_name
-from wgpu_lora.formats.push import push as upload
-from wgpu_lora.formats.upload import prepare
-from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.formats.hub_upload import check_repo_name, prepare
+from wgpu_lora.formats.hub_upload import push as upload
+from wgpu_lora.models.loaded_model import LoadedModel
 
 
 class Model(LoadedModel):
@@ -60,5 +58,5 @@ def push(directory: str | Path, repo: str, private: bool = True) -> str:
     Raises:
         UserError: the directory holds neither, or the hub refuses.
     """
-    check_name(repo)
+    check_repo_name(repo)
     return upload(prepare(Path(directory)), repo, private)

@@ -7,19 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.api.bars import Bars
-from wgpu_lora.api.listeners import Callback, listeners
-from wgpu_lora.api.plain import plain
+from wgpu_lora.api.call_arguments import Callback, listeners, plain
+from wgpu_lora.api.notebook_progress import Bars
 from wgpu_lora.data import Source, given_rows
 from wgpu_lora.data.values import kind_of
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, Passing
-from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.train.gather import gather
-from wgpu_lora.train.memory_plan import MemoryPlan
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.train.adapter_tasks import AdapterTask, task_of
+from wgpu_lora.train.memory import MemoryPlan
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.records import PipelineRecord
-from wgpu_lora.train.tasks import AdapterTask, task_of
+from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.run.records import PipelineRecord
 
 
 def adapter_task(values: Any, where: str, shared: Mapping[str, Source]) -> AdapterTask:

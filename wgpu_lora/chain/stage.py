@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from wgpu_lora.chain.watch import Watch
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.hub import cached_model, hub_id, resolve_model
 from wgpu_lora.typed_json import read_as
+
+if TYPE_CHECKING:
+    from wgpu_lora.train.finetune import FinetuneJob
 
 
 class EndedEarlyError(Exception):
@@ -81,3 +85,36 @@ def model_files(model: str, download: bool) -> Iterator[Path]:
     yield from (
         path for path in sorted(found.iterdir()) if path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt")
     )
+
+
+class Watch:
+    """How a stage's progress is shown; override what is of interest."""
+
+    def reading(self, text: str, done: float, total: float | None) -> None:
+        """Progress in megabytes."""
+
+    def tensors(self, text: str, total: int) -> AbstractContextManager[Events]:
+        """A listener to tensors that are written."""
+        return nullcontext(SILENT)
+
+    def training(self, job: FinetuneJob) -> AbstractContextManager[Events]:
+        return nullcontext(SILENT)
+
+    def trained(self, record: Any) -> None:
+        """The record of a run that has ended."""
+
+    def said(self, label: str, text: str) -> None:
+        """A line about the stage's result."""
+
+
+class ChainWatch(Watch):
+    """Also hears which stages run."""
+
+    def stage(self, number: int, name: str, kind: str, why: str, seconds: float | None) -> None:
+        """A stage begins. seconds: that it and those after it took when they last ran, None if not all are known."""
+
+    def skipped(self, number: int, name: str, kind: str) -> None:
+        """A stage is up to date."""
+
+    def finished(self, name: str, output: Path, seconds: float) -> None:
+        """A stage has run."""

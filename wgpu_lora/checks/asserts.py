@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wgpu_lora.bounded import printable
-from wgpu_lora.checks.confine import plain
+from wgpu_lora.checks.sandbox import plain_data
 from wgpu_lora.errors import UserError
 
 MAX_CHECK = 1 << 16  # characters
@@ -120,7 +120,7 @@ def _compile(node: ast.expr, calls: list[tuple[str, str, str]]) -> Test:
             named = {str(word.arg): _literal(word.value) for word in keywords if word.arg is not None}
             if len(named) < len(keywords):
                 raise ValueError(f"{_quoted(node)} has ** in it, or a name twice")
-            calls.append((name, plain.dump([_literal(arg) for arg in args]), plain.dump(named)))
+            calls.append((name, plain_data.dump([_literal(arg) for arg in args]), plain_data.dump(named)))
             index = len(calls) - 1
             return lambda outcomes: outcomes[index]()
         case ast.Compare(left=left, ops=ops, comparators=comparators):
@@ -157,7 +157,7 @@ def _literal(node: ast.expr) -> Any:
         raise ValueError(f"{_quoted(node)} is not a literal{why}") from None
     if any(isinstance(part, ast.Constant) and part.value is ... for part in ast.walk(node)):
         raise ValueError(f"{_quoted(node)} has an ellipsis, which is not plain data")
-    plain.dump(value)  # refuses values that are too large
+    plain_data.dump(value)  # refuses values that are too large
     return value
 
 

@@ -14,40 +14,30 @@ from typing import Annotated, Any, cast
 import typer
 
 from wgpu_lora.bounded import printable
-from wgpu_lora.cli.bench import bench
-from wgpu_lora.cli.chat import chat
+from wgpu_lora.cli.bench.bricks import bench
+from wgpu_lora.cli.bench.profile import profile
 from wgpu_lora.cli.cluster import cluster
-from wgpu_lora.cli.commands import Command, Group, dashes
-from wgpu_lora.cli.completion import dashed
+from wgpu_lora.cli.command import Command, Group, dashes
 from wgpu_lora.cli.console import long_work_shown
+from wgpu_lora.cli.convert import export, import_model, merge, push, quantize
 from wgpu_lora.cli.data import data
 from wgpu_lora.cli.demo import demo
-from wgpu_lora.cli.evaluate import evaluate
-from wgpu_lora.cli.export import export
-from wgpu_lora.cli.finetune import finetune
-from wgpu_lora.cli.generate import generate
-from wgpu_lora.cli.import_ import import_model
-from wgpu_lora.cli.info import info
-from wgpu_lora.cli.merge import merge
-from wgpu_lora.cli.options import TrainingCommand, training_options
+from wgpu_lora.cli.devices import cleared, info, share, tune
+from wgpu_lora.cli.finetune import finetune, protected_instead
+from wgpu_lora.cli.inference.chat import chat
+from wgpu_lora.cli.inference.evaluate import evaluate
+from wgpu_lora.cli.inference.generate import generate
+from wgpu_lora.cli.parameters import TrainingCommand, dashed, training_options
 from wgpu_lora.cli.plan import plan
-from wgpu_lora.cli.profile import profile
 from wgpu_lora.cli.protect import protect
-from wgpu_lora.cli.protected import protected_instead
 from wgpu_lora.cli.prove import prove
-from wgpu_lora.cli.push import push
-from wgpu_lora.cli.quantize import quantize
-from wgpu_lora.cli.recipes import recipes
-from wgpu_lora.cli.report import report
-from wgpu_lora.cli.run import run_chain
-from wgpu_lora.cli.runs import runs
-from wgpu_lora.cli.share import share
+from wgpu_lora.cli.recipes import recipes, run_chain
+from wgpu_lora.cli.runs import report, runs
 from wgpu_lora.cli.teacher_cache import teacher_cache
-from wgpu_lora.cli.tune import cleared, tune
 from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import DeviceWarning, TrackingWarning, UserError
-from wgpu_lora.gpu.aborted import explained
-from wgpu_lora.names.naming import COMMAND_LINE, naming
+from wgpu_lora.gpu.device_errors import explained
+from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.signals import handled
 
 # Errors of the system that a user can fix. Any other OSError is a bug and shown with its traceback.

@@ -2,20 +2,219 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.cli.commands import Command, Group
-from wgpu_lora.cli.console import Bar, line, print_json
-from wgpu_lora.cli.data_show import show
-from wgpu_lora.cli.data_stats import stats
-from wgpu_lora.cli.options import Json, TrainingCommand, choice, training_options
-from wgpu_lora.words import counted
+from wgpu_lora.cli import parameters
+from wgpu_lora.cli.command import Command, Group
+from wgpu_lora.cli.console import Bar, console, line, print_json, table
+from wgpu_lora.cli.parameters import Json, TrainingCommand, choice, training_options
+from wgpu_lora.cli.plan import PricePerHour, as_facts, show_projection
+from wgpu_lora.errors import UserError
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.words import counted, share
 
 if TYPE_CHECKING:
     from wgpu_lora.data.preparing.run import Progress
+    from wgpu_lora.train.data_statistics import Choice, RowPreview, RowStatistics, Token
+
+
+CHOICES = ("max length", "packing", "rows cut", "rows lost", "trained tokens kept", "padding", "steps an epoch")
+
+
+def stats(
+    args: TrainingArguments,
+    note: str | None,
+    page: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("data-stats.html"),
+    measure: Annotated[bool, typer.Option(help="Take a few steps, and project the time of the run.")] = True,
+    price_per_hour: PricePerHour = None,
+    project: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Project the time to this shape of model, too; may be repeated.",
+            metavar="SHAPE",
+            autocompletion=parameters.shapes,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Show token lengths, formats and batches of training rows, and the time and cost of training on them.
+
+    The options are those of 'finetune'. Prints tables and writes a page with plots. Lengths are counted after the chat
+    template. The time is projected from a few steps on this device, of which nothing is kept.
+    """
+    from wgpu_lora.bench.larger_models import project as projected
+    from wgpu_lora.models.loaded_model import open_model
+    from wgpu_lora.models.published_shapes import shape_config
+    from wgpu_lora.report.data_page import check_page, write_page
+    from wgpu_lora.train.data_statistics import row_statistics
+    from wgpu_lora.train.finetune import prepare_job, with_demo_data
+    from wgpu_lora.train.time_estimate import check_price
+    from wgpu_lora.train.time_estimate import measure as measured
+
+    check_price(price_per_hour)
+    check_page(page)
+    for shape in project or ():
+        shape_config(shape)  # refuses unknown names
+    if not measure and (project or price_per_hour is not None):
+        raise UserError("--project and --price-per-hour need measured steps: leave --no-measure out.")
+    args = with_demo_data(args)
+    model = open_model(args.model or "demo", args.device, args.base_dtype)
+    found = row_statistics(args, model)
+    projection, larger = None, list[dict[str, Any]]()
+    if measure:
+        with Bar("measuring a few steps", None) as bar:
+            bar.advance()
+            job = prepare_job(args, model, planning=True)
+            projection = measured(job)
+            larger = list(projected(projection.rates(), None, job.run.args, model, project or ()))
+    written = write_page(page, found, projection, price_per_hour, larger)
+    if as_json:
+        print_json(_facts(found) | ({"projection": as_facts(projection, price_per_hour)} if projection else {})
+                   | ({"larger": larger} if larger else {}))  # fmt: skip
+        return 0
+    if note:
+        line("recipe", note)
+    _print_statistics(found)
+    if projection:
+        show_projection(projection, price_per_hour)
+        for record in larger:
+            cost = "" if price_per_hour is None else f", cost {record['seconds'] / 3600 * price_per_hour:,.4g}"
+            fits = {True: "", False: " (it does not fit here)", None: ""}[record["fits"]]
+            line("projected", f"{record['shape']}: {record['seconds']:,.0f} s of steps{cost}{fits}")
+    line("page", str(written))
+    return 0
+
+
+def _print_statistics(found: RowStatistics) -> None:
+    line("data", found.summary)
+    if found.heldout:
+        line("held out", counted(found.heldout, "row"))
+    for name, count in found.formats.items():
+        line("format", f"{name}: {counted(count, 'row')}")
+    line("lengths", ", ".join(f"{name} {length:,}" for name, length in found.quantiles.items()) + " tokens")
+    line("trained", f"{share(found.trained / found.total)} of {found.total:,} tokens")
+    rows = [_choice(choice) for choice in found.others]
+    styles = ["bold" if choice == found.own else None for choice in found.others]
+    console().print(table(CHOICES, rows, ["packing"], styles))
+    if found.saved is not None:
+        line("packing", f"saves {found.saved:.1%} of the positions of batches at {found.own.max_length:,} tokens a row")
+    line("this run", ", ".join(f"{name} {value}" for name, value in zip(CHOICES, _choice(found.own), strict=True)))
+
+
+def _choice(choice: Choice) -> tuple[str, ...]:
+    return (
+        f"{choice.max_length:,}",
+        "yes" if choice.packing else "no",
+        f"{choice.cut:,}",
+        f"{choice.lost:,}",
+        f"{choice.trained:.1%}",
+        f"{choice.padding:.1%}",
+        f"{choice.steps:,}",
+    )
+
+
+def _facts(found: RowStatistics) -> dict[str, Any]:
+    def of(choice: Choice) -> dict[str, Any]:
+        return vars(choice) | {"padding": choice.padding}
+
+    return {
+        "data": found.name,
+        "rows": len(found.lengths),
+        "heldout": found.heldout,
+        "formats": found.formats,
+        "lengths": found.quantiles,
+        "tokens": found.total,
+        "trained_tokens": found.trained,
+        "this_run": of(found.own),
+        "saved_by_packing": found.saved,
+        "choices": [of(choice) for choice in found.others],
+    }
+
+
+PARTS = {1: ("row",), 2: ("chosen", "rejected")}  # names of a sample's sequences, by how many it has
+
+
+def show(
+    args: TrainingArguments,
+    note: str | None,
+    row: Annotated[
+        list[int] | None,
+        typer.Option(help="Number of a row, from 1; may be repeated. By default the first three. [x>=1]"),
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="List every token on a line of its own.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Show rows as the model gets them: their text, its token ids, and which of them are trained on.
+
+    The options are those of 'finetune'. What the chat template leaves out of a row is named. No device is used.
+    """
+    from wgpu_lora.formats.hub import resolve_model
+    from wgpu_lora.models.model_files import read_model
+    from wgpu_lora.train.data_statistics import preview_rows
+    from wgpu_lora.train.finetune import with_demo_data
+    from wgpu_lora.train.objectives import objective_of
+    from wgpu_lora.train.training_data import sources_of
+
+    if any(number < 1 for number in row or ()):
+        raise UserError("--row counts from 1: give a larger number.")
+    args = with_demo_data(args)
+    source, numbers = sources_of(args)[0], set(row or ())
+    found = list(preview_rows(args, read_model(resolve_model(args.model or "demo")), source, numbers))
+    if len(found) < len(numbers):
+        raise UserError(f"{source.called} has fewer than {max(numbers):,} rows: give a smaller number for --row.")
+    if as_json:
+        print_json([_as_json(one) for one in found])
+        return 0
+    if note:
+        line("recipe", note)
+    for one in found:
+        _print_preview(one, PARTS[objective_of(args).parts], tokens)
+    return 0
+
+
+def _print_preview(found: RowPreview, parts: tuple[str, ...], listed: bool) -> None:
+    from wgpu_lora.train.data_statistics import segments
+
+    print(f"{found.place}", flush=True)
+    for number, tokens in enumerate(found.rows):
+        trained = sum(token.trained for token in tokens)
+        line(parts[number % len(parts)], f"{counted(len(tokens), 'token')}, {trained:,} trained on")
+        for is_trained, run in segments(tokens):
+            mark = "trained" if is_trained else "context"
+            if listed:
+                for token in run:
+                    line(mark, f"{token.id:>7} {token.text!r}")
+            else:
+                line(mark, _text(run), whole=True)
+                line("", " ".join(str(token.id) for token in run))
+    for text in found.notes:
+        line("note", text)
+    if found.refusal:
+        line("refused", found.refusal)
+
+
+def _text(run: list[Token]) -> str:
+    return repr("".join(token.text for token in run))
+
+
+def _as_json(found: RowPreview) -> dict[str, Any]:
+    from wgpu_lora.train.data_statistics import segments
+
+    rows = [
+        {
+            "tokens": [asdict(token) for token in tokens],
+            "segments": [
+                {"trained": trained, "text": "".join(token.text for token in run)} for trained, run in segments(tokens)
+            ],
+        }
+        for tokens in found.rows
+    ]
+    return {found.place.unit: found.place.number, "rows": rows, "notes": found.notes, "refused": found.refusal}
+
 
 DUPLICATES = ("normalized", "exact", "keep")
 REASONS = 5  # that are printed
@@ -119,11 +318,11 @@ def prepare(
     if as_json:
         print_json(report)
     else:
-        _show(report, output)
+        _print_prepared(report, output)
     return 0
 
 
-def _show(report: dict[str, Any], output: Path) -> None:
+def _print_prepared(report: dict[str, Any], output: Path) -> None:
     rows, repeated = report["rows"], report["duplicates"]
     line("read", f"{counted(rows['in'], 'row')} from {counted(len(report['inputs']), 'input')}")
     for note in report["notes"]:

@@ -9,17 +9,17 @@ import typer
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, console, line
-from wgpu_lora.cli.describing import describe
-from wgpu_lora.cli.finetune import Watcher, report
-from wgpu_lora.cli.options import AllowUnconfined, Device
+from wgpu_lora.cli.finetune import Watcher, report_run
+from wgpu_lora.cli.parameters import AllowUnconfined, Device
+from wgpu_lora.cli.run_summary import describe
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
-from wgpu_lora.installed import program
+from wgpu_lora.installation import program
 
 BORDERS = 7  # columns around two answers side by side
 
 if TYPE_CHECKING:
-    from wgpu_lora.demo.compare import Checked, Comparison, Measured
+    from wgpu_lora.demo.before_and_after import Checked, Comparison, Measured
 
 
 def demo(
@@ -37,7 +37,7 @@ def demo(
         raise UserError(f"--max-steps must be greater than 0, not {max_steps}.")
     if show < 0:
         raise UserError(f"--show must be 0 or more, not {show}.")
-    from wgpu_lora.demo.compare import Comparison
+    from wgpu_lora.demo.before_and_after import Comparison
 
     changes = {} if max_steps is None else {"max_steps": max_steps}
     comparison = Comparison.prepare(output, device, changes, allow_unconfined)
@@ -50,7 +50,7 @@ def demo(
     line("before", _score(comparison.before))
     with Watcher(job) as watcher:
         record = job.train(watcher)
-    code = report(record)
+    code = report_run(record)
     if code:
         return code
     with Bar("answering held-out requests after training", len(comparison.rows)) as bar:

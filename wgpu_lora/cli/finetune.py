@@ -5,30 +5,36 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+import traceback
 from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.cli.console import OFTEN, Bar, duration, is_terminal, line
-from wgpu_lora.cli.describing import describe
-from wgpu_lora.cli.ending import CURES, losses
-from wgpu_lora.cli.options import choice
-from wgpu_lora.cli.starting import Starting
-from wgpu_lora.cli.trend import Trend, hardware
+from wgpu_lora.bounded import printable
+from wgpu_lora.cli.console import OFTEN, Bar, console, duration, is_terminal, line
+from wgpu_lora.cli.parameters import choice, refuse_idle
+from wgpu_lora.cli.run_summary import CURES, describe, losses
+from wgpu_lora.cli.training_progress import Starting, Trend, hardware
+from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
-from wgpu_lora.installed import program
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.options.general import ADAPTER, FILES
-from wgpu_lora.train.policy import POLICIES
+from wgpu_lora.installation import pip_line, program
+from wgpu_lora.train.loop.slot_policy import POLICIES
+from wgpu_lora.train.options.option_fields import ADAPTER, FILES
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
+    from wgpu_lora.events import Events
+    from wgpu_lora.train.adapter_tasks import AdapterTask
     from wgpu_lora.train.finetune import FinetuneJob
-    from wgpu_lora.train.records import RunRecord
+    from wgpu_lora.train.pipeline import PipelineJob
+    from wgpu_lora.train.run.records import PipelineRecord, RunRecord
+
 
 SMOOTHED = 10  # steps that the shown speed is averaged over
 # Options of a pipeline, which `plan` has too.
@@ -89,16 +95,12 @@ def finetune(
     if note:
         line("recipe", note)
     if adapters or adapters_config:
-        from wgpu_lora.cli.pipeline import train_pipeline
-
         return train_pipeline(args, adapters or [], adapters_config, schedule, batch_tokens)
     if args.resume:
-        from wgpu_lora.train.pipeline_state import home_of
+        from wgpu_lora.train.run.pipeline_state import home_of
 
         home = home_of(args.directory)
         if home:
-            from wgpu_lora.cli.pipeline import resume_pipeline
-
             return resume_pipeline(args, home)
     from wgpu_lora.train.finetune import prepare_job
 
@@ -106,7 +108,7 @@ def finetune(
     describe(job)
     with Watcher(job) as watcher:
         record = job.train(watcher)
-    return report(record)
+    return report_run(record)
 
 
 class Watcher(Starting):
@@ -206,12 +208,12 @@ def speed(trained: int, processed: int, seconds: float) -> str:
     return f"{trained / seconds:,.0f} trained, {processed / seconds:,.0f} processed tokens/s"
 
 
-def report(record: RunRecord, command: str | None = None, adapter: str | None = None) -> int:
+def report_run(record: RunRecord, command: str | None = None, adapter: str | None = None) -> int:
     """Print how the run ended and where its adapter is; returns the exit code.
 
     command: that continues an interrupted run; '' prints none. adapter: where it is, if not in the run's directory.
     """
-    from wgpu_lora.train.ending import STOP_TEXT, exit_code
+    from wgpu_lora.train.run.stop_reasons import STOP_TEXT, exit_code
 
     state, reason, outcome, output = record.state, record.stop_reason, record.outcome, record.directory
     timed = reason == "target seconds"  # its number of steps is only known at the end
@@ -234,3 +236,262 @@ def report(record: RunRecord, command: str | None = None, adapter: str | None = 
     if record.damaged_log_lines:
         line("log", f"dropped {counted(record.damaged_log_lines, 'damaged line')} of log.jsonl")
     return exit_code(reason, record.signal)
+
+
+RECENT, TREND = 10, 10  # steps that times are averaged over, and bars of a loss
+
+
+def train_pipeline(
+    args: TrainingArguments, pairs: list[str], config: Path | None, schedule: str, batch_tokens: int | None
+) -> int:
+    """Train, show progress and report; returns the exit code."""
+    from wgpu_lora.train.adapter_tasks import named_tasks
+
+    return _train(args, named_tasks(pairs, config), schedule, batch_tokens)
+
+
+def resume_pipeline(args: TrainingArguments, home: Path) -> int:
+    """Resume the pipeline whose record is in a directory."""
+    from wgpu_lora.train.adapter_tasks import tasks_of_request
+    from wgpu_lora.train.run.pipeline_state import read_pipeline_state
+
+    request = read_pipeline_state(home).request
+    return _train(args, tasks_of_request(request, home), request["schedule"], request["batch_tokens"])
+
+
+def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, batch_tokens: int | None) -> int:
+    from wgpu_lora.train.pipeline import prepare_pipeline
+
+    job = prepare_pipeline(args, tasks, schedule, batch_tokens)
+    describe(job)
+    line("pipeline", f"{counted(len(job.runs), 'adapter')}, {schedule}, batches of up to {job.batch_tokens:,} tokens")
+    with Table(job) as table:
+        record = job.train(table)
+    code = report_pipeline(record, job.home)
+    if draw_curves({run.adapter_name: run.directory for run in job.runs}, job.home / CURVES):
+        line("curves", str(job.home / CURVES))
+    else:
+        line("curves", f"not plotted: matplotlib is missing; {pip_line('plot')}")
+    return code
+
+
+def report_pipeline(record: PipelineRecord, home: Path) -> int:
+    """Print how each adapter ended and where it is; returns the exit code."""
+    from wgpu_lora.train.run.stop_reasons import STOP_TEXT, exit_code
+
+    outcomes = []
+    for adapter in record.adapters:
+        outcome, text = adapter.outcome, STOP_TEXT[adapter.stop_reason]
+        outcomes.append(outcome)
+        why = f"{adapter.name}: {adapter.step:,} of {counted(adapter.total_steps, 'step')} ({text})"
+        found = adapter.losses
+        known = losses(found.train, found.before, found.held_out)
+        line(outcome, "; ".join([why, *known, f"the adapter is in {adapter.checkpoint}"]))
+        if outcome == "failed":
+            print(f"wgpu-lora: adapter {adapter.name}: {text}: {CURES}.", file=sys.stderr)
+    if "interrupted" in outcomes:
+        line("continue", f"{program()} finetune --output {shlex.quote(str(home))} --resume", whole=True)
+    return max(exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters)
+
+
+class Table(Starting):
+    """A live table on a terminal, with a row per adapter; else lines as for a single run."""
+
+    def __init__(self, job: PipelineJob):
+        super().__init__(job)
+        self._runs = {run.adapter_name: run for run in job.runs}
+        self._said: dict[str, float] = {}
+        self._rows: dict[str, StepResult | None] = {run.adapter_name: None for run in job.runs}
+        self._heldout: dict[str, float] = {}
+        self._steps = job.state.step
+        self._own = {run.adapter_name: job.state.steps.get(run.adapter_name, 0) for run in job.runs}
+        self._trends = {run.adapter_name: Trend(sys.stderr) for run in job.runs}
+        self._seconds: dict[str, deque[float]] = {run.adapter_name: deque(maxlen=RECENT) for run in job.runs}
+        self._device, self._hardware = job.session.device, ""
+        self._live: Any = None
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+        if self._live is not None:
+            self._live.stop()
+
+    def evaluating(self, evaluating: Evaluating) -> None:
+        if self._live is None:
+            super().evaluating(evaluating)
+
+    def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
+        self._hardware = hardware(line) or self._hardware
+
+    def step(self, result: StepResult) -> None:
+        assert result.adapter, "a pipeline's adapters have names"
+        self._rows[result.adapter] = result
+        self._own[result.adapter] = result.step
+        self._trends[result.adapter].add(result.loss)
+        self._seconds[result.adapter].append(result.seconds)
+        if result.eval_loss is not None:
+            self._heldout[result.adapter] = result.eval_loss
+        with suppress(OSError):  # an unwritable stdout does not end a run
+            self._tell(result.adapter, result)
+
+    def _tell(self, name: str, result: StepResult) -> None:
+        self.close()
+        if is_terminal(sys.stderr):
+            self._show()
+            return
+        now, evaluated = time.monotonic(), result.eval_loss is not None
+        due = now - self._said.get(name, -OFTEN) >= OFTEN  # always for the first step
+        if due or self._runs[name].logs(result.step, evaluated):
+            self._said[name] = now
+            text = f"{name}  {result.step}/{result.total_steps}  epoch {result.epoch:.2f}"
+            text += f"  {result.facts()}"
+            line("step", text + (f"  held-out {result.eval_loss:.4f}" if result.eval_loss is not None else ""))
+
+    def _show(self) -> None:
+        if self._live is None:
+            from rich.live import Live
+
+            self._live = Live(console=console(stderr=True), refresh_per_second=4)
+            self._live.start()
+        self._live.update(self.table())
+
+    def table(self) -> Any:
+        """The current table."""
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        from wgpu_lora.train.memory import readable
+
+        table = RichTable(box=None, pad_edge=False)
+        table.add_column("adapter")
+        for name in (
+            "step",
+            "epoch",
+            "loss",
+            "held-out",
+            "trained",
+            "trained/s",
+            "processed/s",
+            "share of steps",
+            "trend",
+        ):
+            table.add_column(name, justify="right")
+        total = max(1, sum(self._own.values()))
+        for name, result in self._rows.items():
+            share = f"{self._own[name] / total:.0%}"
+            if result is None:
+                table.add_row(Text(printable(name)), str(self._own[name]), *[""] * 6, share, "")
+                continue
+            heldout = f"{self._heldout[name]:.4f}" if name in self._heldout else ""
+            seconds = max(result.seconds, 1e-9)
+            table.add_row(
+                Text(printable(name)),
+                f"{result.step}/{result.total_steps}",
+                f"{result.epoch:.2f}",
+                f"{result.loss:.4f}",
+                heldout,
+                f"{result.tokens:,}",
+                f"{result.step_tokens / seconds:,.0f}",
+                f"{result.step_processed_tokens / seconds:,.0f}",
+                share,
+                self._trends[name].bars(TREND),
+            )
+        below = [self._remaining(), f"{readable(self._device.allocated)} on the device", self._hardware]
+        table.caption, table.caption_justify = ", ".join(filter(None, below)), "left"
+        return table
+
+    def _remaining(self) -> str:
+        """The estimated time of the remaining steps of all adapters, from the last ones."""
+        taken = [(result, self._seconds[name]) for name, result in self._rows.items() if result]
+        left = sum((one.total_steps - one.step) * sum(recent) / len(recent) for one, recent in taken)
+        return f"{duration(left)} left" if left > 0 and len(taken) == len(self._rows) else ""
+
+
+NOT_OF_JOBS = ("recipe", "adapters", "adapters_config", "schedule", "batch_tokens")
+
+
+def protected_instead(
+    ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: dict[str, Any]
+) -> int | None:
+    """Run the command with --protected; None without it."""
+    path: Path | None = values.get("protected")
+    if path is None:
+        refuse_idle(ctx, ("nonce",), "without --protected")
+        return None
+    refuse_idle(ctx, NOT_OF_JOBS, "with --protected, whose file has all of that")
+    from wgpu_lora.protect.extra import check_libraries
+
+    check_libraries()
+    from wgpu_lora.protect.runs import job as jobs
+    from wgpu_lora.protect.runs.run import finetune
+
+    resume = bool(given.pop("resume", False))
+    job = jobs.read(path)
+    try:
+        record = finetune(job, resume=resume, nonce=values.get("nonce"), watch=_watched, say=line, **given)
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # terminals are logged, too
+        said = f"{type(error).__name__}: a fault of the program; its message may have something of the rows"
+        typer.echo(
+            "".join(traceback.format_tb(error.__traceback__)) + f"wgpu-lora: {said}, so it is left out", err=True
+        )
+        return 1
+    begun = f"{program()} finetune --protected {shlex.quote(str(path))} --resume"
+    code = report_run(record.run, begun, str(record.adapter))
+    cleanup = record.cleanup
+    wiped = "all that can be overwritten was" if cleanup["complete"] else f"not all: {cleanup['not_wiped'][0]}"
+    line("cleanup", f"{wiped}; cleanup.json lists what was, and what cannot be")
+    line("open", f"{program()} protect open {shlex.quote(str(record.adapter))} --key KEY -o ADAPTER", whole=True)
+    where, key = shlex.quote(str(record.directory)), shlex.quote(str(job.broker_file))
+    line("check", f"{program()} protect check {where} --broker-key {key}", whole=True)
+    return code
+
+
+@contextmanager
+def _watched(job: FinetuneJob) -> Iterator[Events]:
+    from wgpu_lora.cli.run_summary import describe
+
+    describe(job)
+    with Watcher(job) as watcher:
+        yield watcher
+
+
+CURVES = "losses.png"
+
+
+def draw_curves(runs: Mapping[str, Path], path: Path) -> bool:
+    """Plot every run's training loss and, if measured, held-out loss by step; returns False without matplotlib.
+
+    Args:
+        runs: name -> directory of its log.jsonl.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure  # the object API: no window and no global state
+    except ImportError:
+        return False
+    with rc_context({"text.parse_math": False}):  # an adapter's name may contain dollar signs
+        figure = Figure(figsize=(9, 5), layout="constrained")
+        _draw(figure.subplots(), runs)
+        figure.savefig(path, dpi=120)
+    return True
+
+
+def _draw(axes: Any, runs: Mapping[str, Path]) -> None:
+    for number, (name, directory) in enumerate(runs.items()):
+        log = read_log(directory / LOG) if (directory / LOG).is_file() else []
+        colour, shown = f"C{number % 10}", printable(name)
+        trained = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry]
+        axes.plot(*zip(*trained, strict=True) if trained else ([], []), color=colour, label=shown)
+        heldout = [(entry["step"], entry["eval_loss"]) for entry in log if "eval_loss" in entry]
+        if heldout:
+            steps, losses = zip(*heldout, strict=True)
+            axes.plot(steps, losses, color=colour, linestyle="--", marker="o", markersize=4, label=f"{shown}, held out")
+    axes.set_xlabel("optimizer steps of the adapter")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    if runs:
+        axes.legend()

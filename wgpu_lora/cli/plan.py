@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
-from wgpu_lora.cli import completion
-from wgpu_lora.cli.console import console, line, print_json
-from wgpu_lora.cli.describing import (
+from wgpu_lora.cli import parameters
+from wgpu_lora.cli.console import console, duration, line, print_json, table
+from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
+from wgpu_lora.cli.parameters import Json
+from wgpu_lora.cli.run_summary import (
     describe_model,
     describe_modules,
     describe_optimizer,
@@ -18,21 +22,25 @@ from wgpu_lora.cli.describing import (
     modules_of,
     note_unified,
 )
-from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
-from wgpu_lora.cli.options import Json
-from wgpu_lora.cli.projecting import Measure, PricePerHour, as_facts, show_projection
+from wgpu_lora.data.in_memory import MemorySource
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.published_shapes import shape_config
+from wgpu_lora.models.synthetic_models import synthetic_model
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.options.training_arguments import LENGTH, TrainingArguments
 
 if TYPE_CHECKING:
-    from wgpu_lora.train.job import Job
+    from wgpu_lora.train.finetune import Job
+    from wgpu_lora.train.time_estimate import Projection
 
 
 Shape = Annotated[
     str | None,
     typer.Option(
         help="A named shape, such as qwen3.5-9b, with rows of --max-length tokens, instead of --model and --data.",
-        autocompletion=completion.shapes,
+        autocompletion=parameters.shapes,
     ),
 ]
 
@@ -53,10 +61,10 @@ def plan(
 
     The options are those of 'finetune'. Nothing is allocated, unless --measure is given.
     """
-    from wgpu_lora.share import budget_bytes
-    from wgpu_lora.train.measuring import check_price
-    from wgpu_lora.train.measuring import measure as measured
+    from wgpu_lora.memory_leases import budget_bytes
     from wgpu_lora.train.memory import both, readable, ways_to_fit, without_a_way
+    from wgpu_lora.train.time_estimate import check_price
+    from wgpu_lora.train.time_estimate import measure as measured
 
     check_price(price_per_hour)
     if price_per_hour is not None and not measure:
@@ -146,14 +154,58 @@ def job_of(
     if shape:
         if pairs or config:
             raise UserError("--shape plans one adapter: leave out --adapters and --adapters-config.")
-        from wgpu_lora.train.made_up import job_of_shape
 
         return job_of_shape(shape, args)
     if not (pairs or config):
         from wgpu_lora.train.finetune import prepare_job
 
         return prepare_job(args, planning=True)
+    from wgpu_lora.train.adapter_tasks import named_tasks
     from wgpu_lora.train.pipeline import prepare_pipeline
-    from wgpu_lora.train.tasks import named_tasks
 
     return prepare_pipeline(args, named_tasks(pairs or [], config), schedule, batch_tokens, planning=True)
+
+
+Measure = Annotated[bool, typer.Option("--measure", help="Take a few steps, and project the time of the run.")]
+PricePerHour = Annotated[float | None, typer.Option(help="Price of an hour on this device, for the cost of the run.")]
+
+
+def show_projection(projection: Projection, price: float | None) -> None:
+    """Print the stages of a run with their seconds and cost."""
+    head = ("stage", "seconds", "share", *(() if price is None else ("cost",)))
+    rows = [_row(stage, seconds, projection, price) for stage, seconds in projection.stages.items()]
+    console().print(table(head, [*rows, _row("all", projection.total, projection, price)], ["stage"]))
+    line("projected", f"{duration(projection.total)}, from {projection.timed} measured steps; saving is not counted")
+
+
+def _row(stage: str, seconds: float, projection: Projection, price: float | None) -> tuple[str, ...]:
+    cost = () if price is None else (f"{seconds / 3600 * price:,.4g}",)
+    return stage, f"{seconds:,.1f}", f"{seconds / max(projection.total, 1e-9):.0%}", *cost
+
+
+def as_facts(projection: Projection, price: float | None) -> dict[str, Any]:
+    """A projection for JSON."""
+    cost = {} if price is None else {"cost": projection.cost(price)}
+    return {"stages": projection.stages, "seconds": projection.total, "timed_steps": projection.timed, **cost}
+
+
+ROWS = 64
+NAME = "made-up rows"
+
+
+def job_of_shape(shape: str, args: TrainingArguments) -> FinetuneJob:
+    """A job of a model of this shape, whose rows are as long as they may be. Allocates nothing on the device.
+
+    Raises:
+        UserError: the shape is not known, a model or data are given, or the options do not suit it.
+    """
+    for name in ("model", "data", "eval_data"):
+        if getattr(args, name) is not None:
+            raise UserError(f"{flag(name)} and {flag('shape')} exclude each other: leave one of them out.")
+    config = shape_config(shape)
+    model = synthetic_model(config, Device(args.device), args.base_dtype, shape)
+    length = args.max_length or min(LENGTH, config.max_position_embeddings)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length))
+    content = "".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in tokens.tolist())
+    source = MemorySource(bytearray(content.encode()), NAME, "")
+    return prepare_job(replace(args, model=shape, data=NAME), model, planning=True, rows={"data": source})

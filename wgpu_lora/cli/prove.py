@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wgpu_lora.cli import completion
+from wgpu_lora.cli import parameters
 from wgpu_lora.cli.console import console, line
-from wgpu_lora.cli.options import RECIPE, AllowUnconfined
+from wgpu_lora.cli.parameters import RECIPE, AllowUnconfined
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
-    from wgpu_lora.proof.finding import Check, Result
+    from wgpu_lora.proof.proof_context import Check, Result
 
 COLOURS = {"passed": "green", "failed": "red", "not run": "bright_black"}
 
 
 def prove(
-    recipe: Annotated[str, typer.Option(help=RECIPE, autocompletion=completion.RECIPE)] = "wgpu-proof",
+    recipe: Annotated[str, typer.Option(help=RECIPE, autocompletion=parameters.RECIPES)] = "wgpu-proof",
     devices: Annotated[
         str | None, typer.Option(help="Devices such as 0,1 (the first trains); default: the first two different ones.")
     ] = None,
@@ -39,8 +39,8 @@ def prove(
     and then nothing is called proven; this changes the exit code only with --strict. The verdict names the devices and
     their kinds; --require-discrete demands real GPUs.
     """
-    from wgpu_lora.proof.run import CHECKS, Interrupted
-    from wgpu_lora.proof.run import prove as run
+    from wgpu_lora.proof.proof_run import CHECKS, Interrupted
+    from wgpu_lora.proof.proof_run import prove as run
 
     numbers = set()
     for text in only.split(",") if only else []:
@@ -68,7 +68,7 @@ def _table(result: Result) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from wgpu_lora.proof.finding import LEFT_OUT
+    from wgpu_lora.proof.proof_context import LEFT_OUT
 
     table = Table(show_lines=True)
     table.add_column("#", justify="right")

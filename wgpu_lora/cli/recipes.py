@@ -1,17 +1,143 @@
-"""wgpu-lora recipes: the bundled recipes, and synthetic rows for those that name no data."""
+"""wgpu-lora run: a chain of stages, from data to an uploaded model."""
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
-from wgpu_lora.cli.commands import Command, Group
-from wgpu_lora.cli.completion import RECIPE
-from wgpu_lora.cli.console import console, line
+from wgpu_lora.atomic import check_new, write_new_bytes
+from wgpu_lora.chain.stage import ChainWatch
+from wgpu_lora.cli.command import Command, Group
+from wgpu_lora.cli.console import Bar, TensorBar, console, duration, line, table
+from wgpu_lora.cli.parameters import RECIPES, Device
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
+from wgpu_lora.installation import program
 from wgpu_lora.words import counted
+
+if TYPE_CHECKING:
+    from wgpu_lora.chain.chain_file import Chain
+    from wgpu_lora.chain.chain_run import Standing
+    from wgpu_lora.train.finetune import FinetuneJob
+
+
+def run_chain(
+    chain: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHAIN", help="TOML file of stages, or the name of a bundled one.", autocompletion=RECIPES
+        ),
+    ],
+    output: Annotated[str | None, typer.Option(help="Directory of all results; by default, the file's.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model of all stages that name none; by default, the file's.")
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", help="Run this stage and those after it again, and none before it.", metavar="STAGE"),
+    ] = None,
+    listing: Annotated[
+        bool, typer.Option("--dry-run", "--list", help="Show the stages, and which of them would run.")
+    ] = False,
+    device: Device = None,
+) -> int:
+    """Run a chain of stages: prepare, finetune, merge, gguf, cards, push.
+
+    A stage is skipped if its options, the files that it reads and wgpu-lora itself have not changed since it ran, and
+    its results are as it left them. A chain can be interrupted at any time, and goes on when it is run again.
+    """
+    from wgpu_lora.chain.chain_file import read_chain
+    from wgpu_lora.chain.chain_run import run, standings
+    from wgpu_lora.chain.stage import EndedEarlyError
+
+    found = read_chain(chain, output, device, model)
+    if listing:
+        _list(standings(found, start))
+        return 0
+    try:
+        run(found, _Shown(found), start)
+    except (EndedEarlyError, KeyboardInterrupt) as error:
+        again = [program(), "run", chain]
+        for name, value in (("--output", output), ("--model", model)):
+            again += [name, value] if value else []
+        line("continue", shlex.join(again), whole=True)
+        if isinstance(error, EndedEarlyError):
+            return error.code
+        raise
+    line("finished", f"{len(found.links)} stages; the results are in {found.output}")
+    return 0
+
+
+def _list(stages: list[Standing]) -> None:
+    rows = [
+        [
+            str(number),
+            stage.link.name,
+            stage.link.kind,
+            "up to date" if stage.why is None else f"runs: {stage.why}",
+            duration(stage.seconds) if stage.seconds else "",
+        ]
+        for number, stage in enumerate(stages, 1)
+    ]
+    left = ["stage", "kind", "state"]
+    console().print(table(["", *left, "took"], rows, left=left))
+
+
+class _Shown(ChainWatch):
+    """Lines about stages, and bars or lines about what they do."""
+
+    def __init__(self, chain: Chain):
+        self._total = len(chain.links)
+        self._bar: Bar | None = None
+
+    def stage(self, number: int, name: str, kind: str, why: str, seconds: float | None) -> None:
+        left = "" if seconds is None else f"; about {duration(seconds)} left, as last time"
+        line("stage", f"{number} of {self._total}: {name} ({kind}), since {why}{left}")
+
+    def skipped(self, number: int, name: str, kind: str) -> None:
+        line("stage", f"{number} of {self._total}: {name} ({kind}) is up to date")
+
+    def finished(self, name: str, output: Path, seconds: float) -> None:
+        self._close()
+        line("done", f"{name} in {duration(seconds)}: {output}")
+
+    def reading(self, text: str, done: float, total: float | None) -> None:
+        self._bar = self._bar or Bar(text, total, " MB")
+        self._bar.advance(text, done, total)
+
+    def _close(self) -> None:
+        if self._bar:
+            self._bar.close()
+            self._bar = None
+
+    @contextmanager
+    def tensors(self, text: str, total: int) -> Iterator[Events]:
+        with Bar(text, total) as bar:
+            yield TensorBar(bar)
+
+    def training(self, job: FinetuneJob) -> AbstractContextManager[Events]:
+        from wgpu_lora.cli.finetune import Watcher
+        from wgpu_lora.cli.run_summary import describe
+
+        describe(job)
+        return Watcher(job)
+
+    def trained(self, record: Any) -> None:
+        from wgpu_lora.cli.finetune import report_run
+
+        report_run(record, command="")
+
+    def said(self, label: str, text: str) -> None:
+        self._close()
+        line(label, text)
+
 
 recipes = typer.Typer(
     cls=Group, name="recipes", help="Training set-ups and chains included in the package.", rich_markup_mode=None
@@ -37,13 +163,13 @@ def list_recipes() -> int:
 @recipes.command("show", cls=Command)
 def show(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of a bundled recipe, or a path.", autocompletion=RECIPE)
+        str, typer.Argument(metavar="NAME", help="Name of a bundled recipe, or a path.", autocompletion=RECIPES)
     ],
 ) -> int:
     """Print a recipe, with what it reproduces and what it needs."""
     from wgpu_lora.bounded import read_toml
-    from wgpu_lora.chain.file import read_chain
-    from wgpu_lora.train.options.recipes import find_recipe, recipe_arguments
+    from wgpu_lora.chain.chain_file import read_chain
+    from wgpu_lora.train.resolve_options import find_recipe, recipe_arguments
 
     path = find_recipe(name)
     if path.exists() and "stage" in read_toml(path, "The recipe"):
@@ -62,7 +188,6 @@ def data(
     seed: Annotated[int, typer.Option(help="Seed of the generator.")] = 0,
 ) -> int:
     """Write synthetic training rows for a recipe."""
-    from wgpu_lora.data.synthetic import GENERATORS, write_rows
 
     if name not in GENERATORS:
         raise UserError(f"There is no generator for '{name}': choose one of {', '.join(GENERATORS)}.")
@@ -71,3 +196,57 @@ def data(
     write_rows(GENERATORS[name], output, rows, seed)
     line("written", f"{counted(rows, 'row')} in {output}")
     return 0
+
+
+Row = dict[str, str]
+THINGS = ("crate", "shelf", "basket", "train", "garden", "library", "boat", "kitchen", "market", "workshop")
+GOODS = ("apples", "books", "lamps", "bolts", "seeds", "plates", "ropes", "keys", "tiles", "candles")
+SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+NAMES = ("Ada", "Bela", "Chidi", "Dana", "Emeka", "Fumi", "Goran", "Hana", "Ivo", "Jun")
+
+
+def hive_mind(rng: np.random.Generator) -> Row:
+    """A short question of one of five kinds about numbers, names and lists, with its answer."""
+
+    def pick(words: Sequence[str]) -> str:
+        return words[int(rng.integers(len(words)))]
+
+    a, b, c = (int(n) for n in rng.integers(2, 40, 3))
+    name, thing, goods, other = pick(NAMES), pick(THINGS), pick(GOODS), pick(GOODS)
+    numbers = [int(n) for n in rng.integers(0, 99, 5)]
+    listed = ", ".join(map(str, numbers))
+    word = "".join(pick(SYLLABLES) for _ in range(4))  # there are too few real ones
+    kinds = (
+        (
+            f"A {thing} holds {a} {goods} in each of {b} rows. {name} takes {c} away. How many are left?",
+            f"{a} times {b} is {a * b}. Without {c} that leaves {a * b - c} {goods}."
+            if a * b >= c
+            else f"{a} times {b} is {a * b}, which is fewer than {c}: none are left.",
+        ),
+        (f"Sort these numbers from low to high: {listed}.", f"{', '.join(map(str, sorted(numbers)))}."),
+        (f"Which is the largest of {listed}?", f"The largest is {max(numbers)}."),
+        (
+            f"{name} has {a} {goods} and {b} {other}. Write that as JSON.",
+            json.dumps({"name": name, goods: a} | ({other: b} if other != goods else {goods: a + b})),
+        ),
+        (f"Spell the word '{word}' backwards.", f"'{word}' backwards is '{word[::-1]}'."),
+    )
+    prompt, completion = kinds[rng.integers(len(kinds))]
+    return {"prompt": prompt, "completion": f" {completion}"}
+
+
+GENERATORS: dict[str, Callable[[np.random.Generator], Row]] = {"hive-mind-0.5b": hive_mind}
+
+
+def write_rows(make: Callable[[np.random.Generator], Row], path: Path, rows: int, seed: int) -> None:
+    """Write `rows` distinct lines, the same for the same seed; `make` must be able to generate many more.
+
+    Raises:
+        UserError: the file exists, or cannot be written.
+    """
+    check_new(path, "OUTPUT")
+    rng = np.random.default_rng(seed)
+    lines: dict[str, None] = {}  # in the order in which they were generated
+    while len(lines) < rows:
+        lines[json.dumps(make(rng)) + "\n"] = None
+    write_new_bytes(path, "".join(lines).encode(), "OUTPUT")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from itertools import zip_longest
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import console, is_terminal, line, print_json, table
-from wgpu_lora.cli.options import choice, refuse_idle
+from wgpu_lora.cli.parameters import choice, refuse_idle
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.allowed import RUN_KINDS, RUN_STATUSES
+from wgpu_lora.names.choices import RUN_KINDS, RUN_STATUSES
 from wgpu_lora.words import counted
 
 WIDEST, GOAL = 10_000, 12  # columns of the table without a terminal; columns for goals, which are folded
@@ -45,11 +46,21 @@ def runs(
     Every finetune, evaluation and benchmark is recorded in runs.jsonl in the user's data directory, unless --no-run-log
     is given or WGPU_LORA_NO_RUN_LOG is set.
     """
-    from wgpu_lora.track.choosing import Filter, find
-    from wgpu_lora.track.choosing import since as date
-    from wgpu_lora.track.runlog import RunLog, facts_of
-    from wgpu_lora.track.table import COLUMNS, LEFT, card, cells, compared, facts, markdown, style
-    from wgpu_lora.train.following import with_log
+    from wgpu_lora.track.run_log import RunLog, facts_of
+    from wgpu_lora.track.run_log_tables import (
+        COLUMNS,
+        LEFT,
+        Filter,
+        card,
+        cells,
+        compared,
+        facts,
+        find,
+        markdown,
+        style,
+    )
+    from wgpu_lora.track.run_log_tables import since as date
+    from wgpu_lora.train.run.run_tracking import with_log
 
     names = ids or []
     if as_markdown and as_json:
@@ -98,4 +109,54 @@ def runs(
         line("runs", f"none{' of these' if found.entries else ''} in {log.path}")
     if found.damaged and not as_markdown:
         line("note", f"{counted(found.damaged, 'line')} of {log.path} cannot be read")
+    return 0
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Output directories of finished runs, or of a pipeline, for all of its adapters; or result files of "
+            "'bench --protected'.",
+            metavar="DIR",
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Directory for the page, report.html.")] = Path("report"),
+) -> int:
+    """Compare finished runs on one page.
+
+    A self-contained HTML file shows the differences between the runs, their losses, learning rate, gradient norm, speed
+    and memory and, if there is a profile.json beside a run, the times of its kernels. Prints a Markdown line per run.
+    Result files of 'bench --protected' are shown beside published rows.
+    """
+    from wgpu_lora.bench.overhead_results import is_result_file
+    from wgpu_lora.report.comparison_tables import summary
+    from wgpu_lora.report.finished_runs import directories_of, left_out, read_runs
+    from wgpu_lora.report.page import write_report
+
+    if any(is_result_file(path) for path in runs):
+        return _overheads(runs, output)
+    found = read_runs(runs)
+    page = write_report(found, output)
+    for run in found:
+        print(printable(summary(run), "\n"), flush=True)
+    others = left_out([place for directory in runs for place in directories_of(directory)])
+    if others:
+        line("note", f"trained together with these, but not given: {', '.join(map(str, others))}")
+    line("report", str(page))
+    return 0
+
+
+def _overheads(files: list[Path], output: Path) -> int:
+    from wgpu_lora.bench.overhead_results import interpretation, is_result_file, read_results
+    from wgpu_lora.report.overhead_page import write_overheads
+
+    for path in files:
+        if not is_result_file(path):
+            raise UserError(f"{path} is no result file of 'bench --protected': give such files alone, or runs alone.")
+    found = [read_results(path) for path in files]
+    page = write_overheads(found, output)
+    for text in interpretation([row for results in found for row in results.rows]):
+        line("overhead", text)
+    line("report", str(page))
     return 0

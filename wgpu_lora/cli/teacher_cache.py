@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wgpu_lora.cli.completion import MODEL
 from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
-from wgpu_lora.cli.options import THINKING, BaseDtype, Device, Json, choice
+from wgpu_lora.cli.parameters import MODEL, THINKING, BaseDtype, Device, Json, choice
 from wgpu_lora.events import Evaluating
-from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
-from wgpu_lora.weights.registry import DEFAULT_FORMAT
+from wgpu_lora.names.choices import COMPUTE_DTYPES, OVERFLOW
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
-    from wgpu_lora.distill.plan import Plan
+    from wgpu_lora.distill.teacher_cache_writer import Plan
 
 
 class _Shown(TensorBar):
@@ -69,8 +68,8 @@ def teacher_cache(
     """
     from wgpu_lora.api import load
     from wgpu_lora.api import teacher_cache as make
-    from wgpu_lora.api.caching import check_values
-    from wgpu_lora.infer.named import model_of
+    from wgpu_lora.api.teacher_caches import check_values
+    from wgpu_lora.infer.named_adapters import model_of
 
     check_values(top_k, random, length, samples, seed, logits_dtype, on_overflow, batch_tokens, compute_dtype)
     opened = load(model_of({"teacher": Path(adapter)} if adapter else {}, model), device=device, base_dtype=base_dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.installed import pip_line
+from wgpu_lora.installation import pip_line
 
 
 def check_ray() -> None:

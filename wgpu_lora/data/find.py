@@ -13,7 +13,7 @@ from wgpu_lora.data.huggingface import HubSource, is_hub_id, is_saved, load_spli
 from wgpu_lora.data.opening import bare_name
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import flag
+from wgpu_lora.names.spelling import flag
 from wgpu_lora.words import listed
 
 # Names of files and splits, the most common first.

@@ -11,7 +11,7 @@ import numpy as np
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.header import Header, special_ids
+from wgpu_lora.formats.gguf.gguf_header import Header, special_ids
 from wgpu_lora.tokens.backend import BackendError
 from wgpu_lora.tokens.components import DocumentError
 from wgpu_lora.tokens.document import checked

@@ -11,7 +11,7 @@ import numpy as np
 from wgpu_lora.data.account import Account
 from wgpu_lora.data.prepare import Prepared
 from wgpu_lora.data.split import held_out
-from wgpu_lora.names.naming import setting
+from wgpu_lora.names.spelling import setting
 from wgpu_lora.words import counted
 
 

@@ -16,8 +16,8 @@ from wgpu_lora.data.files import SUFFIXES
 from wgpu_lora.data.parquet import BATCH, known_columns, rows_of
 from wgpu_lora.data.source import NoRowsError, Place, Rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.installed import pip_line
-from wgpu_lora.names.naming import flag
+from wgpu_lora.installation import pip_line
+from wgpu_lora.names.spelling import flag
 from wgpu_lora.words import listed
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)

@@ -12,7 +12,7 @@ from wgpu_lora.data.opening import MAX_GROWTH, MIN_GROWN, opened
 from wgpu_lora.data.source import NoRowsError, Place, Rows
 from wgpu_lora.data.values import dense
 from wgpu_lora.errors import UserError
-from wgpu_lora.installed import pip_line
+from wgpu_lora.installation import pip_line
 
 BATCH = 64  # rows decoded together
 MAX_BATCH = MAX_LINE  # bytes; rows of a larger batch are decoded one by one

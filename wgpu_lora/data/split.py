@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.words import counted
 
 _BLOCK = 1 << 20  # rows that are looked up together

@@ -21,7 +21,7 @@ import jinja2.parser
 
 from wgpu_lora.data.sandbox import Sandbox, TooMuchError, budget
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import setting
+from wgpu_lora.names.spelling import setting
 
 Message = dict[str, Any]
 Span = tuple[int, int]

@@ -10,7 +10,7 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import leads_out, parse_object
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
+from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
 
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 MAX_BYTES = 256 << 20  # of all files; the largest vocabularies take 40 MB

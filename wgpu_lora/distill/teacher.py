@@ -8,22 +8,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wgpu_lora.data import UNTRAINED
-from wgpu_lora.distill.draws import drawn
-from wgpu_lora.distill.support import Support, correction_of
+from wgpu_lora.distill.teacher_logits import Support, correction_of, drawn
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
-from wgpu_lora.models.inputs import Segment, StepInputs, Tables, write
-from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.models.passes import Passes
-from wgpu_lora.names.naming import either, setting
-from wgpu_lora.ops.capped import head_logits
-from wgpu_lora.ops.embedding import gather_rows
+from wgpu_lora.models.adapter_set import AdapterSet
+from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables, write
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.models.scoring import Passes
+from wgpu_lora.names.spelling import either, setting
+from wgpu_lora.ops.embedding import gather_rows, head_logits
 from wgpu_lora.ops.loss import CHUNK_BYTES, softmax_chunk
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.support import pick_logits
-from wgpu_lora.ops.topk import top_k
+from wgpu_lora.ops.sparse_logits import pick_logits, top_k
 
 MOST = 1024  # tokens with the largest logits that a position may keep, unless the vocabulary is kept whole
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from wgpu_lora.formats.packed import PackedCheckpoint
+from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
 from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.load import table_dtype
-from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.weights.registry import packed_form
+from wgpu_lora.models.loaded_model import LoadedModel, table_dtype
+from wgpu_lora.weights.base_formats import packed_form
 
 
 class Decoded:

@@ -12,7 +12,7 @@ from gguf import GGUFWriter, TokenType
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.tokens.pretokenizers import Splitting, merges_of, splitting_of
 
 # llama.cpp stops at these tokens if they are in the vocabulary.

@@ -14,11 +14,10 @@ import wgpu
 from wgpu.backends.wgpu_native import ffi, lib
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.devices import MAPPABLE, DeviceInfo, choose
-from wgpu_lora.gpu.errors import OutOfDeviceMemory, ShaderError
-from wgpu_lora.gpu.lost import noticing
+from wgpu_lora.gpu.device_errors import OutOfDeviceMemory, ShaderError, noticing
+from wgpu_lora.gpu.device_list import MAPPABLE, DeviceInfo, choose
 from wgpu_lora.gpu.tiling import Capabilities
-from wgpu_lora.names.naming import flag
+from wgpu_lora.names.spelling import flag
 
 WRITE_CHUNK = 16 << 20  # bytes; drivers stage a queued write, so one large write would double a tensor's memory
 INTEL = 0x8086

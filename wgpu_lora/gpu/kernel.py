@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import jinja2
 
 from wgpu_lora.assets import asset_dir, shader_text
-from wgpu_lora.gpu.part import TakePart
+from wgpu_lora.gpu.reference_values import TakePart
 from wgpu_lora.gpu.struct import wgsl_struct
-from wgpu_lora.gpu.tiling import Capabilities, Tiling
-from wgpu_lora.gpu.tunable import Constants, Tunable
+from wgpu_lora.gpu.tiling import Capabilities, Constants, Tiling, Tunable
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device
+
 
 In = Annotated[Any, "in"]
 Out = Annotated[Any, "out"]
@@ -247,3 +247,13 @@ def kernel(
         return declared
 
     return declare
+
+
+def by_subgroup(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    """One subgroup per row if the device has subgroups; one thread per row."""
+    size = capabilities.subgroup_size
+    return [Tiling("broadcast", size), Tiling()] if size >= 4 else [Tiling()]
+
+
+def row_grid(rows: Callable[[Any], int]) -> Callable[[Any], Grid]:
+    return lambda c: one_per(rows(c), 1 if c.tile.subgroup else c.tile.lanes)

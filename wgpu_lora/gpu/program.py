@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.choices import NO_CHOICES, Choices
+from wgpu_lora.gpu.arena_plan import ArenaPlan, plan_arenas
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.device_errors import MAX_GROUPS, GridTooLarge, ShaderError, noticing
 from wgpu_lora.gpu.dispatch import Dispatch
-from wgpu_lora.gpu.errors import MAX_GROUPS, GridTooLarge, ShaderError
 from wgpu_lora.gpu.first_run import run_checked, unchecked
 from wgpu_lora.gpu.kernel import Grid, Kernel
-from wgpu_lora.gpu.lost import noticing
-from wgpu_lora.gpu.plan import ArenaPlan, plan_arenas
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor
 from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
 
 SUBMIT_SECONDS = 0.4  # of work per submit, so that watchdogs do not fire and Ctrl-C is prompt

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 LARGEST = 1 << 16  # sanity limit for the sizes in untrusted JSON
 PLAIN = "plain"
@@ -81,3 +83,31 @@ def _of_0_1(value: dict[str, Any]) -> dict[str, Any]:
     old = {"queries": "rows", "keys_per_step": "span"}
     known = {old.get(name, name): size for name, size in value.items() if name not in ("sg", "wide")}
     return known | {"family": "broadcast" if value["sg"] else PLAIN, "wide": bool(value.get("wide", 0))}
+
+
+Arrays = dict[str, np.ndarray]
+Constants = dict[str, Any]  # of a call: the kernel's keyword parameters
+
+
+class Tunable(Protocol):
+    """Declared with a kernel that is worth tuning: `@kernel(..., tuning=...)`.
+
+    sizes: the dims that choices are keyed by, each rounded to the nearest power of two.
+    later: constants that were added after choices had been saved, with defaults that change nothing.
+    """
+
+    @property
+    def sizes(self) -> tuple[str, ...]: ...
+
+    @property
+    def later(self) -> tuple[str, ...]: ...
+
+    def work(self, c: Constants) -> float:
+        """Multiply-adds of a call. The heaviest calls are tuned first."""
+
+    def cut(self, c: Constants, tiling: Tiling) -> Constants:
+        """A call that compiles to the same shader and is small enough to be compared with the float64 reference. It has
+        whole blocks of the tiling, and a block that its edge cuts where the call has one."""
+
+    def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
+        """Synthetic arrays for the bindings `present`, including outputs."""

@@ -10,7 +10,7 @@ import wgpu
 from wgpu.backends.wgpu_native import lib
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.lost import noticing
+from wgpu_lora.gpu.device_errors import noticing
 from wgpu_lora.gpu.program import Program
 
 QUERIES = 2048  # timestamps per query set; WebGPU allows 4096

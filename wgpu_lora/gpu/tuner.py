@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from wgpu_lora.events import SILENT, Events, Tuning
-from wgpu_lora.gpu.choices import ChoiceFile, Entry, Verdict, choice_key, shader_digest
-from wgpu_lora.gpu.cuts import cut_verdict, single_call
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.device_errors import WrongResults
 from wgpu_lora.gpu.dispatch import Dispatch
-from wgpu_lora.gpu.errors import WrongResults
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tiling import PLAIN, Capabilities, Tiling
-from wgpu_lora.gpu.trial import Trial
+from wgpu_lora.gpu.tiling_check import cut_verdict, single_call, tuning_of
+from wgpu_lora.gpu.tuning_cache import ChoiceFile, Entry, Verdict, choice_key, shader_digest
 from wgpu_lora.gpu.verdicts import verdicts_of
 
 SECONDS = 15.0  # limit of tuning, including compilation
@@ -199,3 +200,60 @@ class Tuner:
 
 def _digests(calls: dict[str, Dispatch]) -> dict[str, str]:
     return {call.kernel.name: shader_digest(call.kernel) for call in calls.values()}
+
+
+GAIN = 0.03  # a tiling replaces the default if it is faster by more than this share
+
+
+@dataclass
+class Trial:
+    """Attributes:
+    tilings: the default first. tried: how many of them, in order.
+    work: multiply-adds of all calls of the programs that the choice is for.
+    timed: (seconds, tiling) of those that are right. took: seconds that this needed.
+    untimed: the first right one, where all that were timed are wrong.
+    """
+
+    call: Dispatch
+    tilings: list[Tiling]
+    work: float
+    tried: int = 0
+    timed: list[tuple[float, Tiling]] = field(default_factory=list)
+    took: float = 0.0
+    untimed: Tiling | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.tried == len(self.tilings)
+
+    @property
+    def all_wrong(self) -> bool:
+        """Whether those that were tried are wrong, and no other is known to be right."""
+        return self.tried > 0 and not self.timed and self.untimed is None
+
+    @property
+    def compared(self) -> bool:
+        return len(self.timed) > 1
+
+    @property
+    def urgency(self) -> float:
+        """The time of the calls in the programs, in seconds per tiling that was tried; infinite if all were wrong."""
+        if not self.timed:
+            return math.inf
+        return self.timed[0][0] * self.work / tuning_of(self.call).work(self.call.constants) / self.tried
+
+    @property
+    def promising(self) -> bool:
+        """Whether the tiling timed last would replace the default."""
+        return len(self.timed) > 1 and self.timed[-1][0] < (1 - GAIN) * self.timed[0][0]
+
+    def entry(self, digest: str) -> Entry:
+        """The fastest tiling, or the default unless it is wrong or slower by more than GAIN. If none was timed, the
+        first right one that is known, or the default."""
+        name, timed = self.call.kernel.name, self.timed
+        if not timed:
+            return Entry(name, digest, self.untimed or self.tilings[0])
+        best = min(timed, key=lambda pair: pair[0])
+        if timed[0][1] == self.tilings[0] and best[0] > (1 - GAIN) * timed[0][0]:
+            best = timed[0]
+        return Entry(name, digest, best[1], tuple(timed), self.took)

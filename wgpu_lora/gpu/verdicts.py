@@ -17,12 +17,12 @@ from pathlib import Path
 
 from wgpu_lora.errors import DeviceWarning
 from wgpu_lora.events import Events, Miscompiled
-from wgpu_lora.gpu.choices import ChoiceFile, Choices, Verdict, choice_key, shader_digest
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.device_errors import ShaderError, WrongResults
 from wgpu_lora.gpu.dispatch import Dispatch
-from wgpu_lora.gpu.errors import ShaderError, WrongResults
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tuning_cache import ChoiceFile, Choices, Verdict, choice_key, shader_digest
 
 PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 

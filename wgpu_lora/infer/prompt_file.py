@@ -20,9 +20,9 @@ from wgpu_lora.data.kinds import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
 from wgpu_lora.data.opening import bare_name, opened
 from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError
-from wgpu_lora.infer.answer import Answer
-from wgpu_lora.infer.prompt import Prompt, check_prompt
-from wgpu_lora.names.naming import flag
+from wgpu_lora.infer.answers import Answer
+from wgpu_lora.infer.prompts import Prompt, check_prompt
+from wgpu_lora.names.spelling import flag
 from wgpu_lora.words import counted
 
 MAX_TEXT_BYTES = 256 << 20

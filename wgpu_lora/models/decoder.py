@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from wgpu_lora.gpu.tensor import Storage, Tensor, joined, persistent
-from wgpu_lora.models.block import Adapters, Block, Layer
-from wgpu_lora.models.cache import LayerCache
-from wgpu_lora.models.config import BIAS, KEPT, MATRIX, VECTOR, ModelConfig, module_of
-from wgpu_lora.models.inputs import StepInputs
+from wgpu_lora.models.batch_inputs import StepInputs
+from wgpu_lora.models.kv_cache import LayerCache
+from wgpu_lora.models.layer_context import Adapters, Block, Layer
+from wgpu_lora.models.model_config import BIAS, KEPT, MATRIX, VECTOR, ModelConfig, module_of
 from wgpu_lora.ops.embedding import embed
 from wgpu_lora.ops.linear import Linear
 from wgpu_lora.ops.norm import rmsnorm
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import MatrixSource, Shared, Weight, of_layer, stacked
+from wgpu_lora.weights.base_formats import declare
 from wgpu_lora.weights.dense import DenseWeight
-from wgpu_lora.weights.registry import declare
 
 
 @dataclass(frozen=True)

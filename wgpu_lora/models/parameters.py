@@ -11,10 +11,10 @@ import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Storage, Tensor
-from wgpu_lora.models.block import Trained
-from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.inputs import StepInputs
-from wgpu_lora.ops.optimizer import BLOCK, NO_OWNER
+from wgpu_lora.models.batch_inputs import StepInputs
+from wgpu_lora.models.layer_context import Trained
+from wgpu_lora.models.model_config import ModelConfig
+from wgpu_lora.ops.gradient_norm import BLOCK, NO_OWNER
 from wgpu_lora.ops.recorder import Recorder
 
 PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block tables are aligned

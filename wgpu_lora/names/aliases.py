@@ -12,8 +12,8 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.instead import ANYWHERE, SENTENCES
-from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.names.others import ALIASES, VALUES, WORDS
+from wgpu_lora.names.spelling import flag, setting
 
 _MARK = re.compile(r"\{(\w+)(?:=([^}]*))?\}")
 CLOSE, NEARLY = 0.87, 0.9  # least similarity of names, from 0 to 1

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, Out, cdiv, kernel
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, Out, by_subgroup, cdiv, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.attention_tuning import TUNING, held_rows, one_head, some_queries, tilings
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 Shape = dict[str, Any]
 LOWEST = -3.0e38

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu import part
+from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import Variants, cdiv
-from wgpu_lora.gpu.tiling import Capabilities, Tiling
-from wgpu_lora.gpu.tunable import Arrays, Constants
-from wgpu_lora.gpu.values import stored
+from wgpu_lora.gpu.reference_values import stored
+from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
 
 CHECKED = 32  # queries and keys of the cut that is checked, approximately
 SPREAD = ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the most sharing first
@@ -90,8 +89,12 @@ class AttentionTuning:
         return float(c["rows"] * keys * c["kv_heads"] * c["group"] * c["dim"])
 
     def cut(self, c: Constants, tiling: Tiling) -> Constants:
-        rows = part.fewer(c["rows"], lcm(CHECKED, held_rows(tiling)))
-        return c | {"rows": rows} | ({"keys": rows + part.fewer(c["keys"] - c["rows"], CHECKED)} if "keys" in c else {})
+        rows = reference_values.fewer(c["rows"], lcm(CHECKED, held_rows(tiling)))
+        return (
+            c
+            | {"rows": rows}
+            | ({"keys": rows + reference_values.fewer(c["keys"] - c["rows"], CHECKED)} if "keys" in c else {})
+        )
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
         rows, heads = c["rows"], c["kv_heads"] * c["group"]
@@ -113,16 +116,16 @@ TUNING = AttentionTuning()
 HELD = 16  # copies of the scores that a reference holds, approximately
 
 
-def some_queries(arrays: Arrays, c: Constants) -> part.Part | None:
-    if not part.costly(HELD * TUNING.work(c), {}):
+def some_queries(arrays: Arrays, c: Constants) -> reference_values.Part | None:
+    if not reference_values.costly(HELD * TUNING.work(c), {}):
         return None
-    rows = part.picks(c["rows"], part.ROWS)
-    return part.some_rows(arrays, "q y dy dq lse stats ranges", c["rows"], rows), {**c, "rows": rows.size}
+    rows = reference_values.picks(c["rows"], reference_values.ROWS)
+    return reference_values.some_rows(arrays, "q y dy dq lse stats ranges", c["rows"], rows), {**c, "rows": rows.size}
 
 
-def one_head(arrays: Arrays, c: Constants) -> part.Part | None:
+def one_head(arrays: Arrays, c: Constants) -> reference_values.Part | None:
     """A part with the first key head and its query heads."""
-    if not part.costly(HELD * TUNING.work(c), {}):
+    if not reference_values.costly(HELD * TUNING.work(c), {}):
         return None
     rows, heads = c["rows"], c["kv_heads"]
     kept = {n: a if n == "ranges" else a.reshape(rows, heads, -1)[:, 0] for n, a in arrays.items()}

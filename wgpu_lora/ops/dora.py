@@ -12,11 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Out, Place, cdiv, kernel, one_per
+from wgpu_lora.gpu.kernel import (
+    U32,
+    Dim,
+    Fixed,
+    Flag,
+    In,
+    InOut,
+    Out,
+    Place,
+    by_subgroup,
+    cdiv,
+    kernel,
+    one_per,
+    row_grid,
+)
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.lora import LoraSlots
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 CHUNK = 64  # rows that one invocation sums
 

@@ -23,15 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, Place, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, Place, by_subgroup, kernel, one_per, row_grid
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.ops.capped import cap_gradient, head_logits
 from wgpu_lora.ops.elementwise import add_forward, fill
-from wgpu_lora.ops.embedding import Table, embed, gather_rows, scatter_rows
+from wgpu_lora.ops.embedding import Table, cap_gradient, embed, gather_rows, head_logits, scatter_rows
 from wgpu_lora.ops.matmul import matmul_nn
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.rows import by_subgroup, row_grid
-from wgpu_lora.ops.support import LOWEST, add_support, hide_logits, pick_logits
+from wgpu_lora.ops.sparse_logits import LOWEST, add_support, hide_logits, pick_logits
 
 CHUNK_BYTES = 32 << 20  # of one chunk's logits
 

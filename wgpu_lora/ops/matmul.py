@@ -18,7 +18,7 @@ from wgpu_lora.ops.matmul_tuning import (
     product_part,
     tilings,
 )
-from wgpu_lora.ops.stack import ALL_PARTS, by_columns, by_steps, sizes
+from wgpu_lora.ops.matrix_stack import ALL_PARTS, by_columns, by_steps, sizes
 
 Columns = tuple[np.ndarray, np.ndarray]
 FILE = "matmul/product.wgsl.j2"

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu import part
+from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import Variants, cdiv
+from wgpu_lora.gpu.reference_values import stored
 from wgpu_lora.gpu.tensor import ITEM_BYTES
-from wgpu_lora.gpu.tiling import Capabilities, Tiling
-from wgpu_lora.gpu.tunable import Arrays, Constants
-from wgpu_lora.gpu.values import stored
-from wgpu_lora.ops.stack import factor_region, joined, region, sizes, split
+from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
+from wgpu_lora.ops.matrix_stack import factor_region, joined, region, sizes, split
 
 FEW_ROWS = 8
 CPU_LANES = 8  # lavapipe's own; with others, its shuffles are slow to run and large tiles slow to compile
@@ -205,32 +204,37 @@ def _fewer(c: Constants, tiling: Tiling) -> Constants:
     rows, columns = block(tiling)
     steps = {"m": rows, "n": columns, "k": tiling.span * tiling.slices}
     names = [(name, steps[name[0]]) for name in ("m", "n", "n1", "n2", "k", "k1", "k2") if name in c]
-    return c | {name: part.fewer(c[name], 2 * lcm(CHECKED, step)) for name, step in names}
+    return c | {name: reference_values.fewer(c[name], 2 * lcm(CHECKED, step)) for name, step in names}
 
 
-def product_part(columns: TakeColumns) -> part.TakePart:
+def product_part(columns: TakeColumns) -> reference_values.TakePart:
     """The parts of products with a frozen matrix: some rows and, where `columns` can take these from b, some columns.
 
     columns: (arrays, constants, columns of y) -> b's bindings with these columns alone, or None. The columns are whole
         blocks of BLOCK, of which the last may be shorter.
     """
 
-    def take(arrays: Arrays, c: Constants) -> part.Part | None:
+    def take(arrays: Arrays, c: Constants) -> reference_values.Part | None:
         m, n, k = c["m"], sum(sizes(c, "n")), sum(sizes(c, "k"))
-        if not part.costly(m * n * k, arrays, n * k):
+        if not reference_values.costly(m * n * k, arrays, n * k):
             return None
-        rows = part.picks(m, part.ROWS)
+        rows = reference_values.picks(m, reference_values.ROWS)
         if c.get("gated"):
-            return _of_picked_rows(part.some_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows)
+            return _of_picked_rows(reference_values.some_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows)
         if c["stacked"]:
             which, counts = ("y", sizes(c, "n")) if c["form"] == "nt" else ("a", sizes(c, "k"))
             views = split(arrays[which], [m * count for count in counts])
             picked = {which: joined([view.reshape(m, -1)[rows] for view in views])}
-            arrays = {**part.some_rows({n: a for n, a in arrays.items() if n != which}, ROWS_OF, m, rows), **picked}
+            arrays = {
+                **reference_values.some_rows({n: a for n, a in arrays.items() if n != which}, ROWS_OF, m, rows),
+                **picked,
+            }
             c = {**c, "m": rows.size}
             return _of_picked_rows(arrays, c, m, rows)
-        arrays, c = _of_picked_rows(part.some_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows)
-        blocks = part.picks(cdiv(n, BLOCK), part.COLUMN_BLOCKS)
+        arrays, c = _of_picked_rows(
+            reference_values.some_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows
+        )
+        blocks = reference_values.picks(cdiv(n, BLOCK), reference_values.COLUMN_BLOCKS)
         each = np.flatnonzero(np.isin(np.arange(n) // BLOCK, blocks))
         b = columns(arrays, c, each)
         if b is None:
@@ -247,7 +251,7 @@ def product_part(columns: TakeColumns) -> part.TakePart:
     return take
 
 
-def _of_picked_rows(arrays: Arrays, c: Constants, count: int, rows: np.ndarray) -> part.Part:
+def _of_picked_rows(arrays: Arrays, c: Constants, count: int, rows: np.ndarray) -> reference_values.Part:
     """With the slots' ranges of the picked rows, counted from 0."""
     if "ranges" not in arrays:
         return arrays, c

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, kernel
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 
 @kernel("rmsnorm_forward.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
@@ -59,3 +58,91 @@ def _rmsnorm(rec: Recorder, x: Tensor, branch: Tensor | None, weight: Tensor, ep
 
     rec.node(backward, inputs=[x, *([branch] if branch else [])], outputs=[y, *([total] if branch else [])])
     return total, y
+
+
+PER_ROW: dict[str, Any] = {"grid": row_grid(lambda c: c.rows), "variants": by_subgroup}
+
+
+@kernel("l2norm_forward.wgsl.j2", **PER_ROW)
+def l2norm_forward(x: In, y: Out, *, rows: U32, cols: U32, scale: F32, eps: F32) -> Any:
+    """y[r] = scale x[r] / sqrt(sum(x[r]^2) + eps)."""
+    x = x.reshape(rows, cols)
+    return scale * x / np.sqrt((x**2).sum(axis=1, keepdims=True) + eps)
+
+
+@kernel("l2norm_backward.wgsl.j2", **PER_ROW)
+def l2norm_backward(x: In, dy: In, dx: Out, *, rows: U32, cols: U32, scale: F32, eps: F32) -> Any:
+    """dx[r] = scale r (dy - x r^2 sum(dy x)), with r = 1 / sqrt(sum(x^2) + eps)."""
+    x, dy = x.reshape(rows, cols), dy.reshape(rows, cols)
+    r = 1 / np.sqrt((x**2).sum(axis=1, keepdims=True) + eps)
+    return scale * r * (dy - x * r**2 * (dy * x).sum(axis=1, keepdims=True))
+
+
+def _parts(x: Any, gate: Any, rows: int, cols: int, eps: float) -> Any:
+    x, gate = x.reshape(rows, cols), gate.reshape(rows, cols)
+    return x, gate, 1 / np.sqrt((x**2).mean(axis=1, keepdims=True) + eps), 1 / (1 + np.exp(-gate))
+
+
+@kernel("gated_norm_forward.wgsl.j2", lib=("logistic",), **PER_ROW)
+def gated_norm_forward(x: In, gate: In, weight: Fixed, y: Out, *, rows: U32, cols: U32, eps: F32) -> Any:
+    """y[r] = weight * x[r] / sqrt(mean(x[r]^2) + eps) * silu(gate[r])."""
+    x, gate, rstd, s = _parts(x, gate, rows, cols, eps)
+    return weight * x * rstd * gate * s
+
+
+@kernel("gated_norm_backward.wgsl.j2", lib=("logistic",), **PER_ROW)
+def gated_norm_backward(
+    x: In, gate: In, weight: Fixed, dy: In, dx: Out, dgate: Out, *, rows: U32, cols: U32, eps: F32
+) -> Any:
+    """dgate = dy n silu'(gate) with n = weight * x rstd; dx = rstd (h - x rstd^2 mean(h x)) with h = dy silu(gate)
+    weight."""
+    x, gate, rstd, s = _parts(x, gate, rows, cols, eps)
+    dy = dy.reshape(rows, cols)
+    h = dy * gate * s * weight
+    dx = rstd * (h - x * rstd**2 * (h * x).mean(axis=1, keepdims=True))
+    return dx, dy * weight * x * rstd * s * (1 + gate * (1 - s))
+
+
+def l2norm(rec: Recorder, q: Tensor, k: Tensor, q_scale: float, eps: float) -> tuple[Tensor, Tensor]:
+    """The heads of q and k [T, heads, dim] divided by their norms, q also multiplied by q_scale; in one storage."""
+    dim = q.shape[2]
+    made = rec.temps(q.shape, k.shape, name="normalised")
+    shapes: list[dict[str, Any]] = [{"rows": x.size // dim, "cols": dim, "eps": eps} for x in (q, k)]
+    for shape, scale in zip(shapes, (q_scale, 1.0), strict=True):
+        shape["scale"] = scale
+
+    def record(whole: Tensor) -> None:
+        for x, y, shape in zip((q, k), made, shapes, strict=True):
+            rec.dispatch(l2norm_forward, x, Tensor(y.shape, "f32", whole.storage, y.byte_offset), **shape)
+
+    whole = Tensor((made[0].storage.nbytes // 4,), "f32", made[0].storage, name="normalised")
+    record(whole)
+    rec.cheap(whole, record)
+
+    def backward() -> None:
+        for x, y, shape in zip((q, k), made, shapes, strict=True):
+            dx, accumulate = rec.gradient_target(x)
+            assert not accumulate, "q and k have other uses"
+            rec.dispatch(l2norm_backward, rec.again(x), rec.gradient(y), dx, **shape)
+
+    rec.node(backward, inputs=[q, k], outputs=made[:1])
+    return made[0], made[1]
+
+
+def gated_norm(rec: Recorder, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / rms(x) * silu(gate), of each head of x [T, heads, dim] with the gate [T, heads * dim]; [T, heads *
+    dim]."""
+    y = rec.temp(gate.shape, name="gated")
+    shape: dict[str, Any] = {"rows": x.size // weight.size, "cols": weight.size, "eps": eps}
+    rec.dispatch(gated_norm_forward, x, gate, weight, y, **shape)
+    rec.save_for_backward(x)
+    rec.cheap(y, lambda y: rec.dispatch(gated_norm_forward, x, gate, weight, y, **shape))
+
+    def backward() -> None:
+        targets = [rec.gradient_target(part) for part in (x, gate)]
+        assert not any(accumulate for _, accumulate in targets), "x and the gate have other uses"
+        (dx, _), (dgate, _) = targets
+        rec.dispatch(gated_norm_backward, x, gate, weight, rec.gradient(y), dx, dgate, **shape)
+
+    rec.node(backward, inputs=[x, gate], outputs=[y])
+    return y

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, InOut, kernel
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, InOut, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 NOWHERE = 0xFFFFFFFF
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bench.brick_results import Writer, header
 from wgpu_lora.bench.overhead import ORDERS, RAW_FIRST, VERIFIED, ZEROIZED, Row, Segment, row_of
 from wgpu_lora.bench.overhead_results import SCHEMA, result_file
-from wgpu_lora.bench.results import Writer, header
-from wgpu_lora.bench.step import TRAINING, own_words
-from wgpu_lora.bench.training import Work, prepared
+from wgpu_lora.bench.training_runs import Work, prepared
+from wgpu_lora.bench.training_step import TRAINING, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.names.naming import flag
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.attestation import claims
 from wgpu_lora.protect.checking.check import check
 from wgpu_lora.protect.owner import Owner
@@ -32,8 +32,8 @@ from wgpu_lora.protect.runs import job, run
 from wgpu_lora.protect.sealed.keys import SessionKeys
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.records import RunRecord
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.words import counted
 
 STABILITY: dict[str, Any] = {"compute_dtype": "bf16", "learning_rate": 5e-5, "max_grad_norm": 1.0}  # as published

@@ -10,14 +10,14 @@ import numpy as np
 
 from wgpu_lora.atomic import check_file, replace_file
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import flag
-from wgpu_lora.pages import render
-from wgpu_lora.pages.chart import Chart, Line, line_chart
-from wgpu_lora.report.facts import span
-from wgpu_lora.report.plots import Bar
-from wgpu_lora.train.measuring import Projection
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.report.comparison_tables import span
+from wgpu_lora.report.html_page import TEMPLATES, render
+from wgpu_lora.report.line_chart import Chart, Line, line_chart
+from wgpu_lora.report.run_charts import Bar
+from wgpu_lora.train.data_statistics import Choice, RowStatistics
 from wgpu_lora.train.memory import readable
-from wgpu_lora.train.row_statistics import Choice, RowStatistics
+from wgpu_lora.train.time_estimate import Projection
 from wgpu_lora.words import share
 
 BINS = 60  # of the histogram
@@ -65,7 +65,7 @@ def render_page(
     if found.saved is not None:
         facts["positions that packing saves"] = f"{found.saved:.1%}, at {found.own.max_length:,} tokens a row"
     return render(
-        Path(__file__).with_name("data.html.j2"),
+        TEMPLATES / "data.html.j2",
         title=f"Rows of {Path(found.name).name}",
         summary=found.summary,
         facts_of=facts,

@@ -9,10 +9,10 @@ from typing import Any
 from wgpu_lora.atomic import replace_file
 from wgpu_lora.bench.overhead import ORDERS, Row
 from wgpu_lora.bench.overhead_results import LIMIT, Results, interpretation, published
-from wgpu_lora.names.naming import flag
-from wgpu_lora.pages import render
-from wgpu_lora.pages.chart import Chart, Line, line_chart
-from wgpu_lora.report.facts import DIGEST
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.report.comparison_tables import DIGEST
+from wgpu_lora.report.html_page import TEMPLATES, render
+from wgpu_lora.report.line_chart import Chart, Line, line_chart
 from wgpu_lora.report.page import PAGE
 
 HEAD = ["row", "model", "device", "order", "target", "raw steps", "protected steps", "overhead", "clean"]
@@ -33,7 +33,7 @@ def render_overheads(found: Sequence[Results]) -> str:
     rows, others = [row for results in found for row in results.rows], published()
     lines = _lines(rows, others.rows)
     return render(
-        Path(__file__).with_name("overhead.html.j2"),
+        TEMPLATES / "overhead.html.j2",
         title="Overhead of protected training",
         said=interpretation(rows),
         names=[line.name for line in lines],

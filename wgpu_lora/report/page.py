@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from wgpu_lora.atomic import replace_file
-from wgpu_lora.names.naming import flag
-from wgpu_lora.pages import render
-from wgpu_lora.report import facts
-from wgpu_lora.report.plots import axes_of, kernels, memory, memory_bars, plots, unlike
-from wgpu_lora.report.runs import ADVICE, Run
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.report import comparison_tables
+from wgpu_lora.report.finished_runs import ADVICE, Run
+from wgpu_lora.report.html_page import TEMPLATES, render
+from wgpu_lora.report.run_charts import axes_of, kernels, memory, memory_bars, plots, unlike
 
 PAGE = "report.html"
 
@@ -27,18 +27,18 @@ def write_report(runs: Sequence[Run], output: Path) -> Path:
 
 
 def render_report(runs: Sequence[Run]) -> str:
-    differing, alike = facts.compare(runs)
+    differing, alike = comparison_tables.compare(runs)
     held = memory(runs)
     return render(
-        Path(__file__).with_name("page.html.j2"),
+        TEMPLATES / "page.html.j2",
         title=f"Report of {runs[0].name}" if len(runs) == 1 else f"Report of {len(runs)} runs",
         runs=runs,
         differing=[(label, *values) for label, values in differing],
         alike=[(label, values[0]) for label, values in alike],
-        losses=table(runs, facts.losses),
-        costs=table(runs, facts.costs),
-        record=facts.record,
-        verdict=facts.verdict(runs),
+        losses=table(runs, comparison_tables.losses),
+        costs=table(runs, comparison_tables.costs),
+        record=comparison_tables.record,
+        verdict=comparison_tables.verdict(runs),
         axes=axes_of(runs),
         log=unlike(runs),
         plots=plots(runs),
@@ -50,11 +50,11 @@ def render_report(runs: Sequence[Run]) -> str:
     )
 
 
-def table(runs: Sequence[Run], of: Callable[[Run], facts.Facts]) -> tuple[list[str], list[list[str]]]:
+def table(runs: Sequence[Run], of: Callable[[Run], comparison_tables.Facts]) -> tuple[list[str], list[list[str]]]:
     """The head, and a row for each run; some have more facts than others."""
     found = [of(run) for run in runs]
     names = dict.fromkeys(name for each in sorted(found, key=len, reverse=True) for name in each)
     return ["run", *names], [
-        [run.name, *(each.get(name, facts.number(None)) for name in names)]
+        [run.name, *(each.get(name, comparison_tables.number(None)) for name in names)]
         for run, each in zip(runs, found, strict=True)
     ]

@@ -19,7 +19,7 @@ from typing import Any
 from wgpu_lora.errors import TrackingWarning
 from wgpu_lora.signals import handled
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.track.secrets import masked
+from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.track.trackers import TRACKERS
 from wgpu_lora.track.trackers.base import Tracked
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.installed import pip_line
-from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.installation import pip_line
+from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.track.trackers import JSONL, TRACKERS
 
 NAMES = (*TRACKERS, JSONL)

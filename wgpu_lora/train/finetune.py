@@ -2,50 +2,210 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from filelock import Timeout
+from safetensors import SafetensorError
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Source
-from wgpu_lora.errors import UserError
-from wgpu_lora.events import Events
-from wgpu_lora.models.constants import ConstantSet
+from wgpu_lora.errors import StorageError, UserError, reason
+from wgpu_lora.events import SILENT, Events, Passing
+from wgpu_lora.gpu.tuner import Tuner, wanted
+from wgpu_lora.gpu.tuning_cache import Choices
+from wgpu_lora.gpu.verdicts import verdicts_of
+from wgpu_lora.locks import check_output, lock_file
+from wgpu_lora.memory_leases import budget_bytes, claim
+from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.load import table_dtype
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.models.loaded_model import LoadedModel, open_model, table_dtype
 from wgpu_lora.models.parameters import ParameterSet
-from wgpu_lora.names.naming import flag, setting
-from wgpu_lora.ops.saved import Saving
-from wgpu_lora.share import budget_bytes
+from wgpu_lora.models.quant_constants import ConstantSet
+from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.ops.activation_storage import Saving
 from wgpu_lora.track.report_to import check_libraries
-from wgpu_lora.train import checkpoint
-from wgpu_lora.train.batching import fitted
-from wgpu_lora.train.frozen import check_base, frozen_adapter, starting_at_reference
-from wgpu_lora.train.initial import adapter_of, check_residual
-from wgpu_lora.train.initialisation import offsets
-from wgpu_lora.train.job import Job
-from wgpu_lora.train.length import fit_length, shortened
-from wgpu_lora.train.memory import check_adapters
+from wgpu_lora.train.data_parallel.leader import Sharing, check_shared
+from wgpu_lora.train.init_methods import offsets
+from wgpu_lora.train.loop.trainer import StepKeeper, Trainer
+from wgpu_lora.train.memory import Replan, check_adapters, check_memory, options_that_fit
+from wgpu_lora.train.objective_eval import loss_of, unrounded
 from wgpu_lora.train.objectives import objective_of
-from wgpu_lora.train.objectives.base import Objective
+from wgpu_lora.train.objectives.objective import Objective
 from wgpu_lora.train.optimizers import optimizer_of
-from wgpu_lora.train.options.arguments import OUTPUT, PLAN, TrainingArguments
-from wgpu_lora.train.records import RunRecord
-from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
-from wgpu_lora.train.rows import read_rows, sources_of
-from wgpu_lora.train.session import Session
-from wgpu_lora.train.sharing import Sharing, check_shared
-from wgpu_lora.train.slot import AdapterRun
-from wgpu_lora.train.storage import PLAIN, Storage
-from wgpu_lora.train.stream import DataStream, group_lengths, quarters
-from wgpu_lora.train.subject import Subject
-from wgpu_lora.train.subjects.adapter import Adapter
-from wgpu_lora.train.subjects.quant_scales import QuantScales
-from wgpu_lora.train.teacher import check_caches, live_teacher, with_cached_length, with_template_date
-from wgpu_lora.train.trainer import StepKeeper, Trainer
-from wgpu_lora.train.unrounded import loss_of, unrounded
+from wgpu_lora.train.options.training_arguments import OUTPUT, PLAN, TrainingArguments
+from wgpu_lora.train.run import disk_space, run_checkpoint
+from wgpu_lora.train.run.adapter_init import (
+    adapter_of,
+    check_base,
+    check_residual,
+    frozen_adapter,
+    starting_at_reference,
+)
+from wgpu_lora.train.run.adapter_run import AdapterRun
+from wgpu_lora.train.run.checkpoint_store import PLAIN, Storage
+from wgpu_lora.train.run.records import PipelineRecord, RunRecord
+from wgpu_lora.train.run.resume import plan_of, refuse_used, resume_note
+from wgpu_lora.train.run.run_checkpoint import Subject
+from wgpu_lora.train.run.run_tracking import following
+from wgpu_lora.train.run.stop_reasons import Requests
+from wgpu_lora.train.run.teacher_setup import check_caches, live_teacher, with_cached_length, with_template_date
+from wgpu_lora.train.run.trained_options import fit_length, shortened
+from wgpu_lora.train.run.trained_weights import Adapter, QuantScales
+from wgpu_lora.train.session.data_stream import DataStream, group_lengths, quarters
+from wgpu_lora.train.session.session import Session
+from wgpu_lora.train.training_data import fitted, read_rows, sources_of
+
+LOCK = ".lock"
+Record = TypeVar("Record", RunRecord, PipelineRecord)  # its result
+
+
+@dataclass(repr=False)
+class Job(Generic[Record]):
+    """A session and the runs of its slots; nothing is allocated yet.
+
+    requests: of other threads, while it trains.
+    """
+
+    session: Session
+    runs: Sequence[AdapterRun]
+    replan: Replan
+    requests: Requests = field(default_factory=Requests, kw_only=True)
+    _needed: int = field(default=0, init=False)  # bytes on the disk
+
+    @property
+    def run(self) -> AdapterRun:
+        """The only run, or the first."""
+        return self.runs[0]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(repr(str(run.directory)) for run in self.runs)})"
+
+    def directories(self) -> list[Path]:
+        """The directories that the job writes to and locks."""
+        return [run.directory for run in self.runs]
+
+    def record_directory(self) -> Path:
+        """Where the record of the job is written."""
+        return self.run.directory
+
+    def check_memory(self) -> None:
+        """Raise UserError if the device has too little memory, naming options that would make the run fit."""
+        args = self.run.args
+        budget = budget_bytes(self.session.device.info, args.budget())
+        plan = self.session.memory()
+        check_memory(plan.guarded, plan.groups["base"], budget, args, self.replan)
+
+    def train(self, events: Events = SILENT) -> Record:
+        """Wait for device memory, tune kernels, load the weights, train and write; returns the record.
+
+        Raises:
+            UserError: for example, a directory is in use or the disk is full.
+        """
+        self.check_memory()
+        info, args = self.session.device.info, self.run.args
+        budget, need = budget_bytes(info, args.budget()), self.session.needs()
+        with ExitStack() as stack:
+            for directory in self.directories():
+                stack.enter_context(locked(directory))
+            what = f"finetune {self.directories()[-1]}"
+            seconds = args.wait_seconds()
+            stack.enter_context(claim(self.session.device, need, what, budget, seconds, events, self._beside))
+            events = Passing(events, stack.enter_context(following(self.runs, info, self.record_directory(), events)))
+            try:
+                for run in self.runs:
+                    run.prepare_directory()
+                device = self.session.device
+                self.begin(events)
+                device.peak_allocated = device.allocated  # of this run only
+                self.session.allocate(events, self.choose_tilings(events))
+                return self._train(events)
+            finally:
+                self.session.close()
+
+    def _beside(self, free: int) -> str:
+        """Options that would make the run fit into the free memory."""
+        found = options_that_fit(free, self.run.args, self.replan)
+        return f"run with {found}" if found else ""
+
+    def tuner(self) -> Tuner | None:
+        """The tuner of kernel tilings; None if the run is resumed or uses the defaults."""
+        args = self.run.args
+        return Tuner(self.session.device, retune=args.retune) if wanted(args.tune) and not args.resume else None
+
+    def choose_tilings(self, events: Events) -> Choices:
+        """The tilings of the run's kernels, timed unless they are known. Raises UserError if a kernel has none."""
+        tuner = self.tuner()
+        with verdicts_of(self.session.device).telling(events):
+            choices = tuner.tune(self.session.programs(), events) if tuner else self.run.state.tiles
+        for run in self.runs:
+            run.state.tiles = choices
+        return choices
+
+    def _train(self, events: Events) -> Record:
+        try:
+            for run in self.runs:
+                run.place(self.session)
+            self._needed = disk_space.reserve(self.session, self.runs)
+            for run in self.runs:
+                run.precompute(self.session, events)
+            self.session.release_references()
+            return self.finish(events)
+        except (OSError, SafetensorError) as error:  # safetensors raises its own error if the disk is full
+            raise self._unwritten(error) from error
+        finally:
+            disk_space.release(self.runs)
+
+    def _unwritten(self, error: Exception) -> StorageError:
+        """The error for a file that could not be written: what is there, and how to go on."""
+        where = getattr(error, "filename", None) or self.directories()[-1]
+        full = getattr(error, "errno", None) in disk_space.FULL and self._needed
+        mend = f"make room for {self._needed + disk_space.GROWTH:,} bytes there" if full else "fix that"
+        state = self.newest_state()
+        kept = f"the newest complete state is {state}" if state else "there is no complete state yet"
+        go_on = f"go on with {setting('resume', True)}" if state else "start again"
+        return StorageError(f"Writing to {where} failed ({reason(error)}), and {kept}: {mend} and {go_on}.")
+
+    def newest_state(self) -> Path | None:
+        """What the job would be resumed from, as it is on the disk."""
+        found = run_checkpoint.newest(self.run.directory, self.run.storage)
+        return found and self.run.storage.place(found)
+
+    def begin(self, events: Events) -> None:
+        """Called before the device's memory is allocated."""
+
+    def finish(self, events: Events) -> Record:
+        """Train and write the results."""
+        raise NotImplementedError
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Lock a directory against other processes; it is created if missing, and removed again if it stays empty."""
+    check_output(directory, flag("output"))
+    made = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(directory / LOCK).lock
+    except Timeout:
+        raise UserError(
+            f"Another process is writing to {directory}: wait for it, or choose another directory."
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"The output directory {directory} cannot be created ({error.strerror}): choose another."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+        if made and {p.name for p in directory.iterdir()} <= {LOCK}:
+            with suppress(OSError):  # the run ended before it wrote anything
+                (directory / LOCK).unlink(missing_ok=True)
+                directory.rmdir()
 
 
 @dataclass(repr=False)
@@ -182,10 +342,10 @@ def _unreferenced(args: TrainingArguments, objective: Objective) -> str:
 
 def _standing(stream: DataStream, own: Collection[str], storage: Storage) -> list[str]:
     """A note on where a resumed run continues; empty for a new run."""
-    newest = checkpoint.newest(stream.args.directory, storage) if stream.args.resume else None
+    newest = run_checkpoint.newest(stream.args.directory, storage) if stream.args.resume else None
     if not newest:
         return []
-    state, identity = checkpoint.check(newest, storage)
+    state, identity = run_checkpoint.check(newest, storage)
     planned = plan_of(identity["options"], stream.args, newest, storage)
     extensible = storage is PLAIN  # a protected run's options are attested
     return [f"resumed: {resume_note(state, planned, stream, [name for name in PLAN if name in own], extensible)}"]
@@ -249,7 +409,7 @@ def single_session(model: LoadedModel, run: AdapterRun) -> Session:
 
 
 def shared_session(model: LoadedModel, run: AdapterRun) -> Session:
-    """The session of a run whose steps are shared (train/sharing.py), with programs for parts of its batches."""
+    """The session of a data-parallel run, with programs for parts of its batches."""
     check_shared(run.args)
     return session_of(model, [run], run.stream.buckets()[-1])
 

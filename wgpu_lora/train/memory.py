@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from psutil import virtual_memory
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.targets import targeted
-from wgpu_lora.names.naming import flag, setting, settings
+from wgpu_lora.models.adapter_modules import targeted
+from wgpu_lora.names.spelling import flag, setting, settings
 from wgpu_lora.train.optimizers import optimizer_of
-from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT, base_format
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
-    from wgpu_lora.models.config import ModelConfig
-    from wgpu_lora.share import Budget
-    from wgpu_lora.train.options.arguments import TrainingArguments
+    from wgpu_lora.memory_leases import Budget
+    from wgpu_lora.models.model_config import ModelConfig
+    from wgpu_lora.train.options.training_arguments import TrainingArguments
+
 
 SHORTEST = 64  # tokens per row: with fewer, most data have no trained tokens
 Replan = Callable[[Mapping[str, Any]], int]  # changed options -> the peak they would give, in bytes
@@ -162,3 +163,59 @@ def readable(nbytes: int) -> str:
 def both(nbytes: int) -> str:
     """1.5 GiB (1,610,612,736 bytes); just the bytes below 1 KiB."""
     return readable(nbytes) if abs(nbytes) < 1024 else f"{readable(nbytes)} ({nbytes:,} bytes)"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by group during training, and during loading; the peak is the larger of the two.
+
+    host: bytes of offloaded activations in the host's memory, which no group counts.
+    unified: whether the device has no other memory than the host's.
+    """
+
+    groups: dict[str, int]
+    loading: int
+    host: int = 0
+    unified: bool = False
+
+    @property
+    def training(self) -> int:
+        return sum(self.groups.values())
+
+    @property
+    def peak(self) -> int:
+        return max(self.training, self.loading)
+
+    @property
+    def running(self) -> int:
+        """Bytes during training of the memory that the device uses."""
+        return self.training + (self.host if self.unified else 0)
+
+    @property
+    def guarded(self) -> int:
+        """The same, or those during loading if they are more."""
+        return max(self.running, self.loading)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run needs on its device.
+
+    Attributes:
+        needed: bytes at the peak, by the exact plan. base_bytes: those of the base model's weights.
+        base: a digest of the base model, then one of the options that adapters of one pipeline must share. Equal for
+            runs that may be joined.
+        data: digests of the encoded rows, and of the held-out ones.
+        work: processed tokens of the whole run. steps: of the whole run. Both are 0 if it ends by time.
+        heldout: whether a held-out loss is measured.
+        refused: why it cannot run, a sentence; the other values are 0 then.
+    """
+
+    needed: int = 0
+    base_bytes: int = 0
+    base: str = ""
+    data: list[str] = field(default_factory=list)
+    work: int = 0
+    steps: int = 0
+    heldout: bool = False
+    refused: str | None = None

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import replace_directory
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.names.naming import flag, setting
-from wgpu_lora.share import budget_bytes
+from wgpu_lora.memory_leases import budget_bytes
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.track.report_to import check_libraries
-from wgpu_lora.train.checkpoint import remove_run, sweep_run
-from wgpu_lora.train.ending import FINISHED, OUTCOMES
-from wgpu_lora.train.finetune import as_stored, declared_as, read_run, session_of, with_options
-from wgpu_lora.train.job import Job, locked
-from wgpu_lora.train.length import fit_length
+from wgpu_lora.train.adapter_tasks import AdapterTask, check_apart, named_apart, request_of
+from wgpu_lora.train.finetune import Job, as_stored, declared_as, locked, read_run, session_of, with_options
+from wgpu_lora.train.loop.slot_policy import POLICIES, make_policy, policy_state
+from wgpu_lora.train.loop.trainer import Trainer
 from wgpu_lora.train.memory import check_adapters
-from wgpu_lora.train.options.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
-from wgpu_lora.train.pipeline_keeper import PipelineKeeper, recover, write_pipeline
-from wgpu_lora.train.pipeline_state import PipelineState, difference, home_of, read_pipeline_state
-from wgpu_lora.train.policy import POLICIES, make_policy
-from wgpu_lora.train.records import PipelineRecord
-from wgpu_lora.train.resume import refuse_used
-from wgpu_lora.train.slot import AdapterRun
-from wgpu_lora.train.state import STATE
-from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, request_of
-from wgpu_lora.train.teacher import with_template_date
-from wgpu_lora.train.trainer import Trainer
+from wgpu_lora.train.options.training_arguments import FREE_ON_RESUME, PLAN, TrainingArguments
+from wgpu_lora.train.run import run_checkpoint, training_log
+from wgpu_lora.train.run.adapter_run import AdapterRun, memory_of
+from wgpu_lora.train.run.pipeline_state import (
+    PipelineState,
+    difference,
+    home_of,
+    link_members,
+    read_pipeline_state,
+    write_pipeline_state,
+)
+from wgpu_lora.train.run.records import AdapterLosses, AdapterRecord, PipelineRecord, RunRecord
+from wgpu_lora.train.run.resume import refuse_used
+from wgpu_lora.train.run.run_checkpoint import LAST, NEXT, remove_run, sweep_run
+from wgpu_lora.train.run.run_state import STATE, read_state
+from wgpu_lora.train.run.stop_reasons import FINISHED, OUTCOMES, RESUMABLE
+from wgpu_lora.train.run.teacher_setup import with_template_date
+from wgpu_lora.train.run.trained_options import fit_length
 
 BATCH_TOKENS = 1024  # of a shared batch, if no adapter's own is larger: enough to fill a GPU
 
@@ -240,3 +248,93 @@ def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
         sweep_run(home)
         recover(state, directories)
     return state
+
+
+def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
+    """Bring every adapter's `last` to the step in the pipeline's state; directories: by name, locked.
+
+    Raises:
+        UserError: an adapter's checkpoint is missing, damaged, or of another step.
+    """
+    for name, step in state.steps.items():
+        run_checkpoint.sweep_run(directories[name])
+        last, following = directories[name] / LAST, directories[name] / NEXT
+        if following.is_dir() and not run_checkpoint.fault(following) and read_state(following)[0].step == step:
+            replace_directory(following, last)
+        if not last.is_dir() or run_checkpoint.check(last)[0].step != step:
+            raise UserError(
+                f"Adapter '{name}' has no checkpoint of step {step} in {directories[name]}: restore the directory that "
+                "the pipeline wrote, or give its new path."
+            )
+        shutil.rmtree(following, ignore_errors=True)
+
+
+@dataclass
+class PipelineKeeper:
+    """Saves the checkpoints of all slots of a pipeline together."""
+
+    directory: Path
+    save_steps: int
+    state: PipelineState
+
+    def due(self, trainer: Trainer) -> bool:
+        first_best = not self.state.steps and any(run.state.best_step for run in trainer.runs)  # best/ has no others
+        return first_best or trainer.overdue() or (bool(self.save_steps) and trainer.step % self.save_steps == 0)
+
+    def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
+        run.save_epoch(trainer.session, number)
+
+    def save(self, trainer: Trainer) -> None:
+        state = replace(
+            self.state,
+            step=trainer.step,
+            policy=policy_state(trainer.policy),
+            steps={run.adapter_name: run.state.step for run in trainer.runs},
+            ended={p.run.adapter_name: p.ended for p in trainer.all if p.ended and p.ended not in RESUMABLE},
+        )
+        moved = [run for run in trainer.runs if self.state.steps.get(run.adapter_name) != run.state.step]
+        for run in moved:
+            run.write_checkpoint(trainer.session, run.directory / NEXT)
+        write_pipeline_state(self.directory, state)
+        link_members(self.directory, (run.directory for run in trainer.runs))
+        for run in moved:
+            replace_directory(run.directory / NEXT, run.directory / LAST)
+            trainer.events.saved(run.directory / LAST, run.state.step, run.adapter_name)
+        self.state = state
+
+
+def write_pipeline(
+    directory: Path, trainer: Trainer, args: TrainingArguments, schedule: str, batch_tokens: int
+) -> PipelineRecord:
+    """Write pipeline.json; returns its contents."""
+    session = trainer.session
+    record = PipelineRecord(
+        step=trainer.step,
+        signal=trainer.signal,
+        schedule=schedule,
+        batch_tokens=batch_tokens,
+        options=args,
+        adapters=[_adapter_record(run, trainer.records[run.slot]) for run in trainer.runs],
+        memory=memory_of(session),
+        environment=training_log.environment(session.device),
+    )
+    record.write(directory)
+    return record
+
+
+def _adapter_record(run: AdapterRun, record: RunRecord) -> AdapterRecord:
+    state = record.state
+    return AdapterRecord(
+        slot=run.slot,
+        name=run.adapter_name,
+        data=record.data,
+        checkpoint=str(run.directory),
+        stop_reason=record.stop_reason,
+        step=state.step,
+        total_steps=state.total_steps,
+        tokens=state.tokens,
+        seconds=state.seconds,
+        losses=AdapterLosses(state.last_loss, state.first_eval_loss, state.last_eval_loss, state.best_eval_loss),
+        trainable_parameters=record.trainable_parameters,
+        adapter_sha256=record.adapter_sha256,
+    )

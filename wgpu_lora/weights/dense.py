@@ -12,16 +12,15 @@ import numpy as np
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, align, joined, persistent, whole
-from wgpu_lora.names.naming import setting
-from wgpu_lora.ops.half import gradient_operand, matmul_operand
+from wgpu_lora.names.spelling import setting
+from wgpu_lora.ops.half_precision import gradient_operand, matmul_operand
 from wgpu_lora.ops.linear import FrozenMatrix
-from wgpu_lora.ops.low_rank import LowRank, columns_of, steps_of, tensors_of
+from wgpu_lora.ops.lora import LowRank, columns_of, steps_of, tensors_of
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
+from wgpu_lora.ops.matrix_stack import sizes_of
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.stack import sizes_of
-from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared, Weight, read, write
-from wgpu_lora.weights.packed import Packed
-from wgpu_lora.weights.registry import DEFAULT_FORMAT
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, Weight, read, write
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 
 DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}  # safetensors' notation -> ours
 NUMPY = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}

@@ -16,7 +16,7 @@ from support.cli import flags
 from support.cluster_runs import cluster, rows_of, status
 from support.hosts import Host, Hosts, hosts_here, until
 
-from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 ADAPTERS, STEPS, KILLS, SEED = 6, 800, 30, 12
 ROWS = 8  # of each adapter, one per step

@@ -17,8 +17,8 @@ from support.cli import flags, write_rows
 from support.cluster_runs import cluster, rows_of, status
 from support.hosts import Hosts, drivers_here, hosts_here, until
 
-from wgpu_lora.proof.checks.training import SAME_LOSS
-from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.proof.checks import SAME_LOSS_ON_DEVICES
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 COUNT = 8
 MUCH = 3.0  # times that the one driver is faster than the other, at least, on a busy machine
@@ -35,7 +35,7 @@ OPTIONS = {
 ALONE = """
 import json, sys
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 for options in json.loads(sys.argv[1]):
     prepare_job(TrainingArguments(**options)).train()
 """
@@ -45,9 +45,9 @@ MEASURE = "from wgpu_lora.cluster.devices.speed import measured; print(measured(
 # A program of somebody at the machine, which has all of a device's memory.
 HOLD = """
 import time
-from wgpu_lora.gpu.devices import list_devices
-from wgpu_lora.share import Ledger, budget_bytes, device_key
-from wgpu_lora.share.lease import take
+from wgpu_lora.gpu.device_list import list_devices
+from wgpu_lora.memory_leases import Ledger, budget_bytes, device_key
+from wgpu_lora.memory_leases.lease_queue import take
 listed = list_devices()
 budget = budget_bytes(listed[0]).bytes
 with take(Ledger(device_key(listed[0], listed)), budget, budget, "somebody's own"):
@@ -122,7 +122,9 @@ def test_eight_adapters_end_as_each_alone(hosts: Hosts) -> None:
     for ours, theirs, same in zip(together, alone, same_driver, strict=True):
         made, expected = read_log(ours / LOG), read_log(theirs / LOG)
         assert [entry["step"] for entry in made] == [entry["step"] for entry in expected] == [1, 2, 3, 4]
-        assert [entry["loss"] for entry in made] == pytest.approx([entry["loss"] for entry in expected], rel=SAME_LOSS)
+        assert [entry["loss"] for entry in made] == pytest.approx(
+            [entry["loss"] for entry in expected], rel=SAME_LOSS_ON_DEVICES
+        )
         if same:
             assert (ours / ADAPTER).read_bytes() == (theirs / ADAPTER).read_bytes()
 

@@ -10,8 +10,8 @@ from support.units import Site, driven, newer, order, task
 
 from wgpu_lora.cluster.facts import Answer, Order, Report
 from wgpu_lora.cluster.node.publishing import publish
-from wgpu_lora.train.records import RunRecord
-from wgpu_lora.worker.parent import Worker
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.worker.worker import Worker
 
 
 @pytest.fixture

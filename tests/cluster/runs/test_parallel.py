@@ -20,9 +20,9 @@ from test_node import Cluster, cluster, gone  # noqa: F401
 from wgpu_lora.cluster.facts import Order
 from wgpu_lora.cluster.node.layout import ADAPTERS, Layout, cluster_root
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import from_values
-from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.records import RunRecord
+from wgpu_lora.train.options.training_arguments import from_values
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 ENDING = 40.0  # seconds that a helper without a leader may take, while others use this machine
 
@@ -109,7 +109,7 @@ OPTIONS = {
 ALONE = """
 import json, sys
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 prepare_job(TrainingArguments(**json.loads(sys.argv[1]))).train()
 """
 

@@ -12,7 +12,7 @@ from support.cli import flags
 from support.cluster_runs import cluster, rows_of, status
 from support.hosts import Hosts, drivers_here, namespaces_allowed, until
 
-from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.run.training_log import LOG, read_log
 
 pytestmark = pytest.mark.skipif(not namespaces_allowed(), reason="namespaces cannot be made here")
 
@@ -32,7 +32,7 @@ ALONE = """
 import json, sys
 from wgpu_lora.api import load, teacher_cache
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 place, caches, runs = sys.argv[1], *map(json.loads, sys.argv[2:])
 for name, data in caches.items():
     teacher = load("demo", base_dtype="f32")

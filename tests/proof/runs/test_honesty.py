@@ -18,18 +18,15 @@ import pytest
 
 from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.errors import UserError
-from wgpu_lora.proof.checks.cuda import no_cuda
-from wgpu_lora.proof.checks.program import resuming_is_exact
-from wgpu_lora.proof.children import Children
-from wgpu_lora.proof.cuda import look_into, ours
-from wgpu_lora.proof.finding import Check, Result
-from wgpu_lora.proof.heldout import request_of, seen_rows, shown
-from wgpu_lora.proof.jobs.generate import prompt_of
-from wgpu_lora.proof.report import render
-from wgpu_lora.proof.run import carry_out, prove
-from wgpu_lora.proof.watch import EVENTS, command_of, witness
-from wgpu_lora.train import checkpoint
-from wgpu_lora.train.output import LOG
+from wgpu_lora.proof.checks import resuming_is_exact
+from wgpu_lora.proof.cuda_check import look_into, no_cuda, ours
+from wgpu_lora.proof.heldout_rows import request_of, seen_rows, shown
+from wgpu_lora.proof.proof_context import Check, Result
+from wgpu_lora.proof.proof_run import carry_out, prove, render
+from wgpu_lora.proof.watched_workers import EVENTS, Children, command_of, witness
+from wgpu_lora.proof.worker_jobs import prompt_of
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.training_log import LOG
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: reads /proc and fakes libraries")
 
@@ -48,7 +45,9 @@ def test_what_python_opens_is_not_the_driver_s_doing(tmp_path: Path, monkeypatch
     lines = ["import ctypes", *(f"ctypes.CDLL({str(path)!r})" for path in libraries)]
     (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr("wgpu_lora.proof.cuda.required", lambda package: set())  # unknown, which hides no other fault
+    monkeypatch.setattr(
+        "wgpu_lora.proof.cuda_check.required", lambda package: set()
+    )  # unknown, which hides no other fault
     finding = watched(tmp_path, monkeypatch)
     assert finding.status == "failed"
     assert f"opened by Python: {libraries[1]} (child)" in finding.reason
@@ -62,7 +61,7 @@ def test_what_the_loader_brings_is_explained_by_what_was_looked_at(
 ) -> None:
     """Not opened through Python: linked by another library, as a driver's own are."""
     icd, cuda = fake(tmp_path, "libGLX_nvidia.so.0", "libcuda.so.1")
-    monkeypatch.setattr("wgpu_lora.proof.watch.libraries", lambda pid: {str(icd), str(cuda)})
+    monkeypatch.setattr("wgpu_lora.proof.watched_workers.libraries", lambda pid: {str(icd), str(cuda)})
     finding = watched(tmp_path, monkeypatch)
     assert finding.status == "passed", finding.reason
     found = finding.figures["cuda_of_the_driver"]
@@ -77,7 +76,7 @@ def test_what_the_loader_brings_is_explained_by_what_was_looked_at(
 
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Check 6 after one child."""
-    monkeypatch.setattr("wgpu_lora.proof.cuda.imported", lambda modules: [])  # tests may have torch
+    monkeypatch.setattr("wgpu_lora.proof.cuda_check.imported", lambda modules: [])  # tests may have torch
     children = Children(tmp_path / "out")
     try:
         children.run("child", "proof-devices", select="0")
@@ -177,7 +176,7 @@ def test_places_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
                                                            (["--strict"], "passed", 0)])  # fmt: skip
 def test_strict_wants_everything_proven(arguments: list[str], status: str, code: int, tmp_path: Path) -> None:
     script = (
-        "import sys, wgpu_lora.proof.run as run; from pathlib import Path\n"
+        "import sys, wgpu_lora.proof.proof_run as run; from pathlib import Path\n"
         "checks = [run.Check(n, 'x', sys.argv[1] if n == 2 else 'passed', 0.0, '') for n in range(1, 10)]\n"
         "run.prove = lambda *a, **k: run.Result(checks, Path('x'))\n"
         "from wgpu_lora.cli import main; sys.exit(main(['prove', *sys.argv[2:]]))"
@@ -203,15 +202,15 @@ def test_resuming_is_judged_by_what_the_resumed_run_wrote(
     """A stand-in for the command copies the last checkpoint and writes the last line of the log, or leaves it out."""
     whole = {"epoch": 0.0, "learning_rate": 0.1, "grad_norm": 1.0}
     log = [{**whole, "step": i, "loss": 1.0 / i, "seconds": float(i)} for i in (1, 2, 3)]
-    steps = tmp_path / "run" / checkpoint.STEPS
+    steps = tmp_path / "run" / run_checkpoint.STEPS
     for step in (2, 3):
-        for name in ("adapter_model.safetensors", checkpoint.OPTIMIZER, checkpoint.STATE):
+        for name in ("adapter_model.safetensors", run_checkpoint.OPTIMIZER, run_checkpoint.STATE):
             (steps / f"step-{step}").mkdir(parents=True, exist_ok=True)
             (steps / f"step-{step}" / name).write_text(str(step))
     resumed = tmp_path / "resumed"
 
     def run(name: str, job: str, **options: Any) -> None:
-        shutil.copytree(steps / "step-3", resumed / checkpoint.STEPS / "step-3")
+        shutil.copytree(steps / "step-3", resumed / run_checkpoint.STEPS / "step-3")
         with (resumed / LOG).open("a") as file:
             file.write("" if written is None else json.dumps(log[-1] | written) + "\n")
 

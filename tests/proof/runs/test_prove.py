@@ -20,10 +20,10 @@ from support.cli import QWEN2, ROWS, write_rows
 from support.pages import Page
 
 from wgpu_lora.assets import DEMO_HELDOUT
-from wgpu_lora.formats.peft import tensor_name, write_adapter
+from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
 from wgpu_lora.models.architectures import load_config
-from wgpu_lora.train.initial import adapter_of
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.adapter_init import adapter_of
 
 PROVE = [sys.executable, "-c", "import sys; from wgpu_lora.cli import main; sys.exit(main(['prove', *sys.argv[1:]]))"]
 LINUX = pytest.mark.skipif(

@@ -28,20 +28,19 @@ from support.preferences import Preferences
 from wgpu_lora.assets import DEMO_MODEL as DEMO
 from wgpu_lora.data import Tokenizer, gguf_tokenizer, prepare, sandbox, template, tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats import adapter_config, peft
-from wgpu_lora.formats.checkpoint import INDEX, Checkpoint
-from wgpu_lora.formats.packed import PackedCheckpoint
-from wgpu_lora.formats.safetensors_file import read_header
+from wgpu_lora.formats import peft_adapter, peft_config
+from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
+from wgpu_lora.formats.safetensors_checkpoint import INDEX, Checkpoint
+from wgpu_lora.formats.safetensors_header import read_header
 from wgpu_lora.models.architectures import load_config
-from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.files import read_model
-from wgpu_lora.models.rope import inv_freq
+from wgpu_lora.models.model_config import ModelConfig
+from wgpu_lora.models.model_files import read_model
+from wgpu_lora.models.rotary_embedding import inv_freq
 from wgpu_lora.tokens.backend import Local
-from wgpu_lora.weights.lowbit import quantised
-from wgpu_lora.weights.lowbit_codes import pack
-from wgpu_lora.weights.lowbit_files import LowBitFiles
-from wgpu_lora.weights.packed import Packed
-from wgpu_lora.weights.schemes import scheme_of
+from wgpu_lora.weights.base import Packed
+from wgpu_lora.weights.lowbit.lowbit import quantised
+from wgpu_lora.weights.lowbit.lowbit_files import LowBitFiles
+from wgpu_lora.weights.lowbit.lowbit_layout import pack, scheme_of
 
 WEIGHTS, LOW_BIT = "model.safetensors", "q3a8-g16"
 ROWS = [
@@ -201,12 +200,16 @@ def run_cli(*arguments: object) -> None:
 def an_adapter(place: Path) -> list[bytes]:
     shapes = {"A": (2, 3), "B": (4, 2)}
     tensors = {
-        peft.tensor_name("model.layers.0.self_attn.q_proj", kind): np.ones(shape, np.float32)
+        peft_adapter.tensor_name("model.layers.0.self_attn.q_proj", kind): np.ones(shape, np.float32)
         for kind, shape in shapes.items()
     }
-    config = adapter_config.AdapterConfig(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={".*v": 3})
-    peft.write_adapter(place / "a", tensors, config)
-    return [(place / "a" / peft.CONFIG).read_bytes().strip() + b"\n\n" + (place / "a" / peft.WEIGHTS).read_bytes()]
+    config = peft_config.AdapterConfig(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={".*v": 3})
+    peft_adapter.write_adapter(place / "a", tensors, config)
+    return [
+        (place / "a" / peft_adapter.CONFIG).read_bytes().strip()
+        + b"\n\n"
+        + (place / "a" / peft_adapter.WEIGHTS).read_bytes()
+    ]
 
 
 def a_packed_model(place: Path) -> list[bytes]:
@@ -290,7 +293,9 @@ TARGETS = {
     "model_config": Target(
         reading(model_config, "config.json"), files("models/*/config.json", demo="config.json"), of_json
     ),
-    "adapter": Target(reading(peft.read_adapter, peft.CONFIG, peft.WEIGHTS), an_adapter, of_parts),
+    "adapter": Target(
+        reading(peft_adapter.read_adapter, peft_adapter.CONFIG, peft_adapter.WEIGHTS), an_adapter, of_parts
+    ),
     "packed_model": Target(reading(packed_model, WEIGHTS), a_packed_model, of_safetensors, SLOW),
     "low_bit_model": Target(reading(low_bit_model, WEIGHTS), a_low_bit_model, of_safetensors, SLOW),
     "tokenizer": Target(

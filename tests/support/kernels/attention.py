@@ -6,7 +6,7 @@ import numpy as np
 
 from support.kernels import NONE, Arrays, add, normal, poison, synthetic, u32
 from wgpu_lora.gpu.kernel import Kernel
-from wgpu_lora.gpu.values import widened
+from wgpu_lora.gpu.reference_values import widened
 from wgpu_lora.ops import attention
 
 

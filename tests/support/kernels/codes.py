@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from support.kernels.matmul import adapted, product
-from wgpu_lora.weights.lowbit_products import codes_matmul, codes_matmul_backward
+from wgpu_lora.weights.lowbit.lowbit_products import codes_matmul, codes_matmul_backward
 
 RARE: dict[str, Any] = {"rare": True}
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from support.kernels import Arrays, add, normal, poison
 from support.kernels.delta import KEPT, ROWS, RUNS, without
-from wgpu_lora.ops import causal_conv, gated_norm, head_gate
+from wgpu_lora.ops import attention_gate, norm
+from wgpu_lora.ops.delta_net import causal_conv
 
 COLS, KEY_COLS = 13, 3
 PARTS: dict[str, Any] = {"rows": ROWS, "cols": COLS, "taps": 4}
@@ -43,14 +44,14 @@ add(causal_conv.causal_conv_state, without(cached, "weight", "y"), **PARTS)
 NORM: dict[str, Any] = {"rows": 67, "cols": 37}
 for scale in (1.0, 0.25):
     add(
-        gated_norm.l2norm_forward,
+        norm.l2norm_forward,
         lambda rng: {"x": normal(rng, 67, 37), "y": poison(67, 37)},
         **NORM,
         scale=scale,
         eps=1e-3,
     )
 add(
-    gated_norm.l2norm_backward,
+    norm.l2norm_backward,
     lambda rng: {"x": normal(rng, 67, 37), "dy": normal(rng, 67, 37), "dx": poison(67, 37)},
     **NORM,
     scale=0.25,
@@ -68,8 +69,8 @@ def gated_backward(rng: np.random.Generator) -> Arrays:
     return {**without(gated, "y")(rng), **grads}
 
 
-add(gated_norm.gated_norm_forward, gated, **NORM, eps=1e-3)
-add(gated_norm.gated_norm_backward, gated_backward, **NORM, eps=1e-3)
+add(norm.gated_norm_forward, gated, **NORM, eps=1e-3)
+add(norm.gated_norm_backward, gated_backward, **NORM, eps=1e-3)
 
 HEADS: dict[str, Any] = {"size": 35 * 6, "dim": 6}
 
@@ -79,5 +80,5 @@ def head(rng: np.random.Generator) -> Arrays:
     return {**arrays, "y": poison(35, 6), "dx": poison(35, 6), "dgates": normal(rng, 35, 2, 6)}
 
 
-add(head_gate.gate_forward, without(head, "dy", "dx", "dgates"), **HEADS)
-add(head_gate.gate_backward, without(head, "y"), **HEADS)
+add(attention_gate.gate_forward, without(head, "dy", "dx", "dgates"), **HEADS)
+add(attention_gate.gate_backward, without(head, "y"), **HEADS)

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 
 from support.kernels import NONE, Arrays, add, normal, poison
-from wgpu_lora.bench import ceiling
+from wgpu_lora.bench import device_ceilings
 from wgpu_lora.gpu.kernel import cdiv
-from wgpu_lora.gpu.values import stored, widened
-from wgpu_lora.ops import capped, columns, elementwise, embedding, rope
-from wgpu_lora.weights import nf4, nf4_scales
-from wgpu_lora.weights.nf4_codes import DYNAMIC_CODE
+from wgpu_lora.gpu.reference_values import stored, widened
+from wgpu_lora.ops import elementwise, embedding, rope
+from wgpu_lora.ops import elementwise as columns
+from wgpu_lora.ops import embedding as capped
+from wgpu_lora.weights.nf4 import nf4, nf4_products
+from wgpu_lora.weights.nf4.nf4_reference import DYNAMIC_CODE
 
 
 def several(rng: np.random.Generator, size: int, inputs: str, outputs: str) -> Arrays:
@@ -30,7 +32,7 @@ for one, inputs, outputs in (
     for size in (4 * 64 + 37, 8 * 64 + 36):  # singly, and by fours
         add(one, lambda rng, i=inputs, o=outputs, n=size: several(rng, n, i, o), size=size)
 add(
-    ceiling.fma_chains,
+    device_ceilings.fma_chains,
     lambda rng: {"x": rng.uniform(0.3, 0.7, 67).astype(np.float32), "y": poison(67)},
     size=67,
     iterations=16,
@@ -169,7 +171,7 @@ add(
     cols=7,
 )
 add(
-    nf4_scales.nf4_scales,
+    nf4_products.nf4_scales,
     lambda rng: {
         "absmax_codes": rng.integers(0, 256, 768 + 256 + 300, np.uint8),
         "nested": normal(rng, 64 + 64 + 3),

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from support.kernels import Arrays, add, normal, poison, u32
-from wgpu_lora.ops import moments
-from wgpu_lora.weights import fit_kernels
-from wgpu_lora.weights.fit_kernels import BINS
-from wgpu_lora.weights.lowbit_codes import word_rows
+from wgpu_lora.ops import linear
+from wgpu_lora.weights.lowbit import kmeans_kernels
+from wgpu_lora.weights.lowbit.kmeans_kernels import BINS
+from wgpu_lora.weights.lowbit.lowbit_layout import word_rows
 
 
 def clustered(rng: np.random.Generator, rows: int, size_in: int, count: int) -> np.ndarray:
@@ -41,12 +41,12 @@ def fits(rows: int, size_in: int, group: int, bits: int, important: bool) -> Non
         return {"w": w, "table": near.astype(np.float32) if table else poison(rows, 2**bits), **found}
 
     note = "" if important else "plain"
-    add(fit_kernels.lut_start, lambda rng: make(rng, False), **shape, note=note)
-    add(fit_kernels.lut_lloyd, lambda rng: make(rng, True), **shape, iterations=2, note=note)
+    add(kmeans_kernels.lut_start, lambda rng: make(rng, False), **shape, note=note)
+    add(kmeans_kernels.lut_lloyd, lambda rng: make(rng, True), **shape, iterations=2, note=note)
     if group:
-        add(fit_kernels.lut_rescale, lambda rng: make(rng, True), **shape, note=note)
+        add(kmeans_kernels.lut_rescale, lambda rng: make(rng, True), **shape, note=note)
         add(
-            fit_kernels.group_largest,
+            kmeans_kernels.group_largest,
             lambda rng: {"w": normal(rng, rows, size_in), "scales": poison(rows, size_in // group)},
             size=rows * size_in // group,
             group=group,
@@ -72,7 +72,7 @@ def encodes(rows: int, size_in: int, group: int, bits: int) -> None:
         found |= {"table": table.astype(np.float32)} if bits < 8 else {}
         return found | ({"scales": scales} if group or bits == 8 else {})
 
-    add(fit_kernels.lowbit_encode, make, **shape, first=3, out=out)
+    add(kmeans_kernels.lowbit_encode, make, **shape, first=3, out=out)
 
 
 encodes(rows=5, size_in=96, group=16, bits=3)
@@ -93,7 +93,7 @@ def of_any_size(rng: np.random.Generator) -> Arrays:
     }
 
 
-add(fit_kernels.round_half, of_any_size, size=67)
+add(kmeans_kernels.round_half, of_any_size, size=67)
 fits(rows=7, size_in=192, group=32, bits=3, important=True)
 fits(rows=5, size_in=131, group=0, bits=2, important=False)
 fits(rows=3, size_in=512, group=16, bits=4, important=False)
@@ -103,7 +103,7 @@ def observed(first: int) -> None:
     def make(rng: np.random.Generator) -> Arrays:
         return {"x": normal(rng, 40, 37), "count": u32(61), "squares": normal(rng, 37) ** 2}
 
-    add(moments.input_squares, make, rows=40, first=first, cols=37)
+    add(linear.input_squares, make, rows=40, first=first, cols=37)
 
 
 observed(first=40)

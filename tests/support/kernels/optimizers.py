@@ -9,8 +9,8 @@ import numpy as np
 
 from support.kernels import NONE, Arrays, add, normal, poison, u32
 from wgpu_lora.gpu.struct import struct_array, struct_words
-from wgpu_lora.ops import optimizer
-from wgpu_lora.train.optimizers import adamw, adamw_8bit, adamw_bf16, lion, lion_8bit, muon_kernels, sgd
+from wgpu_lora.ops import gradient_norm
+from wgpu_lora.train.optimizers import adamw, adamw_8bit, adamw_bf16, lion, lion_8bit, muon, sgd
 from wgpu_lora.train.optimizers.eight_bit import code_words, record_values
 
 HYPER_SLOTS = 5  # usual, of no block, unlimited norm, inactive, of a loss that is not finite
@@ -23,8 +23,8 @@ def hypers(rng: np.random.Generator, kind: Any = adamw.Hyper) -> np.ndarray:
 
 
 def clips() -> np.ndarray:
-    records = [optimizer.Clip(1.0), optimizer.Clip(1.0), optimizer.Clip(0.0), None, optimizer.Clip(1.0)]
-    return struct_array(optimizer.Clip, records)
+    records = [gradient_norm.Clip(1.0), gradient_norm.Clip(1.0), gradient_norm.Clip(0.0), None, gradient_norm.Clip(1.0)]
+    return struct_array(gradient_norm.Clip, records)
 
 
 def norms(rng: np.random.Generator) -> Arrays:
@@ -58,11 +58,11 @@ def as_bf16(values: np.ndarray) -> np.ndarray:
 
 def updating(kernel: Any, kind: Any, states: str, held: str = "f32", note: str = "") -> None:
     """Blocks of owners that are updated, of none, and of slots that are not."""
-    blocks, size = u32(0, NONE, 7, 4, 1, 8), 6 * optimizer.BLOCK
+    blocks, size = u32(0, NONE, 7, 4, 1, 8), 6 * gradient_norm.BLOCK
 
     def make(rng: np.random.Generator) -> Arrays:
         arrays = updates(rng, kind, states, held, blocks, size)
-        arrays["grads"][2 * optimizer.BLOCK : 3 * optimizer.BLOCK] = np.nan
+        arrays["grads"][2 * gradient_norm.BLOCK : 3 * gradient_norm.BLOCK] = np.nan
         return arrays
 
     add(kernel, make, size=size, note=note, coarse=tuple(states.split()) if held == "bf16" else (), moving="report")
@@ -73,11 +73,11 @@ def checking(kernel: Any, kind: Any, states: str, held: str = "f32", note: str =
     blocks = u32(0, 1, 0, 1, 0, 0, NONE, 7, 4)
 
     def make(rng: np.random.Generator) -> Arrays:
-        arrays = updates(rng, kind, states, "f32", blocks, blocks.size * optimizer.BLOCK)
-        values = {n: arrays[n].reshape(blocks.size, optimizer.BLOCK) for n in ("params", *states.split())}
+        arrays = updates(rng, kind, states, "f32", blocks, blocks.size * gradient_norm.BLOCK)
+        values = {n: arrays[n].reshape(blocks.size, gradient_norm.BLOCK) for n in ("params", *states.split())}
         values["params"][1, 1023] = np.nan
         values["params"][2, 77] = -np.inf
-        values["params"][3, 500] = -2.0 * optimizer.MAX_PARAMETER
+        values["params"][3, 500] = -2.0 * gradient_norm.MAX_PARAMETER
         values["params"][[6, 7, 8], 0] = np.nan
         for at, name in enumerate(states.split()):
             values[name][4 + at, 3] = np.inf
@@ -99,7 +99,7 @@ def records(rng: np.random.Generator, kind: Any, states: int, owners: np.ndarray
     report = normal(rng, HYPER_SLOTS, 4)
     report[:, 2] = 1, 1, 1, 0, 0
     scales = np.exp(normal(rng, value)).astype(np.float32)
-    values = {name: normal(rng, owners.size * optimizer.BLOCK) for name in ("params", "grads")}
+    values = {name: normal(rng, owners.size * gradient_norm.BLOCK) for name in ("params", "grads")}
     values["grads"] *= np.exp(3 * normal(rng, values["grads"].size))
     codes = rng.integers(0, 256, 4 * word, np.uint8)
     return {**values, "codes": codes, "values": scales, "places": places, "hyper": hypers(rng, kind), "report": report}
@@ -110,10 +110,10 @@ def updating_8bit(kernel: Any, kind: Any, states: int) -> None:
 
     def make(rng: np.random.Generator) -> Arrays:
         arrays = records(rng, kind, states, owners, "nnnwnwnx")
-        arrays["grads"][5 * optimizer.BLOCK + 256 : 5 * optimizer.BLOCK + 512] = 0
-        arrays["grads"][2 * optimizer.BLOCK : 3 * optimizer.BLOCK] = np.nan
+        arrays["grads"][5 * gradient_norm.BLOCK + 256 : 5 * gradient_norm.BLOCK + 512] = 0
+        arrays["grads"][2 * gradient_norm.BLOCK : 3 * gradient_norm.BLOCK] = np.nan
         arrays["values"][arrays["places"][4, 2] + 1] = 0  # a scale of a quarter that has no state yet, nor a gradient
-        arrays["grads"][4 * optimizer.BLOCK + 256 : 4 * optimizer.BLOCK + 512] = 0
+        arrays["grads"][4 * gradient_norm.BLOCK + 256 : 4 * gradient_norm.BLOCK + 512] = 0
         return arrays
 
     add(kernel, make, blocks=owners.size, coarse=("codes",), moving="report")
@@ -124,9 +124,9 @@ def checking_8bit(kernel: Any, kind: Any, states: int) -> None:
 
     def make(rng: np.random.Generator) -> Arrays:
         arrays = records(rng, kind, states, owners, "nwnwnwnnnx")
-        params = arrays["params"].reshape(owners.size, optimizer.BLOCK)
+        params = arrays["params"].reshape(owners.size, gradient_norm.BLOCK)
         params[1, 1023] = np.nan
-        params[2, 77] = -2.0 * optimizer.MAX_PARAMETER
+        params[2, 77] = -2.0 * gradient_norm.MAX_PARAMETER
         params[[6, 7, 8, 9], 0] = np.nan
         arrays["values"][arrays["places"][4, 2] + 2] = np.inf
         arrays["values"][arrays["places"][5, 2] + 1024 * states - 1] = np.inf
@@ -142,8 +142,8 @@ def gates(rng: np.random.Generator) -> Arrays:
     return {"diverged": diverged, "block_owners": block_owners, "report": normal(rng, HYPER_SLOTS, 4)}
 
 
-add(optimizer.gradient_norm, norms, slots=HYPER_SLOTS, blocks=37)
-add(optimizer.update_gate, gates, slots=HYPER_SLOTS, blocks=37)
+add(gradient_norm.gradient_norm, norms, slots=HYPER_SLOTS, blocks=37)
+add(gradient_norm.update_gate, gates, slots=HYPER_SLOTS, blocks=37)
 updating(adamw.adamw, adamw.Hyper, adamw.MOMENTS)
 checking(adamw.adamw_check, adamw.Hyper, adamw.MOMENTS)
 updating(adamw_bf16.adamw_bf16, adamw.Hyper, adamw.MOMENTS, "bf16")
@@ -162,14 +162,14 @@ checking_8bit(lion_8bit.lion_8bit_check, lion.Hyper, 1)
 
 def of_matrices(rng: np.random.Generator) -> Arrays:
     """A of 3 x 500 and of a gated slot, B of 400 x 3 and, in no block, nothing."""
-    homes = np.full((7, muon_kernels.HOME_WORDS), NONE, np.uint32)
+    homes = np.full((7, muon.HOME_WORDS), NONE, np.uint32)
     homes[0:2] = 0, 0, 0, 500, 1, 500, 3, 0
     homes[2:4] = 5, 1, 2048, 1, 3, 400, 2, 0
     homes[5] = 8, 2, 5120, 200, 1, 200, 3, 0
     homes[6] = 1, 3, 6144, 1, 3, 70, 3, 0
     report = normal(rng, HYPER_SLOTS, 4)
     report[:, 2] = 1, 1, 1, 0, 0
-    hyper = hypers(rng, muon_kernels.Hyper)
+    hyper = hypers(rng, muon.Hyper)
     hyper[5, 5] = 0
     return {
         "params": normal(rng, 7168),
@@ -184,7 +184,7 @@ def of_matrices(rng: np.random.Generator) -> Arrays:
 
 def diverging_matrices(rng: np.random.Generator) -> Arrays:
     arrays = of_matrices(rng)
-    arrays["params"][1500 - 1] = 2.0 * optimizer.MAX_PARAMETER
+    arrays["params"][1500 - 1] = 2.0 * gradient_norm.MAX_PARAMETER
     arrays["params"][[1500, 2048 + 1200, 5120]] = np.nan  # beyond its matrices, and of a gated slot
     arrays["direction"][2048 + 7] = np.inf
     return {**arrays, "diverged": poison(7)}
@@ -208,17 +208,17 @@ def squares(*outputs: str) -> Any:
 
 def momenta(output: str) -> Any:
     def make(rng: np.random.Generator) -> Arrays:
-        arrays = updates(rng, muon_kernels.Hyper, "momentum", "f32", u32(0, NONE, 7, 4, 1), 5 * optimizer.BLOCK)
+        arrays = updates(rng, muon.Hyper, "momentum", "f32", u32(0, NONE, 7, 4, 1), 5 * gradient_norm.BLOCK)
         del arrays["params"]
-        return arrays | ({"direction": poison(5 * optimizer.BLOCK)} if output else {})
+        return arrays | ({"direction": poison(5 * gradient_norm.BLOCK)} if output else {})
 
     return make
 
 
-add(muon_kernels.muon_direction, momenta("direction"), size=5 * optimizer.BLOCK)
-add(muon_kernels.muon_momentum, momenta(""), size=5 * optimizer.BLOCK)
-add(muon_kernels.muon_gram, grams, matrices=4, rank=3)
-add(muon_kernels.muon_normalise, squares("gram", "y", "norms"), matrices=5, rank=7)
-add(muon_kernels.muon_product, squares("x", "z", "y"), matrices=5, rank=7, a=2.0, b=-0.5, c=0.25)
-add(muon_kernels.muon, of_matrices, blocks=7, rank=3)
-add(muon_kernels.muon_check, diverging_matrices, blocks=7, rank=3)
+add(muon.muon_direction, momenta("direction"), size=5 * gradient_norm.BLOCK)
+add(muon.muon_momentum, momenta(""), size=5 * gradient_norm.BLOCK)
+add(muon.muon_gram, grams, matrices=4, rank=3)
+add(muon.muon_normalise, squares("gram", "y", "norms"), matrices=5, rank=7)
+add(muon.muon_product, squares("x", "z", "y"), matrices=5, rank=7, a=2.0, b=-0.5, c=0.25)
+add(muon.muon, of_matrices, blocks=7, rank=3)
+add(muon.muon_check, diverging_matrices, blocks=7, rank=3)

@@ -8,7 +8,7 @@ import numpy as np
 
 from support.kernels import Arrays, add, normal, poison, u32
 from wgpu_lora.gpu.kernel import Kernel
-from wgpu_lora.train.objectives import cpo, dpo, kto, members, orpo
+from wgpu_lora.train.objectives import cpo, dpo, kto, orpo, preference
 
 SIZE, STRIDE, ROWS, UNUSED = 67, 128, 1000, 5  # the last groups are padding
 
@@ -71,10 +71,10 @@ def scored(kernel: Kernel, logged: int, scale: float = 1.0, **constants: Any) ->
     add(kernel, make, size=SIZE, stride=STRIDE, beta=0.3, note=f"scale{scale:g}", **constants)
 
 
-add(members.member_sums, summed(2, True), size=SIZE, count=2, ld_alpha=0.25)
-add(members.member_sums, summed(1, False), size=SIZE, count=1)
-add(members.member_weights, spread(2, True), size=SIZE, count=2, ld_alpha=0.25)
-add(members.member_weights, spread(1, False), size=SIZE, count=1)
+add(preference.member_sums, summed(2, True), size=SIZE, count=2, ld_alpha=0.25)
+add(preference.member_sums, summed(1, False), size=SIZE, count=1)
+add(preference.member_weights, spread(2, True), size=SIZE, count=2, ld_alpha=0.25)
+add(preference.member_weights, spread(1, False), size=SIZE, count=1)
 
 # All losses together; and each where the others would hide its extremes, at log-ratios of hundreds.
 scored(dpo.dpo_scores, 6, label_smoothing=0.1, **dict.fromkeys(dpo.LOSSES, 0.7))

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 
 from support.kernels import SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
-from wgpu_lora.gpu.values import stored
-from wgpu_lora.ops import half, loss, norm, optimizer, support
+from wgpu_lora.gpu.reference_values import stored
+from wgpu_lora.ops import gradient_norm, half_precision, loss, norm, sparse_logits
 from wgpu_lora.train.objectives import sft
 
 
@@ -51,7 +51,7 @@ def softmax(first: int, rows: int = 67, cols: int = 37, count: int = 61, rate: f
         if cap:
             logits = (cap * np.tanh(logits / cap)).astype(np.float32)
         if rate != 1:
-            logits[::3, ::5] = logits[7::20] = support.LOWEST
+            logits[::3, ::5] = logits[7::20] = sparse_logits.LOWEST
             targets[::3] = first + 1
             arrays["apart"] = poison(rows, cols, value=5.0)
         return {"logits": logits, **arrays}
@@ -108,7 +108,7 @@ add(
     lambda rng: {"x": unslotted(normal(rng, SLOT_ROWS)), "ranges": SLOTS, "total": normal(rng, 3)},
     slots=3,
 )
-add(optimizer.square_sums, lambda rng: {"x": normal(rng, 67 * optimizer.BLOCK), "sums": poison(67)}, blocks=67)
+add(gradient_norm.square_sums, lambda rng: {"x": normal(rng, 67 * gradient_norm.BLOCK), "sums": poison(67)}, blocks=67)
 
 
 def rounded(kind: str, rows: int, cols: int) -> None:
@@ -119,7 +119,7 @@ def rounded(kind: str, rows: int, cols: int) -> None:
         arrays = {"x": x.astype(np.float32), "y": y if kind == "f16" else y.view(np.uint16)}
         return {**arrays, "scale": poison(rows)} if kind == "f16" else arrays
 
-    add(half.to_half, make, rows=rows, cols=cols, kind=kind)
+    add(half_precision.to_half, make, rows=rows, cols=cols, kind=kind)
 
 
 rounded("bf16", 37, 74)
@@ -131,7 +131,7 @@ def restored(kind: str, rows: int, cols: int) -> None:
         arrays = {"x": stored(rng, kind, rows, cols), "y": poison(rows, cols)}
         return {**arrays, "scale": 2.0 ** rng.integers(-90, 90, rows).astype(np.float32)} if kind == "f16" else arrays
 
-    add(half.from_half, make, size=rows * cols, cols=cols, kind=kind)
+    add(half_precision.from_half, make, size=rows * cols, cols=cols, kind=kind)
 
 
 restored("bf16", 37, 74)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from support.kernels import NONE, Arrays, add, normal, poison, u32
-from wgpu_lora.ops import support, topk
+from wgpu_lora.ops import sparse_logits
 
 ROWS, KEPT, COLS, WIDTH, FIRST, COUNT = 67, 5, 37, 10, 74, 61
 
@@ -35,15 +35,15 @@ def gathering(kind: str) -> None:
         return {"weights": weights, "ids": kept(rng), "count": u32(COUNT), "table": held, "y": normal(rng, ROWS, WIDTH)}
 
     constants = {"rows": ROWS, "kept": KEPT, "cols": WIDTH, "first": FIRST, "size": COLS, "b_type": kind}
-    add(support.support_product, make, **constants)
+    add(sparse_logits.support_product, make, **constants)
 
 
 def hiding(rng: np.random.Generator) -> Arrays:
     return {"ids": kept(rng), "count": u32(COUNT), "logits": normal(rng, ROWS, COLS)}
 
 
-add(support.pick_logits, picking, rows=ROWS, kept=KEPT, cols=COLS, first=FIRST)
-add(support.hide_logits, hiding, rows=ROWS, kept=KEPT, cols=COLS, first=FIRST)
+add(sparse_logits.pick_logits, picking, rows=ROWS, kept=KEPT, cols=COLS, first=FIRST)
+add(sparse_logits.hide_logits, hiding, rows=ROWS, kept=KEPT, cols=COLS, first=FIRST)
 
 
 def largest(k: int, first: int, cols: int = COLS, tied: bool = False) -> None:
@@ -64,7 +64,7 @@ def largest(k: int, first: int, cols: int = COLS, tied: bool = False) -> None:
         best = {"best": poison(ROWS, k, value=7.0), "best_ids": np.full((ROWS, k), NONE - 1, np.uint32)}
         return {"logits": chunk, "count": u32(COUNT), "values": values, "ids": ids, **best}
 
-    add(topk.top_k, make, note="tied" if tied else "", rows=ROWS, k=k, cols=cols, first=first)
+    add(sparse_logits.top_k, make, note="tied" if tied else "", rows=ROWS, k=k, cols=cols, first=first)
 
 
 largest(9, 74)

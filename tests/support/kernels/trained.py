@@ -6,9 +6,9 @@ import numpy as np
 
 from support.kernels import Arrays, add, normal, poison, u32
 from wgpu_lora.gpu.kernel import cdiv
-from wgpu_lora.ops.trained import snap_f16
-from wgpu_lora.weights.lowbit_codes import constant_count, entries, word_rows
-from wgpu_lora.weights.lowbit_gradients import SLICE, codes_gradient, codes_gradient_sum
+from wgpu_lora.ops.trained_matrix import snap_f16
+from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, entries, word_rows
+from wgpu_lora.weights.lowbit.lowbit_training import SLICE, codes_gradient, codes_gradient_sum
 
 
 def gradient(out: int, size_in: int, columns: int, first: int, bits: int, group: int) -> None:

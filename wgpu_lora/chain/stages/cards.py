@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.chain.stage import Stage
-from wgpu_lora.chain.watch import Watch
-from wgpu_lora.formats.cards import CARD, card_of_repository
-from wgpu_lora.formats.peft import CONFIG, WEIGHTS
+from wgpu_lora.chain.stage import Stage, Watch
+from wgpu_lora.formats.model_cards import CARD, card_of_repository
+from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from wgpu_lora.chain.stage import EndedEarlyError, Stage, model_files
-from wgpu_lora.chain.watch import Watch
+from wgpu_lora.chain.stage import EndedEarlyError, Stage, Watch, model_files
 from wgpu_lora.data import training_data
 from wgpu_lora.data.files import FileSource
-from wgpu_lora.distill.header import CACHE
+from wgpu_lora.distill.teacher_cache import CACHE
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import CONFIG, WEIGHTS
-from wgpu_lora.train.checkpoint import BEST
-from wgpu_lora.train.gather import gather
-from wgpu_lora.train.options.arguments import FREE_ON_RESUME, TrainingArguments
+from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
+from wgpu_lora.train.options.training_arguments import FREE_ON_RESUME, TrainingArguments
+from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.run.run_checkpoint import BEST
 
 # Options that do not change the result; of those that are free on resuming, the others name what does.
 WITHOUT_EFFECT = FREE_ON_RESUME - {
@@ -82,11 +81,11 @@ class Finetune(Stage):
             yield from model_files(args.teacher, download)
 
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
-        from wgpu_lora.train import checkpoint
-        from wgpu_lora.train.ending import exit_code
         from wgpu_lora.train.finetune import prepare_job
+        from wgpu_lora.train.run import run_checkpoint
+        from wgpu_lora.train.run.stop_reasons import exit_code
 
-        resume = {"resume": True} if resuming and checkpoint.newest(output) else {}
+        resume = {"resume": True} if resuming and run_checkpoint.newest(output) else {}
         job = prepare_job(self.arguments(output=str(output), **resume))
         with watch.training(job) as events:
             record = job.train(events)
@@ -95,7 +94,7 @@ class Finetune(Stage):
             raise EndedEarlyError(code)
 
     def outputs(self, output: Path) -> Iterator[Path]:
-        from wgpu_lora.train.checkpoint import trained_files
+        from wgpu_lora.train.run.run_checkpoint import trained_files
 
         # Not all files: cards may be edited, and runs extended.
         places = [output, *(place for place in (output / BEST,) if place.exists())]

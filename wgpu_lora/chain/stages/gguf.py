@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from wgpu_lora.chain.stage import Stage, model_files
-from wgpu_lora.chain.watch import Watch
+from wgpu_lora.chain.stage import Stage, Watch, model_files
 from wgpu_lora.errors import UserError
-from wgpu_lora.export.gguf_model import export_models
-from wgpu_lora.export.mix import FILE_TYPES
+from wgpu_lora.export.gguf_export import FILE_TYPES, export_models
 from wgpu_lora.formats.hub import resolve_model
-from wgpu_lora.formats.peft import CONFIG, WEIGHTS
-from wgpu_lora.models.files import config_of
+from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
+from wgpu_lora.models.model_files import config_of
 from wgpu_lora.words import listed
 
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from wgpu_lora.chain.stage import Stage
-from wgpu_lora.chain.watch import Watch
+from wgpu_lora.chain.stage import Stage, Watch
 from wgpu_lora.data.preparing import Preparation, prepare_files
 from wgpu_lora.data.preparing.inputs import find_inputs
 from wgpu_lora.data.preparing.run import Progress

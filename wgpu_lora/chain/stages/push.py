@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
-from wgpu_lora.chain.stage import Stage
-from wgpu_lora.chain.watch import Watch
+from wgpu_lora.chain.stage import Stage, Watch
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.cards import CARD
-from wgpu_lora.formats.push import check_name
-from wgpu_lora.formats.push import push as send
-from wgpu_lora.formats.upload import Upload, joined, prepare
+from wgpu_lora.formats.hub_upload import Upload, check_repo_name, joined, prepare
+from wgpu_lora.formats.hub_upload import push as send
+from wgpu_lora.formats.model_cards import CARD
 
 RESULT = "push.json"
 
@@ -36,7 +34,7 @@ class Push(Stage):
     def of(cls, values: Mapping[str, Any], where: str) -> Self:
         stage = super().of(values, where)
         try:
-            check_name(stage.repo)
+            check_repo_name(stage.repo)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         folders = [Path(place).name.casefold() for place in stage.adapters]

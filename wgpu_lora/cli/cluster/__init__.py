@@ -15,7 +15,7 @@ from wgpu_lora.cli.cluster.simulate import simulate
 from wgpu_lora.cli.cluster.status import status
 from wgpu_lora.cli.cluster.sweep import SweepCommand, sweep
 from wgpu_lora.cli.cluster.up import up
-from wgpu_lora.cli.commands import Command, Group
+from wgpu_lora.cli.command import Command, Group
 
 cluster = typer.Typer(
     cls=Group,

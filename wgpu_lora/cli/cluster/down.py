@@ -5,7 +5,7 @@ from __future__ import annotations
 from wgpu_lora.cli.cluster.options import ClusterToml, Here
 from wgpu_lora.cli.console import line
 from wgpu_lora.errors import UserError
-from wgpu_lora.installed import program
+from wgpu_lora.installation import program
 
 
 def down(file: ClusterToml = None, local: Here = False) -> None:

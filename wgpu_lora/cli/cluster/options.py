@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from wgpu_lora.cli.options import TrainingCommand, is_given, option_parameter
+from wgpu_lora.cli.parameters import TrainingCommand, is_given, option_parameter
 from wgpu_lora.cluster.spec.run_options import CLUSTER, RunOptions
-from wgpu_lora.names.naming import COMMAND_LINE, naming
+from wgpu_lora.names.spelling import COMMAND_LINE, naming
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.spec.file import ClusterFile

@@ -8,8 +8,8 @@ import typer
 
 from wgpu_lora.cli.cluster.options import Address, ClusterToml, Dashboard, Detach, Here, run_options, with_run_options
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig
-from wgpu_lora.cli.options import note_idle, training_options
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.cli.parameters import note_idle, training_options
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 
 def _run(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int:

@@ -23,7 +23,7 @@ from wgpu_lora.cluster.coordinator.journal import DIRECTORY, unfinished
 from wgpu_lora.cluster.facts import RunRequest, Task, to_plain
 from wgpu_lora.cluster.node.layout import cluster_root
 from wgpu_lora.errors import UserError
-from wgpu_lora.installed import program
+from wgpu_lora.installation import program
 from wgpu_lora.signals import handled
 from wgpu_lora.words import counted, listed
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from wgpu_lora.cli.console import duration, line, print_json
-from wgpu_lora.cli.options import Json
+from wgpu_lora.cli.parameters import Json
 from wgpu_lora.words import counted, share
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from wgpu_lora.bounded import printable
 from wgpu_lora.cli.cluster.options import Address, ClusterToml, Here
 from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.console import table as made_table
-from wgpu_lora.cli.options import Json
-from wgpu_lora.installed import program
+from wgpu_lora.cli.parameters import Json
+from wgpu_lora.installation import program
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.facts import DeviceView, RunView, Snapshot, TaskView

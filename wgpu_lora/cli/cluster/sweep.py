@@ -19,9 +19,9 @@ from wgpu_lora.cli.cluster.options import (
     run_options,
     with_run_options,
 )
-from wgpu_lora.cli.options import is_given, note_idle, option_parameter, training_options
+from wgpu_lora.cli.parameters import is_given, note_idle, option_parameter, training_options
 from wgpu_lora.cluster.spec.sweep_options import SWEEP, SweepOptions
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 OWN = tuple(item.name for item in fields(SweepOptions))
 Param = Annotated[

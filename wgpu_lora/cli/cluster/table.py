@@ -12,7 +12,7 @@ from wgpu_lora.bounded import printable
 from wgpu_lora.cli.cluster.reasons import reasons, why_of
 from wgpu_lora.cli.console import OFTEN, console, duration, is_terminal, line
 from wgpu_lora.cli.console import table as made_table
-from wgpu_lora.cli.trend import Trend
+from wgpu_lora.cli.training_progress import Trend
 from wgpu_lora.cluster.client.follow import Followed
 from wgpu_lora.cluster.facts import Line, Snapshot, TaskView
 from wgpu_lora.words import listed

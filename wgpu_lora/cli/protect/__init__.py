@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from wgpu_lora.cli.commands import Command, Group
+from wgpu_lora.cli.command import Command, Group
 from wgpu_lora.cli.protect.attest import attest
 from wgpu_lora.cli.protect.broker import broker
 from wgpu_lora.cli.protect.check import check

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from wgpu_lora.cli.console import console, line, table
-from wgpu_lora.cli.options import Device
+from wgpu_lora.cli.parameters import Device
 
 SHORT = 16  # hexadecimal digits of a digest
 
@@ -33,7 +33,7 @@ def attest(
 
     check_libraries()
     from wgpu_lora.atomic import check_file, replace_file
-    from wgpu_lora.gpu.devices import choose
+    from wgpu_lora.gpu.device_list import choose
     from wgpu_lora.protect.attestation import claims
     from wgpu_lora.protect.hygiene.host import harden
     from wgpu_lora.protect.sealed.keys import SessionKeys

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from wgpu_lora.cli.console import line, print_json
-from wgpu_lora.cli.options import Json
+from wgpu_lora.cli.parameters import Json
 
 
 def keygen(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wgpu_lora.cli.options import Device
+from wgpu_lora.cli.parameters import Device
 
 
 def policy(

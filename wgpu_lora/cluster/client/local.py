@@ -26,7 +26,7 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.launcher import processes
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.locks import lock_file
-from wgpu_lora.share.owner import boot_id
+from wgpu_lora.process_identity import boot_id
 from wgpu_lora.signals import deferred
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.typed_json import typed

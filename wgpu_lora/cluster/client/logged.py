@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.track.runlog import RunLog, wanted
-from wgpu_lora.train.checkpoint import BEST
-from wgpu_lora.train.following import logged_id
+from wgpu_lora.track.run_log import RunLog, wanted
+from wgpu_lora.train.run.run_checkpoint import BEST
+from wgpu_lora.train.run.run_tracking import logged_id
 
 
 def log_place(output: Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wgpu_lora.cluster.client import local
-from wgpu_lora.share.owner import start_of
+from wgpu_lora.process_identity import start_of
 
 _NUMBERS = itertools.count()
 

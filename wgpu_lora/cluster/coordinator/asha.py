@@ -14,7 +14,7 @@ from typing import Any
 
 from wgpu_lora.cluster.facts import Sweep
 from wgpu_lora.errors import UserError
-from wgpu_lora.installed import pip_line
+from wgpu_lora.installation import pip_line
 
 Result = tuple[str, int, float]  # a task, its step and its value
 STEP, VALUE = "step", "value"  # of a result, for the scheduler

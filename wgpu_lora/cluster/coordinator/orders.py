@@ -5,7 +5,7 @@ from __future__ import annotations
 from wgpu_lora.cluster.coordinator.state import State, UnitState
 from wgpu_lora.cluster.coordinator.taught import as_trained, holders
 from wgpu_lora.cluster.facts import Order, RunRequest
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 
 def order(state: State, request: RunRequest, unit: UnitState, node: str) -> Order:

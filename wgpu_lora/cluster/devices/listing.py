@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from wgpu_lora.gpu.devices import DeviceInfo, list_devices
+from wgpu_lora.gpu.device_list import DeviceInfo, list_devices
 
 # Adapters of OpenGL, which are listed and released too, belong to a thread: releasing one while another thread uses its
 # EGL context aborts the process.

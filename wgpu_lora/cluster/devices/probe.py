@@ -10,8 +10,8 @@ from wgpu_lora.cluster.devices.listing import devices_here
 from wgpu_lora.cluster.devices.speed import cached
 from wgpu_lora.cluster.facts import DeviceFacts
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.share import Entry, Ledger, budget_bytes, device_key, device_memory
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.memory_leases import Entry, Ledger, budget_bytes, device_key, device_memory
 from wgpu_lora.train.memory import readable
 
 

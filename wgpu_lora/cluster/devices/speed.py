@@ -16,10 +16,10 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.devices.versions import own_versions
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.devices import DeviceInfo, choose
+from wgpu_lora.gpu.device_list import DeviceInfo, choose
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.typed_json import typed
-from wgpu_lora.worker.parent import Worker, WorkerFailed
+from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 SCHEMA = 1  # of the files, and of what the brick measures
 TIMEOUT = 300.0  # seconds; drivers may compile slowly

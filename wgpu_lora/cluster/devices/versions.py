@@ -8,11 +8,11 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from wgpu_lora.assets import combined, package_files
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.cluster.facts import Versions
-from wgpu_lora.gpu.devices import native_version
-from wgpu_lora.installed import NAME
-from wgpu_lora.package_files import combined, package_files
+from wgpu_lora.gpu.device_list import native_version
+from wgpu_lora.installation import NAME
 
 SHOWN = 12  # characters of a digest in a message
 

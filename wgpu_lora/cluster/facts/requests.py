@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from wgpu_lora.train.needed import Needs
+from wgpu_lora.train.memory import Needs
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from wgpu_lora.cluster.node.transfer import Unreachable
 from wgpu_lora.cluster.spec.sending import LARGEST_BYTES, LARGEST_FILES, Parcel, parcel
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.worker.parent import PROGRAM, Worker
+from wgpu_lora.worker.worker import PROGRAM, Worker
 
 UNASKED_SECONDS = 600.0  # after which nobody wants a cache that is being made
 PARCELS = "parcels.json"

@@ -16,10 +16,10 @@ from wgpu_lora.cluster.node.layout import ADAPTERS, checked_part
 from wgpu_lora.cluster.node.listing import FileFacts, Listing
 from wgpu_lora.cluster.node.transfer import Read, fetch
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import CONFIG, WEIGHTS
-from wgpu_lora.train.checkpoint import LAST, STEPS
-from wgpu_lora.train.state import STATE, read_state
-from wgpu_lora.worker.parent import Worker, WorkerFailed
+from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
+from wgpu_lora.train.run.run_checkpoint import LAST, STEPS
+from wgpu_lora.train.run.run_state import STATE, read_state
+from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 MEASURE_SECONDS = 3600.0  # large models on slow devices take long
 _STEP = re.compile(rf"{STEPS}/step-([0-9]{{1,15}})")

@@ -26,7 +26,7 @@ from wgpu_lora.cluster.spec.outputs import check_outputs
 from wgpu_lora.cluster.spec.paths import SENT, node_paths, on_node
 from wgpu_lora.cluster.spec.sending import Parcel
 from wgpu_lora.errors import UserError
-from wgpu_lora.worker.parent import Worker, WorkerFailed
+from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 PLAN_SECONDS = 600.0  # that the plans of a request may take
 

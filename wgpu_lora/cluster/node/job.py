@@ -9,7 +9,7 @@ from typing import Any
 from wgpu_lora.cluster.facts import Order, Task
 from wgpu_lora.cluster.node.layout import ADAPTERS, PIPELINE, checked_part
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.tasks import split_options
+from wgpu_lora.train.adapter_tasks import split_options
 
 NEVER = 1 << 30  # steps between held-out losses that another device measures
 OURS = ("output", "device", "resume", "overwrite", "requests")  # not a task's to say

@@ -13,7 +13,7 @@ from wgpu_lora.cluster.facts import from_plain, to_plain
 from wgpu_lora.cluster.node.layout import ADAPTERS, checked_digest, checked_part
 from wgpu_lora.errors import UserError
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.train.pipeline_state import MEMBER
+from wgpu_lora.train.run.pipeline_state import MEMBER
 
 MAX_FILES = 20_000
 FOREIGN = "\\:" if os.name == "nt" else "\\"  # what separates parts of paths on Windows

@@ -9,7 +9,7 @@ from wgpu_lora.cluster.node.layout import Layout
 from wgpu_lora.cluster.node.publishing import allowed_roots, refused_path
 from wgpu_lora.cluster.spec.paths import HERE, is_hub_id, node_paths, on_node, sent_name
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import flag
+from wgpu_lora.names.spelling import flag
 
 
 def options_here(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from wgpu_lora.cluster.facts import Progress
 from wgpu_lora.cluster.node.layout import ADAPTERS
-from wgpu_lora.train import checkpoint
-from wgpu_lora.train.ending import OUTCOMES
-from wgpu_lora.train.state import read_state
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.run_state import read_state
+from wgpu_lora.train.run.stop_reasons import OUTCOMES
 
 WINDOW = 20  # steps that tokens/s and the time left are measured over
 STOPPED, ENDED_EARLY = "stopped", "stopped early"  # as reports and as `train.ending` say it
@@ -68,8 +68,8 @@ class Standing:
     def resume(self, directory: Path) -> None:
         """Begin with what the checkpoints in a unit's directory say."""
         for name in self.names:
-            newest = checkpoint.newest(directory / ADAPTERS / name)
-            if newest is None or checkpoint.fault(newest):
+            newest = run_checkpoint.newest(directory / ADAPTERS / name)
+            if newest is None or run_checkpoint.fault(newest):
                 continue
             state, _ = read_state(newest)
             self.saved[name] = state.step
@@ -136,7 +136,7 @@ class Standing:
         )
 
     def _saved(self, event: Event) -> None:
-        if Path(event["directory"]).name != checkpoint.BEST:  # which nothing resumes from
+        if Path(event["directory"]).name != run_checkpoint.BEST:  # which nothing resumes from
             self.saved[self._name(event)] = event["step"]
 
     def _retired(self, event: Event) -> None:

@@ -17,11 +17,11 @@ from wgpu_lora.cluster.node.layout import ADAPTERS, PIPELINE
 from wgpu_lora.cluster.node.listing import FileFacts, checked_path
 from wgpu_lora.cluster.node.shelf import link_or_copy
 from wgpu_lora.errors import UserError
-from wgpu_lora.train import checkpoint
-from wgpu_lora.train.job import LOCK
-from wgpu_lora.train.manifest import MANIFEST
-from wgpu_lora.train.pipeline_state import read_pipeline_state
-from wgpu_lora.train.state import STATE, read_state
+from wgpu_lora.train.finetune import LOCK
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.pipeline_state import read_pipeline_state
+from wgpu_lora.train.run.run_checkpoint import MANIFEST
+from wgpu_lora.train.run.run_state import STATE, read_state
 
 KEPT = 2  # checkpoints of a run that goes on: a ruined adapter falls back to the one before the newest
 TEMPORARY = re.compile(r"\..*\.(tmp|previous|old)")
@@ -52,7 +52,7 @@ class Snapshots:
         target.mkdir(parents=True)
         try:
             for root in self._roots() if ended else ():
-                checkpoint.sweep_run(root)
+                run_checkpoint.sweep_run(root)
             before = self._pipeline_state()
             for path in self._files(ended):
                 self._copy(path, target / path.relative_to(self.directory))
@@ -74,7 +74,7 @@ class Snapshots:
 
     def _files(self, ended: bool) -> Iterator[Path]:
         for root in self._roots():
-            old = [] if ended else [place for _, place in checkpoint.found(root / checkpoint.STEPS)[:-KEPT]]
+            old = [] if ended else [place for _, place in run_checkpoint.found(root / run_checkpoint.STEPS)[:-KEPT]]
             for path in walked(root):
                 if not any(place in path.parents for place in old):
                     yield path
@@ -92,10 +92,10 @@ class Snapshots:
         """Check all checkpoints of a snapshot; returns the steps of the newest ones by task."""
         steps = {}
         for run in sorted((target / ADAPTERS).iterdir()) if (target / ADAPTERS).is_dir() else ():
-            places = [p for _, p in checkpoint.found(run / checkpoint.STEPS)] + checkpoint.results_of(run)
+            places = [p for _, p in run_checkpoint.found(run / run_checkpoint.STEPS)] + run_checkpoint.results_of(run)
             for place in places:
                 self._check_checkpoint(place)
-            if newest := checkpoint.newest(run):
+            if newest := run_checkpoint.newest(run):
                 steps[run.name] = read_state(newest)[0].step
         if (target / PIPELINE / STATE).is_file():
             steps |= self._check_pipeline(target)
@@ -105,7 +105,7 @@ class Snapshots:
         """Check a checkpoint by its manifest, whose digests are remembered for the list of files."""
         if any(self._key(path) not in self._known for path in place.iterdir()):
             try:
-                if wrong := checkpoint.fault(place):
+                if wrong := run_checkpoint.fault(place):
                     raise MovedOn(f"{place.name}: {wrong}")
             except UserError as error:
                 raise MovedOn(str(error)) from error
@@ -120,7 +120,7 @@ class Snapshots:
             raise MovedOn(str(error)) from error
         for name, step in state.steps.items():
             run = target / ADAPTERS / name
-            if not any(_is_at(run / place, step) for place in (checkpoint.LAST, checkpoint.NEXT)):
+            if not any(_is_at(run / place, step) for place in (run_checkpoint.LAST, run_checkpoint.NEXT)):
                 raise MovedOn(f"{name} has no checkpoint of step {step}")
         return state.steps
 
@@ -149,4 +149,4 @@ def walked(root: Path) -> Iterator[Path]:
 
 
 def _is_at(place: Path, step: int) -> bool:
-    return place.is_dir() and not checkpoint.fault(place) and read_state(place)[0].step == step
+    return place.is_dir() and not run_checkpoint.fault(place) and read_state(place)[0].step == step

@@ -23,7 +23,7 @@ from wgpu_lora.cluster.node.snapshot import MovedOn
 from wgpu_lora.cluster.node.transfer import Damaged, Unreachable, restore
 from wgpu_lora.cluster.parallel.relay import Relay
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.worker.parent import PROGRAM, Worker
+from wgpu_lora.worker.worker import PROGRAM, Worker
 
 PATIENCE = 600.0  # seconds that a cancelled process may take, and that the last copy is tried for
 RETRY = 2.0  # seconds between tries

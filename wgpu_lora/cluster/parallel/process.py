@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from wgpu_lora.cluster.parallel.line import LOOK, Line
-from wgpu_lora.worker.parent import Worker
+from wgpu_lora.worker.worker import Worker
 
 HUNG = 900.0  # seconds without an answer after which a process is ended; far more than a part takes, compiled first
 REFUSALS = ("UserError", "NotFiniteError")  # errors that the next process would have, too; not a lack of memory

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from wgpu_lora.cluster.parallel.line import LOOK, Line
 from wgpu_lora.cluster.parallel.process import Lost, Refused
-from wgpu_lora.train.exchange import LOST, message
+from wgpu_lora.train.data_parallel.gradient_messages import LOST, message
 
 AGAIN, MOST = 5.0, 300.0  # seconds before a helper is started again, at first and at most
 

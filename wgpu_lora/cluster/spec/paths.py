@@ -11,7 +11,7 @@ from typing import Any
 
 from wgpu_lora.bounded import is_path
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.options.arguments import PATHS
+from wgpu_lora.train.options.training_arguments import PATHS
 
 NODE_PATHS = "WGPU_LORA_CLUSTER_PATHS"  # of a node: a JSON object, folders of the others -> its own
 DATA = ("data", "eval_data", "teacher_cache", "eval_teacher_cache")  # whose relative paths `[data] root` is for

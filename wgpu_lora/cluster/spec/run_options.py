@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 
 from wgpu_lora.cluster.spec.names import is_safe
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import flag, setting
-from wgpu_lora.train.declared import NOT_NEGATIVE, Range, check, option
+from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.train.option_types import NOT_NEGATIVE, Range, check, option
 
 CLUSTER = "Cluster"  # their heading in help
 JOIN = ("auto", "always", "never")

@@ -15,10 +15,9 @@ from wgpu_lora.cluster.spec.outputs import output_of
 from wgpu_lora.cluster.spec.sweep_options import MOST, SweepOptions
 from wgpu_lora.cluster.spec.tasks import REFUSED, Draft, finished
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import flag, setting
-from wgpu_lora.train.declared import TYPES, kinds
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values, named
-from wgpu_lora.train.own_options import READERS
+from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.train.option_types import READERS, TYPES, kinds
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values, named
 
 RESULTS = "sweep.json"
 # Options that no task may vary, and why.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from wgpu_lora.train.declared import Range, check, option
+from wgpu_lora.train.option_types import Range, check, option
 
 SWEEP = "Sweep"  # heading of its options in help
 METRICS, SCHEDULERS = ("eval_loss", "loss"), ("none", "asha")

@@ -16,10 +16,10 @@ from wgpu_lora.cluster.spec.paths import for_nodes
 from wgpu_lora.cluster.spec.reading import in_file
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
-from wgpu_lora.names.naming import IN_FILE, flag, naming
-from wgpu_lora.train.options.arguments import TrainingArguments, from_values, named
-from wgpu_lora.train.options.recipes import find_recipe, read_recipe
-from wgpu_lora.train.tasks import KEYS, OPTIONS, OWN, AdapterTask, named_tasks, task_of
+from wgpu_lora.names.spelling import IN_FILE, flag, naming
+from wgpu_lora.train.adapter_tasks import KEYS, OPTIONS, OWN, AdapterTask, named_tasks, task_of
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values, named
+from wgpu_lora.train.resolve_options import find_recipe, read_recipe
 
 # Options that a task cannot have, and why.
 REFUSED = {

@@ -7,7 +7,7 @@ from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, T
 from wgpu_lora.data.preparing.kinds import Read
 from wgpu_lora.data.thinking import mark_of
 from wgpu_lora.data.tokenizer import MAX_TEXT
-from wgpu_lora.names.naming import flag
+from wgpu_lora.names.spelling import flag
 
 _UNTRAINED = -100
 

@@ -16,7 +16,7 @@ from wgpu_lora.data.huggingface import is_hub_id, is_saved, load_splits
 from wgpu_lora.data.opening import bare_name
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import flag
+from wgpu_lora.names.spelling import flag
 from wgpu_lora.words import counted, listed
 
 REPORT, REJECTED, SCHEMA = "report.json", "rejected.jsonl", "wgpu-lora-data/1"

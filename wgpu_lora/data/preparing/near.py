@@ -15,8 +15,8 @@ import numpy as np
 
 from wgpu_lora.data.preparing.seen import place_of, stored
 from wgpu_lora.errors import UserError
-from wgpu_lora.installed import pip_line
-from wgpu_lora.names.naming import flag
+from wgpu_lora.installation import pip_line
+from wgpu_lora.names.spelling import flag
 
 PERMUTATIONS, BANDS = 128, 32  # 4 values a band: finds 99.8% of pairs with a similarity of 0.65, all above 0.75
 LEAST = 0.65  # threshold

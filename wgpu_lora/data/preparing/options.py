@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from wgpu_lora.data.preparing.near import LEAST
 from wgpu_lora.data.split import check_split
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.names.spelling import flag, setting
 
 DUPLICATES = ("normalized", "exact", "keep")
 

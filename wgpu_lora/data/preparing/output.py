@@ -11,7 +11,7 @@ from wgpu_lora.atomic import check_new, check_not_around
 from wgpu_lora.data.preparing.inputs import REJECTED, REPORT, is_result
 from wgpu_lora.data.preparing.kinds import FILES, VALID
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import flag
+from wgpu_lora.names.spelling import flag
 from wgpu_lora.strict_json import to_json
 
 WRITTEN = {*FILES.values(), VALID, REPORT, REJECTED}

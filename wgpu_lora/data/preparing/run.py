@@ -28,7 +28,7 @@ from wgpu_lora.data.source import NoRowsError, Place, Problem
 from wgpu_lora.data.split import held_out, key_of
 from wgpu_lora.data.values import canonical, row_digest
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.words import counted
 

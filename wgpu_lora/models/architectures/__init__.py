@@ -9,9 +9,9 @@ from typing import Any
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.composite import text_part
-from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.fields import token_ids
+from wgpu_lora.models.config_fields import token_ids
+from wgpu_lora.models.model_config import ModelConfig
+from wgpu_lora.models.multimodal import text_part
 from wgpu_lora.registry import Registry
 
 ARCHITECTURES: Registry[type[ModelConfig]] = Registry(

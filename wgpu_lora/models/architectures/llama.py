@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.blocks.transformer import Biases, Transformer
+from wgpu_lora.models.blocks.transformer_block import Biases, Transformer
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 
 

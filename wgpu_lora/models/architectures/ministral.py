@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import numpy as np
 from gguf import GGUFWriter
 
-from wgpu_lora.formats.gguf.header import Header
+from wgpu_lora.formats.gguf.gguf_header import Header
 from wgpu_lora.models.architectures.mistral import Mistral, same_windows
-from wgpu_lora.models.blocks.attention import Attention
-from wgpu_lora.models.blocks.transformer import Transformer, layer_types, stated_window
+from wgpu_lora.models.blocks.attention_block import Attention
+from wgpu_lora.models.blocks.transformer_block import Transformer, layer_types, stated_window
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
-from wgpu_lora.models.composite import TEXT_PART, Composite
-from wgpu_lora.models.fields import whole
-from wgpu_lora.models.rope import DEFAULT_THETA, RopeTable, positive, stated_rope
+from wgpu_lora.models.config_fields import whole
+from wgpu_lora.models.multimodal import TEXT_PART, Composite
+from wgpu_lora.models.rotary_embedding import DEFAULT_THETA, RopeTable, positive, stated_rope
 
 
 class Ministral(Transformer):

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.blocks.transformer import Transformer, layer_types, stated_window
+from wgpu_lora.models.blocks.transformer_block import Transformer, layer_types, stated_window
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
-from wgpu_lora.models.composite import TEXT_PART
+from wgpu_lora.models.multimodal import TEXT_PART
 
 
 class Mistral(Transformer):

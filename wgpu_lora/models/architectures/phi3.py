@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from wgpu_lora.models.blocks.phi_gguf import PhiGGUF
-from wgpu_lora.models.blocks.transformer import Transformer, stated_window
-from wgpu_lora.models.longrope import parse_longrope
-from wgpu_lora.models.rope import Rope, parse_rope
+from wgpu_lora.models.blocks.transformer_block import Transformer, stated_window
+from wgpu_lora.models.rotary_embedding import Rope, parse_longrope, parse_rope
 
 
 class Phi3(Transformer):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wgpu_lora.models.blocks.transformer import Biases, Transformer, stated_window
+from wgpu_lora.models.blocks.transformer_block import Biases, Transformer, stated_window
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
-from wgpu_lora.models.fields import boolean
+from wgpu_lora.models.config_fields import boolean
 
 
 class Qwen3(Transformer):

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.tensor_names import TensorNames
+from wgpu_lora.formats.checkpoint_names import TensorNames
+from wgpu_lora.models.blocks.attention_block import GatedAttention
 from wgpu_lora.models.blocks.delta_gguf import DeltaGGUF
 from wgpu_lora.models.blocks.delta_net import DeltaNet, Runs
-from wgpu_lora.models.blocks.gated_attention import GatedAttention
-from wgpu_lora.models.blocks.transformer import MLP_NORM, Mixer, Transformer
-from wgpu_lora.models.config import VECTOR, Parameter
-from wgpu_lora.models.fields import whole
-from wgpu_lora.models.rows import RowInput
+from wgpu_lora.models.blocks.transformer_block import MLP_NORM, Mixer, Transformer
+from wgpu_lora.models.config_fields import whole
+from wgpu_lora.models.model_config import VECTOR, Parameter
+from wgpu_lora.models.row_inputs import RowInput
 
 FULL, LINEAR = "full_attention", "linear_attention"
 

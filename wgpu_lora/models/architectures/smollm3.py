@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.blocks.transformer import Biases, Transformer, layer_types
+from wgpu_lora.models.blocks.transformer_block import Biases, Transformer, layer_types
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
-from wgpu_lora.models.fields import boolean, whole
+from wgpu_lora.models.config_fields import boolean, whole
 
 EVERY = 4  # default of no_rope_layer_interval
 

@@ -7,7 +7,7 @@ from typing import Any
 from gguf import GGUFWriter
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.header import Header
+from wgpu_lora.formats.gguf.gguf_header import Header
 from wgpu_lora.models.blocks.delta_net import L2_EPS
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 

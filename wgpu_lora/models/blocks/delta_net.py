@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wgpu_lora.formats.gguf.layout import Layout, Tiled
+from wgpu_lora.formats.gguf.gguf_layout import Layout, Tiled
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.models.block import Block
-from wgpu_lora.models.cache import CacheTensor
-from wgpu_lora.models.config import KEPT, MATRIX, Parameter
-from wgpu_lora.models.rows import NOWHERE, Rows
-from wgpu_lora.ops.causal_conv import causal_conv
-from wgpu_lora.ops.delta import gated_delta_rule
-from wgpu_lora.ops.delta_step import gated_delta_step, possible_slices
-from wgpu_lora.ops.gated_norm import gated_norm, l2norm
+from wgpu_lora.models.kv_cache import CacheTensor
+from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.model_config import KEPT, MATRIX, Parameter
+from wgpu_lora.models.row_inputs import NOWHERE, Rows
+from wgpu_lora.ops.delta_net.causal_conv import causal_conv
+from wgpu_lora.ops.delta_net.delta_rule import gated_delta_rule
+from wgpu_lora.ops.delta_net.delta_step import gated_delta_step, possible_slices
+from wgpu_lora.ops.norm import gated_norm, l2norm
 
 L2_EPS = 1e-6
 

@@ -11,19 +11,19 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.models.block import Block
-from wgpu_lora.models.blocks.attention import Attention
-from wgpu_lora.models.blocks.mlp import GatedMLP
-from wgpu_lora.models.blocks.transformer import (
+from wgpu_lora.models.blocks.attention_block import Attention
+from wgpu_lora.models.blocks.transformer_block import (
     ATTENTION_NORM,
     Biases,
+    GatedMLP,
     Transformer,
     layer_types,
     stated_window,
 )
-from wgpu_lora.models.config import VECTOR, Parameter
-from wgpu_lora.models.fields import boolean, whole
-from wgpu_lora.models.rope import positive
+from wgpu_lora.models.config_fields import boolean, whole
+from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.model_config import VECTOR, Parameter
+from wgpu_lora.models.rotary_embedding import positive
 from wgpu_lora.ops.elementwise import residual
 
 AFTER_ATTENTION, BEFORE_MLP, AFTER_MLP = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gguf import GGUFWriter
 
-from wgpu_lora.formats.gguf.header import Header
+from wgpu_lora.formats.gguf.gguf_header import Header
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.header import Header
+from wgpu_lora.formats.gguf.gguf_header import Header
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
-from wgpu_lora.models.longrope import LongRopeScaling
+from wgpu_lora.models.rotary_embedding import LongRopeScaling
 
 if TYPE_CHECKING:
-    from wgpu_lora.models.blocks.transformer import Transformer
+    from wgpu_lora.models.blocks.transformer_block import Transformer
 
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 

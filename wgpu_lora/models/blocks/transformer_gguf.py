@@ -13,10 +13,10 @@ from gguf import GGUFWriter, RopeScalingType
 from gguf.constants import GGMLQuantizationType
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.header import Header, special_ids
-from wgpu_lora.models.blocks.transformer import Transformer
-from wgpu_lora.models.gguf_form import GGUFForm
-from wgpu_lora.models.rope import RopeScaling, inv_freq
+from wgpu_lora.formats.gguf.gguf_header import Header, special_ids
+from wgpu_lora.models.blocks.transformer_block import Transformer
+from wgpu_lora.models.model_config import GGUFForm
+from wgpu_lora.models.rotary_embedding import RopeScaling, inv_freq
 
 # config.json's names -> keys of the metadata, without the architecture's name.
 _FIELDS = {

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyrage
 
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.installed import NAME
+from wgpu_lora.installation import NAME
 from wgpu_lora.protect.attestation import quotes, tpm
 from wgpu_lora.protect.evidence import envelope
 from wgpu_lora.protect.evidence.envelope import EnvelopeError
@@ -37,7 +37,7 @@ from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
 from wgpu_lora.protect.sealed.streams import parse_recipient
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.devices import DeviceInfo
+    from wgpu_lora.gpu.device_list import DeviceInfo
 
 PROFILE = "https://example.org/wgpu-lora/attestation/v1"  # EAT profile and in-toto predicate type
 MAX_BYTES = 2 << 20  # of evidence; it takes 0.15 MB

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 from wgpu_lora import assets
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.installed import NAME
+from wgpu_lora.installation import NAME
 
 HASHES = {"sha256", "sha384", "sha512"}
 BY_INSTALLERS = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD")  # in .dist-info; they differ between machines

@@ -19,11 +19,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.assets import PACKAGE, combined, package_files, walk
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.devices import native_library, native_version
-from wgpu_lora.installed import NAME
-from wgpu_lora.package_files import PACKAGE, combined, package_files, walk
+from wgpu_lora.gpu.device_list import native_library, native_version
+from wgpu_lora.installation import NAME
 from wgpu_lora.protect.attestation import dependencies, process
 from wgpu_lora.protect.hygiene.host import environment_at_start
 

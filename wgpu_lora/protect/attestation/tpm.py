@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.installed import pip_line
+from wgpu_lora.installation import pip_line
 from wgpu_lora.protect.attestation import quotes
 
 DEVICE = Path("/dev/tpmrm0")  # Linux's resource manager

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.wipe import WipeReport
+from wgpu_lora.gpu.buffer_wipe import WipeReport
 
 Overwritable = bytearray | memoryview | np.ndarray
 

@@ -19,7 +19,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.protect.policies import fields
 from wgpu_lora.protect.policies.fields import Field, WrongValue
 from wgpu_lora.protect.policies.rules import RULES
-from wgpu_lora.train.options.arguments import TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.words import listed
 
 DAY = 86_400

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.gpu.wipe import Wiper
-from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.gpu.buffer_wipe import Wiper
+from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.protect.evidence.statement import RunFacts, write_statement
 from wgpu_lora.protect.hygiene.cleanup import Cleanup, of_device
 from wgpu_lora.protect.hygiene.host import swapped
 from wgpu_lora.protect.runs.session import Beginning, Session
 from wgpu_lora.protect.runs.storage import ADAPTER, SealedStorage
-from wgpu_lora.train.records import RunRecord
+from wgpu_lora.train.run.records import RunRecord
 
 SIGNING_KEY = "the session's signing key, which signs this record; it is dropped, and overwritten by OpenSSL, after it"
 DROPPED = "adapters and checkpoints that were opened or made, in immutable bytes, which are dropped"

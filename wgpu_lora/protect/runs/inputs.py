@@ -8,7 +8,7 @@ from typing import Any
 
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import flag
+from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.sealed.files import SealRecord, record_path
 
 # Options that name models and adapters in the clear, which decide about what is learnt as the data do.

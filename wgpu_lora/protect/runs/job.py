@@ -27,14 +27,14 @@ from wgpu_lora.assets import asset_dir
 from wgpu_lora.bounded import check_path, is_name, parse_toml, printable, toml_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
-from wgpu_lora.names.naming import IN_FILE, flag, naming
+from wgpu_lora.names.spelling import IN_FILE, flag, naming
 from wgpu_lora.protect.runs.inputs import BESIDE, model_facts, sealed_facts
 from wgpu_lora.protect.sealed.files import ARCHIVE
 from wgpu_lora.protect.sealed.keys import PublicKey
 from wgpu_lora.protect.sealed.streams import parse_recipients
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.train.options.arguments import FREE_ON_RESUME, PATHS, TrainingArguments, from_values, named
-from wgpu_lora.train.options.recipes import find_recipe, recipe_arguments
+from wgpu_lora.train.options.training_arguments import FREE_ON_RESUME, PATHS, TrainingArguments, from_values, named
+from wgpu_lora.train.resolve_options import find_recipe, recipe_arguments
 from wgpu_lora.typed_json import Check, Text, read_as
 
 ROWS = ".jsonl.age"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.protect.attestation.claims import base_facts, gather, load_evidence
 from wgpu_lora.protect.hygiene.host import harden
 from wgpu_lora.protect.runs import job as jobs

@@ -19,10 +19,10 @@ from wgpu_lora.data.account import SKIPPED, skipped_rows
 from wgpu_lora.data.in_memory import MemorySource
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events, Passing
-from wgpu_lora.gpu.wipe import Wiper
+from wgpu_lora.gpu.buffer_wipe import Wiper
 from wgpu_lora.locks import check_output, lock_file
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.names.naming import flag
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.hygiene.cleanup import Cleanup, overwrite
 from wgpu_lora.protect.hygiene.host import harden
@@ -35,10 +35,10 @@ from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.keys import SessionKeys
 from wgpu_lora.protect.sealed.streams import TamperedError, unseal_bytes
 from wgpu_lora.signals import handled
-from wgpu_lora.train import checkpoint
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
-from wgpu_lora.train.records import RunRecord
-from wgpu_lora.train.resume import refuse_used
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.train.run.resume import refuse_used
 from wgpu_lora.words import counted
 
 LOCK = ".session.lock"
@@ -141,7 +141,7 @@ def _train(session: Session, model: LoadedModel, ending: Ending, watch: Watch | 
         )
         log.append("leftovers", {"files": left, "log_bytes": log.cut})
     storage.check_newest()
-    newest = checkpoint.newest(job.output, storage)
+    newest = run_checkpoint.newest(job.output, storage)
     args = job.arguments
     if newest:
         args = replace(args, resume=True)

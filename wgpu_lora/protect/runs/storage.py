@@ -22,7 +22,7 @@ from wgpu_lora.data.account import SKIPPED
 from wgpu_lora.data.tokenizer_files import tokenizer_files
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import sweep
-from wgpu_lora.names.naming import flag
+from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.evidence.log import EvidenceLog
 from wgpu_lora.protect.evidence.signing import NAME as SIGNATURE
 from wgpu_lora.protect.evidence.signing import sign_model
@@ -30,8 +30,8 @@ from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.files import ARCHIVE
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 from wgpu_lora.protect.sealed.streams import TamperedError, seal_bytes, unseal_bytes
-from wgpu_lora.train.checkpoint import METADATA, NAME, STEPS
-from wgpu_lora.train.storage import Storage
+from wgpu_lora.train.run.checkpoint_store import Storage
+from wgpu_lora.train.run.run_checkpoint import METADATA, NAME, STEPS
 
 ADAPTER = f"adapter{ARCHIVE}"
 SKIPPED_ROWS = f"{SKIPPED}.age"

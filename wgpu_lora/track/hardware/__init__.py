@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from wgpu_lora.gpu.devices import DeviceInfo
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wgpu_lora.gpu.device_list import DeviceInfo
 from wgpu_lora.registry import Registry
-from wgpu_lora.track.hardware.base import Find, Read
 
 SOURCES: Registry[Find] = Registry(
     {
@@ -18,3 +20,27 @@ SOURCES: Registry[Find] = Registry(
 def find(info: DeviceInfo) -> Read | None:
     """What reads the status of a device; None if nothing here can, or if it cannot be told from others."""
     return next((read for name in SOURCES if (read := SOURCES[name](info))), None)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is known of a device now; None is unknown.
+
+    temperature: in degrees Celsius. busy: share of time in use, in percent. power, power_limit: in watts.
+    memory: in use by all programs, in GiB.
+    """
+
+    temperature: float | None = None
+    busy: float | None = None
+    power: float | None = None
+    power_limit: float | None = None
+    memory: float | None = None
+
+
+Read = Callable[[], Status]
+Find = Callable[[DeviceInfo], Read | None]
+GIB = 2.0**30
+
+
+def scaled(value: float | None, by: float) -> float | None:
+    return None if value is None else value * by

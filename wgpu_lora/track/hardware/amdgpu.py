@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.track.hardware.base import GIB, Read, Status, scaled
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.track.hardware import GIB, Read, Status, scaled
 
 VENDOR = 0x1002
 DRM, FDINFO = Path("/sys/class/drm"), Path("/proc/self/fdinfo")

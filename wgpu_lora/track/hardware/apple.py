@@ -8,8 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
-from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.track.hardware.base import GIB, Read, Status, scaled
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.track.hardware import GIB, Read, Status, scaled
 
 IOREG = ("/usr/sbin/ioreg", "-a", "-r", "-d", "1", "-c", "IOAccelerator")
 POWERMETRICS = ("/usr/bin/powermetrics", "-n", "1", "-i", "200", "--samplers", "gpu_power", "-f", "plist")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.track.hardware.base import GIB, Read, Status, scaled
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.track.hardware import GIB, Read, Status, scaled
 
 VENDOR = 0x10DE
 TEMPERATURE_GPU = 0  # NVML_TEMPERATURE_GPU

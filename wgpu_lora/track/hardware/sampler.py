@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
-from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.track.hardware import find
-from wgpu_lora.track.hardware.base import Read, Status
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.track.hardware import Read, Status, find
 
 INTERVAL = 3.0  # seconds between samples
 KEPT = 2400  # samples: two hours

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.names.naming import setting
+from wgpu_lora.names.spelling import setting
 from wgpu_lora.registry import Registry
-from wgpu_lora.train.own_options import created
+from wgpu_lora.train.option_types import created
 
 if TYPE_CHECKING:
     from wgpu_lora.data.columns import RowFormats
     from wgpu_lora.data.examples import Sample
-    from wgpu_lora.train.objectives.base import Objective
+    from wgpu_lora.train.objectives.objective import Objective
 
 OBJECTIVES: Registry[type[Objective]] = Registry(
     {

@@ -9,9 +9,16 @@ import numpy as np
 
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, Kernel, Out, kernel
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.train.objectives.base import Scoring
-from wgpu_lora.train.objectives.logistic import log_sigmoid, sigmoid
-from wgpu_lora.train.objectives.preference import BY_PAIR, PAIR_METRICS, Pairs, one_loss, unused_by
+from wgpu_lora.train.objectives.objective import Scoring
+from wgpu_lora.train.objectives.preference import (
+    BY_PAIR,
+    PAIR_METRICS,
+    Pairs,
+    log_sigmoid,
+    one_loss,
+    sigmoid,
+    unused_by,
+)
 
 LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
 MEANS = ("ipo", "simpo")  # of mean log-probabilities instead of sums

@@ -12,12 +12,9 @@ import numpy as np
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Kernel, Out, kernel
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.names.naming import flag, setting
-from wgpu_lora.train.objectives.base import Scoring
-from wgpu_lora.train.objectives.logistic import log_sigmoid, sigmoid
-from wgpu_lora.train.objectives.members import factors
-from wgpu_lora.train.objectives.preference import BY_PAIR, Pairs, unused_by
-from wgpu_lora.train.objectives.referenced import Referenced
+from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.train.objectives.objective import Scoring
+from wgpu_lora.train.objectives.preference import BY_PAIR, Pairs, Referenced, factors, log_sigmoid, sigmoid, unused_by
 
 LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "sppo_hard", "apo_zero", "apo_down", "sft",

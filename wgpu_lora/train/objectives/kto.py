@@ -11,10 +11,8 @@ import numpy as np
 from wgpu_lora.data.preferences import LABELLED
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Kernel, Out, kernel
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.train.objectives.base import Scoring
-from wgpu_lora.train.objectives.logistic import sigmoid
-from wgpu_lora.train.objectives.preference import BY_GROUP, one_loss
-from wgpu_lora.train.objectives.referenced import Referenced
+from wgpu_lora.train.objectives.objective import Scoring
+from wgpu_lora.train.objectives.preference import BY_GROUP, Referenced, one_loss, sigmoid
 
 LOSSES = ("kto", "apo_zero_unpaired")
 LABELS = ("chosen", "rejected")  # what TRL's names call desirable and undesirable answers

@@ -9,9 +9,8 @@ import numpy as np
 
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Kernel, Out, kernel
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.train.objectives.base import Scoring
-from wgpu_lora.train.objectives.logistic import log_sigmoid, sigmoid
-from wgpu_lora.train.objectives.preference import BY_PAIR, PAIR_METRICS, Pairs
+from wgpu_lora.train.objectives.objective import Scoring
+from wgpu_lora.train.objectives.preference import BY_PAIR, PAIR_METRICS, Pairs, log_sigmoid, sigmoid
 
 LEAST = 1e-7  # of 1 - p, as in the shader
 

@@ -10,7 +10,7 @@ import numpy as np
 from wgpu_lora.gpu.kernel import U32, Fixed, In, Out, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.train.objectives.base import Objective, Score, Scoring
+from wgpu_lora.train.objectives.objective import Objective, Score, Scoring
 
 
 @kernel("objectives/sft.wgsl", grid=lambda c: one_per(c.rows), lib=("linear",))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.registry import Registry
-from wgpu_lora.train.own_options import created
+from wgpu_lora.train.option_types import created
 
 if TYPE_CHECKING:
-    from wgpu_lora.train.optimizers.base import UpdateRule
+    from wgpu_lora.train.optimizers.update_rule import UpdateRule
 
 OPTIMIZERS: Registry[type[UpdateRule]] = Registry(
     {

@@ -7,14 +7,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, one_per, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.ops.optimizer import MAX_PARAMETER
-from wgpu_lora.ops.rows import by_subgroup, row_grid
-from wgpu_lora.train.optimizers.base import Page, State
-from wgpu_lora.train.optimizers.reference import diverging, part_of, updated
-from wgpu_lora.train.optimizers.state import Plain
+from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
+from wgpu_lora.train.optimizers.update_rule import Page, Plain, State, diverging, part_of, updated
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, kernel
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.ops.optimizer import MAX_PARAMETER
-from wgpu_lora.ops.rows import by_subgroup, row_grid
-from wgpu_lora.train.optimizers.base import EIGHT_BIT, Page, State
-from wgpu_lora.train.optimizers.eight_bit import diverging_8bit, some_records, updated_8bit
-from wgpu_lora.train.optimizers.eight_bit_state import EightBit
+from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
+from wgpu_lora.train.optimizers.eight_bit import EightBit, diverging_8bit, some_records, updated_8bit
 from wgpu_lora.train.optimizers.lion import Hyper, Lion, lion_moved
+from wgpu_lora.train.optimizers.update_rule import EIGHT_BIT, Page, State
 
 
 @dataclass(frozen=True)

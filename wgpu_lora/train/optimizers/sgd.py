@@ -8,17 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, one_per, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.names.naming import flag
-from wgpu_lora.ops.optimizer import MAX_PARAMETER
-from wgpu_lora.ops.rows import by_subgroup, row_grid
-from wgpu_lora.train.declared import Range
-from wgpu_lora.train.optimizers.base import Page, State
-from wgpu_lora.train.optimizers.reference import diverging, part_of, updated
-from wgpu_lora.train.optimizers.state import Plain
-from wgpu_lora.train.own_options import own_option
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
+from wgpu_lora.train.optimizers.update_rule import Page, Plain, State, diverging, part_of, updated
+from wgpu_lora.train.option_types import Range, own_option
 
 
 @dataclass(frozen=True)

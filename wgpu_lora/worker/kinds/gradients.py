@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import threading
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from typing import Any, Unpack
 
-from wgpu_lora.api.plain import plain
-from wgpu_lora.chain.digests import code_digest
-from wgpu_lora.data import given_rows
+from wgpu_lora.api.call_arguments import plain
+from wgpu_lora.chain.chain_run import code_digest
+from wgpu_lora.data import Source, given_rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.exchange import message
-from wgpu_lora.train.gather import gather
-from wgpu_lora.train.helping import helping, prepare_helper
-from wgpu_lora.train.options.typed import TrainingOptions
-from wgpu_lora.worker.child import Port
+from wgpu_lora.events import SILENT, Events
+from wgpu_lora.memory_leases import budget_bytes, claim
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.train.data_parallel import gradient_messages
+from wgpu_lora.train.data_parallel.gradient_messages import message
+from wgpu_lora.train.data_parallel.leader import SharedStep
+from wgpu_lora.train.finetune import FinetuneJob, as_stored, read_run, shared_session
+from wgpu_lora.train.memory import check_adapters
+from wgpu_lora.train.options.training_arguments import PLAN, TrainingArguments
+from wgpu_lora.train.options.typed_options import TrainingOptions
+from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.run.adapter_run import Run
+from wgpu_lora.train.session.data_stream import Step
+from wgpu_lora.train.session.session import Session
+from wgpu_lora.worker.job_process import Port
 
 HUNG_UP = 10.0  # seconds in which a helper without a leader ends by itself, before it is ended
 
@@ -68,3 +81,129 @@ def _heard(leader: Connection) -> queue.SimpleQueue[bytes]:
 
     threading.Thread(target=read, name="leader", daemon=True).start()
     return questions
+
+
+# What of `Run.identity` must agree, in words.
+SAME = {
+    "code": "version of wgpu-lora",
+    "options": "options",
+    "data": "rows",
+    "base": "base model",
+    "config": "configuration of the base model",
+    "weights": "weights of the base model",
+    "reference": "reference adapter",
+    "teacher": "teacher",
+    "teacher_weights": "weights of the teacher",
+}
+
+
+def prepare_helper(
+    args: TrainingArguments, model: LoadedModel | None = None, rows: Mapping[str, Source] | None = None
+) -> FinetuneJob:
+    """A job that `helping` uses, of the same options as the leader's; it writes nothing and holds out no rows.
+
+    Raises:
+        UserError: the options, the data, the model or the device are unsuitable.
+    """
+    model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    args = as_stored(args, model)
+    check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
+    run = read_run(args, model, rows=rows)
+    run.heldout = None
+
+    def replan(changes: Mapping[str, Any]) -> int:
+        return shared_session(model, run).memory().guarded  # no option may differ from the leader's
+
+    return FinetuneJob(shared_session(model, run), [run], replan)
+
+
+@contextmanager
+def helping(job: FinetuneJob, events: Events = SILENT, code: str = "") -> Iterator[Assistant]:
+    """Loads the model and what else a step needs; yields who computes parts.
+
+    code: digest of the package's code.
+
+    Raises:
+        UserError: the device has too little memory, or cannot compute the run.
+    """
+    session, run = job.session, job.run
+    job.check_memory()
+    device, args = session.device, run.args
+    budget = budget_bytes(device.info, args.budget())
+    with claim(device, session.needs(), "a part of data-parallel training", budget, args.wait_seconds(), events):
+        try:
+            session.allocate(events, job.choose_tilings(events))
+            run.weights_sha256 = session.model.weights_sha256
+            run.teacher_sha256 = session.teachers.weights_sha256(run.slot)
+            if run.reference:
+                session.place_reference(run.slot, run.reference.matrices)
+            session.release_references()
+            yield Assistant(session, run, code)
+        finally:
+            session.close()
+
+
+@dataclass
+class Assistant:
+    """Answers a leader's questions. code: digest of the package's code."""
+
+    session: Session
+    run: Run
+    code: str
+
+    def answer(self, question: bytes) -> bytes:
+        """Compute the losses and gradients of a part of a step with the parameters in the question.
+
+        Raises:
+            UserError: the leader's run is another one.
+        """
+        session, run = self.session, self.run
+        try:
+            said, arrays = gradient_messages.read_message(question)
+            if "run" in said:
+                self._check(said["run"])
+                gradient_messages.place_frozen(session, _of(arrays, "offset"))
+            gradient_messages.place_parameters(session, _of(arrays, "parameters"))
+            run.stream.references.update({int(sample): tuple(known) for sample, known in said["references"].items()})
+            shared = SharedStep(session, run, self._step(said), said["estimate"])
+            begin, end = said["span"]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise UserError(
+                f"A question of the leader of this data-parallel run cannot be answered ({error}): use the same "
+                "version of wgpu-lora on all machines."
+            ) from None
+        session.begin()
+        shared.accumulate((begin, end))
+        found = gradient_messages.sums(session)
+        gradient_messages.clear_gradients(session)
+        return gradient_messages.message({"say": "part"}, found)
+
+    def _check(self, leader: dict[str, Any]) -> None:
+        """Raise UserError if the leader's run is not this one."""
+        own = json.loads(json.dumps({**self.run.identity(), "code": self.code}))
+        for name, what in SAME.items():
+            theirs, mine = leader.get(name), own.get(name)
+            if name == "options":
+                theirs, mine = _fixed(theirs or {}), _fixed(mine or {})
+            if theirs != mine:
+                raise UserError(
+                    f"This machine does not have the {what} of the leader of this data-parallel run: give both the "
+                    "same files and options."
+                )
+
+    def _step(self, said: dict[str, Any]) -> Step:
+        epoch, index = said["epoch"], said["index"]
+        made = self.run.stream.epoch(epoch)
+        step = Step(epoch, index, index == len(made) - 1, made[index])
+        if len(step.samples) != said["samples"]:
+            raise ValueError(f"the step has {len(step.samples)} samples here")
+        return step
+
+
+def _fixed(options: dict[str, Any]) -> dict[str, Any]:
+    """Without those that do not change the steps."""
+    return {name: value for name, value in options.items() if name not in PLAN}
+
+
+def _of(arrays: gradient_messages.Arrays, kind: str) -> gradient_messages.Arrays:
+    return {name: values for name, values in arrays.items() if name.startswith(f"{kind} ")}

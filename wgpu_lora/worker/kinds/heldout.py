@@ -6,18 +6,18 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from wgpu_lora.api.plain import plain
+from wgpu_lora.api.call_arguments import plain
 from wgpu_lora.data import given_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.finetune import as_stored, read_run, with_demo_data
-from wgpu_lora.train.gather import gather
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.preferred import evaluate_objective
-from wgpu_lora.train.slot import AdapterRun
-from wgpu_lora.train.stream import heldout_options
-from wgpu_lora.worker.child import Ended, Port
+from wgpu_lora.train.objective_eval import evaluate_objective
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.run.adapter_run import AdapterRun
+from wgpu_lora.train.session.data_stream import heldout_options
+from wgpu_lora.worker.job_process import Ended, Port
 
 # An adapter says these itself, also where its file is of another form than training's (PiSSA has twice the rank).
 OF_ADAPTERS = ("lora_r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "init_lora_weights", "init_adapter")

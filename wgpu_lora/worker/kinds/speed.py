@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from wgpu_lora.bench.workload import Context
-from wgpu_lora.bench.workloads.speed import DeviceSpeed
+from wgpu_lora.bench.brick import Context
+from wgpu_lora.bench.bricks.device_speed import DeviceSpeed
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.share import Ledger, claim, device_key
-from wgpu_lora.worker.child import Port
+from wgpu_lora.memory_leases import Ledger, claim, device_key
+from wgpu_lora.worker.job_process import Port
 
 TURNS = 2  # at least
 

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from wgpu_lora.bench.reference import ReferenceWork, forget_peak, peak_resident_bytes, resident_bytes
-from wgpu_lora.bench.step import ROW, WARMUP, TrainingStep, chosen_model, own_words, synthetic_rows
+from wgpu_lora.bench.training_step import ROW, WARMUP, TrainingStep, chosen_model, own_words, synthetic_rows
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer.generate import Generator
-from wgpu_lora.train.options.arguments import TrainingArguments
-from wgpu_lora.train.output import environment
-from wgpu_lora.weights.registry import DEFAULT_FORMAT
-from wgpu_lora.worker.child import Port
+from wgpu_lora.infer.generator import Generator
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.training_log import environment
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.worker.job_process import Port
 
 Record = dict[str, Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wgpu_lora.bench.results import Result, read_results
+from wgpu_lora.bench.brick_results import Result, read_results
 from wgpu_lora.errors import UserError
 
 # The bricks that measure what placement needs: tokens/s of one adapter, and its gain in pipelines.

@@ -1,0 +1,192 @@
+"""Quantises a model once and saves it: with calibration, from another quantised model, and measured on data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from wgpu_lora.api.evaluation import evaluate, prepared_rows
+from wgpu_lora.atomic import check_new
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
+from wgpu_lora.export.decoded import decoded
+from wgpu_lora.export.quantized_model import Rounded, rounded, write_packed
+from wgpu_lora.formats.hub import resolve_model
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.infer.calibration import input_moments
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.models.model_files import config_of
+from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.weights.base_formats import packed_form
+from wgpu_lora.weights.lowbit.lowbit_layout import GROUPS, KINDS, Mix, Scheme, entries
+
+SAMPLES = 128  # calibration rows
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A model that was quantised and saved.
+
+    base_dtype: the name of its format. nbytes: of its weights' files. seconds: of quantising, without measuring.
+    kinds: what is left of its matrices. before, after: perplexities, if there were data to measure them on.
+    """
+
+    base_dtype: str
+    nbytes: int
+    seconds: float
+    kinds: list[Rounded]
+    before: float | None = None
+    after: float | None = None
+
+
+def format_name(scheme: str | None, mlp: str | None, attention: str | None, group: str | None) -> str:
+    """The base format of these options.
+
+    Raises:
+        UserError: they do not say one, or contradict each other.
+    """
+    kinds = {name: bits for bits, name in KINDS.items()}
+    if mlp or attention:
+        if scheme or not (mlp and attention):
+            raise UserError(
+                f"{flag('mlp')} and {flag('attention')} are given together, instead of {flag('scheme')}: both name a "
+                f"scheme, one of {', '.join(kinds)}."
+            )
+        for option, value in (("mlp", mlp), ("attention", attention)):
+            if value not in kinds:
+                raise UserError(f"{setting(option, value)} is not known: choose one of {', '.join(kinds)}.")
+        assert mlp
+        assert attention
+        scheme = f"q{kinds[mlp]}a{kinds[attention]}"
+    if not scheme:
+        raise UserError(f"No scheme is given: use {flag('scheme')}, or {flag('mlp')} and {flag('attention')}.")
+    if group is None:
+        form = _low_bit(scheme)
+        if form is None and scheme != "nf4":
+            raise UserError(f"{setting('scheme', scheme)} is not known: choose one of nf4, {', '.join(kinds)}.")
+        return form.name if form else scheme
+    choices = [*map(str, GROUPS), "row"]
+    if group not in choices:
+        raise UserError(f"{setting('group', group)} is not known: choose one of {', '.join(choices)}.")
+    if scheme == "nf4":
+        raise UserError(f"{flag('group')} has no effect on nf4, whose blocks have 64 values: leave it out.")
+    form = _low_bit(scheme + ("-row" if group == "row" else f"-g{group}"))
+    if form is None:
+        raise UserError(
+            f"{setting('scheme', scheme)} is not known, or names a group itself: choose one of {', '.join(kinds)}."
+        )
+    return form.name
+
+
+def _low_bit(name: str) -> Scheme | Mix | None:
+    return Scheme.of(name) or Mix.of(name)
+
+
+def _has_tables(base_dtype: str) -> bool:
+    form = _low_bit(base_dtype)
+    schemes = (form.mlp, form.attention) if isinstance(form, Mix) else (form,) if form else ()
+    return any(entries(scheme.bits) for scheme in schemes)
+
+
+def quantize(
+    model: str,
+    base_dtype: str,
+    output: str | Path,
+    *,
+    device: Device | str | int | None = None,
+    requantize: bool = False,
+    calibration: str | Path | None = None,
+    calibration_samples: int = SAMPLES,
+    eval_data: str | Path | None = None,
+    events: Events = SILENT,
+) -> Quantized:
+    """Quantise a model and write it as a directory that can be used wherever a model can.
+
+    Args:
+        model: a directory, a GGUF file, a hub id, or `demo`.
+        base_dtype: a base format that files can have.
+        requantize: whether `model` is quantised already; its weights are decoded first.
+        calibration: data, as of `evaluate`. A weight's error counts by the mean square of its input on
+            these rows.
+        eval_data: data to measure the perplexity on, before and after.
+        events: receives `loading`, `evaluating` and `written`.
+
+    Raises:
+        UserError: the model, the data or an option does not fit, or `output` exists. Nothing is written then.
+    """
+    output = Path(output)
+    check_new(output, flag("output"), directory=True)  # before the model may be downloaded
+    packed_form(base_dtype)
+    if calibration_samples < 1:
+        raise UserError(f"{setting('calibration_samples', calibration_samples)} is too small: it must be at least 1.")
+    if calibration is None and calibration_samples != SAMPLES:
+        raise UserError(f"{flag('calibration_samples')} has no effect without {flag('calibration')}: leave it out.")
+    if calibration is not None and not _has_tables(base_dtype):
+        raise UserError(
+            f"{flag('calibration')} has no effect on {base_dtype}, which has no tables to fit: leave it out."
+        )
+    _check_model(model, base_dtype, requantize)
+    opened = open_model(model, device) if requantize else open_model(model, device, base_dtype)
+    target = decoded(opened, base_dtype) if requantize else opened
+    before = None
+    if eval_data is not None:
+        before = _perplexity(opened if requantize else _unrounded(opened), eval_data, events)
+    begin = time.perf_counter()
+    if calibration is not None:
+        target.importance = _moments(opened, requantize, calibration, calibration_samples, events)
+    write_packed(target, output, events=events)
+    seconds = time.perf_counter() - begin
+    after = _perplexity(target, eval_data, events, unload=False) if eval_data is not None else None
+    kinds = rounded(target)
+    target.unload()
+    nbytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))
+    return Quantized(base_dtype, nbytes, seconds, kinds, before, after)
+
+
+def _check_model(model: str, base_dtype: str, requantize: bool) -> None:
+    config = config_of(resolve_model(model))
+    if requantize and not config.packed:
+        raise UserError(f"{model} is in full precision: give it as {flag('model')} instead of {flag('from_base')}.")
+    if not requantize and config.packed:
+        raise UserError(
+            f"{model} is quantised to {config.packed} already: give it as {flag('from_base')} to quantise it again."
+        )
+    form = _low_bit(base_dtype)
+    for name, (_, size_in) in config.matrices().items():
+        group = form.scheme(name).group if isinstance(form, Mix) else form.group if form else 0
+        if group and size_in % group:
+            fits = ["row", *(str(one) for one in GROUPS if size_in % one == 0)]
+            raise UserError(
+                f"{name} has {size_in:,} inputs, which groups of {group} do not divide: use "
+                f"{setting('group', fits[-1])}."
+            )
+
+
+def _unrounded(model: LoadedModel) -> LoadedModel:
+    """The same model in the type that its weights are stored in."""
+    name = next(iter(model.config.matrices()))
+    stored = {"BF16": "bf16", "F16": "f16"}.get(model.checkpoint.dtype(name), "f32")
+    return open_model(model.name, model.device, stored)
+
+
+def _perplexity(model: LoadedModel, data: str | Path, events: Events, unload: bool = True) -> float | None:
+    found = evaluate(model, data, run_log=False, events=events, progress_bar=False)
+    if unload:
+        model.unload()
+    return found.perplexity
+
+
+def _moments(
+    model: LoadedModel, requantize: bool, data: str | Path, samples: int, events: Events
+) -> Mapping[str, np.ndarray]:
+    """Those of the model in its own format, or of the model in NF4, which takes little memory."""
+    observed = model if requantize else open_model(model.name, model.device, "nf4")
+    prepared = prepared_rows(observed, data)
+    try:
+        return input_moments(observed, prepared.rows[:samples], events=events)
+    finally:
+        observed.unload()

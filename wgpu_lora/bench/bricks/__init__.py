@@ -1,0 +1,37 @@
+"""The cases of each brick: name -> a function of the context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from wgpu_lora.bench.brick import Context, Workload
+from wgpu_lora.bench.bricks import adapter_bricks, device_speed, layer_bricks, serving_bricks, training_bricks
+from wgpu_lora.bench.contract import brick_names
+from wgpu_lora.models.model_config import ModelConfig
+
+
+def one(make: Callable[[Context], Workload]) -> Callable[[Context], Iterator[Workload]]:
+    """The cases of a brick with only one."""
+    return lambda context: iter((make(context),))
+
+
+WORKLOADS: dict[str, Callable[[Context], Iterator[Workload]]] = {
+    **{name: one(partial(layer_bricks.of_layer, name)) for name in layer_bricks.BRICKS},
+    "loss": one(training_bricks.loss),
+    "optimizer": one(training_bricks.optimizer),
+    "quantize": one(training_bricks.quantize),
+    "train_step": one(training_bricks.TrainStep),
+    "multi_adapter_step": one(adapter_bricks.MultiAdapterStep),
+    "multi_adapter_memory": one(adapter_bricks.MultiAdapterMemory),
+    "device_speed": one(device_speed.DeviceSpeed),
+    "ttft": serving_bricks.ttft,
+    "throughput": serving_bricks.throughput,
+    "batch": serving_bricks.batch,
+    "load": one(serving_bricks.Load),
+}
+
+
+def bricks_of(config: ModelConfig) -> list[str]:
+    """All bricks but those of parts that the model does not have."""
+    return [name for name in brick_names() if layer_bricks.has_brick(config, name)]

@@ -1,0 +1,109 @@
+"""Bricks of training other than its layers: the loss, the update, packing the base, and the whole step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from wgpu_lora.bench.brick import Context, Extra, SessionWorkload, Workload
+from wgpu_lora.bench.contract import numbers_of
+from wgpu_lora.bench.recorded_brick import ProgramWorkload, normal
+from wgpu_lora.bench.reference_check import Checked
+from wgpu_lora.bench.timing import Timings, run_seconds
+from wgpu_lora.bench.training_step import SlotStep, adapter_set, fill_adapters, fill_update
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.models.model_config import MATRIX
+from wgpu_lora.models.published_shapes import cut
+from wgpu_lora.ops.loss import SweepGradient, Targets, seed, sum_by_slot, sweep
+from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.objectives.objective import Scoring
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.session.optimizer_update import Optimizer
+from wgpu_lora.weights.base import Shared
+from wgpu_lora.weights.dense import DenseWeight
+from wgpu_lora.weights.nf4.nf4 import NF4
+
+ROW = 128  # tokens of a row of data in train_step, as in docs/performance.md
+DEVICE_RUNS = 3  # to measure the device's time of a step
+
+
+def loss(context: Context) -> Workload:
+    """LM head and cross-entropy over all rows, forward and backward; the head is bf16, as in checkpoints."""
+    config, tokens = context.config, context.tokens
+    workload = ProgramWorkload(context)
+    head = DenseWeight.declare((config.vocab_size, config.hidden_size), "bf16", "head", context.device.max_binding)
+    for part in head.parts:
+        workload.adopt(part, lambda rng, shape: 0.02 * normal(rng, shape))
+
+    def input(name: str, values: np.ndarray, dtype: str = "u32") -> Tensor:
+        return workload.input(values.shape, values, dtype, name)
+
+    targets = Targets(
+        rows=input("rows", np.arange(tokens)),
+        ids=workload.input((tokens,), lambda rng, s: rng.integers(0, config.vocab_size, s), "u32", "targets"),
+        count=input("count", np.array([tokens])),
+    )
+    scoring = Scoring(input("weights", np.full(tokens, 1 / tokens), "f32"), input("ranges", np.array([[0, tokens]])))
+    rec = workload.rec
+    swept = sweep(rec, workload.tracked((tokens, config.hidden_size), "hidden"), head, targets)
+    score = objective_of(TrainingArguments()).score(rec, swept.logprobs, scoring)
+    rec.dispatch(sum_by_slot, score.losses, scoring.loss_ranges, workload.input((1,), name="total"), slots=1)
+    seed(swept, SweepGradient(score.weights))
+    rec.backward()
+    return workload
+
+
+def optimizer(context: Context) -> Workload:
+    """Gradient norm, clipping and update of the adapters on all linear layers."""
+    workload, device = ProgramWorkload(context), context.device
+    adapters = adapter_set(context.config, device, context.rank)
+    update = Optimizer(device, adapters, workload.input((1,), name="loss total"))
+    workload.forward.dispatches += update.program.dispatches
+    workload.fillers += [partial(fill_adapters, device, adapters), partial(fill_update, device, update)]
+    return workload
+
+
+def quantize(context: Context) -> Workload:
+    """Packing the matrices of a layer from bf16 to NF4 codes, in the same pieces as loading, without the upload."""
+    workload = ProgramWorkload(context)
+    workload.keys = numbers_of(cut(context.config, 1))
+    matrices = [(name, item.shape) for name, item in context.config.layer(0).items() if item.kind == MATRIX]
+    for module, (out, size_in) in matrices:
+        weight = NF4.declare((out, size_in), module, Shared(context.device.max_binding))
+        for first, rows in weight.pieces():
+            size = rows * size_in
+            w = workload.input((size + size % 2,), normal, "bf16", f"{module} {first}")
+            absmax = workload.rec.temp((weight.blocks(rows),), name="absmax")
+            weight.record_packing(workload.forward, w, absmax, first, rows, "bf16")
+    return workload
+
+
+class TrainStep(SessionWorkload):
+    """An optimizer step as in training: upload, forward, backward, update, and readback of the report."""
+
+    def __init__(self, context: Context):
+        tokens = context.tokens
+        rows = [min(ROW, tokens - start) for start in range(0, tokens, ROW)]
+        self._context = context
+        self._session = context.session([tokens], positions=max(rows))
+        super().__init__(self._session)
+        self._step = SlotStep(self._session, [(0, row) for row in rows])
+        self.keys = {"pairs": float(sum(n * (n + 1) // 2 for n in rows)), "trained": float(self._step.trained)}
+
+    def check(self, rng: np.random.Generator) -> Checked:
+        return self._step.check(rng, Checked())
+
+    def run(self) -> float:
+        return run_seconds(self._step.run)
+
+    def extra(self, timings: Timings) -> Extra:
+        device, timer = self._session.device, self._context.timer
+        found = {"tokens_per_second": self._step.tokens / timings.seconds, "peak_bytes": float(device.peak_allocated)}
+        if timer.clock == "timestamps":
+            programs = self._session.programs()
+            pairs = [(self.run(), sum(map(timer.run, programs))) for _ in range(DEVICE_RUNS)]  # alternating
+            whole, device_seconds = np.median(pairs, axis=0)
+            host_share = max(0.0, 1 - device_seconds / whole)  # due to noise, the part may be larger
+            found |= {"device_seconds": float(device_seconds), "host_share": float(host_share)}
+        return found

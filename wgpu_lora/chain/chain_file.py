@@ -1,0 +1,123 @@
+"""A chain's TOML file: options of all stages, and a [[stage]] table for each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import read_toml
+from wgpu_lora.chain.stage import Stage
+from wgpu_lora.chain.stages import STAGES
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import IN_FILE, naming
+from wgpu_lora.train.resolve_options import find_recipe
+from wgpu_lora.words import listed
+
+OWN = ("output", "model", "stage")  # keys beside the stages'
+_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,40}")
+_REFERENCE = re.compile(r"\{([^{}]*)\}")
+MOST = 100  # stages
+
+
+@dataclass(frozen=True)
+class Link:
+    """A stage in its chain. output: its directory; needs: earlier stages that its options name."""
+
+    name: str
+    kind: str
+    stage: Stage
+    output: Path
+    needs: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """output: the directory with those of all stages, and the chain's state."""
+
+    path: Path
+    output: Path
+    links: tuple[Link, ...]
+
+
+def read_chain(name: str, output: str | None = None, device: str | None = None, model: str | None = None) -> Chain:
+    """Read and check a chain: a file, or the name of a bundled one.
+
+    Args:
+        output, model: instead of the file's. device: of the stages that use one.
+
+    Raises:
+        UserError: the file cannot be read, or a stage or an option is not known or invalid.
+    """
+    path = find_recipe(name)
+    if not path.exists():
+        raise UserError(f"The chain {name} does not exist: give a TOML file, or the name of a bundled one (persona).")
+    values = read_toml(path, "The chain")
+    where = f"The chain {path}"
+    tables = values.get("stage")
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise UserError(f"{where} has no [[stage]] table: add one for each stage, or train with finetune --recipe.")
+    if len(tables) > MOST:
+        raise UserError(f"{where} has {len(tables):,} stages: use at most {MOST}.")
+    for key in values:
+        if key not in OWN:
+            raise UserError(f"{where} has no option '{key:.60}': its options are {listed([*OWN[:2]])}, then stages.")
+    place, model = output or values.get("output", path.stem), model or values.get("model")
+    for key, value in (("output", place), ("model", model)):
+        if value is not None and not (isinstance(value, str) and value.strip()):
+            raise UserError(f"{where}: '{key}' is {value!r:.60}, but must be text.")
+    made: dict[str, Link] = {}
+    with naming(IN_FILE):
+        for number, table in enumerate(tables, 1):
+            link = _link(f"{where}, stage {number}", table, Path(place), made, {"model": model, "device": device})
+            made[link.name] = link
+    return Chain(path, Path(place), tuple(made.values()))
+
+
+def _link(
+    where: str, table: Mapping[str, Any], output: Path, before: Mapping[str, Link], shared: Mapping[str, str | None]
+) -> Link:
+    kind = table.get("kind")
+    if not isinstance(kind, str) or kind not in STAGES:
+        raise UserError(f"{where}: 'kind' is {kind!r:.60}, but must be one of {listed([*STAGES])}.")
+    name = table.get("name", kind)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UserError(f"{where}: 'name' is {name!r:.60}, but must be letters, digits, '-' and '_'.")
+    if name.casefold() in map(str.casefold, before):  # some file systems do not tell them apart
+        raise UserError(f"{where} has the name '{name}', like an earlier one: give each stage its own 'name'.")
+    needs: set[str] = set()
+
+    def replaced(found: re.Match[str]) -> str:
+        if found[1] not in before:
+            earlier = f"choose of {listed([*before])}" if before else "it is the first"
+            raise UserError(f"{where} ('{name}') names {{{found[1]:.40}}}, which is no earlier stage: {earlier}.")
+        needs.add(found[1])
+        return str(before[found[1]].output)
+
+    values = {key: _filled(value, replaced) for key, value in table.items() if key not in ("kind", "name")}
+    kind_of = STAGES[kind]
+    usable = set(kind_of.takes())
+    values = {key: value for key, value in shared.items() if value is not None and key in usable} | values
+    stage = kind_of.of(values, f"{where} ('{name}')")
+    return Link(name, kind, stage, output / name, frozenset(needs))
+
+
+def _filled(value: Any, replaced: Any) -> Any:
+    """A value with the names of stages in braces replaced by their directories."""
+    if isinstance(value, str):
+        return _REFERENCE.sub(replaced, value)
+    if isinstance(value, list):
+        return [_filled(item, replaced) for item in value]
+    if isinstance(value, dict):
+        return {key: _filled(item, replaced) for key, item in value.items()}
+    return value
+
+
+def lasting(links: tuple[Link, ...], name: str) -> Iterator[str]:
+    """The names from a stage on. Raises UserError if there is no such stage."""
+    names = [link.name for link in links]
+    if name not in names:
+        raise UserError(f"The chain has no stage '{name:.60}': choose of {listed(names)}.")
+    yield from names[names.index(name) :]

@@ -1,0 +1,271 @@
+"""Running a chain: each stage that has not run, or whose inputs or outputs are not those of its last run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.assets import ROOT, asset_dir
+from wgpu_lora.atomic import file_digest, new_directory, write_bytes_atomic
+from wgpu_lora.bounded import read_json
+from wgpu_lora.chain.chain_file import Chain, Link, lasting
+from wgpu_lora.chain.stage import ChainWatch, Watch
+from wgpu_lora.errors import UserError
+from wgpu_lora.locks import sweep
+from wgpu_lora.train.finetune import locked
+from wgpu_lora.typed_json import typed
+from wgpu_lora.words import listed
+
+DIGESTS = "digests.json"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Whether a stage has to run: `why`, None if it is up to date."""
+
+    link: Link
+    why: str | None
+    seconds: float | None
+
+
+def standings(chain: Chain, start: str | None = None) -> list[Standing]:
+    """What a run would do now. Nothing is written, and no model is downloaded."""
+    state, digests = State.read(chain.output), Digests(chain.output / DIGESTS)
+    forced = _forced(chain, start)
+    found: list[Standing] = []
+    for link in chain.links:
+        due = [other.link.name for other in found if other.why and other.link.name in link.needs]
+        done = state.stages.get(link.name)
+        if link.name in forced:
+            why: str | None = "asked for"
+        elif due:
+            why = f"'{due[0]}' runs before it"
+        elif start is not None:
+            why = _not_whole(link, done, digests)
+        elif done is None:
+            why = "it has not run yet"
+        else:
+            why = _why(link, done, digests, download=False)
+        found.append(Standing(link, why, done.seconds if done else None))
+    return found
+
+
+def run(chain: Chain, watch: ChainWatch, start: str | None = None) -> None:
+    """Run what has to run.
+
+    Args:
+        start: run this stage and all after it whatever their inputs, and none before it, whose outputs must be whole.
+
+    Raises:
+        UserError: a stage cannot run, or another process is running the chain.
+        EndedEarlyError: a stage was interrupted, or failed.
+    """
+    forced = _forced(chain, start)
+    with locked(chain.output):
+        state, digests = State.read(chain.output), Digests(chain.output / DIGESTS)
+        sweep(chain.output, re.compile("|".join(re.escape(link.name) for link in chain.links)))
+        for number, link in enumerate(chain.links, 1):
+            done = state.stages.get(link.name)
+            if start is not None and link.name not in forced:
+                wrong = _not_whole(link, done, digests)
+                if wrong:
+                    raise UserError(f"The stage '{link.name}' comes before '{start}', but {wrong}: run it first.")
+                why = None
+            else:
+                why = "asked for" if link.name in forced else _why(link, done, digests)
+            if why is None:
+                watch.skipped(number, link.name, link.kind)
+                continue
+            known = [state.stages[one.name].seconds for one in chain.links[number - 1 :] if one.name in state.stages]
+            rest = sum(known) if len(known) == len(chain.links) - number + 1 else None
+            watch.stage(number, link.name, link.kind, why, rest)
+            begun = time.monotonic()
+            _run(link, state, digests, watch)
+            watch.finished(link.name, link.output, time.monotonic() - begun)
+
+
+def _forced(chain: Chain, start: str | None) -> set[str]:
+    return set() if start is None else set(lasting(chain.links, start))
+
+
+def _why(link: Link, done: Done | None, digests: Digests, download: bool = True) -> str | None:
+    """Why a stage has to run; None if it is up to date."""
+    if done is None:
+        return "it has not run yet"
+    if done.outputs is None:
+        return "it was interrupted"
+    return done.difference(inputs_of(link, digests.of_all(link.stage.files(download)))) or _not_whole(
+        link, done, digests
+    )
+
+
+def _not_whole(link: Link, done: Done | None, digests: Digests) -> str | None:
+    """What is wrong with the outputs, as text; None if nothing is."""
+    if done is None or done.outputs is None:
+        return "it has not finished"
+    for name, digest in done.outputs.items():
+        found = digests.of(link.output / name)
+        if found != digest:
+            return f"{name} {'is missing' if found == MISSING else 'has changed'}"
+    return None
+
+
+def _run(link: Link, state: State, digests: Digests, watch: Watch) -> None:
+    stage, done = link.stage, state.stages.get(link.name)
+    now = inputs_of(link, digests.of_all(stage.files(True)))
+    if link.output.exists() and done is None:
+        raise UserError(f"{link.output} exists, but not from this chain: choose another output, or remove it.")
+    continues = stage.resumes and done is not None and done.outputs is None and not done.difference(now)
+    if not continues and stage.resumes:
+        _set_aside(link.output)
+    now.seconds = done.seconds if continues and done else 0.0
+    state.stages[link.name] = now
+    state.write()
+    begun = time.monotonic()
+    try:
+        if stage.resumes:
+            stage.run(link.output, watch, continues)
+        else:
+            with new_directory(link.output) as place:
+                stage.run(place, watch, False)
+    finally:
+        now.seconds += time.monotonic() - begun
+        state.write()
+    now.outputs = {path.relative_to(link.output).as_posix(): digests.of(path) for path in stage.outputs(link.output)}
+    lost = [name for name, digest in now.outputs.items() if digest == MISSING]
+    if lost:
+        raise UserError(f"The stage '{link.name}' has not written {lost[0]}: run the chain again.")
+    digests.save()
+    state.write()
+
+
+def _set_aside(output: Path) -> None:
+    """Rename what an earlier run has left: it took long, and may be wanted."""
+    number, kept = 1, output.with_name(f"{output.name}-1")
+    while kept.exists():
+        number += 1
+        kept = output.with_name(f"{output.name}-{number}")
+    if output.exists():
+        output.rename(kept)
+
+
+STATE, SCHEMA = "chain.json", 1
+
+
+@dataclass
+class Done:
+    """A stage that was begun.
+
+    options, code: digests. files: digests of what it read, by path. outputs: digests by path in its directory, None
+    until it has finished. seconds: of all its runs.
+    """
+
+    options: str
+    code: str
+    files: dict[str, str]
+    outputs: dict[str, str] | None = None
+    seconds: float = 0.0
+
+    def difference(self, now: Done) -> str | None:
+        """Why it has to run again with other inputs, as text; None if they are the same."""
+        if self.options != now.options:
+            return "its options have changed"
+        if self.files != now.files:
+            both = {**self.files, **now.files}
+            changed = [Path(path).name for path in both if self.files.get(path) != now.files.get(path)]
+            return f"{listed(changed[:2], len(changed[2:]))} changed"
+        return "wgpu-lora has changed" if self.code != now.code else None
+
+
+@dataclass
+class State:
+    path: Path
+    stages: dict[str, Done] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path) -> State:
+        """The state of a chain; empty before its first run. Raises UserError if it is damaged."""
+        path = directory / STATE
+        if not path.exists():
+            return cls(path)
+        held = read_json(path)
+        try:
+            if held.get("schema") != SCHEMA:
+                raise ValueError(f"schema {held.get('schema')!r:.20}")
+            return cls(path, typed(dict[str, Done], held.get("stages"), "stages"))
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}): remove it, and choose another output directory.") from None
+
+    def write(self) -> None:
+        held = {"schema": SCHEMA, "stages": {name: asdict(done) for name, done in self.stages.items()}}
+        write_bytes_atomic(self.path, (json.dumps(held, indent=1) + "\n").encode())
+
+
+def inputs_of(link: Link, files: dict[str, str]) -> Done:
+    return Done(digest_of([link.kind, link.stage.facts()]), code_digest(), files)
+
+
+CODE = (".py", ".wgsl", ".j2")
+MISSING = "missing"
+
+
+@cache
+def code_digest() -> str:
+    """SHA-256 of the package's code and kernels."""
+    digest = hashlib.sha256()
+    for folder in (ROOT / "wgpu_lora", Path(str(asset_dir("shaders")))):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in CODE:
+                digest.update(f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 of JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class Digests:
+    """SHA-256 of files, kept in a file, so that a large one is read again only if its size, times or number changed."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._known: dict[str, list[Any]] = {}
+        with suppress(OSError, ValueError):
+            known = json.loads(path.read_bytes())
+            self._known = known if isinstance(known, dict) else {}
+
+    def of(self, path: Path) -> str:
+        """The digest of a file; "missing" if there is none."""
+        try:
+            state = path.stat()
+            mark = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]  # a time may be set back
+            key = str(path.absolute())
+            held = self._known.get(key)
+            if not isinstance(held, list) or held[:-1] != mark:
+                held = self._known[key] = [*mark, file_digest(path)]
+            return str(held[-1])
+        except OSError:
+            return MISSING
+
+    def of_all(self, paths: Iterable[Path]) -> dict[str, str]:
+        """Digests of files, and of the files in directories, by path."""
+        return {str(file): self.of(file) for path in paths for file in _within(path)}
+
+    def save(self) -> None:
+        write_bytes_atomic(self._path, (json.dumps(self._known) + "\n").encode())
+
+
+def _within(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        yield from (file for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith("."))
+    else:
+        yield path

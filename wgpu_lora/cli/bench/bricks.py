@@ -1,0 +1,472 @@
+"""wgpu-lora bench: bricks and, as separate commands, whole training runs, batch sizes and comparisons of results."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wgpu_lora.bench.brick_results import BROKEN, HOLDS, NOISY, Comparison, Result
+from wgpu_lora.bench.device_ceilings import Ceilings
+from wgpu_lora.cli import parameters
+from wgpu_lora.cli.bench import BaseDtypeOr, ComputeDtype, File, Layers, Model, Rank, RankOr, Shape, TokensOr
+from wgpu_lora.cli.bench.max_batch import max_batch
+from wgpu_lora.cli.bench.training import training
+from wgpu_lora.cli.command import USED, Command, Group, dashes
+from wgpu_lora.cli.console import Bar, console, is_terminal, line, table
+from wgpu_lora.cli.parameters import BaseDtype, Device, Goal, InRunLog, Notes, choice, refuse_idle
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
+from wgpu_lora.names.choices import COMPUTE_DTYPES
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.words import counted, share
+
+if TYPE_CHECKING:
+    from wgpu_lora.bench.brick_results import Writer
+    from wgpu_lora.bench.result_comparison import Figure
+
+
+COLUMNS = ("brick", "time", "spread", "rate", "of ceiling", "limit", "verdict")
+LEFT = ("brick", "verdict")
+KEY = """\
+time: the median of the runs. spread: their standard deviation over the mean.
+of ceiling: the share that is reached of the device's maximum, measured above.
+limit: the smallest share that passes, if there is one.
+noisy: the times vary too much to tell."""
+UNTUNED = "the defaults on both sides, since there was no time to measure all: --retune takes up to 5 minutes"
+VERDICTS = {HOLDS: "passed", NOISY: "noisy", BROKEN: "failed"}  # verdict of a result -> its text
+STYLES = {HOLDS: None, NOISY: "yellow", BROKEN: "red"}
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit: 1.23 ms."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def cells(result: Result) -> tuple[str, ...]:
+    """One for each of COLUMNS."""
+    asked = result.budget["asked"]
+    of_memory = result.budget["of"] == "bandwidth"
+    return (
+        result.label,
+        duration(result.seconds),
+        f"{result.cv:.0%}",
+        rate(result.gbs, "B/s") if of_memory else rate(result.gflops, "FLOP/s"),
+        share(result.budget["reached"]),
+        "none" if asked is None else share(asked),
+        VERDICTS[result.verdict],
+    )
+
+
+def rate(billions: float, unit: str) -> str:
+    """Three digits and a unit: 12.3 GB/s."""
+    for prefix, factor in (("T", 1e3), ("G", 1.0)):
+        if billions >= factor:
+            return f"{billions / factor:.3g} {prefix}{unit}"
+    return f"{billions * 1e3:.3g} M{unit}"
+
+
+def noise_text(result: Result) -> str:
+    """The reason why a result is noisy."""
+    if result.impossible:
+        return f"{result.impossible[0]} is negative, which only noise explains: measure again"
+    return f"{counted(result.iterations, 'timing')} vary by {result.cv:.1%}, the limit is {result.cv_asked:.0%}"
+
+
+def details(result: Result) -> str:
+    """Facts that are not in the table: the clock, the error, and the brick's own figures."""
+    clock = "the device's clock" if result.clock == "timestamps" else "the host's clock"
+    said = [f"{counted(result.iterations, 'run')} by {clock}"]
+    said.append(f"the middle 60% from {duration(result.p20)} to {duration(result.p80)}")
+    if result.reference:
+        part = " (the largest kernels in part)" if result.reference["in_part"] else ""
+        said.append(f"relative squared error {result.reference['nmse']:.1e} against float64{part}")
+    said += [_figure(name, value) for name, value in result.extra.items()]
+    return f"{result.label}: {', '.join(said)}"
+
+
+def _figure(name: str, value: float) -> str:
+    """A brick's own figure."""
+    if name == "frozen_seconds":
+        return f"the frozen matmuls take {duration(value)}"
+    if name == "added_share":
+        return f"the adapters add {share(value)} to that" if value >= 0 else "what the adapters add is lost in noise"
+    return f"{name.replace('_', ' ')} {value:,.4g}"
+
+
+def ceiling_lines(ceilings: Ceilings) -> list[str]:
+    beside = f" (NumPy's matmul: {ceilings.numpy_gflops:.4g})" if ceilings.numpy_gflops else ""
+    return [
+        f"compute {ceilings.fma_gflops:.4g} GFLOP/s{beside}, decoding NF4 {ceilings.decode_fma_gflops:.4g} GFLOP/s",
+        f"memory {ceilings.bandwidth_gbs:.3g} GB/s, starting a kernel {duration(ceilings.dispatch_seconds)}",
+    ]
+
+
+def comparison_cells(c: Comparison) -> tuple[str, ...]:
+    return c.new.label, duration(c.old.seconds), duration(c.new.seconds), f"{c.ratio:.3f}", c.verdict
+
+
+def comparing_cells(label: str, figures: Sequence[Figure | None], ratio: bool) -> tuple[str, ...]:
+    """A row of figures of the same name, one per file; with the ratio of the second to the first if there are two."""
+    cells = [label, *("" if one is None else figure(one) for one in figures)]
+    if ratio:
+        old, new = figures
+        cells.append(f"{new.value / old.value:.3f}" if old and new and old.value else "")
+    return tuple(cells)
+
+
+def figure(one: Figure) -> str:
+    """A figure with its unit."""
+    from wgpu_lora.train.memory import readable
+
+    if one.unit == "s":
+        return duration(one.value)
+    if one.unit == "bytes":
+        return readable(int(one.value))
+    return f"{one.value:,.4g}{one.unit}" if one.unit == "/s" else f"{one.value:,.6g}"
+
+
+ORDERS = ("raw-first", "protected-first")
+
+
+def protected(
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Recipe to train, with its own settings; by default the demo's, with bf16, 5e-5 and clipping at 1.",
+            autocompletion=parameters.RECIPES,
+        ),
+    ] = None,
+    shape: Shape = None,
+    model: Model = None,
+    data: Annotated[str | None, typer.Option(help="Rows for a recipe or a model, as .jsonl.")] = None,
+    layers: Layers = None,
+    tokens: TokensOr = None,
+    rank: RankOr = None,
+    batch: Annotated[int | None, typer.Option(help="Rows per batch. [x>=1]")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Batches per optimizer step. [x>=1]")] = None,
+    save_steps: Annotated[int | None, typer.Option(help="Steps between checkpoints. [x>=0]")] = None,
+    base_dtype: BaseDtypeOr = None,
+    compute_dtype: Annotated[
+        str | None,
+        choice(
+            "Type that the inputs of frozen matmuls are rounded to.",
+            COMPUTE_DTYPES,
+            show_default="the recipe's, or bf16",
+        ),
+    ] = None,
+    tune: Annotated[
+        bool | None, typer.Option(help="Choose tilings first; by default, unless the recipe turns it off.")
+    ] = None,
+    order: Annotated[
+        str | None, choice("Which segment of a row comes first.", ORDERS, show_default="both, one after the other")
+    ] = None,
+    target_seconds: Annotated[float, typer.Option(help="Seconds of each segment, by the clock. [x>0]")] = 180.0,
+    repeat: Annotated[int, typer.Option(help="Rows in each order. [x>=1]")] = 1,
+    device: Device = None,
+    json: Annotated[Path | None, typer.Option("--json", help="File for the results, as JSON.", metavar="FILE")] = None,
+    goal: Goal = None,
+    notes: Notes = None,
+    run_log: InRunLog = True,
+) -> int:
+    """Measure what protected training costs, against raw training.
+
+    A row is a raw and a protected training of the same length, one after the other on one device. The protected one has
+    a broker in a process of its own, and seals what it writes. 'wgpu-lora report FILE' draws the results beside
+    published ones. The exit code is 1 if a row is not clean.
+    """
+    from wgpu_lora.protect.extra import check_libraries
+
+    check_libraries()
+    from wgpu_lora.bench.training_runs import Work
+    from wgpu_lora.bench.training_step import training_options
+    from wgpu_lora.protect.bench import Measuring, bench_protected
+    from wgpu_lora.track.run_recorder import remarks
+
+    options = {
+        "tokens": tokens, "batch": batch, "accumulation": accumulation, "data": data, "model": model, "rank": rank,
+        "base_dtype": base_dtype, "compute_dtype": compute_dtype, "tune": tune, "save_steps": save_steps,
+        "device": device,
+    }  # fmt: skip
+    work = Work(recipe, shape, layers, training_options(options))
+    with remarks(goal, notes, run_log):
+        found = bench_protected(
+            Measuring(work, target_seconds, (order,) if order else ORDERS, repeat), json, _ProtectedProgress()
+        )
+    for text in found["interpretation"]:
+        line("overhead", text)
+    if json:
+        line("results", str(json))
+    return 0 if all(row["cleanModelArtifact"] for row in found["results"]) else 1
+
+
+class _ProtectedProgress(Events):
+    """Shows the device, and each row as soon as it is measured."""
+
+    def measured(self, record: Mapping[str, Any]) -> None:
+        if record["kind"] == "header":
+            device = record["device"]
+            line("device", f"{device['name']}, {device['driver']}, {device['backend']}")
+            return
+        sides = (
+            f"{side} {record[f'{side}Steps']:,} steps in {record[f'{side}ElapsedSec']:,.2f} s"
+            f" and {record[f'{side}OutsideSec']:,.1f} s outside"
+            for side in ("raw", "protected")
+        )
+        clean = "clean" if record["cleanModelArtifact"] else f"not clean: {'; '.join(record['notClean'])}"
+        found = f"{record['overheadPct']:+.2f}%, protecting took {record['protectionSec']:,.2f} s"
+        line("row", f"{record['label']}, {record['order']}: {', '.join(sides)}; {found}; {clean}")
+
+
+BRICKS = "bricks"
+FLAGS = {"--compare": "compare", "--training": "training", "--find-max-batch": "max-batch"}  # former flags
+PROTECTED = "--protected"  # another name of that command
+
+
+class Bench(Group):
+    """Without a command, the options are those of `bricks`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flag = next((arg for arg in args if dashes(arg) in FLAGS), None)
+        if PROTECTED in args:
+            args = [PROTECTED[2:], *(arg for arg in args if arg != PROTECTED)]
+        elif flag:
+            command = FLAGS[dashes(flag)]
+            args = [command, *(arg for arg in args if arg != flag)]
+            if not ctx.resilient_parsing:
+                typer.echo(f"wgpu-lora: note: {dashes(flag)} is now a command: 'wgpu-lora bench {command}'", err=True)
+        elif not args or args[0].startswith("-"):
+            args = args if "--help" in args or "-h" in args or (ctx.resilient_parsing and not args) else [BRICKS, *args]
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.commands[BRICKS].format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        if incomplete.startswith("-"):
+            return self.commands[BRICKS].shell_complete(ctx, incomplete)
+        return super().shell_complete(ctx, incomplete)
+
+
+class Bricks(Command):
+    """The command of which only the options are typed."""
+
+    def extra(self, ctx: Any, word: str) -> str:
+        typed = next(iter(ctx.meta[USED].values()), None)
+        if typed and dashes(word) in ctx.parent.command.commands:
+            return f"'{ctx.parent.command_path}' was given --{typed} and the command {dashes(word)}: leave one out."
+        return super().extra(ctx, word)
+
+
+bench = typer.Typer(
+    cls=Bench,
+    name="bench",
+    help="""Measure bricks (parts of training and serving), whole training runs, or batch sizes.
+
+    First the device's ceilings are measured, then for each brick its correctness against float64 references and its
+    time. A brick passes, fails (exit code 1), or is 'noisy' if its timings vary too much to tell.
+    """,
+    rich_markup_mode=None,
+)
+bench.command(cls=Command)(training)
+bench.command("max-batch", cls=Command)(max_batch)
+bench.command(cls=Command)(protected)
+
+
+@bench.command(BRICKS, cls=Bricks, hidden=True)
+def bricks(
+    ctx: typer.Context,
+    brick: Annotated[
+        list[str] | None,
+        typer.Option(help="Brick to measure; may be given several times.", autocompletion=parameters.bricks),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Measure every brick that the model has.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List the bricks and shapes.")] = False,
+    shape: Shape = None,
+    model: Model = None,
+    layers: Layers = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of a training batch. [x>=8]")] = 512,
+    rank: Rank = 16,
+    base_dtype: BaseDtype = DEFAULT_FORMAT,
+    compute_dtype: ComputeDtype = "f32",
+    tune: Annotated[bool, typer.Option(help="Choose tilings as a training run does.")] = True,
+    retune: Annotated[bool, typer.Option("--retune", help="Time all tilings again, for at most 5 minutes.")] = False,
+    device: Device = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(help="Seconds to measure each case of a brick, instead of its contract's. [x>0]"),
+    ] = None,
+    json: File = None,
+    goal: Goal = None,
+    notes: Notes = None,
+    run_log: InRunLog = True,
+) -> int:
+    """Measure bricks: correctness first, then time, relative to the device's ceilings.
+
+    Without --shape or --model: tiny-qwen3 on a device that runs on the CPU, qwen2.5-0.5b on any other.
+    """
+    if [bool(brick), everything, listing].count(True) != 1:
+        raise UserError(
+            "Give exactly one of --brick NAME, --all and --list, or a command: compare, max-batch, training."
+        )
+    if listing:
+        refuse_idle(ctx, ctx.params.keys() - {"listing"}, "with --list")
+        return _list()
+    if time_limit is not None and not 0 < time_limit < math.inf:
+        raise UserError(f"--time-limit is {time_limit:g}: give a number of seconds greater than 0.")
+    if shape and model:  # checked before a device is opened
+        raise UserError("--model and --shape are both given: leave one of them out.")
+    from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
+    from wgpu_lora.gpu.tuner import wanted
+    from wgpu_lora.track.run_recorder import remarks
+
+    names = brick_names() if everything else list(dict.fromkeys(brick or []))
+    taken = {option for name in names for option in load_contract(name).options}
+    untuned = set() if "tune" in taken else {"retune"}
+    refuse_idle(ctx, set(OPTIONS) - taken | untuned, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
+    if retune and not wanted(tune):
+        raise UserError("--retune does nothing with --no-tune or WGPU_LORA_NO_TUNE: leave one of them out.")
+    sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune), "retune": retune}
+    with remarks(goal, notes, run_log):
+        context = _context(device, shape, model, layers, base_dtype, sizes)
+        return _measure(context, None if everything else names, time_limit, json)
+
+
+def _context(
+    selector: str | None, shape: str | None, model: str | None, layers: int | None, base_dtype: str, sizes: Any
+) -> Any:
+    from wgpu_lora.bench.brick import Context
+    from wgpu_lora.gpu.device import Device as OpenedDevice
+    from wgpu_lora.models.published_shapes import shape_config
+
+    if shape:
+        shape_config(shape, layers)  # refuses unknown shapes before a device is opened
+    return Context.of(OpenedDevice(selector), shape, model, layers, base_dtype, **sizes)
+
+
+def _measure(context: Any, names: list[str] | None, time_limit: float | None, file: str | None) -> int:
+    """names: of bricks; None: all that the model has."""
+    from wgpu_lora.bench.brick_results import BROKEN, Writer
+    from wgpu_lora.bench.brick_run import bench as measured
+    from wgpu_lora.bench.bricks import bricks_of
+
+    names = names or bricks_of(context.config)
+    info, options = context.device.info, context.options()
+    line("device", f"{info.name} ({info.driver})")
+    tuned = "tuned" if options.pop("tuned") else "not tuned"
+    line("model", ", ".join([*(f"{name.replace('_', ' ')} {value}" for name, value in options.items()), tuned]))
+    with Writer(file) as writer, Bar("ceilings", len(names) + 1) as bar:
+        bar.advance(to=0)
+        if not is_terminal(sys.stdout):
+            line("measuring", "the device's ceilings first, then each brick")
+        results, broken = measured(context, names, time_limit, _BrickProgress(bar, writer))
+    for result in results if is_terminal(sys.stdout) else ():
+        line("measured", details(result))
+    console().print()
+    console().print(table(COLUMNS, map(cells, results), LEFT, [STYLES[result.verdict] for result in results]))
+    console().print(f"\n{KEY}\n", style="dim")
+    for result in results:
+        if result.noisy:
+            line("noisy", f"{result.label}: {noise_text(result)}")
+    for result in results:
+        if context.tune and not result.options["tuned"]:
+            line("tilings", f"{result.label}: {UNTUNED}")
+    for text in broken:
+        line(VERDICTS[BROKEN], text)
+    return 1 if broken else 0
+
+
+class _BrickProgress(Events):
+    """Writes each record; shows the ceilings, a progress bar and, where a line does not break that, each result."""
+
+    def __init__(self, bar: Bar, writer: Writer):
+        self._bar, self._writer = bar, writer
+        self._begun: dict[str, None] = {}
+
+    def measuring(self, brick: str, case: str) -> None:
+        self._begun[brick] = None
+        self._bar.advance(f"{brick} {case}".strip(), to=len(self._begun))
+
+    def measured(self, record: Mapping[str, Any]) -> None:
+        from wgpu_lora.bench.brick_results import Result
+        from wgpu_lora.bench.device_ceilings import Ceilings
+
+        self._writer.write(record)
+        if record["kind"] == "header":
+            for label, text in zip_longest(["ceilings"], ceiling_lines(Ceilings(**record["ceilings"])), fillvalue=""):
+                line(label, text)
+        elif not is_terminal(sys.stdout):
+            line("measured", details(Result.of(record)))
+
+
+def _list() -> int:
+    from wgpu_lora.bench.contract import brick_names, load_contract
+    from wgpu_lora.models.published_shapes import SHAPES
+
+    contracts = map(load_contract, brick_names())
+    columns = ("brick", "kind", "covers")
+    console().print(table(columns, ((c.name, c.kind, c.covers) for c in contracts), columns))
+    line("shapes", ", ".join(SHAPES))
+    return 0
+
+
+@bench.command(cls=Command)
+def compare(
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE FILE...", help="Result files of 'bench --json', the oldest first.")
+    ],
+) -> int:
+    """Compare result files of any kind, and across devices.
+
+    Two files of bricks: how much each brick's time has changed, and whether that exceeds the noise. Other files, or
+    more: what each has measured, in one table.
+    """
+    from wgpu_lora.bench.brick_results import NAME
+    from wgpu_lora.bench.result_comparison import KINDS, differences, read_measured
+
+    if len(files) < 2:
+        raise UserError("There is nothing to compare: give at least two result files.")
+    found = [read_measured(file) for file in files]
+    if len(found) == 2 and all(file.kind == KINDS[NAME] for file in found):
+        return _compare_bricks(*files)
+    names = _names(files)
+    for name, file in zip(names, found, strict=True):
+        line("file", f"{name}: {file.kind}, {file.device}{f', {file.time}' if file.time else ''}")
+    for text in differences(found):
+        line("differs", text)
+    labels = dict.fromkeys(label for file in found for label in file.figures)
+    both = len(found) == 2
+    rows = [comparing_cells(label, [file.figures.get(label) for file in found], both) for label in labels]
+    columns = ("measured", *names, *(["new / old"] if both else []))
+    console().print(table(columns, rows, columns[:1]))
+    return 0
+
+
+def _names(files: list[str]) -> list[str]:
+    """The files' names without directories, or the paths where these are alike."""
+    names = [Path(file).stem for file in files]
+    return names if len(set(names)) == len(names) else files
+
+
+def _compare_bricks(before: str, now: str) -> int:
+    from wgpu_lora.bench.brick_results import compare as compared
+    from wgpu_lora.bench.brick_results import read_results, warnings
+
+    old, new = read_results(before), read_results(now)
+    for text in warnings(old, new):
+        line("warning", text)
+    found = compared(old[1], new[1])
+    if not found:
+        raise UserError(f"{before} and {now} have no brick in common: measure the same ones.")
+    columns = ("brick", "old", "new", "new / old", "verdict")
+    console().print(table(columns, map(comparison_cells, found), LEFT))
+    return 0

@@ -1,0 +1,269 @@
+"""Base classes of commands: other names of options, typing errors, and the layout of help."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from wgpu_lora.bounded import check_links, is_path
+from wgpu_lora.cli.elsewhere import command_instead
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.aliases import advice, aliases_of, instead
+from wgpu_lora.names.spelling import flag
+
+MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has its own error, an empty system message is allowed
+TRUE, FALSE = ("true", "yes"), ("false", "no")
+USED, TYPED = "wgpu_lora.used", "wgpu_lora.typed"  # in a context's `meta`: parameter -> the name and the value given
+ONE = {"data", "eval_data"}  # a second value would silently replace the first
+SEVERAL = {"report_to"}  # several values are a list
+MORE = 4  # maximum sentences about further options of other programs
+OPTIONS = "Options"  # heading of options without one
+DATA = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
+
+def dashes(name: str) -> str:
+    """An option's or a command's name, with dashes."""
+    return name.replace("_", "-")
+
+
+class Command(TyperCommand):
+    """A command that knows other programs' names of its options, and turns every mistake into a UserError.
+
+    Underscores may replace dashes (`token_normalize_func` of the root), and a switch may be followed by true or false.
+    An empty value is an error, since an unset shell variable causes it.
+    """
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser = super().make_parser(ctx)
+        options: dict[str, Any] = parser._long_opt
+        ctx.meta[USED], ctx.meta[TYPED] = {}, {}
+        for name, option in list(options.items()):
+            positive = _positive(option)
+            options[name] = _Called(option, positive.removeprefix("--"), ctx.meta, options.get(_negative(option)))
+        for alias, name in aliases_of([n.removeprefix("--").replace("-", "_") for n in options]).items():
+            for no in ("", "no-"):
+                option = options.get(f"--{no}{dashes(name)}")
+                if option:
+                    options[f"--{no}{dashes(alias)}"] = option.by_another_name(dashes(alias))
+        return parser
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True  # refused below, with advice
+        typed = list(args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except Exception as error:
+            name = _not_known(error)
+            if name is not None:
+                raise UserError(_unknown(name, typed, self._names(ctx), ctx.command_path)) from None
+            said = self._wrong_value(ctx, error) or self._missing(ctx, error, typed)
+            if said is None:
+                raise
+            raise UserError(said) from None
+        if rest and not ctx.resilient_parsing:
+            raise UserError(self.extra(ctx, rest[0]))
+        return rest
+
+    def extra(self, ctx: Any, word: str) -> str:
+        """The error for a word that belongs to no option."""
+        return _extra(word, self._names(ctx), ctx.meta[TYPED], ctx.command_path)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Required arguments without the braces that Typer puts around them."""
+        return [re.sub(r"^\{(.+)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+
+    def _wrong_value(self, ctx: Any, error: Exception) -> str | None:
+        """The error for an invalid value of an option; None if Typer's own is good."""
+        name, option = str(getattr(error, "option_name", "")), getattr(getattr(error, "param", None), "name", "")
+        if "not take a value" in str(error):
+            negative = next((n for p in self.get_params(ctx) if name in p.opts for n in p.secondary_opts), None)
+            return f"{name} takes no value: give {name}{f' or {negative}' if negative else ' or leave it out'}."
+        value = ctx.meta[TYPED].get(option)
+        if not isinstance(value, str) or not re.search("number|integer|float", str(error)):
+            return None
+        return f"{flag(option)} must be a {'whole ' if _is_number(value) else ''}number, not {value!a:.80}."
+
+    def _missing(self, ctx: Any, error: Exception, args: list[str]) -> str | None:
+        """The error for a missing option, if a word of the command line may be its value; else None."""
+        name = getattr(getattr(error, "param", None), "name", "")
+        meant = f"did you mean {flag(name)} "
+        words = [word for word in args if "Missing" in type(error).__name__ and not word.startswith("-")]
+        said = [self.extra(ctx, word) for word in words]
+        return next((text for text in said if meant in text), None)
+
+    def invoke(self, ctx: Any) -> Any:
+        for name, value in ctx.params.items():
+            if isinstance(value, str) and not value.strip() and name not in MAY_BE_EMPTY:
+                raise UserError(f"{flag(name)} is empty: give it a value, or leave it out.")
+            for one in value if isinstance(value, list | tuple) else [value]:
+                if name not in MAY_BE_EMPTY and isinstance(one, str | Path) and is_path(str(one)):
+                    check_links(Path(one))
+        return super().invoke(ctx)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write options under their headings, in one column that is not cut off on a narrow terminal."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record:
+                left, right = record
+                record = re.sub(r"<list\[(\w+)\]>", lambda found: f"<{found[1].lower()}>", left), right
+                default = "Arguments" if parameter.param_type_name == "argument" else OPTIONS
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
+        for title, records in sorted(panels.items(), key=lambda panel: panel[0] == OPTIONS):  # last
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+    def _names(self, ctx: Any) -> list[str]:
+        flags = [name for p in self.get_params(ctx) for name in (*p.opts, *p.secondary_opts) if name.startswith("--")]
+        return [name.removeprefix("--").replace("-", "_") for name in flags]
+
+
+class Group(TyperGroup):
+    """A group of commands; the error for an unknown command names what to use instead."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not (args or self.invoke_without_command or ctx.resilient_parsing):
+            raise UserError(
+                f"'{ctx.command_path}' needs a command: {', '.join(self.commands)} ('{ctx.command_path} --help')."
+            )
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            name = dashes(_not_known(error) or "")
+            if not name:
+                raise
+            known = [
+                c for c, command in self.commands.items() for p in getattr(command, "params", ()) if name in p.opts
+            ]
+            if known:
+                raise UserError(
+                    f"{name} comes after a command, such as '{ctx.command_path} {known[0]} {name} ...'."
+                ) from None
+            raise UserError(f"No such option: {name}; '{ctx.command_path} --help' lists the commands.") from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = dashes(args[0])
+        if name in self.commands or ctx.resilient_parsing or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        raise UserError(command_instead(args[0], list(self.commands), ctx.command_path))
+
+
+class _Called:
+    """An option of Typer's parser under one of its names; giving it under two names is an error."""
+
+    def __init__(self, option: Any, name: str, meta: dict[str, Any], opposite: Any):
+        self._option, self._name, self._meta, self._opposite = option, name, meta, opposite
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._option, name)
+
+    def by_another_name(self, name: str) -> _Called:
+        return _Called(self._option, name, self._meta, self._opposite)
+
+    def process(self, value: Any, state: Any) -> None:
+        first = self._meta[USED].setdefault(self._option.dest, self._name)
+        if first != self._name:
+            raise UserError(f"--{first} and --{self._name} are the same option: leave one out.")
+        before = self._meta[TYPED].setdefault(self._option.dest, value)
+        if before != value and self._option.dest in SEVERAL:
+            value = f"{before},{value}"
+        if before != value and self._option.dest in ONE:
+            raise UserError(f"{flag(self._option.dest)} takes one value, not both {before} and {value}: leave one out.")
+        self._meta[TYPED][self._option.dest] = value
+        option = self._option
+        following = state.rargs[0].lower() if state.rargs else ""
+        if not option.takes_value and following in (*TRUE, *FALSE):
+            state.rargs.pop(0)
+            if following in FALSE:
+                if self._opposite is None:
+                    return  # off is the default
+                option = getattr(self._opposite, "_option", self._opposite)
+        option.process(value, state)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _has(command: Any, name: str) -> bool:
+    return any(name in parameter.opts for parameter in command.params)
+
+
+def _not_known(error: Exception) -> str | None:
+    """The option that Typer reports as unknown; None for other errors."""
+    return str(getattr(error, "option_name", "")) if hasattr(error, "possibilities") else None
+
+
+def _positive(option: Any) -> str:
+    """The name of a parser's option without 'no-'."""
+    return next(iter(option.obj.opts))
+
+
+def _negative(option: Any) -> str:
+    """The name of the switch that does the opposite; '' if there is none."""
+    both = [*option.obj.opts, *option.obj.secondary_opts]
+    mine = option._long_opts[0] if option._long_opts else ""
+    return next((name for name in both if name != mine and name.startswith("--")), "") if len(both) == 2 else ""
+
+
+def _unknown(typed: str, args: list[str], known: list[str], command: str) -> str:
+    """The error for an option that a command does not have."""
+    name, otherwise = typed.lstrip("-").replace("-", "_"), f"'{command} --help' lists the options."
+    if not typed.startswith("--"):  # after a single dash, Typer names the first letter only
+        whole = next((arg for arg in args if arg.startswith(typed)), typed)
+        name = whole.lstrip("-").split("=")[0].replace("-", "_")
+        if name in known or name in aliases_of(known):
+            return f"No such option: {whole}; options start with two dashes, as in {flag(name)}."
+        typed = whole
+    said = instead(name, known)
+    if not said:
+        return f"No such option: {typed}; {advice(name, known, otherwise)}"
+    # A line written for another program may have several such options: name them all.
+    words = dict.fromkeys(arg[2:].split("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
+    taken = {*known, *aliases_of(known), name}
+    more = [text for word in words if word not in taken and (text := instead(word, known))]
+    return " ".join([said, *more[:MORE], *([f"{len(more) - MORE} more do not exist."] if len(more) > MORE else [])])
+
+
+def _is_module(word: str) -> bool:
+    from wgpu_lora.models.architectures import module_names
+
+    return word in module_names()
+
+
+def _extra(word: str, known: list[str], given: dict[str, Any], command: str) -> str:
+    """The error for a word that belongs to no option.
+
+    given: values of the options that were given, by their parameters' names.
+    """
+    meant, modules = "", given.get("target_modules")
+    if modules and _is_module(word):
+        return f"'{word}' belongs to no option of '{command}': did you mean {flag('target_modules')} {modules},{word}?"
+    if word.lower().endswith(DATA) or os.path.isfile(os.path.join(word, "train.jsonl")):
+        meant = "data"
+    elif word.lower().endswith((".toml", ".yaml", ".yml")):
+        meant = "recipe"
+    elif "resume" in given and os.path.isdir(word):
+        meant = "output"
+    elif os.path.isfile(os.path.join(word, "adapter_config.json")):
+        meant = "adapter"
+    elif word.lower().endswith(".gguf") or os.path.isfile(os.path.join(word, "config.json")):
+        meant = "model"
+    elif "prompt" in known:
+        meant = "prompt"
+    where = f"'{word:.60}' belongs to no option of '{command}'"
+    if meant in given:
+        return f"{where}: {flag(meant)} takes one value, and already is {given[meant]!s:.60}."
+    if meant in known:
+        shown = f"'{word:.60}'" if " " in word else f"{word:.60}"
+        return f"{where}: did you mean {flag(meant)} {shown}?"
+    return f"{where}: '{command} --help' lists the options."

@@ -1,0 +1,269 @@
+"""wgpu-lora info: the available devices, and which one is used by default."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wgpu_lora.cli.command import Command, Group
+from wgpu_lora.cli.console import console, line, print_json
+from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
+from wgpu_lora.cli.parameters import Device, Json, refuse_idle
+from wgpu_lora.cli.plan import Shape, job_of
+from wgpu_lora.cli.training_progress import Starting
+from wgpu_lora.errors import UserError
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.words import counted
+
+if TYPE_CHECKING:
+    from wgpu_lora.gpu.device_list import DeviceInfo
+    from wgpu_lora.memory_leases import Entry
+
+
+def info(device: Device = None, as_json: Json = False) -> int:
+    """List the devices.
+
+    It shows their drivers, features and limits; * marks the device that is used by default.
+    """
+    from wgpu_lora.gpu.device import Device as OpenedDevice
+    from wgpu_lora.gpu.device_list import list_devices
+    from wgpu_lora.gpu.tuning_cache import ChoiceFile
+
+    opened = OpenedDevice(device)
+    devices, used, tilings = list_devices(), opened.info.index, str(ChoiceFile(opened).path)
+    if as_json:
+        print_json(
+            {
+                "devices": [d.as_dict() for d in devices],
+                "adapters": [d.as_dict() for d in devices],  # their name in 0.1; to be removed in the next version
+                "used": used,
+                "subgroup_size": opened.capabilities.subgroup_size,
+                "max_binding": opened.max_binding,
+                "max_buffer": opened.max_buffer,
+                "tilings": tilings,
+            }
+        )
+        return 0
+    from rich.table import Table
+
+    from wgpu_lora.train.memory import readable
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
+    for name in ("", "#", "device and driver", "kind", "features", "limits"):
+        table.add_column(name)
+    for d in devices:
+        limits = d.limits
+        table.add_row(
+            "*" if d.index == used else "",
+            str(d.index),
+            f"{d.name}\n{d.driver}",
+            f"{d.kind}\n{d.backend}",
+            "\n".join(d.features) or "none",
+            f"buffer {readable(limits['max-buffer-size'])}\n"
+            f"binding {readable(limits['max-storage-buffer-binding-size'])}\n"
+            f"{limits['max-storage-buffers-per-shader-stage']} bindings per shader\n"
+            f"workgroup {limits['max-compute-invocations-per-workgroup']} threads, "
+            f"{readable(limits['max-compute-workgroup-storage-size'])}",
+        )
+    console().print(table)
+    size = opened.capabilities.subgroup_size
+    subgroups = f"subgroups of {size} (measured)" if size else "no subgroups used"
+    line("used", f"{used}: {opened.info.name}, {subgroups}; choose another with --device")
+    line("tilings", tilings, whole=True)
+    return 0
+
+
+share = typer.Typer(
+    cls=Group,
+    name="share",
+    help="Show who holds how much of each device's memory, and repair that record.",
+    rich_markup_mode=None,
+    invoke_without_command=True,
+)
+
+
+@share.callback()
+def _root(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+@share.command(cls=Command)
+def status(as_json: Json = False) -> None:
+    """Show each device's budget, the memory held, and who is waiting."""
+    from wgpu_lora.gpu.device_list import list_devices
+    from wgpu_lora.memory_leases import Budget, Ledger, budget_bytes, device_key, device_memory
+
+    found: dict[Path, DeviceInfo | None] = {}
+    listed = list_devices()
+    for one in listed:  # several drivers may list the same device
+        found.setdefault(Ledger(device_key(one, listed)).path, one)
+    for ledger in Ledger.all():
+        found.setdefault(ledger.path, None)
+    devices = []
+    for path, info in found.items():
+        entries = Ledger(path.stem).read()
+        budget = budget_bytes(info) if info else Budget(None, "no device of this name is present")
+        memory = device_memory(info) if info else None
+        leases, queue = ([e for e in entries if e.holds is holds] for holds in (True, False))
+        devices.append(
+            {
+                "device": info.name if info else path.stem,
+                "ledger": str(path),
+                "budget": budget.bytes,
+                "source": budget.source,
+                "free_now": memory.free if memory else None,  # with all programs on the machine
+                "held": sum(e.bytes for e in leases if e.here and not e.dead),
+                "leases": [_facts(e) for e in leases],
+                "queue": [_facts(e) for e in queue],
+            }
+        )
+    if as_json:
+        print_json(devices)
+        return
+    for device in devices:
+        _show(device)
+
+
+@share.command(cls=Command)
+def release(
+    lease: Annotated[str | None, typer.Argument(metavar="ID", help="Lease id, as shown by 'status'.")] = None,
+    dead: Annotated[bool, typer.Option("--dead", help="Release all leases whose processes have ended.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Release it even if its process is alive.")] = False,
+) -> None:
+    """Release the memory of a process that has ended.
+
+    With --force, also that of a process that is alive but no longer uses the device.
+
+    Memory of dead processes on this machine is also released automatically at the next request for memory.
+    """
+    from wgpu_lora.memory_leases import Ledger
+
+    if (lease is None) is not dead:
+        raise UserError("Give either a lease id, as shown by 'wgpu-lora share status', or --dead.")
+    found = [(ledger, e) for ledger in Ledger.all() for e in ledger.read() if (e.dead if dead else e.id == lease)]
+    if lease and not found:
+        raise UserError(f"There is no lease '{lease}': 'wgpu-lora share status' lists the leases.")
+    for ledger, entry in found:
+        if not entry.dead and not entry.holds:
+            raise UserError(f"'{lease}' holds no memory but is waiting: end {entry.who} to remove it from the queue.")
+        if not entry.dead and not force:
+            raise UserError(
+                f"'{lease}' belongs to {entry.who}, which is alive: end it, or use --force if it no longer uses "
+                "the device."
+            )
+        with ledger.changing() as entries:  # drops the dead
+            # A live lease stays listed with 0 bytes: if it were removed, its owner's next renewal would restore it.
+            entries[:] = [replace(e, bytes=0) if e.id == entry.id else e for e in entries]
+        line("released", f"{counted(entry.bytes, 'byte')} of {entry.who}")
+    if not found:
+        line("released", "nothing: all processes are alive")
+
+
+@share.command(cls=Command)
+def repair() -> None:
+    """Rebuild damaged ledgers from their readable parts.
+
+    A damaged file is kept beside the new one.
+    """
+    from wgpu_lora.memory_leases import Ledger
+
+    repairs = [(ledger.path, ledger.repair()) for ledger in Ledger.all()]
+    for path, done in repairs:
+        if done:
+            line(
+                "repaired",
+                f"{path}: kept {counted(len(done.kept), 'entry', 'entries')}; the damaged file is {done.damaged}",
+            )
+    if not any(done for _, done in repairs):
+        line("repaired", "nothing: no ledger is damaged")
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    return {**asdict(entry), "alive": not entry.dead, "here": entry.here}
+
+
+def _show(device: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from wgpu_lora.train.memory import both
+
+    def size(nbytes: int | None) -> str:
+        return "unknown" if nbytes is None else both(nbytes)
+
+    line("device", device["device"])
+    line("budget", f"{size(device['budget'])} for all runs of wgpu-lora together: {device['source']}")
+    line("held", f"{size(device['held'])} by runs of wgpu-lora")
+    if device["free_now"] is not None:
+        line("free now", f"{size(device['free_now'])} of the device, whoever uses the rest")
+    if device["budget"] is not None:
+        left = max(0, device["budget"] - device["held"])
+        line(
+            "left", f"{size(min(left, device['free_now'] or left))} for another run, within the budget and what is free"
+        )
+    entries = [*device["leases"], *device["queue"]]
+    if not entries:
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("id", "state", "bytes", "pid", "what", "since"):
+        table.add_column(name, justify="right" if name == "bytes" else "left")
+    for e in entries:
+        state = "ended" if not e["alive"] else "in use" if e["holds"] else "waiting"
+        since = datetime.fromtimestamp(e["since"]).strftime("%Y-%m-%d %H:%M:%S")
+        host = "" if e["here"] else f" on {e['host']}"
+        table.add_row(e["id"], state, f"{e['bytes']:,}", f"{e['pid']}{host}", e["what"], since)
+    console().print(table)
+
+
+def tune(
+    args: TrainingArguments,
+    note: str | None,
+    adapters: Adapters = None,
+    adapters_config: AdaptersConfig = None,
+    schedule: Schedule = "synchronized",
+    batch_tokens: BatchTokens = None,
+    shape: Shape = None,
+    seconds: Annotated[float, typer.Option(help="Limit of tuning, in seconds. [x>0]")] = 300,
+    clear: Annotated[bool, typer.Option("--clear", help="Forget what was timed and checked on the device.")] = False,
+) -> int:
+    """Time the kernel tilings of a run ahead, and keep the fastest.
+
+    The options are those of 'finetune'. Sizes that a run had no time for are timed too; --retune times all again. No
+    weights are loaded.
+    """
+    from wgpu_lora.gpu.tuner import Tuner
+    from wgpu_lora.memory_leases import claim
+
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--seconds is {seconds:g}: give a number of seconds greater than 0.")
+    if not args.tune:
+        raise UserError("--no-tune contradicts 'wgpu-lora tune': leave it out.")
+    job = job_of(args, adapters, adapters_config, schedule, batch_tokens, shape)
+    session, programs = job.session, job.session.programs()
+    tuner, watcher = Tuner(session.device, seconds, retune=args.retune, thorough=True), Starting(job)
+    if not tuner.estimate(programs).sizes:
+        line("tuned", "every kernel size of this run was timed before; --retune times them again")
+    else:
+        with claim(session.device, session.needs(), "tune"):
+            tuner.tune(programs, watcher)
+    line("tilings", str(tuner.file.path), whole=True)
+    return 0
+
+
+def cleared(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int | None:
+    """The exit code of --clear; None without it."""
+    if not values["clear"]:
+        return None
+    from wgpu_lora.gpu.device import Device
+    from wgpu_lora.gpu.tuning_cache import ChoiceFile
+
+    refuse_idle(ctx, ctx.params.keys() - {"clear", "device"}, "with --clear")
+    file = ChoiceFile(Device(given.get("device")))
+    file.clear()
+    line("cleared", str(file.path), whole=True)
+    return 0

@@ -1,0 +1,1 @@
+"""Commands that let a model answer."""

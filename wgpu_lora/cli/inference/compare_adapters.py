@@ -1,0 +1,67 @@
+"""Output of generate and evaluate for several adapters, by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wgpu_lora.bounded import printable
+from wgpu_lora.cli.console import console, is_terminal, line
+from wgpu_lora.words import counted
+
+if TYPE_CHECKING:
+    from wgpu_lora.infer import Evaluation
+    from wgpu_lora.infer.answers import Answer
+
+
+def as_rows(found: Mapping[str, Any], adapters: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Rows for JSON: each adapter's result with its name and directory; the base has none."""
+    directories = {name: str(directory) for name, directory in adapters.items()}
+    return [{"name": name, "adapter": directories.get(name), **asdict(value)} for name, value in found.items()]
+
+
+def show_answers(answers: Mapping[str, Answer]) -> None:
+    """Print the answers, in panels on a terminal, else in blocks under their names."""
+    if not is_terminal(sys.stdout):
+        print("\n\n".join(f"== {name} ==\n{answer.text}" for name, answer in answers.items()), flush=True)
+        return
+    from rich.panel import Panel
+    from rich.text import Text
+
+    shown = console()
+    for name, answer in answers.items():
+        end = Text(f"{counted(len(answer.token_ids), 'token')}, {answer.stop_reason}", "dim")
+        title = Text(printable(name), "bold")
+        shown.print(
+            Panel(
+                Text(printable(answer.text, "\n\t")),
+                title=title,
+                title_align="left",
+                subtitle=end,
+                subtitle_align="right",
+            )
+        )
+
+
+def show_losses(losses: Mapping[str, Evaluation]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", overflow="fold")
+    shown = [
+        name for name in ("rewards/accuracies", "rewards/margins") if any(name in f.metrics for f in losses.values())
+    ]
+    titles = shown or ["perplexity"]
+    for title in ("loss", *titles, "tokens"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, found in losses.items():
+        others = [found.metrics.get(metric) for metric in shown] or [found.perplexity]
+        values = ["" if value is None else f"{value:.4f}" for value in others]
+        table.add_row(Text(printable(name)), f"{found.loss:.6f}", *values, f"{found.tokens:,}")
+    console().print(table)
+    rows, seconds = next(iter(losses.values())).rows, sum(found.seconds for found in losses.values())
+    line("over", f"{rows:,} rows in {seconds:.1f} s")

@@ -1,0 +1,246 @@
+"""wgpu-lora generate: answer a prompt as it is generated, or many prompts into a file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wgpu_lora.bounded import printable
+from wgpu_lora.cli.console import Bar, TensorBar, is_terminal, print_json
+from wgpu_lora.cli.inference.compare_adapters import as_rows, show_answers
+from wgpu_lora.cli.inference.sampling_options import (
+    EnableThinking,
+    MaxNewTokens,
+    MinP,
+    PromptFormat,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    for_stdout,
+)
+from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, refuse_idle
+from wgpu_lora.errors import UserError
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.words import counted
+
+if TYPE_CHECKING:
+    from wgpu_lora.infer.answers import Answer
+    from wgpu_lora.infer.generation_options import Settings
+    from wgpu_lora.infer.prompt_file import Request
+    from wgpu_lora.models.loaded_model import LoadedModel
+
+EMPTY = (
+    "the answer is empty: the model ends it with its first token; it may be trained on prompts of another form "
+    "(--prompt-format)"
+)
+TITLE = 60  # characters of a prompt above its answer
+DRAWING = ("top_p", "top_k", "min_p")  # not --seed, which is often given without need
+
+
+def generate(
+    ctx: typer.Context,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompt, read from stdin if that is piped; if given several times, all are answered together."
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="File of prompts: rows as in training, with 'prompt' or 'messages', or lines of text."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the answers, as JSONL; by default, they are printed.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Prompts answered at a time; by default as many as fit, up to 16. [x>=1]")
+    ] = None,
+    system: System = None,
+    prompt_format: PromptFormat = None,
+    enable_thinking: EnableThinking = None,
+    model: Model = None,
+    adapter: Adapter = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also answer with the base model alone.")] = False,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Stop = None,
+    seed: Seed = 0,
+    device: Device = None,
+    base_dtype: BaseDtype = DEFAULT_FORMAT,
+    as_json: Json = False,
+) -> int:
+    """Answer prompts; without one, start a chat on a terminal.
+
+    Several adapters answer in a single batch.
+    """
+    settings: dict[str, Any] = {
+        "system": system,
+        "prompt_format": prompt_format,
+        "enable_thinking": enable_thinking,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or [],
+        "seed": seed,
+    }
+    nothing = not prompt and prompts is None
+    if nothing and not (as_json or output or batch_size) and is_terminal(sys.stdin) and is_terminal(sys.stdout):
+        from wgpu_lora.cli.inference.chat import run_chat
+
+        return run_chat(model, adapter or [], compare, settings, None, device, base_dtype)
+    if temperature == 0:
+        refuse_idle(ctx, DRAWING, "at --temperature 0, which takes the most likely token")
+    if output or prompts:
+        refuse_idle(ctx, ("as_json",), "with --output or --prompts, whose answers are JSONL")
+    if prompt and prompts:
+        raise UserError("--prompt and --prompts cannot be combined: give one of them.")
+    from wgpu_lora.atomic import check_new, write_new_bytes
+    from wgpu_lora.infer.answers import answer_table, tokenizer_of
+    from wgpu_lora.infer.generation_options import settings_of
+    from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
+    from wgpu_lora.infer.prompt_file import Request, kept_on_failure, read_requests, to_jsonl
+    from wgpu_lora.infer.prompts import check_text, prompt_notes
+    from wgpu_lora.models.loaded_model import open_model
+    from wgpu_lora.strict_json import to_json
+
+    # Check the options before anything is opened.
+    chosen = settings_of(settings, "The command line")
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"--batch-size must be at least 1, not {batch_size}.")
+    if prompts:
+        requests = read_requests(prompts)
+        anew = sum(request.answered for request in requests)
+        if anew:
+            which = "a row ends" if anew == 1 else f"{anew:,} rows end"
+            _note(f"{which} with an assistant's message, which is left out and answered anew")
+    else:
+        texts = prompt or [_piped()]
+        if not all(texts):
+            raise UserError("The prompt is empty: give a text.")
+        for text in texts:
+            check_text("prompt", text)
+        requests = [Request(text, {"prompt": text}) for text in texts]
+    if output:
+        check_new(output, "--output")
+    adapters = named_adapters(adapter or [])
+    several = compare or len(adapters) > 1
+    slots = slots_of(adapters, compare) if several else {next(iter(adapters), BASE): 0 if adapters else None}
+    opened = open_model(model_of(adapters, model), device, base_dtype)
+    asked = [request.prompt for request in requests]
+    for note in prompt_notes(tokenizer_of(opened), asked, chosen.prompt_format, adapters.values()):
+        _note(note)
+    with Bar("loading", opened.tensors_to_load()) as bar:
+        if len(requests) == 1 and not (several or output or prompts):
+            _answer_one(opened, requests[0], adapters, chosen, as_json, bar)
+            return 0
+        rows: list[dict[str, Any]] = []
+        with kept_on_failure(output, lambda: rows, _note):
+            found = answer_table(
+                opened,
+                asked,
+                adapters,
+                slots,
+                chosen,
+                batch=batch_size or (len(slots) if len(asked) == 1 else None),
+                events=_Collected(requests, several, rows, bar),
+            )
+            if output:
+                write_new_bytes(output, to_jsonl(rows), "--output")
+    if output:
+        _note(f"{counted(len(rows), 'answer')} written to {output}")
+    elif prompts:
+        print("\n".join(map(to_json, rows)), flush=True)
+    elif as_json:
+        listed = [
+            as_rows(answers, adapters) if several else [one.as_dict() for one in answers.values()] for answers in found
+        ]
+        print_json([row for rows in listed for row in rows])
+    else:
+        show_answers(_titled(requests, found, several))
+    return 0
+
+
+class _Streamed(TensorBar):
+    """Prints a single answer as it is generated."""
+
+    def text(self, piece: str) -> None:
+        self._bar.close()
+        print(for_stdout(piece), end="", flush=True)
+
+
+class _Collected(TensorBar):
+    """Keeps every answer as a row, as soon as it is complete."""
+
+    def __init__(self, requests: list[Request], several: bool, rows: list[dict[str, Any]], bar: Bar):
+        super().__init__(bar)
+        self._requests, self._several, self._rows = requests, several, rows
+
+    def answering(self, done: int, total: int, tokens: int) -> None:
+        self._bar.advance(f"answering, {counted(tokens, 'token')} so far", to=done, total=total)
+
+    def answered(self, number: int, name: str | None, answer: Answer) -> None:
+        from wgpu_lora.infer.prompt_file import row_of
+
+        self._rows.append(row_of(self._requests[number], answer, name if self._several else None))
+
+
+def _answer_one(
+    model: LoadedModel, request: Request, adapters: dict[str, Path], settings: Settings, as_json: bool, bar: Bar
+) -> None:
+    """Stream a single answer, or print it as JSON."""
+    from wgpu_lora.infer.answers import answer_slots
+
+    (found,) = answer_slots(
+        model,
+        [request.prompt],
+        list(adapters.values()),
+        [0 if adapters else None],
+        settings,
+        streamed=not as_json,
+        events=_Streamed(bar),
+    )
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        print(flush=True)
+    if not found.text:
+        _note(EMPTY)
+
+
+def _titled(requests: list[Request], found: list[dict[str, Answer]], several: bool) -> dict[str, Answer]:
+    """Answers by titles that distinguish them: names, prompts, or both."""
+    if len(requests) == 1:
+        return found[0]
+    titled: dict[str, Answer] = {}
+    for number, (request, answers) in enumerate(zip(requests, found, strict=True), 1):
+        line = " ".join(str(request.prompt).split())
+        short = line if len(line) <= TITLE else f"{line[: TITLE - 3]}..."
+        titled |= {f"{number}. {short}{f' ({name})' if several else ''}": answer for name, answer in answers.items()}
+    return titled
+
+
+def _note(text: str) -> None:
+    print(f"wgpu-lora: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def _piped() -> str:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UserError("--prompt is missing: give a prompt, or pipe one in.")
+    try:
+        return sys.stdin.read().strip()
+    except UnicodeDecodeError:
+        raise UserError("The prompt is not valid UTF-8: convert it to UTF-8.") from None

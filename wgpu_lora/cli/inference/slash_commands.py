@@ -1,0 +1,212 @@
+"""The commands of a chat: messages that begin with a slash."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wgpu_lora.atomic import write_new_bytes
+from wgpu_lora.errors import UserError
+from wgpu_lora.words import counted, listed
+
+if TYPE_CHECKING:
+    from wgpu_lora.infer.chat import Chat
+
+HELP = """\
+/adapter NAME ...   select who answers: adapters by name or directory, 'none' for
+                    the base; several answer side by side
+/adapters           list the adapters
+/system TEXT        set the system message ('none' removes it)
+/set NAME VALUE     change a setting, such as temperature 0.7; alone, list them
+/reset              start a new conversation
+/undo               remove the last turn
+/retry              answer the last message again
+/save FILE          write the conversation as JSONL to train on
+/load FILE [ROW]    continue a conversation from a file
+/exit               leave (or Ctrl-D)
+A line that ends with a backslash continues on the next; \"\"\" begins and ends a
+block. Ctrl-C stops an answer.
+To send a message that begins with a slash, type two."""
+
+
+class Commands:
+    """The commands of a chat; `say` prints a line. Each raises UserError if it cannot be carried out."""
+
+    def __init__(self, chat: Chat, say: Callable[[str], None]):
+        self.chat, self.say = chat, say
+        self.retry = False  # whether to answer the last message again
+        self._saved: dict[Path, bytes] = {}  # files written by this conversation
+
+    def run(self, line: str) -> bool:
+        """Run a command; returns False to leave the chat."""
+        name, _, rest = line[1:].partition(" ")
+        known = {
+            "help": self._help,
+            "adapter": self._adapter,
+            "adapters": self._adapters,
+            "system": self._system,
+            "set": self._set,
+            "reset": self._reset,
+            "undo": self._undo,
+            "retry": self._retry,
+            "save": self._save,
+            "load": self._load,
+        }
+        if name in ("exit", "quit", "bye", "q"):
+            return False
+        if name not in known:
+            raise UserError(f"There is no command /{name:.40}: /help lists them, and // starts a message with a slash.")
+        if name in ("help", "adapters", "reset", "undo", "retry") and rest.strip():
+            raise UserError(f"/{name} takes no argument, not {rest.strip()!r:.40}.")
+        known[name](rest.strip())
+        return True
+
+    def _help(self, rest: str) -> None:
+        self.say(HELP)
+
+    # -- who answers -----------------------------------------------------------------------------------------------
+
+    def _adapters(self, rest: str) -> None:
+        from wgpu_lora.infer.named_adapters import BASE
+
+        for name, where in {BASE: "the model without an adapter", **self.chat.adapters}.items():
+            self.say(f"{'*' if name in self.chat.lanes else ' '} {name}  {where}")
+
+    def _adapter(self, rest: str) -> None:
+        if not rest:
+            return self._adapters(rest)
+        names = list(dict.fromkeys(name for text in _words(rest) for name in self._named(text)))
+        self.chat.select(names)
+        self.say(f"{listed(names)} answer{'s' if len(names) == 1 else ''} from now on")
+
+    def _named(self, text: str) -> list[str]:
+        """The names that a word stands for; a directory is loaded first."""
+        from wgpu_lora.infer.named_adapters import BASE, named_adapters
+
+        chat = self.chat
+        if text in chat.adapters:
+            return [text]
+        if text in ("none", BASE):
+            return [BASE]
+        if text == "all" and chat.adapters:
+            return list(chat.adapters)
+        ((name, directory),) = named_adapters([text]).items()
+        directory = directory.expanduser()
+        for known, where in chat.adapters.items():
+            if os.path.realpath(where) == os.path.realpath(directory):
+                return [known]
+        if not directory.is_dir():
+            raise UserError(f"There is no adapter '{text}': /adapters lists them, or give a directory.")
+        chat.add(name, directory)
+        return [name]
+
+    # -- how it answers --------------------------------------------------------------------------------------------
+
+    def _system(self, rest: str) -> None:
+        if not rest:
+            self.say(f"system: {self.chat.settings.system or 'none'}")
+            return
+        text = None if rest.lower() == "none" else rest
+        if text is not None and not self.chat.templated:
+            raise UserError("The model has no chat template, so it cannot use a system message.")
+        self.chat.settings = replace(self.chat.settings, system=text)
+        self.say("the system message is set" if text else "there is no system message")
+
+    def _set(self, rest: str) -> None:
+        from wgpu_lora.infer.generation_options import Settings, parsed, settings_of
+        from wgpu_lora.names.aliases import aliases_of
+
+        names = [f.name for f in fields(Settings) if f.name != "system"]
+        name, _, value = rest.partition(" ")
+        name = name.strip("-").replace("-", "_")
+        name = aliases_of(names).get(name, name)
+        current = {name: getattr(self.chat.settings, name) for name in names}
+        if not name:
+            for one, now in current.items():
+                self.say(f"{one} = {_shown(now)}")
+            return
+        if name not in names:
+            settings_of({name: None}, "/set")  # lists the settings
+            raise UserError("Set the system message with /system TEXT.")
+        if not value.strip():
+            self.say(f"{name} = {_shown(current[name])}")
+            return
+        self.chat.settings = replace(self.chat.settings, **{name: parsed(name, value.strip())})
+        self.say(f"{name} = {_shown(getattr(self.chat.settings, name))}")
+
+    # -- what was said ---------------------------------------------------------------------------------------------
+
+    def _reset(self, rest: str) -> None:
+        self.chat.reset()
+        self._saved.clear()
+        self.say("started a new conversation")
+
+    def _undo(self, rest: str) -> None:
+        text = self.chat.undo()
+        self.say(f"removed: {text if len(text) <= 60 else text[:57] + '...'}")
+
+    def _retry(self, rest: str) -> None:
+        if not any(lane.messages for lane in self.chat.lanes.values()):
+            raise UserError("No message has been sent yet: send one first.")
+        if self.chat.settings.temperature == 0:
+            self.say("at temperature 0 the answer stays the same: /set temperature 0.7 varies it")
+        self.retry = True
+
+    def _save(self, rest: str) -> None:
+        from wgpu_lora.infer.chat import rows_of, to_jsonl
+
+        path = _one_path(rest, "/save FILE")
+        rows = rows_of(self.chat.lanes.values(), self.chat.settings.system, self.chat.templated)
+        if not rows:
+            raise UserError("No message has been sent yet, so there is nothing to save.")
+        data, before = to_jsonl(rows), self._saved.get(path.absolute())
+        write_new_bytes(path, data, "/save", replacing=before)
+        self._saved[path.absolute()] = data
+        self.say(f"saved {counted(len(rows), 'row')} in {path}")
+
+    def _load(self, rest: str) -> None:
+        from wgpu_lora.infer.chat import read_conversations
+
+        if not self.chat.templated:
+            raise UserError("The model has no chat template, so it cannot continue a conversation.")
+        words = _words(rest)
+        row = words.pop() if len(words) == 2 and words[1].isdecimal() else "1"
+        path = _one_path(shlex.join(words), "/load FILE [ROW]")
+        found = read_conversations(path)
+        if not 1 <= int(row) <= len(found):
+            raise UserError(f"{path} has {len(found):,} rows, counted from 1: there is no row {row}.")
+        system, messages = found[int(row) - 1]
+        cut = len(messages)
+        while cut and messages[cut - 1]["role"] != "assistant":
+            cut -= 1
+        self.chat.settings = replace(self.chat.settings, system=system)
+        self.chat.reset(messages[:cut])
+        self._saved.clear()
+        left = "" if cut == len(messages) else "; messages after the last answer are left out"
+        self.say(f"continuing from row {row} of {len(found):,}, {counted(cut, 'message')}{left}")
+
+
+def _shown(value: object) -> str:
+    """A setting as the user would type it."""
+    if value is None or value == ():
+        return "none"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text, posix=os.name != "nt")
+    except ValueError:
+        raise UserError(f"A quote in {text!r:.60} is not closed.") from None
+
+
+def _one_path(text: str, usage: str) -> Path:
+    words = _words(text)
+    if len(words) != 1:
+        raise UserError(f"{usage} takes one file{': quote a name with spaces' if words else ''}.")
+    return Path(words[0]).expanduser()

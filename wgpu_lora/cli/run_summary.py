@@ -1,0 +1,181 @@
+"""Description of a training run before it starts: device, model, data, options, steps and memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from wgpu_lora.cli.console import line
+from wgpu_lora.cli.training_progress import describe_tuning
+from wgpu_lora.train.lr_schedule import LR_SCHEDULES
+from wgpu_lora.words import counted, listed
+
+if TYPE_CHECKING:
+    from wgpu_lora.models.loaded_model import LoadedModel
+    from wgpu_lora.train.finetune import Job
+    from wgpu_lora.train.memory import MemoryPlan
+    from wgpu_lora.train.options.training_arguments import TrainingArguments
+    from wgpu_lora.train.run.adapter_run import AdapterRun
+
+
+FEW = 50  # total steps: with fewer, an adapter hardly changes
+
+
+def describe(job: Job[Any]) -> None:
+    """Describe the job, one line per fact."""
+    describe_model(job)
+    describe_runs(job)
+    describe_memory(job)
+
+
+def describe_runs(job: Job[Any]) -> None:
+    """Describe each run's data, chosen options and length."""
+    from wgpu_lora.data.account import SKIPPED
+
+    model = job.session.model
+    for note in (*model.notes, *(model.tokenizer.notes if model.tokenizer else ())):
+        line("note", note)
+    for run in job.runs:
+        mark = f"{run.name}: " if run.name else ""
+        for label, data in (("data", run.stream.prepared), ("held out", run.heldout)):
+            if data:
+                line(label, mark + data.summary())
+                for note in data.notes:
+                    line("note", mark + note)
+                if data.account.bad:
+                    line("skipped", f"{mark}bad rows will be listed in {run.storage.place(run.directory / SKIPPED)}")
+        trained = job.session.trained.trainable(run.slot, job.session.model.config)
+        label, text = run.subject.described()
+        line(label, f"{mark}{text}: {trained:,} trained parameters")
+        for note in run.notes:
+            label, _, said = note.partition(": ")
+            line(label, mark + said)
+        describe_steps(run, mark)
+
+
+def describe_steps(run: AdapterRun, mark: str) -> None:
+    """Describe the number of steps, with a warning if it is too small to learn much."""
+    args, stream = run.args, run.stream
+    an_epoch = stream.epoch(0)
+    a_step = [stream.processed_tokens([sample for batch in step for sample in batch]) for step in an_epoch]
+    each = f"{len(an_epoch):,} per epoch, {sum(a_step) / len(a_step):,.0f} tokens each"
+    if args.target_seconds:
+        line("steps", f"{mark}as many as {args.target_seconds:g} s allow; {each}; {_timed_rate(args)}")
+        return
+    total = stream.total_steps()
+    warmup = run.warmup(total)
+    rate = _decay(args) + (f" after {counted(warmup, 'step')} of warm-up" if warmup else "")
+    line("steps", f"{mark}{total:,}; {each}; {rate}")
+    if total < FEW and not args.resume:
+        line("warning", f"{mark}{counted(total, 'step')} may be too few to learn much: try {_levers(run)}")
+
+
+def _decay(args: TrainingArguments) -> str:
+    falls = LR_SCHEDULES[args.lr_scheduler_type].decay is not None
+    least = f" to {args.lr_scheduler_min:.2e}" if falls and args.lr_scheduler_min else ""
+    return f"{args.lr_scheduler_type} from {args.rate:.2e}{least}"
+
+
+def _timed_rate(args: TrainingArguments) -> str:
+    """The schedule of a run with --target-seconds, which follows its time."""
+    assert args.target_seconds
+    rate = f"{_decay(args)}, by time"
+    if not LR_SCHEDULES[args.lr_scheduler_type].warms_up or not (args.warmup_steps or args.warmup_ratio):
+        return rate
+    seconds = f"{args.warmup_ratio * args.target_seconds:g} s"
+    return f"{rate}, after {counted(args.warmup_steps, 'step') if args.warmup_steps else seconds} of warm-up"
+
+
+def _levers(run: AdapterRun) -> str:
+    """Options that would make more of a run with few steps."""
+    args, (packing, rows, accumulation) = run.args, run.args.batching
+    if args.max_steps > 0:
+        return "a larger --max-steps"
+    several = len(run.stream.prepared.rows) > 1
+    falls = LR_SCHEDULES[args.lr_scheduler_type].decay is not None
+    levers = [
+        *(["--no-packing"] if packing else []),
+        *(["a smaller --gradient-accumulation-steps"] if accumulation > 1 and several else []),
+        *(["a smaller --per-device-train-batch-size"] if rows > 1 and several else []),
+        "a larger --num-train-epochs",
+        *(["--lr-scheduler-type constant"] if falls else []),
+    ]
+    return " or ".join([part for part in (", ".join(levers[:-1]), levers[-1]) if part])
+
+
+def describe_model(job: Job[Any]) -> None:
+    session = job.session
+    model, device = session.model, session.device
+    config = model.config
+    size = device.capabilities.subgroup_size
+    subgroups = f"subgroups of {size}" if size else "no subgroups"
+    line("device", f"{device.info.name}, {device.info.driver}, {device.info.backend}, {subgroups}")
+    line(
+        "model",
+        f"{model.name}: {config.architecture}, {config.num_hidden_layers} layers of {config.hidden_size}, "
+        f"vocabulary {config.vocab_size:,}, weights in {model.decoder.base_dtype}{_kept(model)}",
+    )
+
+
+def _kept(model: LoadedModel) -> str:
+    """The matrices that are not in the base format, since they are small."""
+    own, names = model.decoder.embedding.dtype, model.config.kept_modules()
+    return (
+        f", {listed(names)} in {own}" if names and own != model.decoder.base_dtype and not model.config.packed else ""
+    )
+
+
+def describe_modules(job: Job[Any]) -> None:
+    """Describe how many modules of each name have an adapter."""
+    for run in job.runs:
+        if counts := modules_of(run):
+            mark = f"{run.name}: " if run.name else ""
+            line("modules", mark + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+
+
+def modules_of(run: AdapterRun) -> dict[str, int]:
+    """How many modules of each name have an adapter; empty if something else is trained."""
+    from wgpu_lora.train.run.trained_weights import Adapter
+
+    spec = run.subject.spec if isinstance(run.subject, Adapter) else None
+    return dict(Counter(path.rpartition(".")[2] for path in spec.scaling)) if spec else {}
+
+
+def note_unified(plan: MemoryPlan) -> None:
+    """Say so if offloading saves nothing."""
+    if plan.host and plan.unified:
+        line("note", "--offload-activations saves nothing here, since the device's memory is the host's")
+
+
+def describe_optimizer(job: Job[Any]) -> None:
+    """Describe the optimizer and its state."""
+    from wgpu_lora.train.memory import both
+
+    session = job.session
+    trained = sum(session.trained.trainable(run.slot, session.model.config) for run in job.runs)
+    kept = session.optimizer.state_bytes
+    each = f"{kept / trained:.2f} bytes per trained parameter"
+    line("optimizer", f"{job.runs[0].args.optim}: {f'{both(kept)} of state, {each}' if kept else 'no state'}")
+
+
+def describe_memory(job: Job[Any]) -> None:
+    """Describe the optimizer, the planned memory, and what remains to be tuned."""
+    from wgpu_lora.train.memory import both
+
+    plan = job.session.memory()
+    describe_optimizer(job)
+    beside = f", and {both(plan.host)} in the host's memory" if plan.host else ""
+    line("memory", f"{both(plan.peak)} of the device at peak{beside}")
+    note_unified(plan)
+    describe_tuning(job)
+
+
+CURES = "lower --learning-rate, or check the data for unusual rows"
+
+
+def losses(trained: float | None, before: float | None, heldout: float | None) -> list[str]:
+    """The training loss and the held-out loss (before and after) if known, as text; empty before the first step."""
+    if trained is None:
+        return []
+    first = "" if before is None else f" ({before:.4f} before)"
+    return [f"loss {trained:.4f}", *([] if heldout is None else [f"held-out loss {heldout:.4f}{first}"])]

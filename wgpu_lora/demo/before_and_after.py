@@ -1,0 +1,155 @@
+"""The demo: held-out requests answered before and after fine-tuning, and scored by unit checks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.api import answer, load
+from wgpu_lora.assets import DEMO_HELDOUT
+from wgpu_lora.atomic import numbered, write_bytes_atomic
+from wgpu_lora.checks.asserts import parse_check
+from wgpu_lora.checks.code_check import run_check
+from wgpu_lora.checks.sandbox.sandbox_process import Confinement, confinement
+from wgpu_lora.data import read_jsonl
+from wgpu_lora.events import SILENT, Events
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.resolve_options import find_recipe, gather
+from wgpu_lora.train.run.records import RunRecord
+
+BATCH = 20  # requests answered together
+NEW_TOKENS = 96  # twice the longest answer
+RESULT = "demo.json"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An answer and the result of its unit check."""
+
+    text: str
+    passed: bool
+    reason: str
+
+
+@dataclass
+class Measured:
+    """Results of all held-out requests. loss: of the held-out rows, None if not known yet."""
+
+    answers: list[Checked]
+    loss: float | None = None
+
+    @property
+    def passed(self) -> int:
+        return sum(checked.passed for checked in self.answers)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "pass_rate": self.passed / len(self.answers),
+            "loss": self.loss,
+            "answers": [asdict(checked) for checked in self.answers],
+        }
+
+
+class _Counted(Events):
+    """Counts what is checked instead of what is answered, and the tokens of all batches."""
+
+    def __init__(self, events: Events, checked: list[Checked], total: int):
+        self._events, self._checked, self._total = events, checked, total
+        self.before = 0
+
+    def answering(self, done: int, total: int, tokens: int) -> None:
+        self._events.answering(len(self._checked), self._total, self.before + tokens)
+
+
+@dataclass
+class Comparison:
+    """A prepared run of the demo, and the results before and after it."""
+
+    job: FinetuneJob
+    model: LoadedModel
+    recipe: Path
+    rows: list[dict[str, Any]]
+    confinement: Confinement
+    allow_unconfined: bool
+    before: Measured | None = None
+    after: Measured | None = None
+
+    @classmethod
+    def prepare(
+        cls, output: str, device: str | None, changes: dict[str, Any], allow_unconfined: bool = False
+    ) -> Comparison:
+        """Load the model and data, and plan the run; `changes` are options that override the recipe.
+
+        Raises:
+            UserError: for example, if answers cannot be confined here and `allow_unconfined` is not given.
+        """
+        confined = confinement(allow_unconfined)
+        given = {**changes, "output": str(numbered(Path(output))), "device": device}
+        args, recipe = gather(given, "demo", "The demo")
+        model = load("demo", device=device, base_dtype=args.base_dtype)
+        rows = []
+        for number, row in read_jsonl(DEMO_HELDOUT):
+            parse_check(row.get("check"), f"{DEMO_HELDOUT}, line {number},")
+            rows.append(row)
+        job = prepare_job(args, model)
+        return cls(job, model, recipe or find_recipe("demo"), rows, confined, allow_unconfined)
+
+    def requests(self) -> list[str]:
+        return [request_of(row) for row in self.rows]
+
+    def measure(self, adapter: Path | None, events: Events = SILENT) -> Measured:
+        """Answers every held-out request greedily, and checks every answer.
+
+        Args:
+            events: hears how many requests are answered and checked, and how many tokens have come.
+        """
+        checked: list[Checked] = []
+        told = _Counted(events, checked, len(self.rows))
+        for start in range(0, len(self.rows), BATCH):
+            rows = self.rows[start : start + BATCH]
+            requests = [request_of(row) for row in rows]
+            found = answer(self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, events=told)
+            for one, row in zip(found, rows, strict=True):
+                verdict = run_check(one.text, row["check"], allow_unconfined=self.allow_unconfined)
+                checked.append(Checked(one.text, verdict.passed, verdict.reason))
+                told.answering(0, 0, sum(len(one.token_ids) for one in found))
+            told.before += sum(len(one.token_ids) for one in found)
+        return Measured(checked)
+
+    def trained(self, record: RunRecord, events: Events = SILENT) -> None:
+        """Measures again, after the run that left this record; its held-out losses are those of the rows here."""
+        assert self.before
+        self.after = self.measure(self.job.run.directory, events)
+        self.before.loss = record.state.first_eval_loss
+        self.after.loss = record.state.last_eval_loss
+
+    def pairs(self) -> list[tuple[str, Checked, Checked]]:
+        """(request, before, after), starting with those that only succeed after training."""
+        assert self.before
+        assert self.after
+        found = list(zip(self.requests(), self.before.answers, self.after.answers, strict=True))
+        return sorted(found, key=lambda pair: pair[1].passed or not pair[2].passed)
+
+    def write(self, record: RunRecord) -> Path:
+        """Write the results to the run's demo.json."""
+        assert self.before
+        assert self.after
+        path = self.job.run.directory / RESULT
+        result = {
+            "requests": self.requests(),
+            "before": self.before.as_dict(),
+            "after": self.after.as_dict(),
+            "steps": record.state.step,
+            "seconds": record.state.seconds,
+            "recipe": str(self.recipe),
+        }
+        write_bytes_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
+        return path
+
+
+def request_of(row: dict[str, Any]) -> str:
+    return str(row["messages"][0]["content"])

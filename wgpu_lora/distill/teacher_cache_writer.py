@@ -1,0 +1,337 @@
+"""Writes a teacher cache, shard by shard; after an interruption, it continues with the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from wgpu_lora.atomic import file_digest, write_bytes_atomic
+from wgpu_lora.bounded import check_name
+from wgpu_lora.data import Prepared, Row, pack
+from wgpu_lora.distill.teacher import Kept, Teacher
+from wgpu_lora.distill.teacher_cache import (
+    CACHE,
+    LOGITS,
+    SCHEMA,
+    TABLE,
+    Header,
+    Shard,
+    Table,
+    pack_ids,
+    position_bytes,
+    read_header,
+    template_digest,
+)
+from wgpu_lora.distill.teacher_logits import Support
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Evaluating, Events
+from wgpu_lora.gpu.program import Arena, allocate, missing_bytes, release
+from wgpu_lora.gpu.tiling_check import check_tilings
+from wgpu_lora.gpu.verdicts import verdicts_of
+from wgpu_lora.locks import locked, sweep
+from wgpu_lora.memory_leases import claim
+from wgpu_lora.models.adapter_set import AdapterSet, fix_gains
+from wgpu_lora.models.batch_inputs import Segment, Tables
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.words import counted
+
+
+def write_cache(
+    output: Path,
+    plan: Plan,
+    done: Sequence[Shard],
+    model: LoadedModel,
+    adapters: AdapterSet | None = None,
+    compute_dtype: str = "f32",
+    events: Events = SILENT,
+) -> Header:
+    """Write the shards that are not finished; returns the finished header. If none is missing, only the teacher's
+    weights are compared.
+
+    Args:
+        done: as `standing` found them. adapters: slot 0 applies.
+        events: receives `loading` and `evaluating`, with rows.
+
+    Raises:
+        UserError: the teacher's weights are others than before, the device has no room, or another process is writing.
+        NotFiniteError: a logit of the teacher is not finite.
+        OSError: a file cannot be written.
+    """
+    if len(done) == len(plan.shards):
+        model.load_weights(events)
+        return _compared(output, model, done)
+    tables = Tables.declare(model.config.tables(), plan.batch_tokens)
+    teacher = Teacher(model, adapters, [plan.batch_tokens], tables, plan.kept, compute_dtype)
+    (program,) = teacher.programs()
+    sizes = program.plan().sizes
+    mine = {s for s in teacher.storages() | tables.storages() if s not in model.decoder.storages()}
+    if adapters:
+        mine -= adapters.storages()
+    arena, stack = Arena(model.device), ExitStack()
+    try:
+        stack.enter_context(locked(output / CACHE, flag("output")))
+        need = model.bytes_to_load() + missing_bytes(mine) + sum(sizes)
+        stack.enter_context(claim(model.device, need, "caching a teacher"))
+        stack.enter_context(verdicts_of(model.device).telling(events))
+        check_tilings(model.device, [program])
+        model.load_weights(events)
+        fix_gains(model, adapters)
+        header = _begin(output, plan, model, done)
+        allocate(model.device, mine)
+        arena = Arena(model.device, sizes)
+        tables.upload(model.device)
+        teacher.use(arena)
+        slot = 0 if adapters else None
+        for rows in plan.shards[len(done) :]:
+            before = header.finished
+
+            def watch(count: int, before: int = before) -> None:
+                events.evaluating(Evaluating(before + count, len(plan.rows)))
+
+            shard = _write_shard(output, header, rows, _supports(teacher, rows, slot, plan.batch_tokens, watch))
+            header = replace(header, shards=[*header.shards, shard])
+            header.write(output)
+    finally:
+        arena.free()
+        program.release()
+        release(model.device, mine)
+        stack.close()
+    return header
+
+
+def _begin(output: Path, plan: Plan, model: LoadedModel, done: Sequence[Shard]) -> Header:
+    """The header with the teacher's weights, written with the table of rows."""
+    header = replace(plan.header, teacher={**plan.header.teacher, "weights": model.weights_sha256}, shards=list(done))
+    if (output / CACHE).exists():
+        _compared(output, model, done)
+    sweep(output, OURS)
+    write_bytes_atomic(output / TABLE, save(Table.of(plan.rows).arrays()))
+    header.write(output)
+    return header
+
+
+def _compared(output: Path, model: LoadedModel, done: Sequence[Shard]) -> Header:
+    """The header on disk. Raises UserError if it is that of another teacher, or has changed since it was read."""
+    found = read_header(output)
+    if found.shards != list(done):
+        raise UserError(f"Another process has written to {output} meanwhile: give the command again.")
+    before = found.teacher.get("weights")
+    if before != model.weights_sha256:
+        raise UserError(
+            f"{output} was begun with another teacher, whose weights have the SHA-256 {before!s:.12}, not "
+            f"{model.weights_sha256!s:.12}: give the same to continue it, or another {flag('output')}."
+        )
+    return found
+
+
+def _supports(
+    teacher: Teacher, rows: Sequence[Row], slot: int | None, batch_tokens: int, watch: Callable[[int], None]
+) -> list[Support]:
+    """The supports of a shard's rows. Batches depend on the shard only, so it does not matter where a run began."""
+    found: dict[int, Support] = {}
+    watch(0)
+    for together in pack([len(row.input_ids) for row in rows], range(len(rows)), batch_tokens):
+        segments = [Segment(rows[i].input_ids, rows[i].labels, slot) for i in together]
+        found |= zip(together, teacher.supports(segments, [rows[i].index for i in together]), strict=True)
+        watch(len(found))
+    return [found[i] for i in range(len(rows))]
+
+
+def _write_shard(output: Path, header: Header, rows: Sequence[Row], supports: Sequence[Support]) -> Shard:
+    """Logits are stored as log-probabilities, which are exact where they matter: f16 keeps 11 bits of each."""
+    kind = LOGITS[header.logits]
+    lse = np.concatenate([one.lse for one in supports])
+    logprobs = np.concatenate([one.logits for one in supports]) - lse[:, None]
+    arrays = {
+        "ids": pack_ids(np.concatenate([one.ids for one in supports]), header.bits),
+        "logprobs": np.maximum(logprobs, np.finfo(kind).min).astype(kind),
+        "lse": lse,
+    }
+    data = save(arrays)
+    name = f"shard-{len(header.shards):05}.safetensors"
+    write_bytes_atomic(output / name, data)
+    return Shard(name, hashlib.sha256(data).hexdigest(), len(data), len(rows), len(lse))
+
+
+SHARD_POSITIONS = 8192  # at least, but in the last shard: 7 MB of 192 tokens each
+MOST_SHARDS = 8192  # about, so that cache.json stays small
+OURS = re.compile(rf"{re.escape(CACHE)}|{re.escape(TABLE)}|shard-\d{{5,}}\.safetensors")
+_FILE_BYTES = 400  # of a safetensors file's header, about
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cache to be made. header: without shards and the digest of the teacher's weights. shards: rows of each."""
+
+    header: Header
+    rows: list[Row]
+    shards: list[list[Row]]
+    batch_tokens: int
+
+    @property
+    def kept(self) -> Kept:
+        return Kept(self.header.top_k, self.header.random, int(self.header.options["seed"]))
+
+    @property
+    def position_bytes(self) -> int:
+        return position_bytes(self.header.tokens, self.header.vocab_size, self.header.logits)
+
+    @property
+    def bytes(self) -> int:
+        """On disk, but for a few hundred bytes per file."""
+        return self.header.positions * self.position_bytes + 24 * len(self.rows) + _FILE_BYTES * (len(self.shards) + 4)
+
+
+def plan_cache(
+    model: LoadedModel,
+    prepared: Prepared,
+    kept: Kept,
+    *,
+    logits: str,
+    samples: int | None,
+    batch_tokens: int,
+    template_kwargs: dict[str, Any],
+    teacher: dict[str, Any],
+    options: dict[str, Any],
+) -> Plan:
+    """What the cache of some rows will be.
+
+    Args:
+        samples: only the first ones.
+        teacher: facts about the teacher, such as its adapter's digest; options: others that decide what is cached.
+
+    Raises:
+        UserError: there are fewer rows than asked for, or tokens in the vocabulary than to be kept.
+    """
+    kept.check(model.config.vocab_size)
+    if samples is not None and samples > len(prepared.rows):
+        raise UserError(
+            f"{setting('samples', samples)} is more than the {counted(len(prepared.rows), 'row')} of {prepared.path}: "
+            f"lower it, or leave {flag('samples')} out."
+        )
+    rows = prepared.rows[:samples]
+    tokens = max([*(len(row.input_ids) for row in rows), min(batch_tokens, sum(len(row.input_ids) for row in rows))])
+    header = Header(
+        schema=SCHEMA,
+        options={
+            **options,
+            "base_dtype": model.decoder.base_dtype,
+            "logits_dtype": logits,
+            "seed": kept.seed,
+            "samples": samples,
+            "batch_tokens": batch_tokens,
+        },
+        vocab_size=model.config.vocab_size,
+        length=prepared.max_length,
+        top_k=kept.top_k,
+        random=kept.random,
+        rows=len(rows),
+        positions=sum(row.trained_tokens for row in rows),
+        table=hashlib.sha256(save(Table.of(rows).arrays())).hexdigest(),
+        teacher={"model": model.name, **teacher},
+        tokenizer=model.tokenizer.digest if model.tokenizer else None,
+        template=template_digest(model.tokenizer, template_kwargs),
+        data={"path": prepared.path, "sha256": prepared.digest},
+    )
+    return Plan(header, rows, _shards(rows), tokens)
+
+
+def _shards(rows: Sequence[Row]) -> list[list[Row]]:
+    shards: list[list[Row]] = [[]]
+    positions = 0
+    least = max(SHARD_POSITIONS, sum(row.trained_tokens for row in rows) // MOST_SHARDS)
+    for row in rows:
+        if positions >= least:
+            shards.append([])
+            positions = 0
+        shards[-1].append(row)
+        positions += row.trained_tokens
+    return shards
+
+
+def standing(output: Path, plan: Plan) -> list[Shard]:
+    """The shards of an interrupted run that are finished, in order; changes nothing.
+
+    Raises:
+        UserError: the directory has something else, a cache with other options or of another teacher or data, or a
+            shard that was changed, or the disk has no room for the rest.
+    """
+    check_name(output)
+    done: list[Shard] = []
+    if output.exists():
+        if not output.is_dir() or (not (output / CACHE).exists() and _others(output)):
+            raise UserError(f"{output} exists already and is not a teacher cache: give {flag('output')} another name.")
+        if (output / CACHE).exists():
+            found = read_header(output)
+            _compare(output, found, plan.header)
+            done = found.shards
+    for shard in done:
+        path = output / shard.file
+        if not path.is_file() or path.stat().st_size != shard.bytes or file_digest(path) != shard.sha256:
+            raise UserError(
+                f"{path} is missing, truncated or changed: restore it, or remove {output} and make the cache anew."
+            )
+    _check_room(output, plan, sum(shard.bytes for shard in done))
+    return done
+
+
+def _others(output: Path) -> list[str]:
+    """What an interrupted start of ours does not leave."""
+    ours = re.compile(rf"\.lock|\.?({OURS.pattern}).*")  # .lock: of earlier versions
+    return [path.name for path in output.iterdir() if not ours.fullmatch(path.name)]
+
+
+def _compare(output: Path, found: Header, wanted: Header) -> None:
+    """Raise UserError unless a cache is the one that is wanted; the teacher's weights are compared once loaded."""
+    options = [name for name in wanted.options if found.options.get(name) != wanted.options[name]]
+    given = {**wanted.options, "length": wanted.length, "top_k": wanted.top_k, "random": wanted.random}
+    before = {**found.options, "length": found.length, "top_k": found.top_k, "random": found.random}
+    for name in ["top_k", "random", "length", *options]:
+        if before.get(name) != given[name]:
+            raise UserError(
+                f"{output} was begun with {_said(name, before.get(name))}, not {_said(name, given[name])}: give the "
+                f"same options to continue it, or another {flag('output')}."
+            )
+    facts = {
+        "another configuration of the teacher": (found.teacher.get("config"), wanted.teacher["config"]),
+        "another adapter of the teacher": (found.teacher.get("adapter"), wanted.teacher["adapter"]),
+        "another tokenizer": (found.tokenizer, wanted.tokenizer),
+        "another chat template": (found.template, wanted.template),
+        "other data": (found.data.get("sha256"), wanted.data["sha256"]),
+        "another size of the vocabulary": (found.vocab_size, wanted.vocab_size),
+        "other trained tokens": (found.table, wanted.table),
+    }
+    for what, (old, new) in facts.items():
+        if old != new:
+            other = f"SHA-256 {old!s:.12}, not {new!s:.12}" if isinstance(new, str) else f"{old!s:.12}, not {new}"
+            raise UserError(
+                f"{output} was begun with {what} ({other}): give the same to continue it, or another {flag('output')}."
+            )
+
+
+def _said(name: str, value: Any) -> str:
+    return f"no {flag(name)}" if value is None else setting(name, value)
+
+
+def _check_room(output: Path, plan: Plan, done: int) -> None:
+    place = next(one for one in (output, *output.absolute().parents) if one.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        what = "not writable" if place.is_dir() else "not a directory"
+        raise UserError(f"{place} is {what}: choose another {flag('output')}.")
+    free, need = shutil.disk_usage(place).free, plan.bytes - done
+    if need > free:
+        raise UserError(
+            f"The cache takes {need:,} bytes, but {place} has {free:,} free: make room, choose another "
+            f"{flag('output')}, or lower {flag('samples')}, {flag('length')}, {flag('top_k')} or {flag('random')}."
+        )

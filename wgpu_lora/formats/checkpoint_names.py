@@ -1,0 +1,51 @@
+"""Which tensors of a checkpoint are a language model's, and under what names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from wgpu_lora.words import listed
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """The names of a model that may be part of a larger one, such as one that also sees images.
+
+    renamed: (beginning in files, beginning in the model), where these differ. Files may have either.
+    skipped: beginnings of the names of the other parts' tensors.
+    """
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    def is_skipped(self, stored: str) -> bool:
+        """Whether a tensor, by its name in a file, is of another part."""
+        return stored.startswith(self.skipped)
+
+    def own(self, stored: str) -> str:
+        """The model's name of a tensor in a file."""
+        for theirs, ours in self.renamed:
+            if stored.startswith(theirs):
+                return ours + stored[len(theirs) :]
+        return stored
+
+
+def parts_of(names: Iterable[str]) -> tuple[str, ...]:
+    """The modules that tensors belong to: 'model.visual.patch_embed.weight' -> 'visual'."""
+    return tuple(dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in sorted(names)))
+
+
+def note_of_skipped(names: Iterable[str]) -> str:
+    """A sentence for the user about the tensors of other parts."""
+    skipped = tuple(names)
+    parts = listed(parts_of(skipped))
+    return f"only the text part of this model is used: {len(skipped):,} tensors of {parts} are skipped"
+
+
+TOKENIZER = re.compile(
+    r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
+    r"|merges\.txt|spiece\.model|sentencepiece\.bpe\.model"
+)
+TEMPLATE = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[\w-]+\.jinja")

@@ -1,0 +1,115 @@
+"""Writes a Hugging Face model directory: safetensors shards, tensor by tensor, and the other files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from wgpu_lora.bounded import leads_out
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.safetensors_checkpoint import INDEX, SINGLE
+from wgpu_lora.formats.safetensors_header import DIGEST, ITEM_BYTES
+
+NO_DIGEST = "0" * 64
+MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default
+# The files of a model directory besides the weights.
+COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*", "chat_templates/*.jinja")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to write: its dtype in safetensors' notation, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * prod(self.shape)
+
+
+def write_shards(
+    directory: Path,
+    tensors: Mapping[str, TensorSpec],
+    pieces: Callable[[str], Iterable[np.ndarray]],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes the tensors, in this order, into as few shards as the limit allows, with an index if there are several.
+
+    Args:
+        pieces: yields a tensor's values in row order, as arrays with its dtype's item size.
+
+    Raises:
+        ValueError: the pieces do not add up to the tensor's size.
+        OSError: a file cannot be written.
+    """
+    shards = _planned(tensors, max_shard_bytes)
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    for file, shard in zip(names, shards, strict=True):
+        _write_shard(directory / file, {name: tensors[name] for name in shard}, pieces)
+    if len(shards) > 1:
+        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": sum(spec.nbytes for spec in tensors.values())}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _planned(tensors: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, spec in tensors.items():
+        if shards[-1] and used + spec.nbytes > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += spec.nbytes
+    return shards
+
+
+def _write_shard(path: Path, tensors: Mapping[str, TensorSpec], pieces: Callable[[str], Iterable[np.ndarray]]) -> None:
+    # transformers requires the format. The digest follows when the values are known.
+    header: dict[str, object] = {"__metadata__": {"format": "pt", DIGEST: NO_DIGEST}}
+    at = 0
+    for name, spec in tensors.items():
+        header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [at, at + spec.nbytes]}
+        at += spec.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # aligns the data
+    sha = hashlib.sha256()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, spec in tensors.items():
+            written = 0
+            for piece in pieces(name):
+                data = np.ascontiguousarray(piece).data
+                sha.update(data)
+                written += file.write(data)
+            if written != spec.nbytes:
+                raise ValueError(f"{name}: got {written} bytes, expected {spec.nbytes}")
+        file.seek(8 + text.index(NO_DIGEST.encode()))
+        file.write(sha.hexdigest().encode())
+
+
+def copy_companions(source: Path, directory: Path) -> None:
+    """Copies the files of a model directory except weights.
+
+    Raises:
+        UserError: one is a link that leads out of `source`.
+    """
+    for pattern in COMPANIONS:
+        for path in source.glob(pattern):
+            if path.is_file() and not path.name.endswith(".index.json"):
+                if leads_out(path, source):
+                    raise UserError(
+                        f"{path} is a link to a file outside of {source}: remove it, or replace it with a copy."
+                    )
+                target = directory / path.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)

@@ -1,0 +1,129 @@
+"""Overwrites a device's buffers with zeros, and reads them back, so that nothing of a run stays in its memory.
+
+It reaches every buffer that `Device` made. It does not reach what the driver and wgpu keep for themselves: buffers
+through which writes and reads are staged, and copies that a driver makes when it moves memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import wgpu
+
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.device_errors import DeviceLost, noticing
+from wgpu_lora.words import counted
+
+PIECE = 64 << 20  # bytes that are read back at a time
+
+
+@dataclass
+class WipeReport:
+    """What was overwritten on a device.
+
+    Attributes:
+        buffers, bytes: that were overwritten, and read back whole as zeros.
+        kept_buffers, kept_bytes: that were left as they are, because they hold nothing secret.
+        seconds: that it took.
+        not_wiped: what was not, and why, in words.
+    """
+
+    buffers: int = 0
+    bytes: int = 0
+    kept_buffers: int = 0
+    kept_bytes: int = 0
+    seconds: float = 0.0
+    not_wiped: list[str] = field(default_factory=list)
+
+    @property
+    def verified(self) -> bool:
+        """Whether all buffers that were to be overwritten were, and read back as zeros."""
+        return not self.not_wiped
+
+
+class Wiper:
+    """Overwrites buffers of a device before they are freed, from `with` on, and the others in `wipe`.
+
+    Freed memory cannot be reached any more, so a run whose buffers must be wiped takes place within `with`.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.report = device, WipeReport()
+        self._dropped_before = 0  # bytes
+        self._others: WeakSet[Any] = WeakSet()  # buffers from before `with`, such as other models'
+
+    def __enter__(self) -> Wiper:
+        gc.collect()  # what others have dropped before is not of this run
+        self._dropped_before = self._dropped()
+        self._others = WeakSet(self.device.live)
+        self.device.before_free = lambda buffer: self._wipe([buffer])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.device.before_free = None
+
+    def wipe(self, keep: Collection[Any] = ()) -> WipeReport:
+        """Overwrites all live buffers except those in `keep` (the base's weights, which are public).
+
+        After `with`, those that were there before it are left alone: they are others', such as another model's.
+        A device that is lost, or fails, is reported and raises nothing: the rest of a cleanup must go on.
+        """
+        kept = {id(buffer) for buffer in keep}
+        live = sorted(self.device.live - self._others, key=lambda buffer: -buffer.size)
+        left = [buffer for buffer in live if id(buffer) in kept]
+        self.report.kept_buffers, self.report.kept_bytes = len(left), sum(buffer.size for buffer in left)
+        self._wipe([buffer for buffer in live if id(buffer) not in kept])
+        if (dropped := self._dropped() - self._dropped_before) > 0:
+            self.report.not_wiped.append(f"{dropped:,} bytes of buffers that were dropped without being freed")
+        return self.report
+
+    def _dropped(self) -> int:
+        """Bytes of buffers that Python has collected, and nobody freed."""
+        live = sum(int(buffer.size) for buffer in self.device.live)
+        return self.device.allocated + self.device.host_allocated - live
+
+    def _wipe(self, buffers: list[Any]) -> None:
+        begin, left = time.perf_counter(), list(buffers)
+        try:
+            self._clear(buffers)
+            while left:
+                if self._is_zero(left[-1]):
+                    self.report.buffers += 1
+                    self.report.bytes += left[-1].size
+                else:
+                    self.report.not_wiped.append(f"{_name(left[-1])}: it did not read back as zeros")
+                left.pop()
+        except (DeviceLost, wgpu.GPUError, RuntimeError, MemoryError) as error:
+            lost = isinstance(error, DeviceLost)
+            reason = "the device was lost" if lost else " ".join(str(error).split())[:200]
+            nbytes = sum(buffer.size for buffer in left)
+            self.report.not_wiped.append(f"{counted(len(left), 'buffer')}, {nbytes:,} bytes: {reason}")
+        self.report.seconds += time.perf_counter() - begin
+
+    def _clear(self, buffers: Iterable[Any]) -> None:
+        raw = self.device.raw
+        with noticing(self.device.info.name):
+            encoder = raw.create_command_encoder()
+            for buffer in buffers:
+                encoder.clear_buffer(buffer)
+            raw.queue.submit([encoder.finish()])
+        self.device.wait()
+
+    def _is_zero(self, buffer: Any) -> bool:
+        """Reads a whole buffer back, in pieces."""
+        starts = range(0, buffer.size, PIECE)
+        return not any(self.device.read(buffer, min(PIECE, buffer.size - at), at).any() for at in starts)
+
+
+def wipe(device: Device, keep: Collection[Any] = ()) -> WipeReport:
+    """Overwrites all live buffers of a device except those in `keep`. Raises nothing that a device may raise."""
+    return Wiper(device).wipe(keep)
+
+
+def _name(buffer: Any) -> str:
+    return f"{buffer.label or 'a buffer'} ({buffer.size:,} bytes)"

@@ -1,0 +1,275 @@
+"""Answers to prompts: texts or conversations, each with an adapter of its own or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.data import StreamDecoder, Tokenizer
+from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.events import SILENT, Events
+from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.infer.generator import Generation, Generator
+from wgpu_lora.infer.named_adapters import on_device
+from wgpu_lora.infer.prompts import Prompt, chat_prompt, trained_prompt_format
+from wgpu_lora.infer.sampling import Sampler
+from wgpu_lora.models.adapter_set import AdapterSet
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.words import counted
+
+MOST = 16  # prompts at a time by default
+SHOWN = 60  # characters of a text in an answer's repr
+
+
+@dataclass(frozen=True, repr=False)
+class Answer:
+    """A model's answer to a prompt. stop_reason: see Generation.
+
+    token_ids: of the whole answer, including a stop string. tokens_per_second: of all prompts answered together.
+    """
+
+    prompt: Prompt
+    text: str
+    token_ids: list[int]
+    stop_reason: str
+    tokens_per_second: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= SHOWN else self.text[: SHOWN - 3] + "..."
+        return f"Answer({text!r}, {counted(len(self.token_ids), 'token')}, stop_reason={self.stop_reason!r})"
+
+
+def tokenizer_of(model: LoadedModel) -> Tokenizer:
+    """The model's tokenizer. Raises UserError if it has none."""
+    if model.tokenizer is None:
+        raise UserError(
+            f"The model {model.name} has no tokenizer.json, so it cannot read text: add one to its directory."
+        )
+    return model.tokenizer
+
+
+def answer_slots(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    directories: Sequence[str | Path],
+    slots: Sequence[int | None],
+    settings: Settings,
+    *,
+    batch: int | None = None,
+    names: Sequence[str] = (),
+    streamed: bool = False,
+    seeds: Sequence[int] | None = None,
+    events: Events = SILENT,
+) -> list[Answer]:
+    """Answer prompts[i] with the adapter of directories[slots[i]], or with the base model alone if that is None.
+
+    Args:
+        batch: prompts that run at a time; by default as many as fit on the device, up to 16.
+        names: of the adapters, if `prompts` repeats each prompt once for each of them, in this order.
+        streamed: whether `events.text` receives the answer piece by piece; for a single prompt.
+        seeds: of each prompt's draws, instead of the settings' seed for all.
+        events: receives `loading`, `text`, `answering` and, after each batch, `answered`.
+
+    Raises:
+        UserError: there is no tokenizer, a prompt is too long, an adapter does not fit, or a value is out of range.
+    """
+    if batch is not None and (type(batch) is not int or batch < 1):
+        raise UserError(f"A batch of {batch!r:.40} prompts is not possible: use a batch of at least one.")
+    tokenizer = tokenizer_of(model)
+    ids = prompt_ids(tokenizer, prompts, settings, directories)
+    samplers = [settings.sampler] * len(ids) if seeds is None else [replace(settings.sampler, seed=s) for s in seeds]
+    found: list[Answer] = []
+    done = 0
+    with (
+        on_device(model, directories) as adapters,
+        open_generator(model, adapters, capacity_for(model, ids, settings), len(ids), batch, events) as generator,
+    ):
+        for start in range(0, len(ids), generator.batch):
+            part = slice(start, start + generator.batch)
+            made = [Reply(tokenizer, len(one), settings.stop) for one in ids[part]]
+            for _, piece in replies(
+                generator, made, ids[part], slots[part], settings, streamed, samplers=samplers[part]
+            ):
+                if streamed and piece:
+                    events.text(piece)
+                tokens = done + sum(len(reply.generation.token_ids) for reply in made)
+                events.answering(len(found), len(prompts), tokens)
+            done += sum(len(reply.generation.token_ids) for reply in made)
+            for prompt, reply in zip(prompts[part], made, strict=True):
+                found.append(answer_of(prompt, reply))
+                number, who = divmod(len(found) - 1, max(1, len(names)))
+                events.answered(number, names[who] if names else None, found[-1])
+    return found
+
+
+def stream_slot(
+    model: LoadedModel, prompt: Prompt, directory: str | Path | None, settings: Settings, events: Events
+) -> Iterator[str]:
+    """The answer to one prompt in pieces, as they are generated; frees its memory when the iterator ends."""
+    tokenizer = tokenizer_of(model)
+    ids = prompt_ids(tokenizer, [prompt], settings, [] if directory is None else [directory])
+    with (
+        on_device(model, [] if directory is None else [directory]) as adapters,
+        open_generator(model, adapters, capacity_for(model, ids, settings), 1, 1, events) as generator,
+    ):
+        made = [Reply(tokenizer, len(ids[0]), settings.stop)]
+        for _, piece in replies(generator, made, ids, [0 if adapters else None], settings):
+            if piece:
+                yield piece
+
+
+def open_generator(
+    model: LoadedModel,
+    adapters: AdapterSet | None,
+    capacity: int,
+    prompts: int,
+    batch: int | None = None,
+    events: Events = SILENT,
+) -> Generator:
+    """A generator for `count` prompts; the default batch is the largest one that fits, up to MOST.
+
+    Raises:
+        UserError: as for Generator.
+    """
+    size = min(prompts, batch or MOST)
+    while True:
+        try:
+            return Generator(model, adapters, capacity, size, events=events)
+        except NoRoomError:
+            if batch or size == 1:
+                raise
+        size = (size + 1) // 2
+
+
+def prompt_ids(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: Settings, adapters: Sequence[str | Path]
+) -> list[list[int]]:
+    """Token ids of each prompt; texts are worded as the settings say or as the adapters were trained."""
+    form = settings.prompt_format or trained_prompt_format(adapters)
+    return [chat_prompt(tokenizer, prompt, settings.system, form, **settings.template_kwargs) for prompt in prompts]
+
+
+def capacity_for(model: LoadedModel, ids: Sequence[Sequence[int]], settings: Settings) -> int:
+    """Tokens of the longest prompt with its answer, so that the cache is no larger than needed."""
+    return min(max(map(len, ids)) + settings.max_new_tokens, model.config.max_position_embeddings)
+
+
+def replies(
+    generator: Generator,
+    made: Sequence[Reply],
+    ids: Sequence[Sequence[int]],
+    slots: Sequence[int | None],
+    settings: Settings,
+    streamed: bool = True,
+    reuse: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
+    samplers: Sequence[Sampler] | None = None,
+) -> Iterator[tuple[int, str]]:
+    """Generate replies to a batch of prompts, yielding (prompt's number, piece of text) after every token.
+
+    Args:
+        streamed: if false, and there is no stop string, the pieces are empty.
+        reuse, stopped: see Generator.tokens.
+        samplers: of each prompt, instead of the settings' for all.
+    """
+    assert len(ids) <= generator.batch
+    read = streamed or bool(settings.stop)
+    results = [reply.generation for reply in made]
+    stop_ids = made[0].stop_ids
+    tokens = generator.tokens(
+        ids,
+        slots,
+        results,
+        samplers or settings.sampler,
+        settings.max_new_tokens,
+        stop_ids,
+        reuse=reuse,
+        stopped=stopped,
+    )
+    for number, token in tokens:
+        yield number, made[number].push(token) if read else ""
+    for number, reply in enumerate(made):
+        if read and (rest := reply.finish()):
+            yield number, rest
+
+
+def answer_of(prompt: Prompt, reply: Reply) -> Answer:
+    generation = reply.generation
+    assert generation.stop_reason
+    speed = round(generation.decode_speed, 2)
+    return Answer(prompt, reply.text, generation.token_ids, generation.stop_reason, speed)
+
+
+def answer_table(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    adapters: Mapping[str, str | Path],
+    slots: Mapping[str, int | None],
+    settings: Settings,
+    *,
+    batch: int | None = None,
+    events: Events = SILENT,
+) -> list[dict[str, Answer]]:
+    """Answer each prompt with every adapter; returns a dict by name for each prompt.
+
+    Args:
+        slots: index of the adapter by name; None is the base model alone.
+        events: see `answer_slots`.
+    """
+    names = list(slots)
+    found = answer_slots(
+        model,
+        [prompt for prompt in prompts for _ in names],
+        list(adapters.values()),
+        [slot for _ in prompts for slot in slots.values()],
+        settings,
+        batch=batch,
+        names=names,
+        events=events,
+    )
+    rows = iter(found)
+    return [{name: next(rows) for name in names} for _ in prompts]
+
+
+class Reply:
+    """The answer to one prompt. Text that may be the beginning of a stop string is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tokens: int, stop: Sequence[str] = ()):
+        self.generation = Generation(prompt_tokens)
+        self._tokenizer, self._stop, self.stop_ids = tokenizer, stop, tokenizer.stop_ids
+        self._decoder = StreamDecoder(tokenizer)
+        self._shown, self._held, self._cut = "", "", False
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that is certain now. A stop string ends the generation."""
+        return "" if self._cut else self._emit(self._decoder.push(token), False)
+
+    def finish(self) -> str:
+        """The remaining text, after the last token."""
+        return "" if self._cut else self._emit(self._decoder.flush(), True)
+
+    def _emit(self, text: str, last: bool) -> str:
+        self._held += text
+        places = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if places:
+            self._cut, self.generation.stop_reason = True, "stop"
+        keep = 0 if last else max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        end = min(places) if places else len(self._held) - keep
+        text, self._held = self._held[:end], self._held[end:]
+        self._shown += text
+        return text
+
+    @property
+    def text(self) -> str:
+        """The whole text, without the stop string."""
+        return self._shown if self._cut else self._tokenizer.decode(self.generation.token_ids)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that `stop` begins with."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,17 @@
+"""Share a device between processes: its memory budget, leases on it, and the wait queue."""
+
+from wgpu_lora.memory_leases.claims import claim
+from wgpu_lora.memory_leases.device_memory import Budget, DeviceMemory, budget_bytes, device_memory, is_unified
+from wgpu_lora.memory_leases.ledger import Entry, Ledger, device_key
+
+__all__ = [
+    "Budget",
+    "DeviceMemory",
+    "Entry",
+    "Ledger",
+    "budget_bytes",
+    "claim",
+    "device_key",
+    "device_memory",
+    "is_unified",
+]

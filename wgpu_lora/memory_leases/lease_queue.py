@@ -1,0 +1,181 @@
+"""Leases on device memory for the time of a run, and the queue for them, first come first served."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.events import SILENT, Events
+from wgpu_lora.memory_leases.ledger import RENEW_SECONDS, Entry, Ledger
+from wgpu_lora.names.spelling import either, flag
+
+SETTLING = 20.0  # seconds until the system sees the memory of a new lease as used
+NO_QUEUE = -1.0  # for commands without --wait
+FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between a waiter's looks, each of which renews its place
+
+Advice = Callable[[int], str]  # free bytes -> options that would make the run fit, or ""
+Free = Callable[[], int | None]
+
+
+@contextmanager
+def take(
+    ledger: Ledger,
+    need: int,
+    budget: int | None,
+    what: str,
+    wait: float | None = None,
+    events: Events = SILENT,
+    advise: Advice = lambda free: "",
+    held: int = 0,
+    free: Free = lambda: None,
+) -> Iterator[Entry]:
+    """Hold `need` bytes of a ledger's device while the block runs.
+
+    Args:
+        need, budget: bytes; with a budget of None there is no limit, but the lease is still recorded.
+        what: purpose, in a few words, shown to other users.
+        wait: seconds to queue for, `math.inf` for no limit; None and NO_QUEUE do not queue, nor overtake a queue.
+        events: `waiting` is called each time a waiter looks and does not get the memory yet.
+        advise: what would make the run fit into the memory that is left; part of the refusal.
+        held: bytes that this process already holds under other leases, and still needs.
+        free: bytes that the system reports as free now, None if unknown; accounts for programs that take no leases.
+
+    Raises:
+        NoRoomError: `need` exceeds the budget, or the memory is held by others, also at the end of the wait.
+        UserError: the ledger is damaged or cannot be written.
+    """
+    if budget is not None and held + need > budget:
+        ways = "use a smaller batch, fewer tokens or a smaller model"  # the command has no options for a run
+        if wait != NO_QUEUE:
+            lower = either("per_device_train_batch_size", "max_length")
+            ways = f"lower {lower}, or raise {flag('memory_budget')} if the device has more"
+        raise NoRoomError(
+            f"This run needs {held + need:,} bytes of device memory, but the budget is {budget:,}: {ways}."
+        )
+    entry, stop = Entry.of_this_process(need, what), threading.Event()
+    try:
+        with _unwinding_on_sigterm():
+            _wait_for_turn(ledger, entry, budget, wait, events, advise, free)
+        threading.Thread(target=_renew, args=(ledger, entry, stop), daemon=True).start()
+        del events, advise, free  # which may refer to the device, whose end ends a lease on what stays there
+        yield entry
+    finally:
+        stop.set()
+        with suppress(UserError):  # it is reclaimed once this process has ended
+            _remove(ledger, entry)
+
+
+@dataclass(frozen=True)
+class Look:
+    """Result of a look at the ledger: whether the memory is granted, who holds it, and how many runs are ahead."""
+
+    granted: bool
+    holders: list[Entry]
+    ahead: int
+    free: int | None  # bytes, if the system reports too few
+
+
+def _wait_for_turn(
+    ledger: Ledger, entry: Entry, budget: int | None, wait: float | None, events: Events, advise: Advice, free: Free
+) -> None:
+    begin, pause = time.monotonic(), FIRST_PAUSE
+    seconds = max(wait or 0, 0)
+    while not (look := _look(ledger, entry, budget, bool(seconds), free)).granted:
+        waited = time.monotonic() - begin
+        left = seconds - waited
+        if left <= 0:
+            raise NoRoomError(_refusal(entry, budget, look, wait, advise))
+        events.waiting(look.ahead + 1, [entry.who for entry in look.holders], waited)
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LAST_PAUSE)
+
+
+def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool, free: Free) -> Look:
+    """Take the memory if there is enough and no other run is ahead; else, with `queue`, take or renew a place."""
+    reported, asked = free(), time.time()  # before the lock is taken, since it may take long
+    with ledger.changing() as entries:
+        here = [e for e in entries if e.here]
+        holders = [e for e in here if e.holds]
+        waiting = [e.id for e in here if not e.holds]
+        ahead = waiting.index(entry.id) if entry.id in waiting else len(waiting)
+        room = budget is None or sum(e.bytes for e in holders) + entry.bytes <= budget
+        now = time.time()
+        if reported is not None:  # others may not have allocated what they were just granted
+            others = (e for e in holders if (e.host, e.pid) != (entry.host, entry.pid))
+            reported = max(0, reported - sum(e.bytes for e in others if asked - e.since < SETTLING))
+        short = reported if reported is not None and reported < entry.bytes else None
+        granted = room and not ahead and short is None
+        if granted or queue:
+            _put(entries, replace(entry, holds=granted, since=now if granted else entry.since, renewed=now))
+    return Look(granted, holders, ahead, short)
+
+
+def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, advise: Advice) -> str:
+    reasons = []
+    if look.holders:
+        held = ", ".join(f"{e.bytes:,} by {e.who}" for e in look.holders)
+        reasons.append(f"{sum(e.bytes for e in look.holders):,} bytes are held ({held})")
+    if look.ahead:
+        reasons.append(f"{look.ahead} other {'run waits' if look.ahead == 1 else 'runs wait'} before it")
+    if look.free is not None:
+        reasons.append(f"the system reports {look.free:,} bytes as free")
+    left = None if budget is None or look.ahead else budget - sum(e.bytes for e in look.holders)
+    known = [nbytes for nbytes in (left, look.free) if nbytes is not None]
+    left = min(known, default=None)
+    of = "" if budget is None else f" of a budget of {budget:,}"
+    ways = ["try again when they have ended"]
+    if wait != NO_QUEUE:
+        smaller = (left is not None and advise(left)) or f"lower {flag('per_device_train_batch_size')}"
+        ways = ["wait longer" if wait else f"queue for it with {flag('wait')}", smaller]
+    after = f"After {wait:g} s of waiting, this" if wait and wait != NO_QUEUE else "This"
+    return (
+        f"{after} run cannot get the {entry.bytes:,} bytes of device memory that it needs{of}, since "
+        f"{' and '.join(reasons)}: {', '.join(ways)}, or see 'wgpu-lora share status'."
+    )
+
+
+def _renew(ledger: Ledger, entry: Entry, stop: threading.Event) -> None:
+    """Renew a lease every RENEW_SECONDS, and write it again if the ledger was lost."""
+    while not stop.wait(RENEW_SECONDS):
+        with suppress(UserError), ledger.changing() as entries:  # a damaged ledger may be repaired later
+            if not stop.is_set():  # checked under the lock, so that a released lease does not come back
+                known = next((e for e in entries if e.id == entry.id), entry)
+                _put(entries, replace(known, holds=True, renewed=time.time()))
+
+
+def _put(entries: list[Entry], entry: Entry) -> None:
+    """Replace the entry with this id, or append it."""
+    ids = [e.id for e in entries]
+    place = ids.index(entry.id) if entry.id in ids else len(ids)
+    entries[place : place + 1] = [entry]
+
+
+def update(ledger: Ledger, entry: Entry) -> None:
+    """Write the new state of a lease, unless the ledger is damaged."""
+    with suppress(UserError), ledger.changing() as entries:
+        _put(entries, replace(entry, holds=True, renewed=time.time()))
+
+
+def _remove(ledger: Ledger, entry: Entry) -> None:
+    with ledger.changing() as entries:
+        entries[:] = [e for e in entries if e.id != entry.id]
+
+
+@contextmanager
+def _unwinding_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM exit through the `finally` blocks, so that a waiter leaves the queue."""
+    in_main = threading.current_thread() is threading.main_thread()  # only the main thread may set a handler
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

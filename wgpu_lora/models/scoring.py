@@ -1,0 +1,125 @@
+"""Log-probabilities under a frozen reference, by programs that only pass forward: they keep no activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from wgpu_lora.data.packing import pack
+from wgpu_lora.gpu.program import Arena, Program
+from wgpu_lora.gpu.tensor import Storage, persistent
+from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
+from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.models.parameters import ParameterSet
+from wgpu_lora.ops.loss import token_logprobs
+from wgpu_lora.ops.recorder import Recorder
+
+
+class Pass(Protocol):
+    """A recorded forward pass."""
+
+    program: Program
+
+    def storages(self) -> set[Storage]: ...
+
+
+P = TypeVar("P", bound=Pass)
+
+
+class Passes(Generic[P]):
+    """Forward passes by the number of tokens that they take, ascending. They keep no activations."""
+
+    def __init__(self, passes: dict[int, P]):
+        self.passes = passes
+        self._built: set[int] = set()
+        self._arena: Arena | None = None
+        self._choices = NO_CHOICES
+
+    def programs(self) -> list[Program]:
+        return [each.program for each in self.passes.values()]
+
+    def storages(self) -> set[Storage]:
+        found: set[Storage] = set()
+        return found.union(*(each.storages() for each in self.passes.values()))
+
+    def use(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
+        """Where the programs run; each is built before its first use."""
+        self._arena, self._choices = arena, choices
+
+    def batches(self, lengths: Sequence[int]) -> Iterator[tuple[Sequence[int], P]]:
+        """(the indices of a batch, the smallest pass that takes it), for items of so many tokens; the longest must fit
+        the last pass."""
+        for together in pack(lengths, range(len(lengths)), max(self.passes)):
+            need = sum(lengths[i] for i in together)
+            size = min(tokens for tokens in self.passes if tokens >= need)
+            if size not in self._built:
+                assert self._arena is not None, "use() first"
+                self.passes[size].program.build(self._arena, self._choices)
+                self._built.add(size)
+            yield together, self.passes[size]
+
+
+class Forward:
+    """A forward pass of up to `tokens` tokens, recorded on construction."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        adapters: ParameterSet | None,
+        tokens: int,
+        tables: Tables,
+        compute_dtype: str,
+        name: str,
+    ):
+        slots = adapters.slots if adapters else 1
+        self.inputs = StepInputs.declare(model.config.row_inputs(), tokens, slots, tables)
+        self.logprobs = persistent((tokens,), "f32", "workspace", f"{name} log-probabilities [{tokens}]")
+        self.program = Program(model.device, f"{name} {tokens}")
+        rec = Recorder(self.program, compute_dtype=compute_dtype)
+        if adapters:
+            adapters.record_use(rec)
+        hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs) if adapters else {})
+        token_logprobs(rec, hidden, model.decoder.head, self.inputs.targets, self.logprobs)
+
+    def storages(self) -> set[Storage]:
+        return self.inputs.storages() | self.program.persistent_storages()
+
+
+class Scorer(Passes[Forward]):
+    """Scores segments with adapters that it does not train, or with the base model alone.
+
+    Args:
+        adapters: those of the segments' slots; None if no segment has one.
+        buckets: batch sizes in tokens, ascending. The longest segment must fit the last.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        adapters: ParameterSet | None,
+        buckets: Sequence[int],
+        tables: Tables,
+        compute_dtype: str,
+        name: str,
+    ):
+        self.device = model.device
+        sizes = sorted({*buckets})
+        super().__init__({n: Forward(model, adapters, n, tables, compute_dtype, name) for n in sizes})
+
+    def logprobs(self, samples: Sequence[Sequence[Segment]]) -> list[list[np.ndarray]]:
+        """The log-probabilities of the targets of each segment, f32. A sample's segments stay in one batch."""
+        found: dict[int, list[np.ndarray]] = {}
+        lengths = [sum(segment.tokens for segment in segments) for segments in samples]
+        for together, one in self.batches(lengths):
+            segments = [replace(segment, draws=None) for i in together for segment in samples[i]]
+            places = iter(one.inputs.upload(self.device, segments))
+            one.program.run()
+            values = self.device.read(one.logprobs.storage.buffer).view(np.float32)
+            for i in together:
+                spans = [next(places) for _ in samples[i]]
+                found[i] = [values[start:stop].copy() for start, stop in spans]
+        return [found[i] for i in range(len(samples))]

@@ -1,0 +1,1 @@
+"""The gated delta rule of Qwen3.5, as WGSL kernels."""

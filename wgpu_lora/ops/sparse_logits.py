@@ -1,0 +1,114 @@
+"""A few tokens of the vocabulary for each row (its *support*): their logits, and products with their embeddings."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Place, Word, by_subgroup, kernel, one_per, row_grid
+from wgpu_lora.gpu.reference_values import Part, picks, some_rows
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.tiling import Arrays, Constants
+from wgpu_lora.ops.embedding import Table, rows_asked_for
+from wgpu_lora.ops.recorder import Recorder
+
+LOWEST = -3.0e38  # a logit of probability 0
+NO_ID = 0xFFFFFFFF  # of no token, in a row with fewer
+
+
+def _here(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int) -> tuple[np.ndarray, ...]:
+    """The places (row, s) of the ids in a chunk, and their columns."""
+    columns = ids.reshape(rows, -1).astype(np.int64) - first
+    used = np.arange(rows)[:, None] < int(count.reshape(-1)[0])
+    row, s = np.nonzero(used & (columns >= 0) & (columns < cols))
+    return row, s, columns[row, s]
+
+
+@kernel("pick_logits.wgsl.j2", grid=lambda c: one_per(c.rows * c.kept), lib=("linear",))
+def pick_logits(
+    logits: In, ids: In, count: Fixed, picked: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]
+) -> Any:
+    """picked[r, s] = logits[r, ids[r, s] - first] for ids in [first, first + cols) and r < count[0], else unchanged."""
+    row, s, column = _here(ids, count, rows, cols, first)
+    result = picked.reshape(rows, kept).copy()
+    result[row, s] = logits.reshape(rows, cols)[row, column]
+    return result
+
+
+@kernel("hide_logits.wgsl.j2", grid=lambda c: one_per(c.rows * c.kept), lib=("linear",))
+def hide_logits(ids: In, count: Fixed, logits: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]) -> Any:
+    """logits[r, ids[r, s] - first] = LOWEST for ids in [first, first + cols) and r < count[0]."""
+    row, _, column = _here(ids, count, rows, cols, first)
+    result = logits.reshape(rows, cols).copy()
+    result[row, column] = np.float32(LOWEST)
+    return result
+
+
+@kernel(
+    "support_product.wgsl.j2",
+    grid=lambda c: one_per(c.rows * c.cols),
+    lib=("linear", "half"),
+    part=partial(rows_asked_for, size="size"),
+)
+def support_product(
+    weights: In, ids: In, count: Fixed, table: Fixed, y: InOut, *, rows: U32, kept: U32, cols: U32, first: Place[U32],
+    size: U32, b_type: Word = "f32",
+) -> Any:  # fmt: skip
+    """y[r] += sum over s of weights[r, s] table[ids[r, s] - first], for ids in [first, first + size) and r < count[0];
+    ids of weight 0 are skipped."""
+    row, s, at = _here(ids, count, rows, size, first)
+    w = weights.reshape(rows, kept)[row, s]
+    used = w != 0
+    result = y.reshape(rows, cols).copy()
+    np.add.at(result, row[used], w[used, None] * table.reshape(size, cols)[at[used]])
+    return result
+
+
+def add_support(rec: Recorder, weights: Tensor, ids: Tensor, table: Table, count: Tensor, y: Tensor) -> None:
+    """y[r] += sum over s of weights[r, s] table[ids[r, s]], f32 [R, in_features], for weights and ids [R, S]."""
+    rows, kept = ids.shape
+    shape = {"rows": rows, "kept": kept, "cols": table.in_features, "b_type": table.dtype}
+    for first, part in table.chunks():
+        rec.dispatch(support_product, weights, ids, count, part, y, first=first, size=part.shape[0], **shape)
+
+
+PART_ROWS = 64  # calls with more rows are checked in part
+
+
+def _some(arrays: Arrays, c: Constants) -> Part | None:
+    if c["rows"] <= PART_ROWS:
+        return None
+    picked = picks(c["rows"], PART_ROWS)
+    return some_rows(arrays, "logits values ids best best_ids", c["rows"], picked), {**c, "rows": picked.size}
+
+
+@kernel("top_k.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=_some)
+def top_k(
+    logits: In,
+    count: Fixed,
+    values: In,
+    ids: In,
+    best: InOut,
+    best_ids: InOut,
+    *,
+    rows: Dim,
+    k: Dim,
+    cols: Dim,
+    first: Place[Dim],
+) -> Any:
+    """The K largest of a chunk's logits [rows, cols] and the min(K, first) largest before it, ordered by id.
+
+    values and ids[r, :min(K, first)] are those of the logits [0, first), by id. best and best_ids[r, :min(K, first +
+    cols)] become those of [0, first + cols); of equal ones, those of lower ids. The rest of a row, and rows >=
+    count[0], are unchanged.
+    """
+    result, result_ids = best.reshape(rows, k).copy(), best_ids.reshape(rows, k).copy()
+    old, size = min(k, first), min(k, first + cols)
+    for r in range(min(rows, int(count.reshape(-1)[0]))):
+        both = np.concatenate([values.reshape(rows, k)[r, :old], logits.reshape(rows, cols)[r]])
+        of = np.concatenate([ids.reshape(rows, k)[r, :old], first + np.arange(cols)])
+        kept = np.sort(np.argsort(-both, kind="stable")[:size])  # the ids ascend
+        result[r, :size], result_ids[r, :size] = both[kept], of[kept]
+    return result, result_ids

@@ -1,0 +1,357 @@
+"""1. Devices compute. 2. A checkpoint imported in NF4 generates the same answers on every device."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.checks.asserts import parse_check
+from wgpu_lora.checks.sandbox.sandbox_process import confinement
+from wgpu_lora.errors import UserError
+from wgpu_lora.proof.heldout_rows import request_of, rows_of
+from wgpu_lora.proof.proof_context import FACTS, Finding, NotRun, Proof, finetune_options
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.training_log import LOG, read_log
+from wgpu_lora.words import counted
+
+# Difference of two devices' logits over the largest logit. Sums in another order cause about 1e-6; a weight between two
+# NF4 codes that is rounded to the other one causes more.
+TOLERANCE = 1e-3
+
+
+def devices_compute(proof: Proof, finding: Finding) -> str:
+    """Passes if every device used multiplied matrices correctly, and two are used if there are two."""
+    found = proof.devices()
+    devices, used, different = found["devices"], found["used"], len(set(found["hardware"]))
+    discrete = sum(device["kind"] == "discrete" for device in devices)
+    finding.figures = {name: found[name] for name in ("devices", "used", "computed", "wgpu_native")}
+    finding.figures |= {"discrete": discrete, "required_discrete": proof.discrete}
+    finding.expect(devices, "wgpu found no device: no driver is installed, or none that works")
+    for index, result in found["computed"].items():
+        name = f"device {index} ({devices[int(index)]['name']})"
+        finding.expect(result["fine"], f"{name} multiplied matrices with an error of {np.float64(result['error']):.1e}")
+    fault = f"only {len(used)} of {different} different devices are used"
+    finding.expect(found["asked"] or len(used) >= min(2, different), fault)
+    lacking = proof.lacks_discrete()
+    finding.expect(not lacking, f"{lacking}")
+    unused = len(devices) - len(used)
+    left = f"; {unused} left out by --devices" if found["asked"] and unused else ""
+    names = ", ".join("{index} {name} ({driver}, {backend}, {kind})".format(**devices[index]) for index in used)
+    return f"{len(devices)} found, {discrete} discrete; used: {names}{left}"
+
+
+def devices_agree(proof: Proof, finding: Finding) -> str:
+    """Imports the checkpoint on each device, generates with the packed model, and compares all with the first."""
+    found = {index: generated(proof, index) for index in proof.used()}
+    for index, made in found.items():
+        packed, matrices = made["packed_matrices"], made["matrices"]
+        finding.expect(packed == matrices, f"device {index} holds {packed} of {matrices} matrices in NF4")
+        finding.expect(any(answer["ids"] for answer in made["answers"]), f"device {index} generated nothing")
+    finding.figures = {"tolerance": TOLERANCE, "generated": found}
+    first, *others = found
+    answers = found[first]["answers"]
+    tokens = sum(len(answer["ids"]) for answer in answers)
+    if not others:
+        raise NotRun(f"the only device imported the model and generated {tokens} tokens: there is nothing to compare")
+    compared = finding.figures["compared"] = {index: compare(found[first], found[index]) for index in others}
+    finding.faults += [f"device {index}: {fault}" for index, result in compared.items() for fault in result["faults"]]
+    worst = max(result["worst"] for result in compared.values())
+    ties = sum(result["near_ties"] for result in compared.values())
+    return (
+        f"{found[first]['packed_matrices']} matrices packed to NF4 on each of {len(found)} devices; logits within "
+        f"{worst:.1e} of the largest (allowed {TOLERANCE:.0e}); {len(answers)} greedy answers with {tokens} tokens are "
+        f"the same{f' except for {ties} near-ties' if ties else ''}"
+    )
+
+
+def generated(proof: Proof, index: int) -> dict[str, Any]:
+    packed, arrays = (str(proof.out / "work" / name) for name in (f"packed-{index}", f"logits-{index}.npz"))
+    proof.children.run(f"import-{index}", "import", model=proof.args.model, output=packed, device=index)
+    options = {"options": replace(proof.args, model=packed).as_dict(), "device": index, "arrays": arrays}
+    return {**proof.children.run(f"generate-{index}", "proof-generate", **options), "arrays": arrays}
+
+
+def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Two devices' answers: the largest difference of their logits while they are the same, and why they diverge."""
+    faults: list[str] = []
+    worst, near_ties = 0.0, 0
+    with np.load(a["arrays"]) as logits_a, np.load(b["arrays"]) as logits_b:
+        for number, (x, y) in enumerate(zip(a["answers"], b["answers"], strict=True)):
+            one, other = logits_a[f"arr_{number}"], logits_b[f"arr_{number}"]
+            same = common(x["ids"], y["ids"])
+            # Logits after the same tokens can be compared, including those at which the answers diverge.
+            count = min(same + 1, len(one), len(other))
+            scale = max((float(np.abs(part).max()) for part in (one, other) if len(part)), default=1.0)
+            if count:
+                difference = float(np.abs(one[:count] - other[:count]).max()) / scale
+                worst = max(worst, difference) if np.isfinite(difference) else float("inf")
+            if x["ids"] == y["ids"]:
+                continue
+            gap = np.float64((x["gaps"] if len(x["gaps"]) > same else y["gaps"])[same])  # NaN for null
+            if gap < TOLERANCE * scale:
+                near_ties += 1
+            else:
+                faults.append(
+                    f"answer {number + 1} diverges at token {same + 1}, where the likeliest leads by {gap:.2g}"
+                )
+    if not worst <= TOLERANCE:
+        faults.append(f"logits differ by {worst:.1e} of the largest, more than {TOLERANCE:.0e}")
+    return {"worst": worst, "near_ties": near_ties, "faults": faults}
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """How many tokens two answers begin with together."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+DEVICE_TOLERANCE = 1e-3  # relative, on two devices, which may round a weight between two NF4 codes differently
+FALL = 0.05  # by which share losses have to fall
+DEVIATIONS = 3  # of the difference of two means, from the scatter of the last tenth
+FEWEST = 20  # steps, so that a tenth is more than one
+
+
+def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
+    """Passes if both ended well and, with two devices, steps were taken while an evaluation computed."""
+    training = proof.training()
+    first, last = training.devices[0], training.devices[-1]
+    before, steps = float(training.before["loss"]), max((done.steps for done in training.beside), default=0)
+    seconds = training.record.state.seconds if training.record else 0.0
+    finding.figures = {
+        "devices": training.devices,
+        "finetune": {"exit_code": training.code, "seconds": seconds, "steps": len(training.log)},
+        "evaluations": [vars(done) for done in training.beside],
+        "before": training.before,
+        "loss_tolerance": DEVICE_TOLERANCE,
+        "at_the_same_time": first != last,
+        "steps_while_evaluating": steps,
+    }
+    finding.expect(not training.code, f"finetune ended with exit code {training.code}: {training.said}")
+    finding.expect(training.beside, "evaluate never ran")
+    finding.faults += [done.failed for done in training.beside if done.failed]
+    ran = [done.result for done in training.beside if not done.failed]
+    losses = np.array([result["loss"] for result in ran], float)  # null becomes NaN
+    apart = np.abs(losses - before) / max(abs(before), 1e-9)
+    for loss, share in zip(losses, apart, strict=True):
+        fault = f"evaluate's loss is {loss:.6f}, but {before:.6f} was measured before training"
+        finding.expect(share <= DEVICE_TOLERANCE, fault)
+    for index, result in ((first, training.before), *((last, result) for result in ran)):
+        finding.expect_device(index, proof.device(index), "evaluate", result["device"])
+    if first != last and not steps:
+        raise NotRun("training was over before an evaluation had begun to compute: give a recipe with more steps")
+    if finding.faults:
+        return ""
+    worst = int(apart.argmax())
+    beside = f"{steps} of them while evaluate ran on device {last}"
+    if first == last:
+        beside = "evaluate ran afterwards on the same device, since no other is used"
+    return (
+        f"{counted(len(training.log), 'step')} took {seconds:.0f} s on device {first}; {beside} "
+        f"({ran[worst]['device']['name']} by its own account); its loss {losses[worst]:.6f} is within "
+        f"{apart[worst]:.0e} (allowed {DEVICE_TOLERANCE:.0e}) of the {before:.6f} measured on device {first} before training "
+        "with the same model, adapter and data"
+    )
+
+
+def losses_fall(proof: Proof, finding: Finding) -> str:
+    """Passes if the log has a finite loss of every step, and training and held-out loss fell by the margins."""
+    training = proof.training()
+    finding.figures["losses"] = losses = [line["loss"] for line in training.log]
+    stopped, taken = "no run.json", len(losses)
+    if training.record:
+        stopped, taken = training.record.stop_reason, training.record.state.step
+    fault = f"training stopped after {counted(len(losses), 'step')}: {training.said}"
+    finding.expect(stopped not in ("non-finite", "diverged"), fault)
+    # Lines with other values than finite numbers count as damaged, and are not read.
+    fault = f"the log has finite numbers for {len(losses)} of {counted(taken, 'step')} only"
+    finding.expect([line["step"] for line in training.log] == list(range(1, taken + 1)), fault)
+    if finding.faults:
+        return ""
+    if training.code:
+        raise NotRun(f"fine-tuning ended with exit code {training.code} (check 3)")
+    if len(losses) < FEWEST:
+        raise NotRun(f"{counted(len(losses), 'step')} are too few: give a recipe with {FEWEST} or more")
+    seen, count = proof.seen_rows
+    name = "the loss of eval_data" if seen else "the held-out loss"
+    tenth = len(losses) // 10
+    first, last = statistics.fmean(losses[:tenth]), statistics.fmean(losses[-tenth:])
+    margin = max(FALL * first, DEVIATIONS * statistics.stdev(losses[-tenth:]) * math.sqrt(2 / tenth))
+    before = float(training.before["loss"])
+    heldout = [(0, before), *((line["step"], line["eval_loss"]) for line in training.log if "eval_loss" in line)]
+    after = heldout[-1][1] if heldout[1:] else math.nan
+    finding.figures |= {"first_tenth": first, "last_tenth": last, "margin": margin, "heldout": heldout}
+    finding.figures |= {"heldout_margin": FALL * before, "seen_in_training": seen}
+    fault = f"the loss went from {first:.4f} to {last:.4f}: it had to fall by more than {margin:.4f}"
+    finding.expect(first - last > margin, fault)
+    fault = f"{name} went from {before:.4f} to {after:.4f}: it had to fall by {FALL * before:.4f}"
+    finding.expect(before - after > FALL * before, fault)
+    fallen = (
+        f"{len(losses)} finite losses; first tenth {first:.4f}, last tenth {last:.4f} (margin {margin:.4f}); "
+        f"{name} {before:.4f} to {after:.4f}"
+    )
+    if seen:
+        raise NotRun(f"{seen} of the {count} rows of eval_data are training rows too, so no loss is held out; {fallen}")
+    return fallen
+
+
+SAME_LOSS = 1e-5  # relative; the same program on the same device gives the same bits
+SKEW = 0.02  # by which the device's clock may run faster than the host's
+# Tolerances: of one direction, a share of the difference plus f32's rounding, extrapolated; of the vector of all.
+OF_ONE, EXTRAPOLATED, OF_ALL = 0.03, 3, 0.015
+BENT = 0.25  # of the directions, along which the loss may be too curved to compare
+LOGGED = ("step", "loss", "eval_loss", "learning_rate", "grad_norm")  # of a line of the log: all but times
+
+
+def work_happened_on_the_device(proof: Proof, finding: Finding) -> str:
+    """Passes if run.json names the listed device and the first step, repeated there, gives the logged loss."""
+    training = proof.trained()
+    assert training.record
+    index, said = training.devices[0], asdict(training.record.environment.device)
+    facts = (*FACTS, "kind")
+    clock = proof.children.run("clock", "proof-clock", directory=str(training.directory), device=index)
+    logged, loss = training.log[0]["loss"], float(np.float64(clock["loss"]))  # null becomes NaN
+    share = clock["device_seconds"] / clock["host_seconds"]
+    finding.figures = {
+        "device": {name: said[name] for name in facts},
+        "clock": clock,
+        "share": share,
+        "logged_loss": logged,
+    }
+    finding.expect_device(index, proof.device(index), "run.json", said, facts)
+    fault = f"the timed step's loss is {loss:.7f}, but the run logged {logged:.7f}"
+    finding.expect(abs(loss - logged) <= SAME_LOSS * abs(logged), fault)
+    finding.expect(clock["dispatches"], "no kernel was dispatched")
+    by = "the device has no timestamps, so only the dispatches were counted"
+    if clock["clock"] == "timestamps":
+        by = f"the device's timestamps account for {clock['device_seconds']:.4f} s, {share:.0%} of the step's time"
+        fault = f"the device's timestamps account for {share:.0%} of the step's time on the host, which is impossible"
+        finding.expect(0 < share <= 1 + SKEW, fault)
+    return (
+        f"{said['name']}, {said['driver']}, {said['backend']}; the first step, repeated afterwards in "
+        f"{clock['dispatches']} dispatches, has the logged loss, {logged:.6f}; {by}"
+    )
+
+
+def gradients_agree(proof: Proof, finding: Finding) -> str:
+    """Passes if the recorded gradient predicts every measured difference of the loss, within f32's rounding."""
+    if proof.args.compute_dtype != "f32":
+        raise NotRun(f"activations are rounded to {proof.args.compute_dtype}: finite differences need f32")
+    training = proof.trained()
+    where = {"directory": str(training.directory), "device": training.devices[0]}
+    found = proof.children.run("gradients", "proof-gradients", **where)
+    rounding = EXTRAPOLATED * found["rounding"]
+    tolerance = {"of_one": OF_ONE, "of_the_loss": rounding, "of_all": OF_ALL}
+    finding.figures = {**found, "tolerance": tolerance}
+    count, rows = len(found["directions"]), [row for row in found["directions"] if row["length"] is not None]
+    bent = count - len(rows)
+    finding.expect(bent <= BENT * count, f"the loss is too curved along {bent} of {count} directions")
+    # Null becomes NaN.
+    measured, gradient = (np.array([row[name] for row in rows], float) for name in ("measured", "gradient"))
+    finding.expect(gradient.any(), "every gradient is zero")
+    allowed = OF_ONE * np.abs(gradient) + rounding * abs(np.float64(found["loss"]))
+    for row, moved, slope, most in zip(rows, measured, gradient, allowed, strict=True):
+        fault = f"along {row['matrix']} the loss changes by {moved:.3e}, but the gradient predicts {slope:.3e}"
+        finding.expect(abs(moved - slope) <= most, fault)
+    together = float(np.linalg.norm(measured - gradient) / (np.linalg.norm(gradient) or 1))
+    finding.figures["together"] = together
+    finding.expect(together <= OF_ALL, f"the gradients differ by {together:.1%} overall, more than {OF_ALL:.1%}")
+    return (
+        f"central differences in random directions of {len(rows)} matrices agree within {together:.2%} overall "
+        f"(allowed {OF_ALL:.1%}), each within {OF_ONE:.0%} and f32's rounding"
+        + (f"; the loss is too curved along {bent} more" if bent else "")
+    )
+
+
+def resuming_is_exact(proof: Proof, finding: Finding) -> str:
+    """Continues the run from a checkpoint, in a new process and directory, and compares the results of both."""
+    training = proof.trained()
+    log, saved = training.log, run_checkpoint.found(training.directory / run_checkpoint.STEPS)
+    if len(saved) < 2 or saved[-1][0] != len(log):
+        raise NotRun("the run kept no checkpoint before its last step: give a recipe with smaller save_steps")
+    (step, kept), (final_step, final) = saved[-2:]
+    resumed = proof.out / "resumed"
+    shutil.copytree(kept, resumed / run_checkpoint.STEPS / kept.name)
+    # Without later lines, so that those compared were written by the resumed run.
+    carried = [line for line in log if line["step"] <= step]
+    (resumed / LOG).write_text("".join(json.dumps(line) + "\n" for line in carried))
+    options = finetune_options(proof.recipe, proof.args, resumed, training.devices[0])
+    proof.children.run("resume", "finetune", **options, resume=True)
+    again = resumed / run_checkpoint.STEPS / final.name
+    parts = ("adapter_model.safetensors", run_checkpoint.OPTIMIZER)
+    same = {name: (final / name).read_bytes() == (again / name).read_bytes() for name in parts}
+    first, second = ([[line.get(key) for key in LOGGED] for line in lines] for lines in (log, read_log(resumed / LOG)))
+    finding.figures = {
+        "compared": [*parts, *(f"{LOG}: {name}" for name in LOGGED)],
+        "from_step": step,
+        "to_step": final_step,
+        "same": same,
+        "same_log": first == second,
+    }
+    for name, equal in same.items():
+        finding.expect(equal, f"{name} differs after resuming")
+    finding.expect(first == second, "the losses, rates or gradient norms of the log differ after resuming")
+    moved = (final / parts[0]).read_bytes() != (kept / parts[0]).read_bytes()
+    finding.expect(moved, f"no step after {step} changed the adapter, so resuming shows nothing")
+    return (
+        f"resumed from step {step}, step {final_step} is the same: adapter and moments byte for byte; "
+        f"losses, rates and gradient norms in the log's {len(log)} lines, of which {len(log) - len(carried)} are new"
+    )
+
+
+MARGIN = 0.1  # of the requests: how many more must pass after training
+
+
+def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
+    """Passes if more answers pass after training, by the margin."""
+    assert proof.args.eval_data
+    rows = list(rows_of(proof.args.eval_data).values())
+    if not all("check" in row for row in rows):
+        raise NotRun("the held-out rows have no unit checks")
+    if not all(request_of(row) for row in rows):
+        raise NotRun("a held-out row with a unit check is not a conversation with a message before its last answer")
+    seen, count = proof.seen_rows
+    if seen:
+        raise NotRun(f"{seen} of {count} held-out rows are training rows too: their answers could be memorised")
+    adapters = {"before": proof.args.init_adapter, "after": str(proof.trained().directory)}
+    options = {"options": proof.args.as_dict(), "device": proof.used()[0], "allow_unconfined": proof.allow_unconfined}
+    found = {
+        when: proof.children.run(f"answers-{when}", "proof-answers", adapter=adapter, **options)
+        for when, adapter in adapters.items()
+    }
+    finding.figures["margin"] = MARGIN
+    for when, answers in found.items():
+        parsed, passed = (sum(answer[name] for answer in answers) for name in ("parses", "passed"))
+        score = {"requests": len(answers), "parsed": parsed, "passed": passed, "pass_rate": passed / len(answers)}
+        finding.figures[when] = score
+    was, now = (finding.figures[when]["passed"] for when in found)
+    finding.figures["answers"] = [
+        {"request": before.pop("request"), "before": before, "after": {name: after[name] for name in before}}
+        for before, after in zip(*found.values(), strict=True)
+    ]
+    fault = f"{was} of {len(rows)} answers passed before training and {now} after, but {MARGIN:.0%} more had to"
+    finding.expect(now - was >= MARGIN * len(rows), fault)
+    parsed = finding.figures["after"]["parsed"]
+    return f"{was} of {len(rows)} answers passed before training and {now} after, when {parsed} could be parsed"
+
+
+def check_answers_can_run(args: TrainingArguments, allow_unconfined: bool) -> None:
+    """Called before training.
+
+    Raises:
+        UserError: a unit check is invalid, or answers cannot be confined and that is not allowed.
+    """
+    assert args.eval_data
+    rows = rows_of(args.eval_data)
+    if all("check" in row for row in rows.values()):
+        for where, row in rows.items():
+            parse_check(row["check"], f"{where},")
+        try:
+            confinement(allow_unconfined)
+        except UserError as error:
+            raise UserError(f"{str(error).removesuffix('.')}, or leave out check 7 by --only.") from None

@@ -1,1 +1,0 @@
-"""The checks of a proof, numbered as in `proof.run.CHECKS`."""

@@ -1,0 +1,313 @@
+"""The jobs of the proof's child processes: kinds `proof-devices` and so on, which only its workers know."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.checks.code_check import run_check
+from wgpu_lora.data import UNTRAINED, Row, Tokenizer
+from wgpu_lora.data.examples import Conversation
+from wgpu_lora.demo.before_and_after import BATCH, NEW_TOKENS
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.device_list import DeviceInfo, choose, list_devices, native_version
+from wgpu_lora.gpu.reference_values import nmse, widened
+from wgpu_lora.gpu.single_kernel import SingleKernel
+from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.infer import Generator
+from wgpu_lora.infer.answers import tokenizer_of
+from wgpu_lora.infer.named_adapters import on_device
+from wgpu_lora.memory_leases.ledger import device_key
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.ops.matmul import matmul_nt
+from wgpu_lora.proof.heldout_rows import request_of, rows_of, shown
+from wgpu_lora.train.finetune import prepare_job, read_run
+from wgpu_lora.train.objectives.objective import Group
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.adapter_run import AdapterRun
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.train.session.batch import Batch
+from wgpu_lora.train.session.session import Session
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.worker.job_kinds import KINDS
+from wgpu_lora.worker.job_process import Port
+
+JOBS = ("devices:devices", "generate:generate", "generate:answers", "trained:clock", "trained:gradients")
+
+
+def register() -> None:
+    for job in JOBS:
+        KINDS[f"proof-{job.partition(':')[2]}"] = f"wgpu_lora.proof.worker_jobs.{job}"
+
+
+AT_ONCE = 2  # devices that are used by default
+TOLERANCE = 1e-9  # mean squared error of an f32 product over its mean square; rounding alone gives about 1e-13
+
+
+def devices(port: Port, *, select: str | None, discrete: int = 0) -> dict[str, Any]:
+    """The devices, the hardware behind each, the indices of those used, and the error of a product on each of these.
+
+    select: indices or names, separated by commas; `refused` says what is wrong with it.
+    discrete: how many discrete devices are wanted if `select` is None.
+    """
+    found = list_devices()
+    try:
+        used = named(select) if select and found else by_default(found, max(AT_ONCE, discrete))
+    except UserError as error:
+        return {"refused": str(error)}
+    return {
+        "devices": [info.as_dict() for info in found],
+        "hardware": [device_key(info, found) for info in found],
+        "used": used,
+        "asked": select is not None,
+        "computed": {index: multiply(index) for index in used},
+        "wgpu_native": native_version(),
+    }
+
+
+def named(select: str) -> list[int]:
+    indices = [choose(part.strip())[0].index for part in select.split(",")]
+    if len(set(indices)) != len(indices):
+        raise UserError(f"--devices {select} names a device twice: name each once.")
+    return indices
+
+
+def by_default(found: list[DeviceInfo], count: int = AT_ONCE) -> list[int]:
+    """The first devices of different hardware, discrete ones first: Windows lists a device once for each API."""
+    first = {device_key(info, found): info.index for info in reversed(found)}
+    return sorted(first.values())[:count]
+
+
+def multiply(index: int) -> dict[str, Any]:
+    """A product of random matrices, compared with float64."""
+    device, rng = Device(index), np.random.default_rng(0)
+    a, b = rng.standard_normal((32, 64), np.float32), rng.standard_normal((48, 64), np.float32)
+    arrays = {"a": a, "b": b, "y": np.zeros((32, 48), np.float32)}
+    single = SingleKernel(device, matmul_nt, arrays, {"m": 32, "n": 48, "k": 64, **matmul_nt.defaults})
+    single.run()
+    error = nmse(single.outputs()[0], widened(a) @ widened(b).T)
+    single.free()
+    return {"error": error, "fine": error < TOLERANCE}
+
+
+PROMPTS, SHORT = 4, 48  # rows that are continued, by how many tokens
+KEPT = 16  # positions of each answer whose logits are kept whole
+
+
+def generate(port: Port, *, options: dict[str, Any], device: int, arrays: str) -> dict[str, Any]:
+    """Logits go to the .npz file `arrays`, one [positions, vocab] for each prompt; the rest is returned."""
+    args, model = opened(options, device)
+    heldout = read_run(args, model).heldout
+    assert heldout, "a proof's recipe has held-out data"
+    prompts = [prompt_of_row(row) for row in heldout.rows[:PROMPTS]]
+    logits: list[list[np.ndarray]] = [[] for _ in prompts]
+    gaps: list[list[float]] = [[] for _ in prompts]
+    stop_ids = model.tokenizer.stop_ids if model.tokenizer else ()
+    with generator_for(model, prompts, SHORT) as generator:
+
+        def keep(sequence: int, token: int) -> None:
+            row = generator.state.read_logits(model.device)[sequence]
+            second, first = np.partition(row, -2)[-2:]
+            gaps[sequence].append(float(first - second))
+            if len(logits[sequence]) < KEPT:
+                logits[sequence].append(row.copy())
+
+        found = generator.generate(prompts, None, SHORT, stop_ids=stop_ids, on_token=keep)
+    np.savez(arrays, *(np.array(kept) for kept in logits))  # arr_0, arr_1 ...
+    linears = [item.weight for layer in model.decoder.layers for item in layer.linears.values()]
+    decode = model.tokenizer.decode if model.tokenizer else str
+    return {
+        "matrices": len(linears),
+        "packed_matrices": sum(weight.format == DEFAULT_FORMAT for weight in linears),
+        "answers": [{"ids": g.token_ids, "gaps": gaps[i], "text": decode(g.token_ids)} for i, g in enumerate(found)],
+    }
+
+
+def answers(
+    port: Port, *, options: dict[str, Any], device: int, adapter: str | None, allow_unconfined: bool = False
+) -> list[dict[str, Any]]:
+    """Answers every held-out request with an adapter, or without, and runs each answer against its unit check."""
+    args, model = opened(options, device)
+    tokenizer = tokenizer_of(model)
+    assert args.eval_data, "a proof's recipe has held-out data"
+    rows = list(rows_of(args.eval_data).values())
+    requests = [request for row in rows if (request := request_of(row))]
+    prompts = [prompt_of(request, tokenizer, args.template_kwargs()) for request in requests]
+    slots = [0 if adapter else None] * len(prompts)
+    with generator_for(model, prompts, NEW_TOKENS, adapter) as generator:
+        made = generator.generate(prompts, slots, NEW_TOKENS, stop_ids=tokenizer.stop_ids)
+    found = []
+    for request, row, one in zip(requests, rows, made, strict=True):
+        text = tokenizer.decode(one.token_ids)
+        verdict = run_check(text, row["check"], allow_unconfined=allow_unconfined)
+        found.append({"request": shown(request), "text": text, "passed": verdict.passed, **asdict(verdict)})
+    return found
+
+
+def opened(options: dict[str, Any], device: int) -> tuple[TrainingArguments, LoadedModel]:
+    args = TrainingArguments(**options)
+    return args, open_model(args.model or "demo", device, args.base_dtype)
+
+
+@contextmanager
+def generator_for(
+    model: LoadedModel, prompts: Sequence[Sequence[int]], new_tokens: int, adapter: str | None = None
+) -> Iterator[Generator]:
+    capacity = min(max(map(len, prompts)) + new_tokens, model.config.max_position_embeddings)
+    with (
+        on_device(model, [adapter] if adapter else []) as adapters,
+        Generator(model, adapters, capacity, min(BATCH, len(prompts))) as generator,
+    ):
+        yield generator
+
+
+def prompt_of_row(row: Row) -> list[int]:
+    """The tokens before the first that is trained, or half of a row that is trained on from its start."""
+    trained = np.flatnonzero(row.labels != UNTRAINED)
+    first = int(trained[0]) if trained.size else 0
+    return row.input_ids[: first or max(1, len(row.input_ids) // 2)].tolist()
+
+
+def prompt_of(request: Conversation, tokenizer: Tokenizer, template_kwargs: dict[str, Any]) -> list[int]:
+    """Token ids that ask for the turn after a request's messages, as in training: a row's own kwargs take priority."""
+    kwargs = {**template_kwargs, **request.template_kwargs}
+    return tokenizer.encode(tokenizer.render(request.messages, request.tools, True, kwargs))
+
+
+REPEATS = 3  # of the timed step
+# A direction's length over its matrix's. Each is compared with its half and its quarter; if the loss is too curved
+# between them, the next is taken. Which one that is depends only on the measured losses, never on the gradient.
+LENGTHS = tuple(0.1 / 2**i for i in range(8))
+BENT = 0.05  # by how much two may differ; their extrapolation is then accurate to some thousandths
+ROUNDING = 2e-6  # of the loss: error of a difference in f32; 4e-7 was measured
+ZERO_SCALE = 0.01  # size of a value, for a matrix that is all zeros
+Steps = list[tuple[Batch, list[Group]]]
+
+
+@contextmanager
+def reopened(directory: str, device: int) -> Iterator[tuple[Session, AdapterRun, Steps, int]]:
+    """Opens the run in a directory without writing to it.
+
+    Yields its session, allocated, but without an adapter; its slot; the batches of its first step, which depend on the
+    options only (train.stream); and the number of units that this step's loss is a mean over.
+    """
+    record = RunRecord.read(Path(directory))
+    job = prepare_job(replace(record.options, device=str(device), resume=False), planning=True)
+    session, stream = job.session, job.run.stream
+    try:
+        session.allocate(choices=record.state.tiles)
+        step = next(stream.steps())
+        steps = [(session.batch_for(groups), groups) for groups in stream.groups(step)]
+        yield session, job.run, steps, stream.units(step.samples)
+    finally:
+        session.close()
+
+
+def clock(port: Port, *, directory: str, device: int) -> dict[str, Any]:
+    """Median device and host seconds of the run's first step, and its loss, which is in the run's log too."""
+    with reopened(directory, device) as (session, run, steps, units):
+        run.place_initial(session)
+        timer = Timer(session.device)
+        device_seconds, host_seconds = [], []
+        for repeat in range(-2, REPEATS):  # the first run compiles, the second finds where to split a long step
+            session.begin()
+            begin, spent = time.perf_counter(), 0.0
+            for batch, groups in steps:
+                batch.upload(groups)
+                if repeat < 0:
+                    batch.program.run()
+                else:
+                    spent += timer.run(batch.program)
+            device_seconds.append(spent)
+            host_seconds.append(time.perf_counter() - begin)
+        timer.free()
+        return {
+            "clock": timer.clock,
+            "dispatches": sum(len(batch.program.dispatches) for batch, _ in steps),
+            "device_seconds": statistics.median(device_seconds[-REPEATS:]),
+            "host_seconds": statistics.median(host_seconds[-REPEATS:]),
+            "loss": session.totals.read_loss(session.device, 0) / units,
+        }
+
+
+def gradients(port: Port, *, directory: str, device: int) -> dict[str, Any]:
+    """The recorded gradients of the run's program next to central differences of its loss L.
+
+    For a random direction v of a matrix W: L(W + v) - L(W - v), measured and extrapolated to its linear part, and as
+    the gradient predicts it; see `difference`.
+    """
+    adapter = read_adapter(directory)[1]
+    with reopened(directory, device) as (session, run, ((batch, groups), *_), _):
+        batch.upload(groups)
+
+        def loss(matrices: Matrices) -> float:
+            """The loss of the first batch with these matrices; all others stay unchanged."""
+            session.adapters.write(session.device, 0, matrices)
+            session.begin()
+            batch.program.run()
+            return session.totals.read_loss(session.device, 0) * groups[0].weight
+
+        centre = loss(adapter)
+        recorded = session.adapters.read(session.device, 0, session.adapters.grads)  # before other runs add to them
+        rng = np.random.default_rng(run.args.seed)
+
+        def direction_of(module: str, which: int) -> dict[str, Any]:
+            matrix, gradient = (of[module][which].astype(np.float64) for of in (adapter, recorded))
+            direction = rng.standard_normal(matrix.shape)
+            size = np.linalg.norm(matrix) or ZERO_SCALE * np.sqrt(matrix.size)
+            direction *= size / np.linalg.norm(direction)
+
+            def moved(by: float) -> float:
+                a, b = adapter[module]
+                changed = (matrix + by * direction).astype(np.float32)
+                return loss({module: (a, changed) if which else (changed, b)})
+
+            found = difference(moved, 2 * float((gradient * direction).sum()), centre)
+            session.adapters.write(session.device, 0, {module: adapter[module]})
+            return {"matrix": f"{module}.{'AB'[which]}", **found}
+
+        modules = chosen(list(session.adapters.modules(0)))
+        directions = [direction_of(module, which) for module in modules for which in (0, 1)]
+        return {"loss": centre, "rounding": ROUNDING, "directions": directions}
+
+
+def chosen(modules: Sequence[str]) -> list[str]:
+    """One module of each name, from first layer to last."""
+    by_name: dict[str, list[str]] = {}
+    for module in modules:
+        by_name.setdefault(module.rpartition(".")[2], []).append(module)
+    shares = np.linspace(0, 1, len(by_name))
+    return [of[round(share * (len(of) - 1))] for share, of in zip(shares, by_name.values(), strict=True)]
+
+
+def difference(loss: Callable[[float], float], slope: float, centre: float) -> dict[str, Any]:
+    """A central difference, and what the slope predicts for it, at the first length where the loss is straight.
+
+    loss: of a matrix moved by this share of a direction. centre: the loss of the matrix itself.
+    `length` is None if the loss is too curved at every length. A loss that is not finite is a measurement as well.
+    """
+    at: list[float] = []
+    for length in LENGTHS:
+        at.append(loss(length) - loss(-length))
+        if not math.isfinite(at[-1]):
+            return {"length": length, "measured": at[-1], "gradient": slope * length}
+        if len(at) >= 3 and straight(at[-3], at[-2], centre) and straight(at[-2], at[-1], centre):
+            # Richardson extrapolation: the cubic term is eight times as large in the whole as in the half.
+            measured = (8 * at[-2] - at[-3]) / 3
+            return {"length": 4 * length, "measured": measured, "gradient": slope * 4 * length}
+    return {"length": None, "measured": None, "gradient": slope}
+
+
+def straight(whole: float, half: float, centre: float) -> bool:
+    """Whether the loss changes about half as much over half the length, as far as f32 can tell."""
+    return abs(2 * half - whole) <= BENT * abs(whole) + 2 * ROUNDING * abs(centre)

@@ -1,0 +1,151 @@
+"""Facts of a run for tables, by their labels; what differs between runs; and a Markdown line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.report.finished_runs import SPEEDS, Run
+from wgpu_lora.train.memory import readable
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.stop_reasons import OUTCOMES, STOP_TEXT
+from wgpu_lora.words import listed
+
+OWN = ("output", "resume", "overwrite", "run_log", "report_to")  # options that do not affect what is trained
+ABSENT = "not recorded"
+DIGESTS, DIGEST = "SHA-256", 12  # how they are labelled, and how many characters of them are shown
+NONE = "none"
+HELD_OUT = "held-out data, SHA-256"
+Facts = dict[str, str]
+Rows = list[tuple[str, list[str]]]
+
+
+def number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"
+
+
+def span(seconds: float) -> str:
+    """A duration: 9.7 s, 12 min 05 s, 3 h 12 min."""
+    if seconds < 100:
+        return f"{seconds:,.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
+def losses(run: Run) -> Facts:
+    state, reason = run.record.state, run.record.stop_reason
+    outcome = OUTCOMES.get(reason, reason)
+    best, at = state.best_eval_loss, f", step {state.best_step:,}"
+    return {
+        "training loss, last": number(state.last_loss),
+        **({} if (before := state.unrounded_eval_loss) is None else {"held-out loss, before rounding": number(before)}),
+        "held-out loss, before": number(state.first_eval_loss),
+        "held-out loss, last": number(state.last_eval_loss),
+        "held-out loss, best": number(best) + ("" if best is None else at),
+        "steps": f"{state.step:,} of {state.total_steps:,}",
+        "ended": f"{outcome} ({STOP_TEXT.get(reason, reason).partition(';')[0]})" if outcome == "failed" else outcome,
+    }
+
+
+def costs(run: Run) -> Facts:
+    state, device, speeds = run.record.state, run.record.environment.device, run.speeds()
+    return {
+        "time": span(state.seconds),
+        "trained tokens": f"{state.tokens:,}",
+        "trained parameters": f"{run.record.trainable_parameters:,}",
+        "peak device memory": readable(run.record.memory.peak),
+        **{f"{kind} tokens/s": f"{speeds[kind]:,.0f}" if kind in speeds else "not logged" for kind in SPEEDS},
+        "device": f"{device.name}, {device.backend}",
+    }
+
+
+def origin(run: Run) -> Facts:
+    """What a run depends on besides its options; digests distinguish files of the same name."""
+    record, device = run.record, run.record.environment.device
+    return {
+        "training data": record.data.summary,
+        "training data, SHA-256": record.data.digest,
+        HELD_OUT: record.eval_data.digest if record.eval_data else NONE,
+        "base, SHA-256": record.base_digest,
+        "initial adapter, SHA-256": record.init_adapter_sha256 or NONE,
+        "device": f"{device.name}, {device.driver}, {device.backend}",
+        "versions": ", ".join(f"{name} {version}" for name, version in record.environment.versions.items()),
+    }
+
+
+def record(run: Run) -> Facts:
+    """What identifies a run and its adapter."""
+    peak = f"{run.record.memory.peak:,} bytes"
+    return {**origin(run), "adapter, SHA-256": run.record.adapter_sha256, "peak device memory": peak}
+
+
+def settings(run: Run) -> Facts:
+    """A run's options, named as on the command line."""
+    return _flags(run.record.options.as_dict() | {"model": run.record.options.model or "demo"})
+
+
+def defaults(run: Run) -> Facts:
+    """The default options of a run with its objective."""
+    return _flags(asdict(TrainingArguments()) | {"learning_rate": replace(run.record.options, learning_rate=None).rate})
+
+
+def _flags(options: dict[str, Any]) -> Facts:
+    return {f"--{name.replace('_', '-')}": _shown(options[name]) for name in sorted(options) if name not in OWN}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def compare(runs: Sequence[Run]) -> tuple[Rows, Rows]:
+    """Options and everything else that runs depend on, as (label, the value of every run): first those that differ
+    between the runs or, for a single run, from the defaults; then the others."""
+    tables = [settings(run) | (origin(run) if runs[1:] else {}) for run in runs]
+    usual, differing, alike = defaults(runs[0]), Rows(), Rows()
+    for label in dict.fromkeys(label for table in tables for label in table):
+        values = [table.get(label, ABSENT) for table in tables]
+        if len({*values} | ({usual.get(label)} if len(runs) == 1 else set())) == 1:
+            alike.append((label, values))
+        else:
+            differing.append((label, [value[:DIGEST] if DIGESTS in label else value for value in values]))
+    return differing, alike
+
+
+def verdict(runs: Sequence[Run]) -> str:
+    """Which run's last held-out loss is the lowest, or why that cannot be said; empty for a single run."""
+    if len(runs) < 2:
+        return ""
+    known = [(run.record.eval_loss, run.name, run) for run in runs if run.record.eval_loss is not None]
+    if len({origin(run)[HELD_OUT] for *_, run in known}) > 1:
+        return "The held-out losses are of different data, so they cannot be compared."
+    if len({run.record.options.objective for *_, run in known}) > 1:
+        return "The held-out losses are of different objectives, so they cannot be compared."
+    if len(known) < 2:
+        return "" if known else f"No run has a held-out loss ({flag('eval_data')}) to compare."
+    lowest = min(loss for loss, *_ in known)
+    best = [name for loss, name, _ in known if loss == lowest]
+    return f"{listed(best)} {'has' if len(best) == 1 else 'have'} the lowest held-out loss at the end, {lowest:.4f}."
+
+
+def summary(run: Run) -> str:
+    """A Markdown line for a run log."""
+    state, options, device = run.record.state, run.record.options, run.record.environment.device
+    found, cost = losses(run), costs(run)
+    said = [f"loss {number(state.last_loss)}"]
+    if state.last_eval_loss is not None:
+        seen = {"{} before": state.first_eval_loss, "best {}": state.best_eval_loss}
+        more = ", ".join(text.format(number(loss)) for text, loss in seen.items() if loss is not None)
+        said.append(f"held-out {number(state.last_eval_loss)}" + (f" ({more})" if more else ""))
+    speeds = ", ".join(f"{value:,.0f} {kind}" for kind, value in run.speeds().items())
+    return (
+        f"- **{run.name}**: {options.model or 'demo'}, {options.trains()}, "
+        f"{found['steps']} steps ({found['ended']}), {', '.join(said)}, {cost['time']}, "
+        f"{f'{speeds} tokens/s' if speeds else 'speed not logged'}, {cost['peak device memory']} of device memory, "
+        f"on {device.name}, {device.driver}"
+    )

@@ -1,0 +1,191 @@
+"""Line charts for chart.html.j2: an SVG that stretches, with labels outside of it that do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+SIDE = 1000  # units of the SVG's square view box
+COLUMNS = 250  # that lines are thinned to
+FEW, MANY = 40, 200  # most points of a line that are drawn as labelled dots, by default and if `marked`
+COLOURS = 8  # in base.html.j2
+LARGEST = 1e300  # largest value drawn, so that differences stay finite; NaN is left out too
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line to draw.
+
+    style: `line`, `faint`, `dashed`, or `points` for dots alone; marked: draw up to MANY points as dots, instead of up
+    to FEW.
+    """
+
+    name: str
+    points: Sequence[Point]
+    colour: int = 0
+    style: str = "line"
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A line in SVG units. dots: (x, y, label) of each marked point."""
+
+    name: str
+    colour: int
+    style: str
+    path: str
+    dots: list[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A laid-out chart. x_ticks, y_ticks: (per cent from the left or the top, text)."""
+
+    lines: list[Drawn]
+    x_label: str
+    y_label: str
+    x_ticks: list[tuple[str, str]]
+    y_ticks: list[tuple[str, str]]
+
+
+def line_chart(lines: Sequence[Line], x_label: str, y_label: str, log: bool = False) -> Chart:
+    """Lay out several lines in one chart; x begins at 0, and non-finite points are left out.
+
+    Args:
+        log: use a logarithmic x axis.
+    """
+    kept = [(line, [p for p in line.points if all(abs(value) <= LARGEST for value in p)]) for line in lines]
+    across = Scale.from_zero((x for _, points in kept for x, _ in points), log)
+    up = Scale.around(y for _, points in kept for _, y in points)
+    drawn = [_drawn(line, points, across, up, x_label) for line, points in kept if points]
+    return Chart(drawn, x_label, y_label, _percent(across.ticks()), _percent([(1 - at, t) for at, t in up.ticks()]))
+
+
+def _drawn(line: Line, points: Sequence[Point], across: Scale, up: Scale, x_label: str) -> Drawn:
+    places = [(across.place(x), 1 - up.place(y)) for x, y in points]
+    path = "L".join(f"{_number(x)} {_number(y)}" for x, y in thinned(places))
+    dots = []
+    if line.style != "faint" and len(points) <= (MANY if line.marked else FEW):
+        for (x, y), (at, value) in zip(places, points, strict=True):
+            dots.append((_number(x), _number(y), f"{line.name}: {value:.4g} ({x_label} {at:,.6g})"))
+    return Drawn(line.name, line.colour % COLOURS, line.style, f"M{path}", dots)
+
+
+def thinned(places: Sequence[Point]) -> list[Point]:
+    """Thin out points to the lowest and the highest of each column, and the ends, in order."""
+    if len(places) <= 2 * COLUMNS:
+        return list(places)
+    columns: dict[int, list[int]] = {}
+    for number, (x, _) in enumerate(places):
+        columns.setdefault(int(x * COLUMNS), []).append(number)
+    kept = {0, len(places) - 1}
+    for numbers in columns.values():
+        kept |= {min(numbers, key=lambda n: places[n][1]), max(numbers, key=lambda n: places[n][1])}
+    return [places[number] for number in sorted(kept)]
+
+
+def smoothed(points: Sequence[Point], window: int) -> list[Point]:
+    """Moving average over `window` points, over fewer at the ends."""
+    sums = [0.0]
+    for _, y in points:
+        sums.append(sums[-1] + y)
+    half, count = window // 2, len(points)
+    spans = [(max(0, i - half), min(count, i + half + 1)) for i in range(count)]
+    return [(x, (sums[b] - sums[a]) / (b - a)) for (x, _), (a, b) in zip(points, spans, strict=True)]
+
+
+def parts(values: Iterable[float], whole: float) -> list[tuple[str, str]]:
+    """(start, width) of each part of a bar of length `whole`, in SVG units."""
+    edges = [0.0]
+    for value in values:
+        edges.append(edges[-1] + (value / whole if whole else 0.0))
+    return [(_number(a), _number(b - a)) for a, b in pairwise(edges)]
+
+
+def _number(share: float) -> str:
+    return f"{SIDE * share:.1f}".removesuffix(".0")
+
+
+def _percent(ticks: Ticks) -> list[tuple[str, str]]:
+    return [(f"{100 * at:.2f}", text) for at, text in ticks]
+
+
+TICKS = 7  # at most, not counting the ends
+APART = 0.09  # least distance of ticks, as a fraction of the axis, to be readable on a phone
+TINY = 1e-300  # smaller numbers lose precision
+DECADE = (1, 2, 5)
+Ticks = list[tuple[float, str]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis from `low` to `high`; with a `unit`, logarithmic in 1 + value / unit, which has a position for 0.
+
+    whole: show integer ticks only, for values such as steps.
+    """
+
+    low: float
+    high: float
+    unit: float | None = None
+    whole: bool = False
+
+    @classmethod
+    def from_zero(cls, values: Iterable[float], log: bool = False) -> Scale:
+        """From 0 to the largest of non-negative values; the unit of `log` is the smallest non-zero value."""
+        found = [value for value in values if value > 0]
+        whole = all(float(value).is_integer() for value in found)
+        return cls(0.0, max(found, default=1.0), min(found, default=1.0) if log else None, whole)
+
+    @classmethod
+    def around(cls, values: Iterable[float]) -> Scale:
+        """With round ends: from 0, unless the values are so close together that the line would look flat."""
+        found = list(values) or [1.0]
+        low, high = min(found), max(found)
+        low = low if 0 < high < 2 * low else min(low, 0.0)
+        step = _step(high - low or abs(high) or 1.0)
+        low, high = step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
+        return cls(low, high if high > low else low + step)
+
+    def place(self, value: float) -> float:
+        if self.unit is None:
+            return (value - self.low) / (self.high - self.low)
+        return math.log1p(value / self.unit) / math.log1p(self.high / self.unit)
+
+    def ticks(self) -> Ticks:
+        values = self._even() if self.unit is None else self._decades(self.unit)
+        found: Ticks = []
+        for value in values:
+            place = round(self.place(value), 9)
+            if not found or place - found[-1][0] >= APART:
+                found.append((place, short(value)))
+        return found
+
+    def _even(self) -> list[float]:
+        step = max(1.0 if self.whole else 0.0, _step(self.high - self.low))
+        first = math.ceil(self.low / step - 1e-9)
+        return [step * number for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+    def _decades(self, unit: float) -> list[float]:
+        first, last = math.floor(math.log10(unit)), math.floor(math.log10(self.high))
+        factors = DECADE if last - first < 3 else (1,)
+        found = (factor * 10.0**power for power in range(first, last + 1) for factor in factors)
+        return [0.0, *(value for value in found if value <= self.high)]
+
+
+def short(value: float) -> str:
+    """Format a number briefly: 0.05, 2e-05, 900, 10k, 2.5M."""
+    for suffix, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= max(factor, 1e4):
+            return f"{value / factor:.4g}{suffix}"
+    return f"{value:.6g}"
+
+
+def _step(span: float) -> float:
+    """Distance of ticks: the smallest of 1, 2, 5, 10, 20, 50 ... that needs at most TICKS of them."""
+    least = max(span / TICKS, TINY)
+    scale = 10.0 ** math.floor(math.log10(least))
+    return next(scale * factor for factor in (1, 2, 5, 10) if least <= scale * factor * (1 + 1e-9))

@@ -1,0 +1,255 @@
+"""The run log as tables: a row per run, all facts of one, and the differences of two."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.track.run_log import FAILED, KILLED, Entry
+
+COLUMNS = (
+    "id", "date", "kind", "model", "data", "output", "status", "loss", "improved", "time", "tokens", "name", "goal",
+)  # fmt: skip
+LEFT = ("id", "date", "kind", "model", "data", "output", "status", "name", "goal")
+CARD = (("date", "kind", "status"), ("model", "data", "output"), ("loss", "improved", "time", "tokens"), ("goal",))
+LABELLED = ("model", "data", "output", "loss", "tokens", "goal")  # on a card
+NONE = "-"
+OWN = ("output", "resume", "overwrite", "goal", "notes", "run_log")  # options that do not affect results
+
+
+def cells(entry: Entry) -> tuple[str, ...]:
+    """An entry's row, by COLUMNS."""
+    losses = entry.losses
+    shown = [number(loss) for loss in (losses.initial, losses.final) if loss is not None]
+    return (
+        entry.id.rpartition("-")[2],
+        f"{date_of(entry).astimezone():%Y-%m-%d %H:%M}",
+        entry.kind,
+        entry.model or NONE,
+        place(entry.data.path) if entry.data else NONE,
+        place(entry.outputs[0]) if entry.outputs else NONE,
+        entry.status,
+        " -> ".join(shown) or NONE,
+        NONE if losses.improvement is None else f"{losses.improvement:+.1f}%",
+        NONE if entry.seconds is None else span(entry.seconds),
+        NONE if entry.tokens is None else f"{entry.tokens:,}",
+        entry.name + (f" ({entry.adapter})" if entry.adapter else ""),
+        entry.goal or "",
+    )
+
+
+def place(path: str) -> str:
+    """A path from the working folder, or the end of one outside of it."""
+    found = Path(path)
+    if found.is_relative_to(Path.cwd()):
+        return str(found.relative_to(Path.cwd()))
+    return str(Path(*found.parts[-2:])) if found.is_absolute() else path
+
+
+def card(row: Sequence[str]) -> list[str]:
+    """The row of `cells` as a few short lines, for narrow terminals."""
+    known = {name: text for name, text in zip(COLUMNS, row, strict=True) if text not in ("", NONE)}
+    known = {name: f"{name} {text}" if name in LABELLED else text for name, text in known.items()}
+    return [line for names in CARD if (line := ", ".join(known[name] for name in names if name in known))]
+
+
+def style(entry: Entry) -> str | None:
+    return "red" if entry.status in (FAILED, KILLED) else None
+
+
+def number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def span(seconds: float) -> str:
+    """A duration: 9.7 s, 12:05 min, 3:12:05 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---" if name in left else "---:" for name in columns], *rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def facts(entry: Entry) -> dict[str, str]:
+    """All that is known of a run, by labels; options last."""
+    return {**_origin(entry), **results(entry), **_options(entry)}
+
+
+def compared(before: Entry, after: Entry) -> list[tuple[str, str, str]]:
+    """What differs between two runs: (label, of the first, of the second). Results are there even if they are equal."""
+    shown = []
+    for table, always in ((_origin, False), (_options, False), (results, True)):
+        one, two = table(before), table(after)
+        for label in dict.fromkeys([*one, *two]):
+            values = one.get(label, NONE), two.get(label, NONE)
+            if always or values[0] != values[1]:
+                shown.append((label, *values))
+    return shown
+
+
+def _origin(entry: Entry) -> dict[str, str]:
+    git, data, held = entry.git, entry.data, entry.eval_data
+    return _said(
+        {
+            "id": entry.id,
+            "date": entry.date,
+            "resumed": entry.resumed,
+            "ended": entry.ended,
+            "kind": entry.kind,
+            "name": entry.name,
+            "adapter": entry.adapter,
+            "pipeline": entry.pipeline,
+            "goal": entry.goal,
+            "notes": entry.notes,
+            "command": " ".join(entry.command),
+            "folder": entry.directory,
+            "git": git and git.commit + (" with changes" if git.dirty else ""),
+            "device": ", ".join(entry.device.get(key, "") for key in ("name", "driver", "backend")).strip(", "),
+            "data": data and data.path,
+            "data, SHA-256": data and data.digest,
+            "held-out data": held and held.path,
+            "held-out data, SHA-256": held and held.digest,
+        }
+    )
+
+
+def results(entry: Entry) -> dict[str, str]:
+    losses = entry.losses
+    better = losses.improvement
+    return {"status": entry.status} | _said(
+        {
+            f"{losses.of} loss, initial": losses.initial,
+            f"{losses.of} loss, best": losses.best,
+            f"{losses.of} loss, final": losses.final,
+            "improvement": None if better is None else f"{better:+.2f}%",
+            "time": None if entry.seconds is None else span(entry.seconds),
+            "steps": entry.steps,
+            "tokens": entry.tokens,
+            **flat(entry.results),
+            "outputs": ", ".join(entry.outputs),
+            "error": entry.error,
+        }
+    )
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested results by labels: {"a": {"b": 1}} -> {"a, b": 1}."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        label = before + str(name).replace("_", " ")
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{label}, ")
+        elif isinstance(value, list):
+            found |= flat({str(number): item for number, item in enumerate(value, 1)}, f"{label} ")
+        else:
+            found[label] = f"{value:.4g}" if isinstance(value, float) else value
+    return found
+
+
+def _options(entry: Entry) -> dict[str, str]:
+    config = {name: value for name, value in entry.config.items() if name not in OWN}
+    return _said({f"--{name.replace('_', '-')}": value for name, value in sorted(config.items())}, "{!s}")
+
+
+def _said(values: Mapping[str, Any], form: str = "") -> dict[str, str]:
+    """Without what is not known."""
+    shown = {label: value for label, value in values.items() if value not in (None, "")}
+    return {label: form.format(value) if form else number(value) for label, value in shown.items()}
+
+
+UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+LAST = "last"
+
+
+@dataclass(frozen=True)
+class Filter:
+    """What an entry must have; None is anything.
+
+    name: a part of the name, of the adapter's name or of the goal, or a pattern with *. since: UTC.
+    """
+
+    status: str | None = None
+    kind: str | None = None
+    objective: str | None = None
+    name: str | None = None
+    since: datetime | None = None
+
+    def holds(self, entry: Entry) -> bool:
+        return (
+            self.status in (None, entry.status)
+            and (self.kind is None or self.kind in (entry.kind, entry.kind.partition(" ")[0]))
+            and self.objective in (None, entry.objective)
+            and (
+                self.name is None or any(_matches(self.name, text) for text in (entry.name, entry.adapter, entry.goal))
+            )
+            and (self.since is None or date_of(entry) >= self.since)
+        )
+
+
+def date_of(entry: Entry) -> datetime:
+    """When a run began; the beginning of time if its entry does not say so."""
+    try:
+        found = datetime.fromisoformat(entry.date)
+    except ValueError:
+        return datetime.min.replace(tzinfo=UTC)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _matches(pattern: str, text: str | None) -> bool:
+    if text is None:
+        return False
+    pattern, text = pattern.lower(), text.lower()
+    return fnmatchcase(text, pattern) if "*" in pattern else pattern in text
+
+
+def since(text: str, at: datetime | None = None) -> datetime:
+    """A date (2026-11-22, 2026-11-22T14:00, in the system's time zone), or a time before `at` (30m, 12h, 7d, 2w).
+
+    at: now, if not given.
+
+    Raises:
+        UserError: it is neither.
+    """
+    at = at or datetime.now(UTC)
+    try:
+        if found := re.fullmatch(r"(\d{1,6})([mhdw])", text.strip()):
+            return at - timedelta(**{UNITS[found[2]]: int(found[1])})
+        return datetime.fromisoformat(text.strip()).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise UserError(
+            f"{flag('since')} must be a date such as 2026-11-22 or a time ago such as 12h or 7d, not {text!r:.60}."
+        ) from None
+
+
+def find(entries: Sequence[Entry], name: str) -> Entry:
+    """The entry of an id, of the beginning or end of one, or the last one.
+
+    Raises:
+        UserError: there is none, or there are several.
+    """
+    if name == LAST and entries:
+        return entries[-1]
+    exact = [entry for entry in entries if entry.id == name]
+    found = exact or [entry for entry in entries if name and (entry.id.startswith(name) or entry.id.endswith(name))]
+    if len(found) > 1:
+        some = ", ".join(entry.id for entry in found[:3])
+        raise UserError(f"{name!r:.60} stands for {len(found)} runs: give more of the id ({some}).")
+    if not found:
+        raise UserError(f"There is no run {name!r:.60} in the run log: 'wgpu-lora runs' lists them.")
+    return found[0]

@@ -1,0 +1,238 @@
+"""The adapters of a pipeline: --adapters DATA:CHECKPOINT, and adapters.toml."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import check_links, is_path, read_toml
+from wgpu_lora.data import Source
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.aliases import real_names
+from wgpu_lora.names.spelling import IN_FILE, flag, naming, renamed
+from wgpu_lora.train.options.option_fields import DISTILLATION, PREFERENCES
+from wgpu_lora.train.options.training_arguments import PATHS, TrainingArguments, from_values
+from wgpu_lora.train.run.resume import found_from
+
+# Keys of an [[adapter]] table, and the corresponding training options.
+OPTIONS = {
+    "rank": "lora_r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "epochs": "num_train_epochs",
+    **{f.name: f.name for f in fields(TrainingArguments) if f.metadata["panel"] in (PREFERENCES, DISTILLATION)},
+    **{
+        name: name
+        for name in (
+            "objective",
+            "objective_args",
+            "target_modules",
+            "use_dora",
+            "init_lora_weights",
+            "learning_rate",
+            "loraplus_lr_ratio",
+            "max_steps",
+            "max_length",
+        )
+    },
+    **{name: name for name in ("eval_data", "split", "eval_split", "dataset_config", "init_adapter")},
+    "validation_split": "validation_split",
+}
+KEYS = {option: key for key, option in OPTIONS.items()}
+OWN = ("data", "checkpoint", "name", "weight")
+MAX_WEIGHT = 1_000_000
+
+
+@dataclass(frozen=True)
+class AdapterTask:
+    """One adapter of a pipeline.
+
+    name: by default that of the checkpoint directory. weight: batches per step, relative to an adapter of weight 1.
+    options: the adapter's own training options, by the names of TrainingArguments. rows: rows from Python, by data and
+        eval_data.
+    """
+
+    data: str
+    checkpoint: str
+    name: str
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rows: Mapping[str, Source] = field(default_factory=dict)
+
+    def arguments(self, base: TrainingArguments) -> TrainingArguments:
+        """The options of a single run that trains this adapter as the pipeline does.
+
+        Batches per step stay unset if `base` does not set them: `train.batching` chooses them, and uses the weight.
+        """
+        given = base.gradient_accumulation_steps
+        if given and given * self.weight < 1:
+            raise UserError(
+                f"The adapter {self.name} of weight {self.weight:g} has less than one batch per step: set "
+                f"{flag('gradient_accumulation_steps')} to at least {math.ceil(1 / self.weight)}, or raise the weight."
+            )
+        if {"eval_data", "eval_split"} & self.options.keys():  # its own held-out rows take precedence
+            base = replace(base, validation_split=None)
+        own = from_values(self.options, f"The adapter {self.name}", base, renamed(KEYS, IN_FILE))
+        batches = round(given * self.weight) if given else None
+        return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=batches)
+
+
+def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
+    """Create a task from the keys of an [[adapter]] table; `where` begins error messages.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value has the wrong type.
+    """
+    values = _by_keys(values, where)
+    for key in ("data", "checkpoint", "name"):
+        given = values.get(key, "some")
+        if not (isinstance(given, str | Path) and str(given).strip() and is_path(str(given))):
+            raise UserError(f"{where}: '{key}' must be UTF-8 text, neither empty nor too long, not {given!a:.80}.")
+    for key in ("data", "checkpoint"):
+        if key not in values:
+            raise UserError(f"{where} has no '{key}': every adapter needs its data and a checkpoint directory.")
+    weight = values.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MAX_WEIGHT:
+        raise UserError(
+            f"{where}: 'weight' must be a number greater than 0 and at most {MAX_WEIGHT:,}, not {weight!r:.80}."
+        )
+    checkpoint = str(values["checkpoint"])
+    options = {OPTIONS[key]: _plain(value) for key, value in values.items() if key in OPTIONS}
+    name = values.get("name") or os.path.basename(os.path.realpath(checkpoint))  # pathlib refuses links in a circle
+    return AdapterTask(str(values["data"]), checkpoint, name, float(weight), options)
+
+
+def _by_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A table's values by the names in OWN and OPTIONS; option names, also of other programs, are accepted."""
+    found: dict[str, Any] = {}
+    with naming(IN_FILE):
+        otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}."
+        named = real_names(values, [*OWN, *OPTIONS, *KEYS], where, "key", otherwise)
+    for name, value in named.items():
+        key = KEYS.get(name, name)
+        if key in found:
+            raise UserError(f"{where}: '{key}' and '{name}' are the same key: leave one out.")
+        found[key] = value
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def task_of_pair(text: str) -> AdapterTask:
+    """Create a task from DATA:CHECKPOINT.
+
+    Raises:
+        UserError: there is not exactly one colon, or one side is empty.
+    """
+    data, colon, checkpoint = text.partition(":")
+    if not colon or not data.strip() or not checkpoint.strip():
+        raise UserError(f"--adapters {text} is not DATA:CHECKPOINT, such as data/a.jsonl:checkpoints/a.")
+    if ":" in checkpoint:
+        raise UserError(
+            f"--adapters {text} has more than one colon, so the end of the data's path is ambiguous: put paths with a "
+            "colon into a file for --adapters-config."
+        )
+    return task_of({"data": data, "checkpoint": checkpoint}, f"--adapters {text}")
+
+
+def read_tasks(path: Path) -> list[AdapterTask]:
+    """Read the [[adapter]] tables of a TOML file; relative paths refer to the working directory, as in a recipe.
+
+    Raises:
+        UserError: the file cannot be read, is not valid TOML, or has a key that is unknown, missing or invalid.
+    """
+    values = read_toml(path, "The adapters file")
+    tables = values.pop("adapter", [])
+    if values:
+        raise UserError(f"{path} has an unknown key '{next(iter(values))}': only [[adapter]] tables belong there.")
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise UserError(f"{path} has no [[adapter]] table: write one for every adapter.")
+    return [task_of(table, f"{path}: adapter {number}") for number, table in enumerate(tables, 1)]
+
+
+def named_tasks(pairs: Sequence[str], config: Path | None) -> list[AdapterTask]:
+    """The adapters given by --adapters and --adapters-config. Raises UserError."""
+    return [*map(task_of_pair, pairs), *(read_tasks(config) if config else [])]
+
+
+def request_of(tasks: Sequence[AdapterTask], home: Path) -> list[dict[str, Any]]:
+    """The tasks for a pipeline's record, with checkpoints relative to it."""
+    found = []
+    for task in tasks:
+        said = {name: value for name, value in vars(task).items() if name != "rows"}
+        place = os.path.relpath(Path(task.checkpoint), home)
+        found.append({**said, "options": dict(task.options), "checkpoint": place})
+    return found
+
+
+def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask]:
+    """The tasks in a pipeline's record, with paths as seen from here.
+
+    Raises:
+        UserError: the record does not have them.
+    """
+    tasks = []
+    for number, said in enumerate(request["adapters"], 1):
+        options = said.get("options") if isinstance(said, dict) else None
+        if not isinstance(options, dict):
+            raise UserError(
+                f"The record of the pipeline in {home} has no adapter {number}: name all with {flag('adapters')}."
+            )
+        task = task_of({k: v for k, v in said.items() if k != "options"}, f"The record in {home}")
+        began_in, known = request.get("directory"), {k: v for k, v in options.items() if k in OPTIONS.values()}
+        known = {**task.options, **known}  # version 0.1.0 stored the objective beside the options
+        known |= {name: found_from(began_in, known[name]) for name in PATHS if known.get(name)}
+        data = found_from(began_in, task.data) or task.data
+        checkpoint = os.path.relpath(os.path.normpath(home / task.checkpoint))
+        tasks.append(replace(task, data=data, checkpoint=checkpoint, options=known))
+    return tasks
+
+
+def named_apart(tasks: Sequence[AdapterTask]) -> list[AdapterTask]:
+    """The tasks, where those with the same name as another are renamed to their whole paths."""
+    names = [task.name for task in tasks]
+    return [
+        replace(task, name=task.checkpoint)
+        if names.count(task.name) > 1 and task.name == Path(task.checkpoint).resolve().name
+        else task
+        for task in tasks
+    ]
+
+
+def check_apart(tasks: Sequence[AdapterTask]) -> None:
+    """Raise UserError if two adapters would write to the same directory."""
+    names: dict[str, AdapterTask] = {}
+    places: dict[Path, str] = {}
+    for task in tasks:
+        check_links(Path(task.checkpoint))
+        place = Path(task.checkpoint).resolve()
+        if place.exists() and not place.is_dir():
+            raise UserError(f"The checkpoint directory {task.checkpoint} of adapter '{task.name}' is a file.")
+        if place in places:
+            raise UserError(
+                f"{task.checkpoint} is the directory of {places[place]} and adapter '{task.name}': give each its own."
+            )
+        if task.name in names:
+            raise UserError(
+                f"Two adapters are named '{task.name}': give each a 'name' of its own in the adapters file."
+            )
+        around = [other for other in (Path(t.checkpoint).resolve() for t in tasks) if other in place.parents]
+        if around:
+            raise UserError(
+                f"{task.checkpoint} is inside another adapter's directory, {around[0]}: put them side by side."
+            )
+        names[task.name], places[place] = task, f"adapter '{task.name}'"
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Training options, by their names, as those that an adapter of a pipeline may have of its own, with `data`, and
+    those that all its adapters share."""
+    own = {"data", *OPTIONS.values()}
+    kept = {name: value for name, value in options.items() if name in own}
+    return kept, {name: value for name, value in options.items() if name not in own}

@@ -1,0 +1,1 @@
+"""Training steps that several devices share."""

@@ -1,0 +1,240 @@
+"""Data-parallel training, the leader's side: helpers on other devices compute parts of each step's gradient.
+
+The leader is a usual run: it alone has the optimizer and its state, the checkpoints and the held-out loss. Helpers get
+the parameters of each step, so that devices that round differently cannot drift apart, and answer with the gradients
+and totals of their parts. These are added to the leader's in f32 and in the order of the members, so that the same
+members, shares and drivers give the same bits, and others what one device gives with accumulation, to float rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import setting
+from wgpu_lora.train.data_parallel import gradient_messages
+from wgpu_lora.train.data_parallel.remote_worker import Answer, Helper, Link
+
+if TYPE_CHECKING:
+    from wgpu_lora.train.options.training_arguments import TrainingArguments
+    from wgpu_lora.train.run.adapter_run import Run
+    from wgpu_lora.train.session.data_stream import Step
+    from wgpu_lora.train.session.session import Session
+
+
+def check_shared(args: TrainingArguments) -> None:
+    """Raise UserError for runs whose steps cannot be shared."""
+    if args.train == "quant-scales":
+        raise UserError(
+            f"{setting('train', args.train)} cannot be trained on several devices at once: use one device, or train an "
+            "adapter."
+        )
+
+
+@dataclass(frozen=True)
+class SharedStep:
+    """A step of a run, of which members compute parts. estimate: of the whole step (`Objective.estimate`), if any."""
+
+    session: Session
+    run: Run
+    step: Step
+    estimate: float | None = None
+
+    @classmethod
+    def estimated(cls, session: Session, run: Run, step: Step) -> SharedStep:
+        """The step with its estimate, which needs passes over all of its mismatched rows."""
+        if not run.stream.objective.mismatched:
+            return cls(session, run, step)
+        return cls(session, run, step, session.estimated(run.stream.groups(step, run.slot))[0][0].shared)
+
+    def accumulate(self, span: Span) -> None:
+        """Add the losses, metrics and gradients of a part, and wait until that is done."""
+        for groups in self.run.stream.part(self.step, *span, self.run.slot):
+            known = groups if self.estimate is None else [replace(one, shared=self.estimate) for one in groups]
+            self.session.accumulate(known)
+        self.session.device.wait()
+
+    def question(self, span: Span) -> dict[str, Any]:
+        """What a helper needs to know of a part, besides the parameters."""
+        references = self.run.stream.references
+        return {
+            "epoch": self.step.epoch,
+            "index": self.step.index,
+            "samples": len(self.step.samples),
+            "span": span,
+            "estimate": self.estimate,
+            "references": {str(i): references[i] for i in self.step.samples[slice(*span)] if i in references},
+        }
+
+
+class Sharing:
+    """The helpers of a run with one slot. Nothing waits for them to come: each takes part from the first step at which
+    it is there.
+
+    Args:
+        links: to the helpers, members 1, 2, ...
+        code: digest of the package's code, which must be that of the helpers.
+    """
+
+    def __init__(self, links: Sequence[Link], code: str = ""):
+        self._helpers = {number: Helper(link) for number, link in enumerate(links, 1)}
+        self._shares, self._code = Shares(), code
+        self._barred: set[int] = set()  # helpers whose values cannot be used
+        self._took: dict[int, float] = {}  # each member's share of the last step
+
+    def close(self) -> None:
+        for helper in self._helpers.values():
+            helper.close()
+
+    def facts(self) -> dict[str, float]:
+        """Of the last step, for the log: the share of its tokens that each member computed."""
+        return {f"share/{member}": round(share, 4) for member, share in self._took.items()}
+
+    def accumulate(self, session: Session, run: Run, step: Step) -> None:
+        """`Session.begin`, and the losses, metrics and gradients of a step, by all members that are there."""
+        session.begin()
+        members = [0, *self.ready()]
+        if len(members) == 1:
+            self._took = {0: 1.0}
+            for groups in session.estimated(run.stream.groups(step, run.slot)):
+                session.accumulate(groups)
+            return
+        sizes = [run.stream.lengths[sample] for sample in step.samples]
+        spans = dict(zip(members, divided(sizes, self._shares.of(members)), strict=True))
+        tokens = {member: sum(sizes[slice(*span)]) for member, span in spans.items()}
+        shared = SharedStep.estimated(session, run, step)
+        asked = [member for member in members[1:] if tokens[member]]
+        self._ask(shared, {member: spans[member] for member in asked}, tokens)
+        begin = time.monotonic()
+        shared.accumulate(spans[0])
+        own = time.monotonic() - begin
+        if tokens[0]:
+            self._shares.took(0, tokens[0], own)
+        answers = {}
+        for member in asked:
+            patience = self._shares.patience(member, tokens[member], own)
+            answers[member] = self._helpers[member].answer(begin + patience - time.monotonic())
+        used = self._add(shared, spans, answers)
+        helped = {member: tokens[member] / sum(sizes) for member in used}
+        self._took = {0: 1 - sum(helped.values()), **helped}
+
+    def ready(self) -> list[int]:
+        """The helpers that may be asked now."""
+        for member, helper in self._helpers.items():
+            if helper.ready() and helper.late:
+                self._shares.took(member, helper.tokens, helper.late.seconds)
+                helper.late = None
+        return [member for member, helper in self._helpers.items() if helper.ready() and member not in self._barred]
+
+    def _ask(self, shared: SharedStep, spans: Mapping[int, Span], tokens: Mapping[int, int]) -> None:
+        parameters = gradient_messages.parameters(shared.session)
+        for member, span in spans.items():
+            helper, said, arrays = self._helpers[member], shared.question(span), parameters
+            if helper.new:
+                self._shares.forget(member)
+                said["run"] = {**shared.run.identity(), "code": self._code}
+                arrays = {**parameters, **gradient_messages.frozen(shared.session)}
+            helper.ask(gradient_messages.message(said, arrays), tokens[member])
+
+    def _add(
+        self, shared: SharedStep, spans: Mapping[int, Span], answers: Mapping[int, Answer | None]
+    ) -> dict[int, Answer]:
+        """Add the helpers' sums, and compute here what is missing; returns the answers that were added."""
+        session = shared.session
+        found = {
+            m: answer for m, answer in answers.items() if answer and gradient_messages.usable(session, answer.arrays)
+        }
+        for member in answers.keys() - found.keys():
+            shared.accumulate(spans[member])
+        own = gradient_messages.sums(session)
+        for member, answer in answers.items():
+            if answer and member in found:
+                self._shares.took(member, self._helpers[member].tokens, answer.seconds)
+            elif answer and gradient_messages.finite(own):  # else the rows are at fault, as the update will report
+                self._barred.add(member)
+                warnings.warn(
+                    f"helper {member} of the data-parallel run {shared.run.directory} answers with values that are not "
+                    "finite or not those of this run: it is not asked again",
+                    stacklevel=1,
+                )
+        if found:
+            gradient_messages.place_sums(
+                session, gradient_messages.added(own, [answer.arrays for answer in found.values()])
+            )
+        return found
+
+
+KEPT = 32  # steps that shares stay as they are, so that results can be explained
+SETTLING = 4  # steps after which those of other members are adapted first
+RECENT = 8  # parts whose median is a member's speed
+LATE, GRACE = 4.0, 2.0  # a part is late after this multiple of its usual time, plus seconds
+FIRST, FIRST_GRACE = 10.0, 30.0  # likewise before the member was timed: multiple of the leader's time, plus seconds
+
+Span = tuple[int, int]  # [begin, end) among the samples of a step
+
+
+def divided(sizes: Sequence[int], shares: Sequence[float]) -> list[Span]:
+    """A span for each member, in order, with about its share of the tokens; the last ends with the step.
+
+    Spans follow each other, so that micro-batches are cut at most once per member, and are cut between samples only.
+    """
+    ends = [0, *itertools.accumulate(sizes)]
+    spans, begin, share = list[Span](), 0, 0.0
+    for own in shares[:-1]:
+        share += own
+        wanted = ends[-1] * share / sum(shares)
+        end = min(range(begin, len(ends)), key=lambda i: abs(ends[i] - wanted))
+        spans.append((begin, end))
+        begin = end
+    return [*spans, (begin, len(sizes))]
+
+
+@dataclass
+class Shares:
+    """The shares of members, by number; the leader is 0."""
+
+    _seconds: dict[int, deque[float]] = field(default_factory=dict)  # per token, of each member's recent parts
+    _kept: dict[int, float] = field(default_factory=dict)
+    _left: int = 0  # steps until the shares are computed again
+    _parts: set[int] = field(default_factory=set)  # members that had a part since they were computed
+
+    def of(self, members: Sequence[int]) -> list[float]:
+        """The shares of the next step, which sum to 1."""
+        if list(self._kept) != list(members):
+            self._kept, self._left = self._computed(members), SETTLING
+        elif not self._left:
+            for idle in self._kept.keys() - self._parts:  # its speed may have changed since
+                self._seconds[idle] = deque((value / 2 for value in self._seconds.get(idle, ())), RECENT)
+            self._kept, self._left = self._computed(members), KEPT
+            self._parts = set()
+        self._left -= 1
+        return list(self._kept.values())
+
+    def _computed(self, members: Sequence[int]) -> dict[int, float]:
+        speeds = {member: 1 / statistics.median(known) for member in members if (known := self._seconds.get(member))}
+        usual = statistics.fmean(speeds.values()) if speeds else 1.0
+        found = {member: speeds.get(member, usual) for member in members}
+        return {member: speed / sum(found.values()) for member, speed in found.items()}
+
+    def took(self, member: int, tokens: int, seconds: float) -> None:
+        """A member has computed a part of this many tokens."""
+        self._seconds.setdefault(member, deque(maxlen=RECENT)).append(max(seconds, 1e-9) / max(tokens, 1))
+        self._parts.add(member)
+
+    def forget(self, member: int) -> None:
+        """A member is another process or device now."""
+        self._seconds.pop(member, None)
+
+    def patience(self, member: int, tokens: int, own: float) -> float:
+        """Seconds after which a part of `tokens` is late, if the leader's own took `own` seconds."""
+        known = self._seconds.get(member)
+        if not known:
+            return FIRST * own + FIRST_GRACE
+        return LATE * statistics.median(known) * tokens + GRACE

@@ -1,0 +1,254 @@
+"""Statistics of the rows of a run: lengths, formats, trained tokens, and what options make of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.data import UNTRAINED, Prepared, Row, Sample, Source, StreamDecoder, Tokenizer
+from wgpu_lora.data.columns import Fields, RowFormat, RowFormats
+from wgpu_lora.data.source import Place, Problem, Rows
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.models.model_files import ModelFiles
+from wgpu_lora.train.objectives import formats_of, objective_of
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.teacher_setup import with_template_date
+from wgpu_lora.train.run.trained_options import fit_length, shortened
+from wgpu_lora.train.session.data_stream import DataStream, group_lengths
+from wgpu_lora.train.training_data import fitted, prepared_for, read_rows, sources_of
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+SHORTEST, LENGTHS = 64, 8  # tokens of the smallest --max-length that is tried, and how many are
+_WHOLE = 2**31 - 1  # a --max-length that cuts nothing
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a --max-length, with or without packing, makes of the rows.
+
+    cut: rows that are truncated. lost: rows that lose all of their trained tokens. trained: share of the trained tokens
+    that is kept. steps: optimizer steps of an epoch. tokens: of an epoch. positions: rows of its batches, which hold
+    tokens or padding.
+    """
+
+    max_length: int
+    packing: bool
+    cut: int
+    lost: int
+    trained: float
+    steps: int
+    tokens: int
+    positions: int
+
+    @property
+    def padding(self) -> float:
+        """Share of the positions that hold no token."""
+        return 1 - self.tokens / self.positions
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """lengths: tokens of each row after the chat template, before it is cut. formats: rows by the required keys of
+    their format. own: as the options say; others: other lengths, with and without packing."""
+
+    name: str
+    summary: str
+    formats: dict[str, int]
+    lengths: np.ndarray
+    trained: int
+    heldout: int
+    own: Choice
+    others: list[Choice]
+
+    @property
+    def total(self) -> int:
+        """Number of tokens."""
+        return int(self.lengths.sum())
+
+    @property
+    def quantiles(self) -> dict[str, int]:
+        """Lengths by quantile: of so many rows, the longest has that length."""
+        ordered = np.sort(self.lengths)
+        return {name: int(ordered[max(0, int(np.ceil(q * len(ordered))) - 1)]) for name, q in QUANTILES.items()}
+
+    @property
+    def saved(self) -> float | None:
+        """Share of the positions that packing saves at the run's own maximum length; None if either is not possible."""
+        found = {one.packing: one.positions for one in self.others if one.max_length == self.own.max_length}
+        return 1 - found[True] / found[False] if len(found) == 2 else None
+
+
+def row_statistics(args: TrainingArguments, model: LoadedModel) -> RowStatistics:
+    """Statistics of the training rows. Nothing is allocated on the device.
+
+    Raises:
+        UserError: the rows cannot be read, or do not fit the model.
+    """
+    counts: Counter[str] = Counter()
+    args, _ = fit_length(args, model.config.max_position_embeddings)
+    formats = _counting(formats_of(objective_of(args)), counts)
+    whole, heldout = read_rows(replace(args, max_length=_WHOLE), model, sources_of(args), formats)
+    own = choice_of(args, whole)
+    others = []
+    for length in _lengths(whole, args.length, model.config.max_position_embeddings):
+        for packing in (True, False):
+            try:
+                others.append(choice_of(replace(args, max_length=length, packing=packing), whole))
+            except UserError:  # no row has trained tokens left
+                continue
+    return RowStatistics(
+        name=whole.path,
+        summary=whole.summary(),
+        formats=dict(counts.most_common()),
+        lengths=np.array(whole.lengths),
+        trained=whole.trained_tokens,
+        heldout=len(heldout.rows) if heldout else 0,
+        own=own,
+        others=others,
+    )
+
+
+def choice_of(args: TrainingArguments, whole: Prepared) -> Choice:
+    """What options make of rows that were not cut. Raises UserError if no row is left."""
+    rows = shortened(whole, args)
+    filled, _ = fitted(args, group_lengths(rows), members=objective_of(args).parts)
+    stream = DataStream(rows, filled)
+    epoch = stream.epoch(0)
+    batches = [batch for step in epoch for batch in step]
+    kept = sum(row.trained_tokens for row in rows.rows)
+    return Choice(
+        max_length=args.length,
+        packing=filled.batching[0],
+        cut=sum(length > args.length for length in whole.lengths),
+        lost=len(whole.rows) - len(rows.rows),
+        trained=kept / whole.trained_tokens,
+        steps=len(epoch),
+        tokens=sum(stream.lengths[sample] for batch in batches for sample in batch),
+        positions=positions_of(stream, batches),
+    )
+
+
+def positions_of(stream: DataStream, batches: Sequence[Sequence[int]]) -> int:
+    """Positions of batches, whose programs are recorded for a few sizes."""
+    sizes = stream.buckets()
+    needed = [sum(stream.lengths[sample] for sample in batch) for batch in batches]
+    return sum(next((size for size in sizes if size >= tokens), sizes[-1]) for tokens in needed)
+
+
+def _lengths(whole: Prepared, own: int, positions: int) -> list[int]:
+    """Powers of two around the lengths of the rows, and the run's own maximum."""
+    longest = min(positions, max(whole.lengths))
+    powers = [SHORTEST]
+    while powers[-1] < longest:
+        powers.append(2 * powers[-1])
+    return sorted({*(power for power in powers[-LENGTHS:] if power <= positions), own})
+
+
+def _counting(formats: RowFormats[Sample], counts: Counter[str]) -> RowFormats[Sample]:
+    """The same formats; counts the rows of each."""
+
+    def counting(form: RowFormat[Sample]) -> RowFormat[Sample]:
+        def read(row: Fields) -> Sample:
+            sample = form.read(row)
+            counts[", ".join(form.required)] += 1
+            return sample
+
+        return replace(form, read=read)
+
+    return replace(formats, formats=tuple(map(counting, formats.formats)))
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a row. text: '' where it only begins or ends a character."""
+
+    id: int
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class RowPreview:
+    """What becomes of a row of the data.
+
+    rows: tokens of each sequence that is trained on; a pair gives two, chosen and rejected. notes: what is left out of
+    them or was changed. refusal: why nothing is trained on, or None.
+    """
+
+    place: Place
+    rows: list[list[Token]]
+    notes: list[str]
+    refusal: str | None = None
+
+
+def preview_rows(
+    args: TrainingArguments, model: ModelFiles, source: Source, numbers: Collection[int] = (), most: int = 3
+) -> Iterator[RowPreview]:
+    """Yield rows of a source as training with these options would read them.
+
+    Args:
+        numbers: of the rows, from 1; by default the first `most`. Those that the source does not have are left out.
+
+    Raises:
+        UserError: the data cannot be read, or the chat template is unusable.
+    """
+    args, _ = fit_length(replace(args, skip_bad_rows=False), model.config.max_position_embeddings)
+    args = with_template_date(args, model)
+    last = max(numbers, default=most)
+    for number, (place, row) in enumerate(source.rows(formats_of(objective_of(args))), 1):
+        if number in numbers or not numbers:
+            yield _preview(args, model, _OneRow(source, place, row))
+        if number == last:
+            return
+
+
+def _preview(args: TrainingArguments, model: ModelFiles, one: _OneRow) -> RowPreview:
+    if isinstance(one.row, Problem):
+        return RowPreview(one.place, [], [], one.row.reason)
+    try:
+        prepared = prepared_for(args, model, one)
+    except UserError as error:
+        return RowPreview(one.place, [], [], str(error).removeprefix(f"{one.source.where(one.place)}: "))
+    notes = [note.removesuffix(f" ({one.place})") for note in prepared.account.outcomes(args.length)]
+    return RowPreview(one.place, [_tokens(row, model.tokenizer) for row in prepared.rows], notes)
+
+
+def _tokens(row: Row, tokenizer: Tokenizer | None) -> list[Token]:
+    ids = row.input_ids.tolist()
+    texts = [""] * len(ids)
+    if tokenizer is not None:
+        decoder = StreamDecoder(tokenizer, skip_special_tokens=False)
+        texts = [decoder.push(id) for id in ids]
+        texts[-1] += decoder.flush()
+    trained = row.labels != UNTRAINED
+    trained[0] = False  # nothing predicts the first token
+    return [Token(id, text, bool(on)) for id, text, on in zip(ids, texts, trained, strict=True)]
+
+
+def segments(tokens: list[Token]) -> list[tuple[bool, list[Token]]]:
+    """Runs of tokens that are trained on, or not."""
+    return [(trained, list(run)) for trained, run in groupby(tokens, key=lambda token: token.trained)]
+
+
+@dataclass(frozen=True)
+class _OneRow:
+    """A source of a single row of another one."""
+
+    source: Source
+    place: Place
+    row: dict[str, Any] | Problem
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def rows(self, formats: RowFormats[Any]) -> Rows:
+        return iter([(self.place, self.row)])
+
+    def digest(self) -> str | None:
+        return None

@@ -1,0 +1,110 @@
+"""Which adapters take the next step of a pipeline. A policy is a class here and a line in `POLICIES`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from wgpu_lora.train.run.run_state import RunState
+
+PATIENCE = 4  # rounds of all other adapters that an adapter waits at most
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A slot that still has work, and its progress."""
+
+    slot: int
+    state: RunState
+
+    @property
+    def relative_loss(self) -> float:
+        """The latest held-out loss relative to the first; infinite if not measured."""
+        now, start = self.state.last_eval_loss, self.state.first_eval_loss
+        return math.inf if now is None or not start else now / start
+
+
+class Policy(Protocol):
+    """The dataclass fields are the policy's state; resuming restores them, so they must be JSON values.
+
+    together: whether several adapters take part in a step.
+    eval_steps: an adapter's own steps between held-out losses, unless --eval-steps is given; 0 if none are needed.
+    """
+
+    together: bool
+    eval_steps: int
+
+    def choose(self, live: Sequence[Standing]) -> list[int]:
+        """The slots that take the next step, ascending; `live` is ascending too, and not empty."""
+
+
+@dataclass
+class Synchronized:
+    """Every adapter that still has work takes part in each step."""
+
+    together = True
+    eval_steps = 0
+
+    def choose(self, live: Sequence[Standing]) -> list[int]:
+        return [standing.slot for standing in live]
+
+
+@dataclass
+class RoundRobin:
+    """One adapter per step, in turn."""
+
+    together = False
+    eval_steps = 0
+    last: int = -1
+
+    def choose(self, live: Sequence[Standing]) -> list[int]:
+        slots = [standing.slot for standing in live]
+        self.last = next((slot for slot in slots if slot > self.last), slots[0])
+        return [self.last]
+
+
+@dataclass
+class PriorityValLoss:
+    """The adapter whose held-out loss has improved least takes the step, unless another has waited too long."""
+
+    together = False
+    eval_steps = 10
+    waited: dict[str, int] = field(default_factory=dict)  # steps since a slot took one; JSON keys are text
+
+    def choose(self, live: Sequence[Standing]) -> list[int]:
+        def waiting(standing: Standing) -> int:
+            return self.waited.get(str(standing.slot), 0)
+
+        patient = max(live, key=waiting)
+        worst = max(live, key=lambda standing: (standing.relative_loss, waiting(standing)))
+        chosen = patient if waiting(patient) >= PATIENCE * len(live) else worst
+        self.waited = {str(s.slot): 0 if s is chosen else waiting(s) + 1 for s in live}
+        return [chosen.slot]
+
+
+POLICIES: dict[str, type[Any]] = {
+    "synchronized": Synchronized,
+    "round-robin": RoundRobin,
+    "priority-val-loss": PriorityValLoss,
+}
+
+
+def policy_state(policy: Any) -> dict[str, Any]:
+    return asdict(policy)
+
+
+def make_policy(name: str, state: dict[str, Any] | None = None) -> Policy:
+    """A policy by name, with a state that `policy_state` returned. Raises ValueError if the state is invalid."""
+    kind = POLICIES[name]
+    policy: Policy = kind()
+    if state:
+        fresh = policy_state(policy)
+        alike = state.keys() == fresh.keys() and all(type(state[key]) is type(fresh[key]) for key in fresh)
+        counts = (count for value in state.values() if isinstance(value, dict) for count in value.values())
+        if not alike or not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"{state!r:.80} is not a state of {name}")
+        policy = kind(**state)
+    return policy

@@ -1,0 +1,275 @@
+"""The training loop: choose slots, upload, replay, update, and end each slot with a reason."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+from wgpu_lora.data import pack
+from wgpu_lora.events import Evaluating, Events, Passing
+from wgpu_lora.signals import handled
+from wgpu_lora.train.data_parallel.leader import Sharing
+from wgpu_lora.train.loop.slot_policy import Policy, Standing, Synchronized
+from wgpu_lora.train.loop.slot_progress import CHECKPOINT, Progress
+from wgpu_lora.train.objectives.objective import Group
+from wgpu_lora.train.run.adapter_run import AdapterRun
+from wgpu_lora.train.run.disk_space import FULL, release
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.train.run.stop_reasons import Requests
+from wgpu_lora.train.session.session import Session
+
+T = TypeVar("T")
+SAVING_SHARE = 0.01  # of the time
+
+
+class _Interrupted(Exception):
+    """Raised while measuring a held-out loss."""
+
+
+class Keeper(Protocol):
+    """Saves the checkpoints that a run is resumed from."""
+
+    def save(self, trainer: Trainer) -> None: ...
+
+    def due(self, trainer: Trainer) -> bool:
+        """Whether to save after this step."""
+        ...
+
+    def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
+        """Called when a run has taken the last step of an epoch, numbered from 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepKeeper:
+    """For a single run, whose checkpoints are complete by themselves."""
+
+    run: AdapterRun
+
+    def save(self, trainer: Trainer) -> None:
+        if self.run.state.step or trainer.interrupted:
+            self.run.save(trainer.session, trainer.events)
+
+    def due(self, trainer: Trainer) -> bool:
+        return trainer.all[0].checkpoint_due(trainer.overdue())
+
+    def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
+        """Nothing: checkpoints are saved by step."""
+
+
+@dataclass
+class Trainer:
+    """Trains every slot of a session until it ends.
+
+    Attributes:
+        step: steps of the session, by any slot.
+        signal: name of the signal that interrupted training.
+        records: of the runs that have ended, by slot.
+        sharing: helpers that compute parts of the steps of a single run.
+        requests: which slots to end while the others go on.
+    """
+
+    session: Session
+    runs: Sequence[AdapterRun]
+    keeper: Keeper
+    events: Events = field(default_factory=Events)
+    policy: Policy = field(default_factory=Synchronized)
+    step: int = 0
+    signal: str | None = None
+    records: dict[int, RunRecord] = field(default_factory=dict)
+    sharing: Sharing | None = None
+    requests: Requests = field(default_factory=Requests)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _asked: bool = False  # whether `events.step` stopped it
+    _saved: float = field(default_factory=time.monotonic)  # when, or when training began
+    _full: OSError | None = None  # what was written when the disk was full, before the reserve was released
+
+    def __post_init__(self) -> None:
+        self.all = [Progress(run, self.session, self.policy.eval_steps, events=self.events) for run in self.runs]
+
+    def train(self) -> dict[int, RunRecord]:
+        """Train to the end and write all results; returns `records`.
+
+        Raises:
+            UserError: the checkpoint to resume is damaged. OSError: writing failed; earlier checkpoints are intact, and
+                if the disk is full, the last step is saved in the space that was reserved.
+        """
+        with self._signals():  # to the end, so that a second Ctrl-C does not prevent saving
+            self._measure_start()
+            while live := self._live():
+                if self._full:
+                    self.keeper.save(self)
+                    raise self._full
+                if self._stop.is_set():
+                    self._retire(dict.fromkeys((p.run.slot for p in live), "callback" if self._asked else "interrupt"))
+                else:
+                    self._take(live)
+            return self.records
+
+    def end(self, reasons: Mapping[str, str]) -> None:
+        """End slots, by name, that had ended before this run was interrupted."""
+        for progress in self.all:
+            reason = reasons.get(progress.run.adapter_name)
+            if reason:
+                progress.ended = reason
+                self.records[progress.run.slot] = progress.run.finish(self.session, reason)
+                self.events.retired(reason, progress.run.name)
+
+    def _measure_start(self) -> None:
+        """Measure the initial held-out losses, the baseline for people and policies."""
+
+        for progress in self.all:
+            run, state = progress.run, progress.run.state
+            wanted = run.args.eval_on_start or self.policy.eval_steps
+            new = run.heldout and not state.step and state.first_eval_loss is None and not progress.ended
+            if wanted and new:
+                with suppress(_Interrupted):  # it is measured when the run is resumed
+                    self._write(partial(progress.measure_start, _Interruptible(self)))
+
+    def _live(self) -> list[Progress]:
+        """The slots with work left; ends the others if not done yet."""
+        reasons = {p.run.slot: p.reason_to_end() or self._asked_to_end(p.run) for p in self.all if not p.ended}
+        self._retire({slot: reason for slot, reason in reasons.items() if reason})
+        return [p for p in self.all if not p.ended]
+
+    def _asked_to_end(self, run: AdapterRun) -> str | None:
+        return "request" if self.requests.ending(run.name) else None
+
+    def _take(self, live: list[Progress]) -> None:
+        """Take one optimizer step of the slots that the policy chooses; one that would diverge is not updated."""
+        device, optimizer = self.session.device, self.session.optimizer
+        slots = self.policy.choose([Standing(p.run.slot, p.run.state) for p in live])
+        chosen = [p for p in live if p.run.slot in slots]
+        begin = time.perf_counter()
+        for progress in chosen:
+            progress.begin()
+        if self.sharing:
+            self.sharing.accumulate(self.session, chosen[0].run, chosen[0].step)
+        else:
+            self._accumulate(self._batches(chosen))
+        updates = {p.run.slot: p.update() for p in chosen}
+        reports = optimizer.apply(device, updates)
+        seconds = time.perf_counter() - begin
+        tokens = sum(p.trained_tokens for p in chosen)
+        self.step += 1
+        advanced = [progress for progress in chosen if reports[progress.run.slot].applied]
+        for progress in advanced:  # all of them first, since held-out losses overwrite the step's totals
+            slot = progress.run.slot
+            progress.advance(reports[slot], updates[slot], seconds * progress.trained_tokens / tokens)
+            if self.sharing:
+                progress.note(self.sharing.facts())
+        for progress in advanced:
+            self._after(progress)
+        bad = [progress for progress in chosen if not reports[progress.run.slot].applied]
+        reasons = {p.run.slot: "diverged" if reports[p.run.slot].diverged else "non-finite" for p in bad}
+        for progress in bad:
+            progress.write_pending()
+            if reasons[progress.run.slot] == "non-finite" and not self._sound(progress):
+                progress.run.fall_back(self.session)
+        self._retire(reasons)
+        if self.keeper.due(self):
+            with self.all[0].clock.between(CHECKPOINT):
+                self._write(partial(self.keeper.save, self))
+            self._saved = time.monotonic()
+
+    def overdue(self) -> bool:
+        """Whether a checkpoint is due by --save-minutes, and the last one took at most SAVING_SHARE of the time."""
+        minutes, took = self.runs[0].args.save_minutes, self.runs[0].state.between_seconds.get(CHECKPOINT, 0.0)
+        return bool(minutes) and time.monotonic() - self._saved >= max(60 * minutes, took / SAVING_SHARE)
+
+    def _write(self, write: Callable[[], T]) -> T:
+        """Return `write()`. If the disk is full, the reserve is released for it, and the runs end after this step."""
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in FULL or not release(self.runs):
+                raise
+            self._full = error
+            return write()
+
+    def _sound(self, progress: Progress) -> bool:
+        """Whether a slot's rows are at fault, not its weights: the previous step's rows still give finite gradients."""
+        self._accumulate(self._packed(progress.previous_batches()))
+        return self.session.optimizer.finite(self.session.device, progress.run.slot)
+
+    def _accumulate(self, batches: list[list[Group]]) -> None:
+        """Accumulate losses and gradients without an update."""
+        self.session.begin()
+        for groups in self.session.estimated(batches):
+            self.session.accumulate(groups)
+
+    def _batches(self, chosen: list[Progress]) -> list[list[Group]]:
+        """The groups of a step: a run's own batches, or those of several slots packed together."""
+        return self._packed([batch for progress in chosen for batch in progress.micro_batches()])
+
+    def _packed(self, batches: list[list[Group]]) -> list[list[Group]]:
+        if len(self.all) == 1:
+            return batches
+        groups = [group for batch in batches for group in batch]
+        lengths = [group.tokens for group in groups]
+        return [[groups[i] for i in bin] for bin in pack(lengths, range(len(lengths)), max(self.session.steps))]
+
+    def _after(self, progress: Progress) -> None:
+        if progress.heldout_due():
+            progress.measure_heldout(self.events)
+        result = self._write(progress.logged)
+        self._write(progress.save_best)
+        if self.events.step(result) is True:
+            self._asked = True
+            self._stop.set()
+        if progress.epoch_done:
+            self._write(partial(self.keeper.epoch_done, progress.run, progress.epoch_done, self))
+
+    def _retire(self, reasons: dict[int, str]) -> None:
+        """End slots: save checkpoints, then write the results."""
+        ending = [p for p in self.all if p.run.slot in reasons]
+        if not ending:
+            return
+        for progress in ending:
+            progress.ended = reasons[progress.run.slot]
+            if progress.ended == "target seconds":
+                self._write(partial(progress.close, self.events))
+        self._write(partial(self.keeper.save, self))
+        for progress in ending:
+            assert progress.ended
+            interrupted = self.signal if progress.ended == "interrupt" else None
+            finish = partial(progress.run.finish, self.session, progress.ended, interrupted)
+            self.records[progress.run.slot] = self._write(finish)
+            self.events.retired(progress.ended, progress.run.name)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether anything other than `events.step` stopped training."""
+        return self._stop.is_set() and not self._asked
+
+    def stop(self, signal_name: str | None = None) -> None:
+        """End the runs after the current step, as an interrupt does."""
+        self.signal = self.signal or signal_name
+        self._stop.set()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        with handled(lambda number: self.stop(signal.Signals(number).name)):
+            yield
+
+
+class _Interruptible(Passing):
+    """Aborts measuring a held-out loss as soon as a run is interrupted."""
+
+    def __init__(self, trainer: Trainer):
+        super().__init__(trainer.events)
+        self._trainer = trainer
+
+    def evaluating(self, evaluating: Evaluating) -> None:
+        if self._trainer.interrupted and evaluating.loss is None:
+            raise _Interrupted
+        super().evaluating(evaluating)

@@ -1,0 +1,171 @@
+"""The loss of an objective other than SFT on held-out rows, and its metrics, for `evaluate`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import read_json
+from wgpu_lora.data import Prepared, Source
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Evaluating, Events
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.memory_leases import claim
+from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.models.model_config import ModelConfig
+from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.train.objectives import OBJECTIVES, objective_of
+from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
+from wgpu_lora.train.run.adapter_init import adapter_of, frozen_adapter
+from wgpu_lora.train.run.adapter_run import Run
+from wgpu_lora.train.run.records import RUN
+from wgpu_lora.train.run.resume import found_from
+from wgpu_lora.train.run.run_checkpoint import METADATA
+from wgpu_lora.train.run.teacher_setup import checked_cache, live_teacher
+from wgpu_lora.train.session.data_stream import DataStream, heldout_options
+from wgpu_lora.train.session.heldout_loss import heldout_loss
+from wgpu_lora.train.session.session import Session
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+
+TEACHER = ("teacher", "teacher_adapter", "teacher_cache")  # options that say whom to learn from
+BATCH_TOKENS = 1024  # of a batch; more if a single sample is longer
+
+
+def objective_options(
+    adapter: str | Path | None, objective: str | None, teacher: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The objective to evaluate, and its options as in the adapter's training if that had the same.
+
+    An adapter's records are untrusted: what is not valid in them is ignored.
+
+    Args:
+        teacher: values of TEACHER for distillation, instead of those of the training. Without, and if the objective is
+            not given, an adapter trained by distillation is evaluated like one of supervised fine-tuning.
+    """
+    given = {name: value for name, value in (teacher or {}).items() if value is not None}
+    if given and objective not in (None, "kd"):
+        raise UserError(
+            f"{flag(next(iter(given)))} is for {setting('objective', 'kd')}, not {objective}: leave it out."
+        )
+    trained = _trained(Path(adapter)) if adapter is not None else {}
+    before = trained.get("objective", "sft")
+    chosen = objective or ("kd" if given else "sft" if before == "kd" else before)
+    options = {"objective": chosen} | (trained if before == chosen else {})
+    if given:
+        return {name: value for name, value in options.items() if name not in (*TEACHER, "eval_teacher_cache")} | given
+    own = {name: value for name, value in options.items() if name != "eval_teacher_cache"}
+    return own | ({"teacher_cache": options["eval_teacher_cache"]} if options.get("eval_teacher_cache") else {})
+
+
+def reads(objective: str, source: Source) -> bool:
+    """Whether the first row of a source has the columns of the objective's rows."""
+    formats = OBJECTIVES[objective].formats
+    try:
+        _, row = next(iter(source.rows(formats)))
+    except (UserError, StopIteration):
+        return False
+    return isinstance(row, Mapping) and formats.fits([*row])
+
+
+def _trained(adapter: Path) -> dict[str, Any]:
+    for name in (RUN, METADATA):
+        try:
+            record = read_json(adapter / name)
+            said = _said(record.get("options"))
+            for option in ("reference_adapter", *TEACHER, "eval_teacher_cache"):
+                if path := said.get(option):
+                    said[option] = found_from(record.get("directory"), path)
+            from_values(said, name)
+        except UserError:
+            continue
+        return said
+    return {}
+
+
+def _said(options: Any) -> dict[str, Any]:
+    """The recorded objective and the options that it reads."""
+    chosen = options.get("objective") if isinstance(options, dict) else None
+    if not isinstance(chosen, str) or chosen not in OBJECTIVES:
+        return {}
+    known = {item.name for item in fields(TrainingArguments)}
+    read = {item.name for item in fields(OBJECTIVES[chosen])} & known
+    return {name: options[name] for name in ("objective", "objective_args", *sorted(read)) if name in options}
+
+
+def evaluate_objective(
+    model: LoadedModel, prepared: Prepared, args: TrainingArguments, events: Events = SILENT
+) -> dict[str, float]:
+    """The loss and the metrics of an adapter (`init_adapter`), or of the base model alone, on samples.
+
+    Args:
+        args: the objective and its options.
+
+    Raises:
+        UserError: the options or the adapter are unsuitable, or the device has no room.
+    """
+    objective, config = objective_of(args), model.config
+    args, shape, matrices = adapter_of(args, config)
+    stream = DataStream(prepared, args)
+    frozen = frozen_adapter(objective.reference_path, config) if objective.reference_path else None
+    teacher = live_teacher(args, model)
+    if stream.teacher:
+        checked_cache(args, model, prepared)
+    session = Session(
+        model,
+        AdapterSet.declare(config, [SlotSpec.of(shape, matrices)], model.device.max_binding),
+        [],
+        positions=max(stream.prepared.lengths),
+        eval_tokens=max(*stream.lengths, min(BATCH_TOKENS, sum(stream.lengths))),
+        compute_dtype=args.compute_dtype,
+        objectives=[objective],
+        references={0: frozen.spec} if frozen else None,
+        mismatched=stream.longest_mismatched,
+        teachers={0: teacher} if teacher else None,
+    )
+    with claim(model.device, session.needs(), "evaluation"):
+        session.allocate(events)
+        try:
+            session.place_initial(0, matrices)
+            if frozen:
+                session.place_reference(0, frozen.matrices)
+            at = Evaluating(0, len(stream.prepared.rows))
+            found = heldout_loss(session, stream, 0, lambda rows: events.evaluating(replace(at, rows=rows)))
+        finally:
+            session.close()
+    return found
+
+
+def unrounded(args: TrainingArguments, device: Device, config: ModelConfig) -> LoadedModel:
+    """The declared model that --rounded-from names.
+
+    Raises:
+        UserError: it cannot be read, or is not the model that is trained but for how its weights are stored.
+    """
+    assert args.rounded_from
+    model = open_model(args.rounded_from, device, DEFAULT_FORMAT)
+    if model.config.digest() != config.digest():
+        raise UserError(
+            f"{setting('rounded_from', args.rounded_from)} is another model than {args.model}: name the one that was "
+            "rounded, or leave it out."
+        )
+    return model
+
+
+def loss_of(session: Session, run: Run, events: Events = SILENT) -> float | None:
+    """The loss on a run's held-out rows in a session without training, which is closed; None if it is not finite."""
+    assert run.heldout
+    device, model = session.device, session.model
+    at = Evaluating(0, len(run.heldout.rows))
+    with claim(device, session.needs(), "the model before rounding"):
+        session.allocate(events)
+        try:
+            stream = DataStream(run.heldout, heldout_options(run.args))
+            loss = heldout_loss(session, stream, 0, lambda rows: events.evaluating(replace(at, rows=rows)))["loss"]
+        finally:
+            session.close()
+            model.unload()
+    return loss if math.isfinite(loss) else None

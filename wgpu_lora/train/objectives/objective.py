@@ -1,0 +1,278 @@
+"""The interface of training objectives, and their inputs for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from wgpu_lora.data import Row
+from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.data.cutting import Cut
+from wgpu_lora.data.examples import Sample
+from wgpu_lora.data.formats import EXAMPLES
+from wgpu_lora.distill.teacher_logits import TeacherRows
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
+from wgpu_lora.models.batch_inputs import Segment, extend
+from wgpu_lora.ops.loss import Sweep
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.sparse_logits import NO_ID
+
+
+@dataclass(frozen=True)
+class Group:
+    """A sample's segments in a batch, one for each of its examples.
+
+    weight: 1 / the number of units that the optimizer step's loss is averaged over. value: of the sample.
+    reference: the sum of each answer's log-probabilities under the reference; None if it is not known yet.
+    shared: a number that all groups of the step have in common, whose meaning the objective defines.
+    context: the number of targets of each segment that precede its answer; by default none.
+    mismatched: the prompt with another sample's answer, if the objective is `mismatched`.
+    index: of the first segment's row in the data (`Row.index`).
+    teacher: what the teacher says about the targets of the only segment, if the objective has a `support`; None if it
+        is not known yet.
+    """
+
+    segments: tuple[Segment, ...]
+    slot: int = 0
+    weight: float = 1.0
+    value: float = 1.0
+    reference: tuple[float, ...] | None = None
+    shared: float = 0.0
+    context: tuple[int, ...] = ()
+    mismatched: Segment | None = None
+    index: int = 0
+    teacher: TeacherRows | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(segment.tokens for segment in self.segments)
+
+
+def declared_teacher(make: Callable[..., Tensor], tokens: int, support: int) -> TeacherTensors | None:
+    if not support:
+        return None
+    wide = tokens, support + 1
+    ids, logprobs = make("teacher ids", *wide), make("teacher log-probabilities", *wide, dtype="f32")
+    return TeacherTensors(ids, logprobs, make("target places", tokens))
+
+
+@dataclass(frozen=True)
+class GroupTensors:
+    """The groups of a batch in slot order, at most G.
+
+    members u32 [G, members, 2]: [start, stop) of each segment's answer among the targets. starts u32 [G, members]: the
+    first of all targets of each segment. weights, values, shared f32 [G]: of the groups, with weight 0 for padding.
+    ranges u32 [slots, 2]: of G. reference f32 [G, members]: only if the objective has a `reference`.
+    """
+
+    members: Tensor
+    starts: Tensor
+    weights: Tensor
+    values: Tensor
+    shared: Tensor
+    ranges: Tensor
+    reference: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TeacherTensors:
+    """`TeacherRows` of a batch's targets: ids u32 [R, K + 1], logprobs f32 [R, K + 1], places u32 [R]. Targets of other
+    objectives have no ids."""
+
+    ids: Tensor
+    logprobs: Tensor
+    places: Tensor
+
+    def fill(self, values: Mapping[Tensor, np.ndarray], start: int, stop: int, rows: TeacherRows) -> None:
+        """Set the targets [start, stop)."""
+        assert len(rows.places) == stop - start, "the teacher has other targets"
+        values[self.ids][start:stop] = rows.ids
+        values[self.logprobs][start:stop] = rows.logprobs
+        values[self.places][start:stop] = rows.places
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Inputs of one objective for a batch of R targets.
+
+    weights f32 [R]: the group's weight; 0 with the adapter off, for padding and for tokens of other objectives.
+    ranges u32 [slots, 2]: of R. groups: only if the objective's unit is the group.
+    values f32 [R]: of each token's row; only if the objective is `valued`. teacher: only if it has a `support`.
+    """
+
+    weights: Tensor
+    ranges: Tensor
+    groups: GroupTensors | None = None
+    values: Tensor | None = None
+    teacher: TeacherTensors | None = None
+
+    @classmethod
+    def declare(cls, objective: Objective, tokens: int, slots: int) -> Scoring:
+        def make(name: str, *shape: int, dtype: str = "u32") -> Tensor:
+            return persistent(shape, dtype, "workspace", f"{name} [{tokens}]")
+
+        values = make("token values", tokens, dtype="f32") if objective.valued else None
+        own = make("token weights", tokens, dtype="f32"), make("token ranges", slots, 2)
+        if objective.unit == "token":
+            return cls(*own, values=values, teacher=declared_teacher(make, tokens, objective.support))
+        members = objective.parts
+        size = max(1, tokens // (members + 1))  # a prompt of one token at least, and one for each answer
+        groups = GroupTensors(
+            members=make("members", size, members, 2),
+            starts=make("member starts", size, members),
+            weights=make("group weights", size, dtype="f32"),
+            values=make("group values", size, dtype="f32"),
+            shared=make("shared values", size, dtype="f32"),
+            ranges=make("group ranges", slots, 2),
+            reference=make("reference", size, members, dtype="f32") if objective.reference else None,
+        )
+        return cls(*own, groups, values)
+
+    @property
+    def loss_ranges(self) -> Tensor:
+        """Ranges of the losses by slot: of tokens, or of groups if they are the unit."""
+        return self.groups.ranges if self.groups else self.ranges
+
+    def tensors(self) -> list[Tensor]:
+        grouped = vars(self.groups).values() if self.groups else []
+        taught = vars(self.teacher).values() if self.teacher else []
+        return [tensor for tensor in (self.weights, self.ranges, self.values, *grouped, *taught) if tensor is not None]
+
+    def upload(self, device: Device, groups: Sequence[Group], places: Sequence[np.ndarray]) -> None:
+        """Fill the tensors. places: [start, stop) among R for each segment of each group."""
+        values = {tensor: np.zeros(tensor.shape, NUMPY[tensor.dtype]) for tensor in self.tensors()}
+        if self.teacher:
+            values[self.teacher.ids].fill(NO_ID)
+        order = sorted(range(len(groups)), key=lambda i: groups[i].slot)
+        for at, number in enumerate(order):
+            group, place = groups[number], places[number]
+            for segment, (start, stop) in zip(group.segments, place, strict=True):
+                if segment.slot is not None:
+                    values[self.weights][start:stop] = group.weight
+                    if self.values:
+                        values[self.values][start:stop] = group.value
+                    extend(values[self.ranges][group.slot], start, stop)
+            if self.groups:
+                self._upload_group(values, at, group, place)
+            if self.teacher:
+                assert group.teacher is not None, "what the teacher says is not known"
+                start, stop = place[0]
+                self.teacher.fill(values, start, stop, group.teacher)
+        for tensor, array in values.items():
+            device.write(tensor.storage.buffer, array)
+
+    def _upload_group(self, values: dict[Tensor, np.ndarray], at: int, group: Group, place: np.ndarray) -> None:
+        assert self.groups is not None
+        tensors = self.groups
+        values[tensors.members][at] = place
+        values[tensors.starts][at] = place[:, 0]
+        if group.context:
+            values[tensors.members][at][:, 0] += np.array(group.context, np.uint32)
+        values[tensors.weights][at], values[tensors.values][at] = group.weight, group.value
+        values[tensors.shared][at] = group.shared
+        if tensors.reference:
+            assert group.reference is not None, "the group's reference is not known"
+            values[tensors.reference][at] = group.reference
+        extend(values[tensors.ranges][group.slot], at, at + 1)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of an objective for a batch.
+
+    weights f32 [R]: weight of each target token's -log p in the step's loss, i.e. the loss's derivative by it; 0 for
+    tokens of other objectives. losses f32, by token [R] or by group [G] (the objective's unit): their sum over a step,
+    divided by the number of units, is the step's loss; likewise `metrics`, by name. rests, picked: the derivatives of a
+    loss that depends on a teacher's support (see `ops.loss.SweepGradient`), instead of weights.
+    """
+
+    weights: Tensor | None
+    losses: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    rests: Mapping[float, Tensor] = field(default_factory=dict)
+    picked: Mapping[Tensor, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A training objective: a frozen dataclass whose fields are the training options that it reads, and its own
+    (`own_option`).
+
+    formats: the rows that it reads, by their columns; by default those that are one example.
+    unit: what the loss is averaged over. parts: examples per sample, which stay in one batch. reference: whether it
+    needs the log-probabilities of its answers under a frozen reference: the base model alone, or another adapter.
+    whole: whether it also needs the log-probabilities of the first example's prompt. mismatched: whether it needs those
+    of prompts with other samples' answers (`Objective.estimate`). valued: whether it reads the value of each token's
+    row (`Sample.value`). taught: whether it needs a teacher. metrics: values logged beside the loss. learning_rate: the
+    peak by default.
+    """
+
+    formats: ClassVar[RowFormats[Sample]] = EXAMPLES
+    unit: ClassVar[Literal["token", "group"]] = "token"
+    parts: ClassVar[int] = 1
+    reference: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    valued: ClassVar[bool] = False
+    taught: ClassVar[bool] = False
+    metrics: ClassVar[tuple[str, ...]] = ()
+    learning_rate: ClassVar[float] = 2e-4
+
+    @property
+    def mismatched(self) -> bool:
+        return False
+
+    @property
+    def support(self) -> int:
+        """K: a teacher's tokens with the largest logits per target that the objective compares; 0 without a teacher."""
+        return 0
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """Of the softmaxes of the logits that the objective needs."""
+        return (1.0,)
+
+    @property
+    def precomputes(self) -> bool:
+        """Whether the reference is computed before training instead of in every step."""
+        return False
+
+    @property
+    def reference_path(self) -> str | None:
+        """Directory of the adapter that is the reference; None for the base model alone."""
+        return None
+
+    def idle(self) -> dict[str, str]:
+        """Options of its own that do nothing beside the others, and why."""
+        return {}
+
+    def cut(self) -> Cut | None:
+        """How rows longer than the maximum length are cut; None cuts them at the end."""
+        return None
+
+    def shared(self, samples: Sequence[Sequence[Row]]) -> float:
+        """`Group.shared` of a step with these samples."""
+        return 0.0
+
+    def estimate(self, policy: Sequence[float], reference: Sequence[float]) -> float:
+        """`Group.shared` of a step, from the log-probabilities of its mismatched answers."""
+        raise NotImplementedError
+
+    def sums(self, logprobs: Sequence[np.ndarray]) -> tuple[float, ...]:
+        """The log-probabilities of a group's answers under the reference, given those of their tokens."""
+        return tuple(float(values.sum(dtype=np.float64)) for values in logprobs)
+
+    def logged(self, totals: Mapping[str, float], units: int) -> dict[str, float]:
+        """What is logged, given the sums of the metrics over a step, or over the held-out rows."""
+        return {name: value / units for name, value in totals.items()}
+
+    def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
+        """Record the computation of weights and losses from log-probabilities f32 [R]."""
+        raise NotImplementedError
+
+    def score_sweep(self, rec: Recorder, swept: Sweep, scoring: Scoring) -> Score:
+        """The same from all that the sweep gives, for objectives with a `support`."""
+        return self.score(rec, swept.logprobs, scoring)

@@ -1,0 +1,227 @@
+"""The options of a training run: the command line, recipes, Python and run.json all use this dataclass."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import is_path
+from wgpu_lora.data.template import check_date, template_kwargs
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.aliases import real_names, real_value
+from wgpu_lora.names.spelling import Naming, flag, naming, setting
+from wgpu_lora.track.report_to import trackers_of
+from wgpu_lora.train.init_methods import check_initialisation
+from wgpu_lora.train.objectives import OBJECTIVES
+from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.option_types import (
+    F32_MAX,
+    FOREVER,
+    OWN_OPTIONS,
+    TYPES,
+    as_text,
+    check,
+    check_heldout,
+    checked,
+    created,
+    kinds,
+    require,
+)
+from wgpu_lora.train.options.option_fields import (
+    ADAPTER,
+    BATCHES,
+    DISTILLATION,
+    FILES,
+    MEMORY,
+    OPTIMISATION,
+    PREFERENCES,
+    SAVING,
+    DistillationOptions,
+    GeneralOptions,
+    PreferenceOptions,
+)
+
+# Options that may change when a run is resumed: they affect what is written, not what is trained.
+FREE_ON_RESUME = {
+    "output", "resume", "overwrite", "device", "memory_budget", "wait",
+    "data", "split", "dataset_config", "skip_bad_rows", "model",  # their contents are compared by digest
+    "offload_activations",  # the same values
+    "lr_scheduler_restart",  # of the extension that it is given with
+    "tune", "retune",  # a resumed run keeps its tilings
+    "logging_steps", "save_steps", "save_minutes", "save_total_limit", "eval_data", "eval_split",
+    "reference_adapter", "teacher", "teacher_adapter", "teacher_cache",  # their digests are compared
+    "eval_teacher_cache",
+    "rounded_from",  # its loss is measured once
+    "eval_steps", "eval_on_start", "goal", "notes", "run_log", "report_to",
+}  # fmt: skip
+# Options that may change to extend a run.
+PLAN = ("num_train_epochs", "max_steps", "target_seconds")
+# Options whose values may be paths.
+PATHS = (
+    "data", "eval_data", "model", "output", "init_adapter", "reference_adapter", "teacher", "teacher_adapter",
+    "teacher_cache", "eval_teacher_cache", "rounded_from",
+)  # fmt: skip
+# Batches by default, unless the data are small (train/training_data.py).
+OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
+LENGTH = 1024  # tokens per row by default, if the model has as many positions
+# Headings of the options in the command line's help, in order.
+PANELS = (FILES, ADAPTER, OPTIMISATION, PREFERENCES, DISTILLATION, BATCHES, MEMORY, SAVING)
+LISTS = ("target_modules", "report_to", "loss_type", "loss_weights")  # which may be given as lists
+SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):  # fields: those of the last base first
+    """Names and meanings are those of TRL, PEFT and transformers, where they have the option."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            check(item.name, getattr(self, item.name), item.metadata)
+        for name in PATHS:
+            require(
+                is_path(getattr(self, name) or ""), name, "must be a path that is not too long", getattr(self, name)
+            )
+        if not self.target_modules.strip(" ,"):
+            raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
+        check_date(self.template_date)
+        self._check_trained()
+        for selected_by, registered in (("objective", OBJECTIVES), ("optim", OPTIMIZERS)):
+            if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
+                kind = registered[getattr(self, selected_by)]
+                object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
+                created(kind, self, selected_by)  # checks options that depend on each other
+        if (self.learning_rate or 0.0) * self.loraplus_lr_ratio > F32_MAX:
+            rate = setting("learning_rate", self.learning_rate)
+            ratio = setting("loraplus_lr_ratio", self.loraplus_lr_ratio)
+            raise UserError(f"{ratio} and {rate} give B a learning rate beyond float32's range: lower them.")
+        if self.resume and self.overwrite:
+            raise UserError(f"{flag('resume')} goes on with a run that {flag('overwrite')} removes: leave one out.")
+        check_initialisation(self.init_lora_weights, self.lora_r, self.use_dora, self.init_adapter)
+        check_heldout(self)
+        if self.lr_scheduler_min > 0 and self.lr_scheduler_min > self.rate:
+            peak, least = setting("learning_rate", self.rate), setting("lr_scheduler_min", self.lr_scheduler_min)
+            raise UserError(f"{least} is more than the peak, {peak}: give a smaller one.")
+        if self.objective != "sft":
+            created(OBJECTIVES[self.objective], self, "objective")  # checks options that depend on each other
+        self.budget()
+        trackers_of(self.report_to)
+
+    def _check_trained(self) -> None:
+        """Raise UserError for options that contradict what is trained; of the MLP alone, `target_modules` is that."""
+        stated = setting("train", self.train)
+        if self.train == "mlp":
+            if self.target_modules not in ("all-linear", "mlp"):
+                raise UserError(
+                    f"{stated} contradicts {setting('target_modules', self.target_modules)}: leave one of them out."
+                )
+            object.__setattr__(self, "target_modules", "mlp")
+        for name in ("init_adapter", "reference_adapter"):
+            if self.train == "quant-scales" and getattr(self, name):
+                raise UserError(
+                    f"{stated} trains the base itself, so {flag(name)} cannot be used: merge the adapter first, or "
+                    "leave it out."
+                )
+
+    def trains(self) -> str:
+        """What is trained, as text."""
+        what = "tables and scales" if self.train == "quant-scales" else f"rank {self.lora_r}"
+        return f"{what} on {self.target_modules}"
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate: by default the objective's."""
+        return OBJECTIVES[self.objective].learning_rate if self.learning_rate is None else self.learning_rate
+
+    def budget(self) -> int | None:
+        """memory_budget in bytes."""
+        if self.memory_budget is None:
+            return None
+        found = SIZE.fullmatch(self.memory_budget)
+        require(found is not None, "memory_budget", "must be a size such as 4GiB or 800MB", self.memory_budget)
+        assert found
+        power = " kmgt".index(found[2].lower() or " ")
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+    @property
+    def directory(self) -> Path:
+        """The output directory."""
+        return Path(self.output or OUTPUT)
+
+    @property
+    def batching(self) -> tuple[bool, int, int]:
+        """Whether rows are packed, rows per batch, and batches per step."""
+        rows, batches = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        return self.packing is not False, rows or ROWS_PER_BATCH, batches or ACCUMULATION
+
+    @property
+    def length(self) -> int:
+        """Maximum tokens per row; if not given, the default of a model with enough positions."""
+        return self.max_length or LENGTH
+
+    def wait_seconds(self) -> float | None:
+        """Seconds to wait for memory: None does not wait, infinity (`wait` is FOREVER) waits as long as it takes."""
+        return math.inf if self.wait == FOREVER else self.wait or None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        return template_kwargs(self.enable_thinking, self.template_date)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def from_values(
+    values: Mapping[str, Any], where: str, base: TrainingArguments | None = None, names: Naming | None = None
+) -> TrainingArguments:
+    """Create arguments from a mapping such as a recipe's; option names of other programs are accepted.
+
+    Args:
+        where: the source of the values, which begins error messages.
+        names: how messages spell option names; as currently set if not given.
+
+    Raises:
+        UserError: a name is unknown (the nearest one is suggested) or given twice, or a value is invalid.
+    """
+    known = {f.name: f for f in fields(TrainingArguments)}
+    if names is not None:
+        with naming(names):
+            try:
+                return from_values(values, where, base)
+            except UserError as error:
+                text = str(error)
+                raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+    given = {name: _typed(name, value, kinds(known[name]), where) for name, value in named(values, where).items()}
+    base = base or TrainingArguments()
+    for selected_by, own in OWN_OPTIONS.items():  # those of another objective or optimizer do not apply
+        if given.get(selected_by, getattr(base, selected_by)) != getattr(base, selected_by):
+            given.setdefault(own, None)
+    return replace(base, **given)
+
+
+def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
+    """Values by the names of options, or by those in `more`. Raises UserError, like `from_values`."""
+    return real_names(values, [*(f.name for f in fields(TrainingArguments)), *more], where)
+
+
+def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
+    allowed: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    if name in LISTS and isinstance(value, list | tuple):
+        value = ",".join(map(str, value))
+    if name == "device" and type(value) is int:
+        value = str(value)
+    if name in OWN_OPTIONS.values() and isinstance(value, Mapping):
+        value = as_text(value)
+    if name == "init_lora_weights" and value is True:
+        value = "true"
+    if value is None and "None" in parts:
+        return None
+    fits = any(
+        isinstance(value, allowed[p]) and (p == "bool" or not isinstance(value, bool)) for p in parts if p != "None"
+    )
+    if not fits:
+        kind = " or ".join(TYPES[part] for part in parts if part != "None")
+        raise UserError(f"{where}: {flag(name)} must be {kind}, not {value!r}.")
+    return real_value(name, value)

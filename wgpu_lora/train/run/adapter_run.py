@@ -1,0 +1,404 @@
+"""An adapter's run: its data, its options and its state."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import secrets
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.data import Prepared
+from wgpu_lora.data.account import SKIPPED, skipped_rows
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Evaluating, Events
+from wgpu_lora.formats.model_cards import CARD
+from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
+from wgpu_lora.train.options.training_arguments import FREE_ON_RESUME, PLAN, TrainingArguments
+from wgpu_lora.train.run import run_checkpoint, training_log
+from wgpu_lora.train.run.adapter_init import FrozenAdapter
+from wgpu_lora.train.run.checkpoint_store import PLAIN, Storage
+from wgpu_lora.train.run.model_card import card
+from wgpu_lora.train.run.records import Data, HeldOut, Memory, RunRecord
+from wgpu_lora.train.run.resume import UNTIMED_STEPS, differs, nothing_in, refuse_used, set_length
+from wgpu_lora.train.run.run_checkpoint import BEST, EPOCH, Subject, origin_of
+from wgpu_lora.train.run.run_state import SCHEMA, RunState, read_state
+from wgpu_lora.train.run.training_log import Log
+from wgpu_lora.train.session.data_stream import DataStream, heldout_options
+from wgpu_lora.train.session.heldout_loss import heldout_loss, precompute
+from wgpu_lora.train.session.live_teachers import LiveTeacher
+from wgpu_lora.train.session.session import Session
+
+LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
+
+
+class Follower:
+    """Follows a run in its job; this one does not."""
+
+    def placed(self) -> None:
+        """Called once the run's directory is its own."""
+
+    def status(self) -> dict[str, float]:
+        """The status of the hardware since the last call, by keys of the log."""
+        return {}
+
+    def end(self, record: RunRecord) -> None:
+        """Called when the run has ended and its results are written."""
+
+
+@dataclass
+class Run:
+    """Slot `slot` of a session. A single run is a pipeline of one.
+
+    name: in a pipeline; None for a single run.
+    notes: on chosen options and resuming, for the user.
+    """
+
+    slot: int
+    args: TrainingArguments
+    subject: Subject
+    stream: DataStream
+    heldout: Prepared | None
+    base_digest: str
+    config_digest: str
+    name: str | None = None
+    notes: tuple[str, ...] = ()
+    reference: FrozenAdapter | None = None  # that the objective compares the adapter with, instead of the base alone
+    teacher: LiveTeacher | None = None
+    teacher_digest: str | None = None  # of the live one, or of its cache
+    teacher_sha256: str | None = None  # of the live one's weights, once loaded
+    storage: Storage = PLAIN
+    state: RunState = field(default_factory=RunState)
+    resumed_from: Path | None = None
+    weights_sha256: str | None = None  # of the base, once loaded
+    log: Log = field(init=False, repr=False, compare=False)  # once the run has started
+    follower: Follower = field(default_factory=Follower, repr=False, compare=False)  # while its job runs
+
+    @property
+    def adapter_name(self) -> str:
+        """The name of a pipeline's adapter."""
+        assert self.name is not None, "a single run has no name"
+        return self.name
+
+    @property
+    def directory(self) -> Path:
+        return self.args.directory
+
+    def logs(self, step: int, heldout: bool) -> bool:
+        """Whether a step is logged; those with a held-out loss and the last of a planned number always are."""
+        every = self.args.logging_steps or (1 if self.state.total_steps <= SHORT else LOGGING_STEPS)
+        last = not self.args.target_seconds and step >= self.state.total_steps  # else `Progress.close` logs it
+        return heldout or step % every == 0 or last
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the run it continues, and the planned length."""
+        options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
+        base = {"base": self.base_digest, "config": self.config_digest, "weights": self.weights_sha256}
+        reference = {"reference": self.reference.digest} if self.reference else {}
+        teacher = {"teacher": self.teacher_digest} if self.teacher_digest else {}
+        teacher |= {"teacher_weights": self.teacher_sha256} if self.teacher_sha256 else {}
+        return {"options": options, "data": self.stream.rows_digest(), **base, **reference, **teacher}
+
+
+@dataclass
+class AdapterRun(Run):
+    """A run in a session, and its directory."""
+
+    _began_with: str | None = None  # weights_sha256 of the resumed run
+    _taught_by: str | None = None  # teacher_sha256 of the resumed run
+
+    # -- beginning -------------------------------------------------------------------------------------------------
+
+    def prepare_directory(self) -> None:
+        """Create or check the output directory; with --resume, find the checkpoint to continue from.
+
+        Raises:
+            UserError: the directory has another run, or is not writable, or there is nothing to resume.
+        """
+        directory = self.directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"The output directory {directory} cannot be created ({error.strerror}): choose another "
+                f"{flag('output')}."
+            ) from error
+        if not os.access(directory, os.W_OK):
+            raise UserError(f"The output directory {directory} is not writable: choose another {flag('output')}.")
+        run_checkpoint.sweep_run(directory)
+        if self.args.resume:
+            self._find_checkpoint()
+        else:
+            refuse_used(directory, self.storage, self.args.overwrite)
+            if self.args.overwrite:
+                run_checkpoint.remove_run(directory)
+            if self.storage is PLAIN:
+                options = hashlib.sha256(to_json(self.identity()["options"], sort_keys=True).encode()).hexdigest()
+                said = to_json({"id": secrets.token_hex(16), "options_sha256": options}) + "\n"
+                self.storage.write(directory / run_checkpoint.ORIGIN, said.encode())
+        accounts = [data.account for data in (self.stream.prepared, self.heldout) if data]
+        self.storage.write(directory / SKIPPED, skipped_rows(accounts))
+
+    def _find_checkpoint(self) -> None:
+        self.resumed_from = run_checkpoint.newest(self.directory, self.storage)
+        if self.resumed_from is None:
+            raise nothing_in(self.directory)
+        self.state, before = run_checkpoint.check(self.resumed_from, self.storage)
+        now = self.identity()
+        began = TrainingArguments().as_dict() | before["options"]  # an older version may lack some
+        for name, value in now["options"].items():
+            if name not in PLAN and began[name] != value:
+                raise differs(name, began[name], value)
+        model = self.args.model
+        if before["data"] != now["data"]:
+            raise UserError(
+                f"The rows of {self.stream.prepared.path} have changed since the run in {self.directory} started, and "
+                f"{flag('resume')} needs the same rows: restore them, or train on the new ones in another directory, "
+                f"starting from this adapter with {setting('init_adapter', str(self.directory))}."
+            )
+        for name, what in (("base", "base model"), ("config", "configuration")):
+            if before[name] != now[name]:
+                raise UserError(
+                    f"The {what} of {model} has changed since the run in {self.directory} started: restore it, or "
+                    "start a new run."
+                )
+        if before.get("reference") != now.get("reference"):
+            raise UserError(
+                f"The reference adapter of the run in {self.directory} has changed since it started: restore it, or "
+                "start a new run."
+            )
+        if before.get("teacher") != now.get("teacher"):
+            raise self._other_teacher()
+        set_length(self.state, before["options"], self.stream, self.resumed_from, self.storage)
+        self._began_with, self._taught_by = before["weights"], before.get("teacher_weights")
+        run_checkpoint.remove_old(self.directory / run_checkpoint.STEPS, self.args.save_total_limit, self.storage)
+
+    def _other_teacher(self) -> UserError:
+        return UserError(
+            f"The teacher of the run in {self.directory} has changed since it started: restore it, or start a new run."
+        )
+
+    def place(self, session: Session) -> None:
+        """Load the initial or resumed adapter onto the device.
+
+        Raises:
+            UserError: the checkpoint is damaged, or the base model's weights have changed.
+        """
+        self.weights_sha256 = session.model.weights_sha256
+        self.teacher_sha256 = session.teachers.weights_sha256(self.slot)
+        if self.reference:
+            session.place_reference(self.slot, self.reference.matrices)
+        if self.resumed_from:
+            if self._began_with != self.weights_sha256:
+                raise UserError(
+                    f"The weights of {session.model.name} have changed since the run in {self.directory} started: "
+                    "restore them, or start a new run."
+                )
+            if self._taught_by != self.teacher_sha256:
+                raise self._other_teacher()
+            run_checkpoint.restore(self.resumed_from, session, self.slot, self.subject, self.storage)
+        else:
+            self.place_initial(session)
+            self.state.total_steps = self.stream.total_steps()
+            if self.args.target_seconds:
+                self.state.total_steps = max(self.state.total_steps, UNTIMED_STEPS)
+        self.log = Log(self.directory / training_log.LOG, self.state.step if self.resumed_from else None)
+        self.follower.placed()
+
+    def precompute(self, session: Session, events: Events = SILENT) -> None:
+        """Compute the reference of all samples, if the objective does so before training (`Objective.precomputes`)."""
+        if not self.stream.objective.precomputes:
+            return
+        streams = [self.stream, *([self.heldout_stream] if self.heldout else [])]
+        for stream in streams:
+            precompute(session, stream, self.slot, events, self.name)
+
+    def place_initial(self, session: Session) -> None:
+        self.subject.place_initial(session, self.slot)
+
+    def _place_first(self, session: Session) -> None:
+        """Load what the run started from, even if resumed; the optimizer's state becomes zero."""
+        self.subject.place_first(session, self.slot, self.resumed_from, self.storage)
+        session.optimizer.state.write(session.device, self.slot, {})
+
+    @cached_property
+    def heldout_stream(self) -> DataStream:
+        assert self.heldout
+        return DataStream(self.heldout, heldout_options(self.args))
+
+    # -- during ----------------------------------------------------------------------------------------------------
+
+    def rate(self) -> float:
+        """The learning rate of the next step of a run without --target-seconds, whose rate its clock knows."""
+        args, start = self.args, self.state.schedule_start
+        step, total = self.state.step - start, self.state.total_steps - start
+        kind, least, warmup = args.lr_scheduler_type, args.lr_scheduler_min, self.warmup(total)
+        return learning_rate(kind, args.rate, step, total, warmup, least)
+
+    def before_step(self, session: Session) -> None:
+        """Called before the passes of the next step, and before a held-out loss."""
+        state, last = self.state, self.subject.last_steps(self.state.total_steps)
+        ending = last > 0 and state.step >= state.total_steps - last
+        if self.args.target_seconds:  # the total is an estimate, whatever it becomes once the last steps have begun
+            guessed = not state.calibrated and state.step < state.total_steps
+            ending = state.ending = state.ending or (ending and not guessed)
+        self.subject.before_step(session, ending)
+
+    def warmup(self, total: int) -> int:
+        """Warm-up steps out of `total`."""
+        args = self.args
+        rises = LR_SCHEDULES[args.lr_scheduler_type].warms_up
+        return warmup_steps(total, args.warmup_ratio, args.warmup_steps) if rises else 0
+
+    def save(self, session: Session, events: Events = SILENT) -> None:
+        """Save a checkpoint of this step; keeps the newest --save-total-limit of the earlier ones."""
+        steps = self.directory / run_checkpoint.STEPS
+        final = steps / f"step-{self.state.step}"
+        if not self.storage.has(final):  # else this step was saved, or resumed from
+            self.write_checkpoint(session, final)
+            events.saved(self.storage.place(final), self.state.step, None)
+        run_checkpoint.remove_old(steps, self.args.save_total_limit, self.storage)
+
+    def save_epoch(self, session: Session, number: int) -> None:
+        """Save a pipeline's adapter after an epoch; keeps the newest --save-total-limit of these."""
+        self.write_checkpoint(session, self.directory / EPOCH.format(number))
+        run_checkpoint.remove_old_epochs(self.directory, self.args.save_total_limit, self.storage)
+
+    def write_checkpoint(self, session: Session, final: Path) -> None:
+        """Write the state to a directory. Raises OSError if the disk refuses; `final` is then unchanged."""
+        self.storage.write_directory(final, self.checkpoint_files(session))
+
+    def checkpoint_files(self, session: Session) -> dict[str, bytes]:
+        facts = {"identity": self.identity(), "metadata": metadata(self)}
+        return run_checkpoint.checkpoint_files(session, self.slot, self.subject, self.state, facts)
+
+    def fall_back(self, session: Session) -> None:
+        """Load the newest checkpoint from before the update that ruined the adapter, else the initial adapter.
+
+        A checkpoint of an earlier step is known to be good, since the loss of the step after it was finite. Later ones
+        contain the ruined adapter and are removed, so that a resumed run does not find them.
+        """
+        root, storage = self.directory, self.storage
+        last = [root / run_checkpoint.LAST] if storage.has(root / run_checkpoint.LAST) else []
+        steps = [place for _, place in run_checkpoint.found(root / run_checkpoint.STEPS, storage=storage)]
+        places = [*last, *run_checkpoint.results_of(root, storage), *steps]
+        kept = [(read_state(place, storage)[0], place) for place in places if not run_checkpoint.fault(place, storage)]
+        sound = [(state, place) for state, place in kept if state.step < self.state.step]
+        if sound:
+            self.state, place = max(sound, key=lambda found: found[0].step)
+            run_checkpoint.restore(place, session, self.slot, self.subject, storage)
+        else:
+            first = self.state.first_eval_loss
+            self.state = RunState(
+                total_steps=self.state.total_steps,
+                tiles=self.state.tiles,
+                unrounded_eval_loss=self.state.unrounded_eval_loss,
+                first_eval_loss=first,
+                last_eval_loss=first,
+            )
+            self._place_first(session)
+        for state, place in kept:
+            if state.step > self.state.step and place.name != run_checkpoint.LAST:  # the pipeline replaces that one
+                storage.remove(place)
+
+    def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
+        """Measure the held-out `eval_loss` and metrics, {} if not finite; `Progress.save_best` saves the best adapter.
+
+        Before the first step, the loss is only a baseline.
+        """
+        if not self.heldout or not session.heldout:
+            return {}
+        stream = self.heldout_stream
+        self.before_step(session)
+        at = Evaluating(0, len(self.heldout.rows), step=self.state.step, adapter=self.name)
+        found = heldout_loss(session, stream, self.slot, lambda rows: events.evaluating(replace(at, rows=rows)))
+        loss = found["loss"]
+        if not all(map(math.isfinite, found.values())):
+            return {}
+        state = self.state
+        state.last_eval_loss = loss
+        if not state.step:
+            state.first_eval_loss = loss
+        elif state.best_eval_loss is None or loss < state.best_eval_loss:
+            state.best_eval_loss, state.best_step = loss, state.step
+        events.evaluating(replace(at, rows=at.total, loss=loss))
+        return {f"eval_{name}": value for name, value in found.items()}
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    def finish(self, session: Session, stop_reason: str, stop_signal: str | None = None) -> RunRecord:
+        """Write the final adapter, run.json and the model card.
+
+        stop_signal: name of the signal that interrupted the run, if any.
+        """
+        for name, data in self.subject.saved(session, self.slot).items():
+            self.storage.write(self.directory / name, data)
+        self.subject.write(session, self.slot, self.directory)
+        for place in (self.directory, self.directory / BEST):
+            self.storage.write_tokenizer(place, session.model.path, session.model.tokenizer)
+        record = record_of(self, session, stop_reason, stop_signal)
+        self.storage.write(self.directory / CARD, card(record, session.model.config.AUTO_CLASS).encode())
+        self.storage.complete(self.directory)
+        record.write(self.directory)
+        self.follower.end(record)
+        return record
+
+
+def metadata(run: Run) -> dict[str, Any]:
+    """The contents of metadata.json: facts about a checkpoint for people and tools."""
+    state = run.state
+    return {
+        "schema": SCHEMA,
+        "slot": run.slot,
+        "name": run.name,
+        "epoch": state.epoch,  # of the next step, which is the number of completed ones
+        "step": state.step,
+        "tokens": state.tokens,
+        "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
+        "options": run.args.as_dict(),
+        "data": {"prompt_format": run.stream.prepared.prompt_format},
+        **({"run": own} if (own := origin_of(run.directory)) else {}),
+        "directory": os.getcwd(),  # base of the relative paths in the options
+        "digests": {
+            "rows": run.stream.rows_digest(),
+            "data": run.stream.prepared.digest,
+            "base": run.base_digest,
+            "weights": run.weights_sha256,
+        },
+    }
+
+
+def record_of(run: Run, session: Session, stop_reason: str, stop_signal: str | None) -> RunRecord:
+    """The contents of run.json for a run that has ended; its adapter must already be written."""
+    prepared, state = run.stream.prepared, replace(run.state)
+    if run.args.target_seconds and not state.calibrated:
+        state = replace(state, total_steps=state.step)  # it ended before the number of steps was measured
+    return RunRecord(
+        stop_reason=stop_reason,
+        signal=stop_signal,
+        damaged_log_lines=run.log.damaged,
+        options=run.args,
+        state=state,
+        data=Data(prepared.path, prepared.digest, prepared.summary(), prepared.prompt_format),
+        eval_data=HeldOut(run.heldout.path, run.heldout.digest) if run.heldout else None,
+        base_digest=run.base_digest,
+        base_sha256=run.weights_sha256,
+        init_adapter_sha256=training_log.adapter_digest(run.args.init_adapter, run.storage)
+        if run.args.init_adapter
+        else None,
+        adapter_sha256=run.storage.digest(run.directory / run.subject.files[0]),
+        trainable_parameters=session.trained.trainable(run.slot, session.model.config),
+        memory=memory_of(session),
+        environment=training_log.environment(session.device),
+    )
+
+
+def memory_of(session: Session) -> Memory:
+    """Planned memory, and the peak that was allocated."""
+    plan = session.memory()
+    return Memory(plan.groups, plan.peak, session.device.peak_allocated, plan.host)

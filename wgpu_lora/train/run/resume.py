@@ -1,0 +1,240 @@
+"""Resuming a run: its options, which of them may change, and how far it continues."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import either, flag, setting
+from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
+from wgpu_lora.train.options.training_arguments import FREE_ON_RESUME, PATHS, PLAN, TrainingArguments, from_values
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.train.run.checkpoint_store import EVIDENCE, PLAIN, Storage
+from wgpu_lora.train.run.pipeline_state import MEMBER, home_of, read_pipeline_state
+from wgpu_lora.train.run.records import PIPELINE, RUN, refuse_unregistered
+from wgpu_lora.train.run.run_state import STATE, RunState, step_budget
+from wgpu_lora.train.session.data_stream import DataStream
+from wgpu_lora.words import counted
+
+UNTIMED_STEPS = 100  # assumed by a timed run's schedule until steps have been timed
+MAY_CHANGE = sorted((FREE_ON_RESUME | set(PLAN)) - {"resume", "overwrite"})
+
+
+def resumed_options(given: Mapping[str, Any], directory: Path, where: str) -> TrainingArguments:
+    """The options of the run or pipeline in a directory, updated by given options that may change.
+
+    Raises:
+        UserError: there is no run to resume, its checkpoint is damaged, or an option contradicts the run's.
+    """
+    home = home_of(directory)
+    if home:
+        request = read_pipeline_state(home).request
+        return continued(given, request.get("options"), request.get("directory"), home, where)
+    newest = run_checkpoint.newest(directory)
+    if newest is None:
+        raise nothing_in(directory)
+    run_checkpoint.check(newest)
+    said = run_checkpoint.read_metadata(newest)
+    return continued(given, said.get("options"), said.get("directory"), directory, where)
+
+
+def continued(given: Mapping[str, Any], options: Any, began_in: Any, directory: Path, where: str) -> TrainingArguments:
+    """Recorded options, updated by given options that may change.
+
+    Args:
+        options, began_in: recorded options, and the working directory that their relative paths refer to.
+    """
+    if not isinstance(options, dict):
+        raise UserError(f"The record of the run in {directory} has no options: start again in another directory.")
+    refuse_unregistered(options, directory)
+    before = replace(from_values(options, f"The record of the run in {directory}"), overwrite=False)
+    asked = from_values({name: value for name, value in given.items() if value is not None}, where, before)
+    for name, value in asdict(asked).items():
+        if name not in FREE_ON_RESUME and name not in PLAN and value != getattr(before, name):
+            raise differs(name, getattr(before, name), value)
+    if asked.num_train_epochs != before.num_train_epochs and asked.max_steps == before.max_steps:
+        asked = replace(asked, max_steps=-1)  # it would override the new number of epochs
+    moved: dict[str, Any] = {
+        name: found_from(began_in, getattr(asked, name)) for name in PATHS if name not in {*given, "output"}
+    }
+    return replace(asked, resume=True, output=str(directory), **moved)
+
+
+def found_from(began_in: Any, path: Any) -> Any:
+    """A recorded path as seen from here; a relative one may refer to the directory where the run started.
+
+    Records are untrusted: what cannot be a path is returned as it is, for whoever checks options.
+    """
+    if not isinstance(path, str) or not isinstance(began_in, str) or os.path.exists(path):
+        return path
+    there = os.path.join(began_in, path)
+    return there if os.path.exists(there) else path
+
+
+def nothing_in(directory: Path) -> UserError:
+    if (directory / EVIDENCE).exists():
+        return UserError(f"{directory} holds a protected run: continue it with {flag('protected')} JOB.toml.")
+    return UserError(
+        f"There is no checkpoint in {directory} to resume from: name a run's directory with {flag('output')}, or start "
+        f"without {flag('resume')}."
+    )
+
+
+def differs(name: str, before: Any, now: Any) -> UserError:
+    return UserError(
+        f"{flag('resume')} needs the same options as the original run: {flag(name)} was {before!r}, not {now!r}; leave "
+        f"it out, since only these may change: {', '.join(map(flag, MAY_CHANGE))}."
+    )
+
+
+def plan_of(
+    options: Mapping[str, Any], args: TrainingArguments, place: Path, storage: Storage = PLAIN
+) -> TrainingArguments:
+    """`args` with the planned length of the run from the record of the checkpoint in `place`.
+
+    Raises:
+        UserError: the record does not have it, or it is invalid.
+    """
+    try:
+        return from_values({name: options[name] for name in PLAN}, STATE, args)
+    except (KeyError, UserError):
+        raise run_checkpoint.refuse(place, f"the options in {STATE} are invalid", storage) from None
+
+
+def extended(state: RunState, planned: TrainingArguments, stream: DataStream) -> int:
+    """Total steps of a resumed run, by its current options; the recorded number if these have not changed.
+
+    Raises:
+        UserError: the run has already exceeded them, or a time was exchanged for a number of steps.
+    """
+    args = stream.args
+    changed = [name for name in PLAN if getattr(args, name) != getattr(planned, name)]
+    if not changed:
+        return state.total_steps
+    if bool(args.target_seconds) != bool(planned.target_seconds):
+        counts, time = either("num_train_epochs", "max_steps"), flag("target_seconds")
+        began, now = (time, counts) if planned.target_seconds else (counts, time)
+        raise UserError(
+            f"The run in {args.directory} was planned by {began}, so {flag('resume')} cannot extend it by {now}: give "
+            f"a larger {began}."
+        )
+    if args.target_seconds:
+        if args.target_seconds < state.elapsed_seconds:
+            raise UserError(
+                f"The run in {args.directory} has already used {state.elapsed_seconds:,.1f} s, more than "
+                f"{setting('target_seconds', args.target_seconds)}: give a larger value."
+            )
+        return step_budget(state, args, state.step_seconds) if state.step_seconds else state.step + UNTIMED_STEPS
+    total = stream.total_steps()
+    if total < state.step:
+        asked = " and ".join(setting(name, getattr(args, name)) for name in changed)
+        raise UserError(
+            f"The run in {args.directory} has already taken {counted(state.step, 'step')}, more than the {total:,} of "
+            f"{asked}: give a larger value."
+        )
+    return total
+
+
+def resume_note(
+    state: RunState, planned: TrainingArguments, stream: DataStream, own: Sequence[str] = (), extensible: bool = True
+) -> str:
+    """What a resumed run will do, as text for the user.
+
+    Args:
+        extensible: whether a finished run can be continued with other options.
+        own: options of PLAN that the adapters file sets for it, which override those of all adapters.
+
+    Raises:
+        UserError: as `extended`.
+    """
+    args, total = stream.args, extended(state, planned, stream)
+    if args.target_seconds:
+        left = args.target_seconds - state.elapsed_seconds
+        if left < state.step_seconds / 2 or 0 < args.max_steps <= state.step:
+            return "already finished" + (f"; a larger {flag('target_seconds')} extends it" if extensible else "")
+        text = f"continues after step {state.step:,}, for {left:,.1f} s more"
+        if args.target_seconds == planned.target_seconds or LR_SCHEDULES[args.lr_scheduler_type].decay is None:
+            return text
+        return f"{text}: the {args.lr_scheduler_type} schedule is now that of {args.target_seconds:g} s"
+    text = f"continues after step {state.step:,} of {state.total_steps:,}"
+    if total == state.total_steps:
+        more = either("num_train_epochs", "max_steps")
+        if own:
+            more = f"{' or '.join(repr('epochs' if name == PLAN[0] else name) for name in own)} in the adapters file"
+        done = "already finished" + (f"; a larger {more} extends it" if extensible else "")
+        return done if state.step >= total else text
+    text += f", up to {total:,} steps"
+    kind = args.lr_scheduler_type
+    if args.lr_scheduler_restart:
+        left = total - state.step
+        rate = learning_rate(kind, args.rate, 0, left, warmup_steps(left, args.warmup_ratio, args.warmup_steps))
+        return f"{text}: the {kind} schedule starts anew, so the next learning rate is {rate:.2e}"
+    warm = [warmup_steps(count, args.warmup_ratio, args.warmup_steps) for count in (state.total_steps, total)]
+    schedule = LR_SCHEDULES[kind]
+    if schedule.decay is None and (not schedule.warms_up or warm[0] == warm[1]):
+        return f"{text}, with the same result as a single run of {total:,} steps"
+    rate = learning_rate(kind, args.rate, state.step, total, warm[1], args.lr_scheduler_min)
+    return (
+        f"{text}: the {kind} schedule is now that of {total:,} steps, so the next learning rate is {rate:.2e} and the "
+        "result differs from that of a single run (with a constant schedule, it would not)"
+    )
+
+
+def set_length(
+    state: RunState, options: dict[str, Any], stream: DataStream, place: Path, storage: Storage = PLAIN
+) -> None:
+    """Set the total steps of a run that is resumed from a checkpoint whose record has these options.
+
+    Raises:
+        UserError: the state does not match the data, or as `extended`.
+    """
+    args = stream.args
+    planned = plan_of(options, args, place, storage)
+    total = state.total_steps if planned.target_seconds else DataStream(stream.prepared, planned).total_steps()
+    older = total + (planned.num_train_epochs % 1 > 0)  # earlier versions rounded some parts of epochs up
+    if state.total_steps not in (total, older):
+        wrong = f"{STATE} says {state.total_steps} steps in total, but there are {total}"
+    elif state.step > total and not planned.target_seconds:
+        wrong = f"{STATE} says step {state.step} of {total}"
+    elif stream.position(state.step) != (state.epoch, state.index) or len(state.pending) > state.step:
+        wrong = f"{STATE} says step {state.step}, epoch {state.epoch} and index {state.index}"
+    else:
+        total = extended(state, planned, stream)
+        if args.lr_scheduler_restart and not args.target_seconds and total != state.total_steps:
+            state.schedule_start = state.step
+        state.total_steps = total
+        state.ending = state.ending and args.target_seconds == planned.target_seconds
+        return
+    raise run_checkpoint.refuse(place, wrong, storage)
+
+
+def refuse_used(directory: Path, storage: Storage = PLAIN, overwrite: bool | None = None) -> None:
+    """Raise UserError if a run or a pipeline has left anything worth keeping in a directory; a log alone is not.
+
+    overwrite: whether it may be removed; None if nobody could ask for that.
+    """
+    if storage is PLAIN and (directory / EVIDENCE).exists():
+        raise UserError(f"The output directory {directory} already holds a protected run: choose another directory.")
+    if overwrite:
+        return
+    over = "" if overwrite is None else f", begin over with {setting('overwrite', True)}"
+    resume = setting("resume", True)
+    if any((directory / name).exists() for name in (PIPELINE, STATE, MEMBER)):
+        raise UserError(
+            f"The directory {directory} already belongs to a pipeline: continue it with {resume}{over}, or choose "
+            "another directory."
+        )
+    if run_checkpoint.newest(directory, storage):
+        raise UserError(
+            f"The output directory {directory} already holds a run: continue it with {resume}{over}, or choose another "
+            "directory."
+        )
+    if any((directory / name).exists() for name in (RUN, "adapter_config.json")):
+        raise UserError(
+            f"The output directory {directory} already holds an adapter, without a checkpoint to continue from: choose "
+            f"another directory{over or ', or remove this one'}."
+        )

@@ -1,0 +1,330 @@
+"""A checkpoint directory: what is trained (an adapter in PEFT's format), the optimizer's state, and the run's state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from wgpu_lora.atomic import file_digest
+from wgpu_lora.bounded import parse_object, read_json
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
+from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
+from wgpu_lora.locks import sweep
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.train.optimizers import name_of
+from wgpu_lora.train.run.checkpoint_store import PLAIN, Storage
+from wgpu_lora.train.run.run_state import SCHEMA, STATE, NewerSchemaError, RunState, read_state, schema_of
+from wgpu_lora.train.session.session import Session
+
+OPTIMIZER, METADATA = "optimizer.safetensors", "metadata.json"
+FILES = (OPTIMIZER, METADATA, STATE)  # besides those of what is trained
+RESERVE = ".reserve.tmp"  # train/run/disk_space.py
+STEPS, LAST, NEXT = "checkpoints", "last", ".next"  # checkpoints of a single run, and of a pipeline's slot
+ORIGIN = ".run.json"  # the id of a run, and the digest of its options
+BEST, EPOCH = "best", "epoch-{}"
+NAME = re.compile(r"step-([0-9]{1,15})")
+EPOCH_NAME = re.compile(r"epoch-([0-9]{1,15})")
+# Names that a run or a pipeline writes by renaming a hidden temporary file.
+_RUN = (
+    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|constants\.safetensors|log\.jsonl|(run|state|pipeline|member|tracking)\.json"
+    rf"|{re.escape(ORIGIN)}|{LAST}|(last|best)-f(16|32)|\{NEXT}|{BEST}|epoch-[0-9]+"
+)
+WRITTEN = re.compile(rf"{_RUN}|README\.md|{TOKENIZER.pattern}|{TEMPLATE.pattern}")
+
+
+def checkpoint_files(
+    session: Session, slot: int, subject: Subject, state: RunState, facts: dict[str, Any]
+) -> dict[str, bytes]:
+    """The files of a checkpoint: what a slot trains, optimizer and run state, metadata and manifest.
+
+    facts: `identity` (see AdapterRun) and `metadata`.
+    """
+    files = subject.saved(session, slot)
+    kept = {"optim": name_of(session.optimizer.rule)}
+    files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot), kept)
+    files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
+    files[STATE] = to_json({"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1).encode()
+    files[MANIFEST] = manifest_of(files)
+    return files
+
+
+def remove_old(root: Path, keep: int, storage: Storage = PLAIN) -> None:
+    """Remove all checkpoints in `found` but the newest `keep`."""
+    for _, old in found(root, storage=storage)[:-keep]:
+        storage.remove(old)
+
+
+def remove_old_epochs(run: Path, keep: int, storage: Storage = PLAIN) -> None:
+    """Remove all of a run's epoch-N but the newest `keep`."""
+    for _, old in found(run, EPOCH_NAME, storage)[:-keep]:
+        storage.remove(old)
+
+
+def found(root: Path, name: re.Pattern[str] = NAME, storage: Storage = PLAIN) -> list[tuple[int, Path]]:
+    """Checkpoints by the number in their names, ascending; incomplete ones have other names."""
+    return sorted((int(m[1]), p) for p in storage.directories(root) if (m := name.fullmatch(p.name)))
+
+
+def newest(run: Path, storage: Storage = PLAIN) -> Path | None:
+    """The newest complete state of a run, which it would be resumed from: a pipeline's `last`, or the one of the most
+    steps among the numbered ones and best/. A protected run has numbered ones only, which its evidence names."""
+    if storage.has(run / LAST):
+        return run / LAST
+    kept, best = found(run / STEPS, storage=storage), run / BEST
+    step, place = kept[-1] if kept else (-1, None)
+    if storage is not PLAIN or not storage.has(best):
+        return place
+    try:
+        return best if read_state(best)[0].step > step else place
+    except (UserError, ValueError):
+        return place or best  # whose fault `check` names
+
+
+def sweep_run(run: Path) -> None:
+    """Remove incomplete files of a killed process from a run's directory, which must be locked."""
+    sweep(run, WRITTEN)
+    sweep(run / STEPS, NAME)
+    (run / RESERVE).unlink(missing_ok=True)
+
+
+def remove_run(run: Path) -> None:
+    """Remove the states and the results of a run or a pipeline from its directory, which must be locked.
+
+    Its card and tokenizer too, unless they belong to a model that is there.
+    """
+    own = _RUN if (run / "config.json").exists() else WRITTEN
+    for root, names in ((run / STEPS, NAME), (run, own)):
+        for path in list(root.iterdir()) if root.is_dir() else ():
+            if re.fullmatch(names, path.name):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def trained_files(directory: Path, storage: Storage = PLAIN) -> tuple[str, ...]:
+    """The files of what was trained that a directory should have, by what it has."""
+    return CONSTANT_FILES if storage.is_file(directory / CONSTANT_FILES[0]) else ADAPTER_FILES
+
+
+def fault(directory: Path, storage: Storage = PLAIN) -> str | None:
+    """What is wrong with a checkpoint; None if it is intact.
+
+    Raises:
+        NewerSchemaError: it is from a newer version.
+    """
+    wrong = damage(directory, (*trained_files(directory, storage), *FILES), storage)
+    if wrong:
+        return wrong
+    try:
+        step = read_state(directory, storage)[0].step
+    except NewerSchemaError:
+        raise
+    except (UserError, ValueError) as error:
+        return error.problem if isinstance(error, UserError) else str(error)
+    named = NAME.fullmatch(directory.name)
+    return f"{STATE} says step {step}" if named and int(named[1]) != step else None
+
+
+def refuse(directory: Path, wrong: str, storage: Storage = PLAIN) -> UserError:
+    """The error for a damaged checkpoint, which names the newest intact one of the run."""
+    run = run_of(directory)
+    said = f"The checkpoint {directory} is damaged: {wrong}"
+    places = [path for _, path in found(run / STEPS, storage=storage)] + results_of(run, storage)
+    intact = {
+        path: read_state(path, storage)[0].step for path in places if path != directory and not fault(path, storage)
+    }
+    single = storage is PLAIN and directory.name != LAST
+    states = [path for path in intact if path.parent.name == STEPS or (single and path.name == BEST)]
+    if intact:
+        latest = max(states or intact, key=lambda path: intact[path])
+        if states:
+            return UserError(f"{said}; remove that directory to resume from {latest.name}, which is intact.")
+        return UserError(
+            f"{said}; start a new run from the adapter in {latest}, which is intact, with {flag('init_adapter')}."
+        )
+    return UserError(f"{said}; no other is intact, so start again in another directory.")
+
+
+def results_of(run: Path, storage: Storage = PLAIN) -> list[Path]:
+    """The adapters that a run keeps beside its checkpoints: epoch-N and best."""
+    return [path for path in storage.directories(run) if EPOCH_NAME.fullmatch(path.name) or path.name == BEST]
+
+
+def check(directory: Path, storage: Storage = PLAIN) -> tuple[RunState, dict[str, Any]]:
+    """The state and the identity of a checkpoint. Raises UserError if it is damaged."""
+    wrong = fault(directory, storage)
+    if wrong:
+        raise refuse(directory, wrong, storage)
+    run = run_of(directory)
+    own = origin_of(run)
+    if own and storage is PLAIN and read_metadata(directory).get("run") != own:
+        raise UserError(
+            f"The checkpoint {directory} is of another run than {run}: remove it to continue this run from its own, or "
+            f"resume the other one in its directory."
+        )
+    return read_state(directory, storage)
+
+
+def run_of(directory: Path) -> Path:
+    """The directory of the run that has a checkpoint in `directory`."""
+    return directory.parent.parent if directory.parent.name == STEPS else directory.parent
+
+
+def origin_of(run: Path) -> dict[str, Any] | None:
+    """What a run began as, which its checkpoints state too; None for runs of earlier versions."""
+    return read_json(run / ORIGIN) if (run / ORIGIN).is_file() else None
+
+
+def read_metadata(directory: Path, storage: Storage = PLAIN) -> dict[str, Any]:
+    """The contents of an intact checkpoint's metadata.json, such as the run's options."""
+    facts = parse_object(storage.read(directory / METADATA), str(directory / METADATA))
+    try:
+        schema_of(facts, directory / METADATA)
+    except ValueError as error:
+        raise refuse(directory, str(error), storage) from None
+    return facts
+
+
+def metadata_of(data: bytes) -> dict[str, str]:
+    """The metadata in the header of a safetensors file, which has been read."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]).get("__metadata__") or {}
+
+
+def modern(name: str, modules: Collection[str]) -> str:
+    """Convert a state's name of version 0.1.0, such as '0.q_proj.A.first_moment', to the module's path."""
+    layer, _, rest = name.partition(".")
+    module, _, which = rest.partition(".")
+    found = [m for m in modules if f".{layer}." in m and m.endswith(f".{module}")] if layer.isdecimal() else []
+    return f"{found[0]}.{which}" if len(found) == 1 else name
+
+
+def restore(directory: Path, session: Session, slot: int, subject: Subject, storage: Storage = PLAIN) -> None:
+    """Load what a checkpoint has trained and its optimizer's state onto the device.
+
+    Raises:
+        UserError: it is damaged, or from another run.
+    """
+    check(directory, storage)
+    try:
+        data = storage.read(directory / OPTIMIZER, None)
+        state, optim = load(data), metadata_of(data).get("optim")  # None in older checkpoints
+    except (OSError, SafetensorError) as error:
+        raise refuse(directory, str(error), storage) from error
+    except KeyError as error:  # a type that NumPy does not have
+        raise refuse(
+            directory, f"{OPTIMIZER} does not match this run: it has values of type {error}", storage
+        ) from None
+    state = {modern(name, session.model.config.lora_modules): values for name, values in state.items()}
+    wrong, own = session.optimizer.state.fault(slot, state), name_of(session.optimizer.rule)
+    if optim not in (None, own):  # though it may be in the same form, as those of lion and muon
+        wrong = f"it holds the state of {optim!r:.40}, not of {own!r}"
+    if wrong:
+        raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}", storage)
+    try:
+        subject.place(directory, session, slot, storage.contents(directory))
+    except Damaged as error:
+        raise refuse(directory, str(error), storage) from error
+    session.optimizer.state.write(session.device, slot, state)
+
+
+MANIFEST = "manifest.json"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def manifest_of(files: Mapping[str, bytes]) -> bytes:
+    """The manifest of files by name."""
+    return _text({name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)}).encode()
+
+
+def write_manifest(directory: Path) -> None:
+    """Write the manifest of all files in a directory."""
+    files = {path.name: file_digest(path) for path in sorted(directory.iterdir())}
+    (directory / MANIFEST).write_text(_text(files))
+
+
+def _text(files: dict[str, str]) -> str:
+    return to_json({"sha256": files}, indent=1) + "\n"
+
+
+def damage(directory: Path, needed: tuple[str, ...], storage: Storage = PLAIN) -> str | None:
+    """What is wrong with a directory that has a manifest; None if it is intact.
+
+    Files that the manifest does not name are ignored, since operating systems add some.
+
+    Args:
+        needed: files that the manifest must name.
+    """
+    manifest = directory / MANIFEST
+    if not storage.is_file(manifest):
+        return f"{MANIFEST} is missing"
+    try:
+        data = storage.read(manifest)
+        files = parse_object(data, str(manifest)).get("sha256")
+        as_written = isinstance(files, dict) and data == _text(files).encode()
+    except UserError as error:
+        return f"{MANIFEST} cannot be read ({error.problem})"
+    if not isinstance(files, dict) or not as_written or not set(needed) <= set(files):
+        return f"{MANIFEST} is not valid"
+    for name, digest in files.items():
+        if Path(name).name != name or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            return f"{MANIFEST} is not valid"
+        try:
+            if not storage.is_file(directory / name):
+                return f"{name} is missing"
+            if storage.digest(directory / name) != digest:
+                return f"{name} has changed (its SHA-256 differs)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+# The files that a checkpoint has of what is trained, by the first of them.
+ADAPTER_FILES = (WEIGHTS, CONFIG)
+CONSTANT_FILES = ("constants.safetensors",)
+
+
+class Damaged(ValueError):
+    """What is wrong with the files of a checkpoint, for a sentence about it."""
+
+
+class Subject(Protocol):
+    """What a run trains in its slot: where it begins, and the files that it is saved in."""
+
+    files: ClassVar[tuple[str, ...]]  # of a checkpoint and of the finished run; the first has the parameters
+
+    def described(self) -> tuple[str, str]:
+        """A label and a text, for the summary before a run: ('adapter', 'rank 16 on all-linear')."""
+
+    def place_initial(self, session: Session, slot: int) -> None:
+        """Uploads the parameters that the run starts from. The base's weights are loaded."""
+
+    def place_first(self, session: Session, slot: int, resumed_from: Path | None, storage: Storage = PLAIN) -> None:
+        """`place_initial` of a run that may have been resumed."""
+
+    def place(self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None) -> None:
+        """Uploads those of an intact checkpoint. Raises Damaged if they are not those of this run.
+
+        contents: of its files by name, if they are not plain ones.
+        """
+
+    def saved(self, session: Session, slot: int) -> dict[str, bytes]:
+        """The contents of `files`."""
+
+    def last_steps(self, total: int) -> int:
+        """The steps at the end of a run of `total` that differ from those before them; 0 if none do."""
+
+    def before_step(self, session: Session, ending: bool) -> None:
+        """Called before passes. ending: whether they belong to the last steps."""
+
+    def write(self, session: Session, slot: int, directory: Path) -> None:
+        """Writes to a run's directory what its result has besides `files`, which are there already."""

@@ -1,0 +1,227 @@
+"""Follows the runs of a job: their entries in the user's run log, and the trackers that they are reported to."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.bounded import read_json
+from wgpu_lora.data import Prepared
+from wgpu_lora.errors import DeviceWarning, UserError
+from wgpu_lora.events import SILENT, Events
+from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.track.hardware.sampler import Sampler
+from wgpu_lora.track.remote import Remote
+from wgpu_lora.track.report_to import trackers_of
+from wgpu_lora.track.run_log import (
+    FAILED,
+    HELD_OUT,
+    KILLED,
+    STOPPED,
+    TRAINING,
+    DataFile,
+    Entry,
+    Git,
+    Losses,
+    git_state,
+    run_name,
+    wanted,
+)
+from wgpu_lora.track.run_recorder import Recording, device_facts, given_options, status_of
+from wgpu_lora.track.secret_masking import masked
+from wgpu_lora.track.trackers.base import Tracked
+from wgpu_lora.train.run.adapter_run import Follower, Run
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.train.run.run_checkpoint import BEST
+from wgpu_lora.train.run.stop_reasons import STOP_TEXT
+from wgpu_lora.train.run.training_log import LOG, read_log
+
+FILE = "tracking.json"  # the id of a directory's run
+
+
+@dataclass
+class Followed(Follower):
+    """A run in the run log."""
+
+    run: Run
+    recording: Recording
+    sampler: Sampler
+    events: Events
+    group: str | None
+    over: bool = False
+    trackers: list[Remote] = field(default_factory=list)
+
+    _shown: set[str] = field(default_factory=set)
+    _sampled: float = field(default_factory=time.monotonic)
+
+    def placed(self) -> None:
+        self.sampler.start()
+        write_bytes_atomic(self.run.directory / FILE, (json.dumps({"id": self.recording.entry.id}) + "\n").encode())
+        entry, run = self.recording.entry, self.run
+        name = entry.name + (f" {run.name}" if run.name else "")
+        where = str(run.directory.resolve())
+        tracked = Tracked(
+            entry.id, name, where, self.group, masked(run.args.notes), masked(entry.config), run.state.step
+        )
+        self.trackers = [Remote(tracker, tracked) for tracker in trackers_of(run.args.report_to)]
+
+    def status(self) -> dict[str, float]:
+        begin, self._sampled = self._sampled, time.monotonic()
+        if said := self.sampler.warning():
+            warnings.warn(said, DeviceWarning, stacklevel=2)
+        return self.sampler.since(begin)
+
+    def logged(self, line: Mapping[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(metrics_of(line), int(line["step"]))
+        self._show()
+
+    def _show(self) -> None:
+        """Tell, once, where each tracker shows the run."""
+        for tracker in self.trackers:
+            if tracker.place and tracker.place not in self._shown:
+                self._shown.add(tracker.place)
+                self.events.tracked(tracker.name, tracker.place, self.run.name)
+
+    def end(self, record: RunRecord) -> None:
+        state, self.over = record.state, True
+        outputs = [place for place in (self.run.directory, self.run.directory / BEST) if place.is_dir()]
+        status = STOPPED if record.outcome == "stopped early" else record.outcome
+        self.recording.end(
+            status,
+            losses_of(self.run),
+            seconds=round(state.seconds, 3),
+            steps=state.step,
+            tokens=state.tokens,
+            outputs=[str(place.resolve()) for place in outputs],
+            error=STOP_TEXT[record.stop_reason] if status == FAILED else None,
+        )
+        self._close(status)
+
+    def fail(self, error: BaseException) -> None:
+        """Called when an exception has ended the job before the run."""
+        if not self.over:
+            found = status_of(error)
+            if self.run.stream.prepared.account.source.private and found.get("error"):
+                found["error"] = type(error).__name__  # its message may have something of the rows
+            self.recording.end(**found)
+            self._close(found["status"])
+
+    def _close(self, status: str) -> None:
+        for tracker in self.trackers:
+            tracker.finish(status)
+        self._show()
+
+
+class Following(Events):
+    """Passes what is logged on to the trackers."""
+
+    def __init__(self, followed: Sequence[Followed]):
+        self._followed = {one.run.name: one for one in followed}
+
+    def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
+        self._followed[adapter].logged(line)
+
+
+def metrics_of(line: Mapping[str, float]) -> dict[str, float]:
+    """A line of the log by the names that transformers reports: train/loss, train/learning_rate, eval/loss."""
+    metrics = {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in line.items()
+        if name != "step"
+    }
+    return {**metrics, "train/global_step": line["step"]}
+
+
+@contextmanager
+def following(runs: Sequence[Run], device: DeviceInfo, home: Path, events: Events = SILENT) -> Iterator[Following]:
+    """Follow the runs of a job in the block. What is still running when an exception leaves it has failed.
+
+    home: directory of the job's record.
+    """
+    followed: list[Followed] = []
+    sampler = Sampler(device)
+    git = git_state() if any(wanted(run.args.run_log) for run in runs) else None  # once, since it may take a while
+    try:
+        for run in runs:
+            run.follower = one = _begun(run, device, home, git, sampler, events)
+            followed.append(one)
+        yield Following(followed)
+    except BaseException as error:
+        for one in followed:
+            one.fail(error)
+        raise
+    finally:
+        sampler.stop()
+        for run in runs:
+            run.follower = Follower()
+
+
+def _begun(run: Run, device: DeviceInfo, home: Path, git: Git | None, sampler: Sampler, events: Events) -> Followed:
+    args = run.args
+    recording = Recording.of(
+        "finetune",
+        run_name(args.model, args.base_dtype, True, args.use_rslora, args.objective, args.compute_dtype),
+        args.run_log,
+        resumed=logged_id(run.directory) if args.resume else None,
+        objective=args.objective,
+        adapter=run.name,
+        pipeline=str(home.resolve()) if run.name is not None else None,
+        goal=args.goal,
+        notes=args.notes,
+        git=git,
+        device=device_facts(device),
+        config=given_options(args.as_dict()),
+        data=_file(run.stream.prepared),
+        eval_data=_file(run.heldout) if run.heldout else None,
+        outputs=[str(run.directory.resolve())],
+    )
+    return Followed(run, recording, sampler, events, recording.entry.pipeline and home.resolve().name)
+
+
+def _file(prepared: Prepared) -> DataFile:
+    return DataFile(prepared.path, prepared.digest)
+
+
+def logged_id(directory: Path) -> str | None:
+    """The id of a directory's run; None if it has none, or a damaged one."""
+    with suppress(UserError):
+        found = read_json(directory / FILE).get("id")
+        return found if isinstance(found, str) and found.isascii() and 0 < len(found) <= 64 else None
+    return None
+
+
+def losses_of(run: Run) -> Losses:
+    """The held-out losses or, if no rows are held out, the logged training losses: first, lowest and last.
+
+    Steps that are not logged yet count like a line.
+    """
+    state = run.state
+    if run.heldout:
+        return Losses(HELD_OUT, state.first_eval_loss, state.best_eval_loss, state.last_eval_loss)
+    lines = read_log(run.log.path) if run.log.path.is_file() else []
+    return _losses([*lines, {"loss": statistics.fmean(state.pending)}] if state.pending else lines, "loss", TRAINING)
+
+
+def _losses(lines: Sequence[Mapping[str, float]], name: str, of: str) -> Losses:
+    logged = [line[name] for line in lines if name in line]
+    return Losses(of, logged[0], min(logged), logged[-1]) if logged else Losses(of)
+
+
+def with_log(entry: Entry) -> Entry:
+    """An entry of the run log; of a killed run, with what its log.jsonl says, if that is still the run's."""
+    path = Path(entry.outputs[0]) / LOG if entry.outputs else None
+    if entry.status != KILLED or not path or logged_id(path.parent) != entry.id or not path.is_file():
+        return entry
+    lines = read_log(path)
+    held = _losses(lines, "eval_loss", HELD_OUT)
+    found = held if held.final is not None else _losses(lines, "loss", TRAINING)
+    last = lines[-1] if lines else {}
+    return replace(entry, losses=found, steps=last.get("step"), tokens=last.get("tokens"), seconds=last.get("seconds"))

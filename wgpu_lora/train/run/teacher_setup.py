@@ -1,0 +1,245 @@
+"""A run's teacher: a model that is opened and fits the student, or caches that fit the data."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from wgpu_lora.data import Prepared
+from wgpu_lora.data.template import now
+from wgpu_lora.distill.teacher import MOST, Kept
+from wgpu_lora.distill.teacher_cache import TeacherCache, read_header, template_digest
+from wgpu_lora.distill.teacher_cache_writer import Plan, plan_cache, standing, write_cache
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import Evaluating, Events, Passing
+from wgpu_lora.gpu.device_errors import advising
+from wgpu_lora.infer.named_adapters import on_device
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.models.model_files import ModelFiles
+from wgpu_lora.names.spelling import flag, naming, renamed, setting
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.run.adapter_init import frozen_adapter
+from wgpu_lora.train.run.adapter_run import AdapterRun
+from wgpu_lora.train.session.data_stream import heldout_options
+from wgpu_lora.train.session.live_teachers import LiveTeacher
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+
+RANDOM = 128  # tokens that a live teacher's rest is estimated from, at other temperatures than 1
+
+
+def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher | None:
+    """The model in --teacher; None without. Raises UserError if it cannot be read or does not fit the student."""
+    if args.objective != "kd" or args.teacher is None:
+        return None
+    model = _opened(args, student)
+    ours, theirs = student.config.vocab_size, model.config.vocab_size
+    if ours != theirs:
+        raise UserError(
+            f"The teacher {args.teacher} has a vocabulary of {theirs:,} tokens, but {student.name} one of {ours:,}: "
+            "use a teacher with the student's tokenizer."
+        )
+    positions = model.config.max_position_embeddings
+    if args.length > positions:
+        raise UserError(
+            f"{setting('max_length', args.length)} is more than the {positions} positions of the teacher "
+            f"{args.teacher}: lower it to {positions}."
+        )
+    digests = [one.tokenizer.digest for one in (student, model) if one.tokenizer]
+    if len(set(digests)) > 1:
+        raise UserError(
+            f"The teacher {args.teacher} has another tokenizer than {student.name}: use a teacher with the same."
+        )
+    kept = args.teacher_top_k
+    if kept > theirs:
+        raise UserError(
+            f"{setting('teacher_top_k', kept)} is more than the teacher's vocabulary of {theirs:,}: lower it."
+        )
+    if MOST < kept < theirs:
+        raise UserError(f"{setting('teacher_top_k', kept)} is more than {MOST:,}: lower it.")
+    random = 0 if args.temperature == 1 else min(RANDOM, theirs - kept)
+    adapter = None
+    if args.teacher_adapter:
+        found = frozen_adapter(args.teacher_adapter, model.config)
+        adapter = found.spec, found.matrices, found.digest
+    return LiveTeacher(model, Kept(kept, random, args.seed), args.temperature, adapter)
+
+
+def _opened(args: TrainingArguments, student: LoadedModel) -> LoadedModel:
+    """The teacher, which keeps the base format that it is stored in. If the student is stored in one, or its
+    constants are trained, it has the default format: in the student's, it would be as rounded as the student is."""
+    rounded = student.config.packed or args.train == "quant-scales"
+    wanted = DEFAULT_FORMAT if rounded else student.decoder.base_dtype
+    with naming(renamed({"base_dtype": "teacher_base_dtype"})):
+        model = open_model(args.teacher or "", student.device, args.teacher_base_dtype or DEFAULT_FORMAT)
+        if args.teacher_base_dtype or model.config.packed or wanted == DEFAULT_FORMAT:
+            return model
+        return open_model(args.teacher or "", student.device, wanted)
+
+
+def with_cached_length(args: TrainingArguments) -> TrainingArguments:
+    """The options with the length of the rows in --teacher-cache, unless another is given."""
+    if args.objective != "kd" or args.teacher_cache is None or args.max_length is not None:
+        return args
+    return replace(args, max_length=TeacherCache.open(args.teacher_cache).length)
+
+
+def with_template_date(
+    args: TrainingArguments, model: LoadedModel | ModelFiles, date: str | None = None
+) -> TrainingArguments:
+    """The options with the date that the chat template prints: that of the teacher cache, else `date`, else now.
+
+    A resumed run has one already, so that its rows stay the same.
+    """
+    if args.template_date is not None or model.tokenizer is None or not model.tokenizer.prints_date:
+        return args
+    cached = args.objective == "kd" and args.teacher_cache is not None
+    own = read_header(Path(args.teacher_cache or "")).template_date if cached else None
+    return replace(args, template_date=own or date or now())
+
+
+def check_caches(
+    args: TrainingArguments, student: LoadedModel, prepared: Prepared, heldout: Prepared | None
+) -> str | None:
+    """Raise UserError unless the caches have these rows, for this student; returns a digest of them, None without."""
+    if args.objective != "kd" or args.teacher_cache is None:
+        return None
+    caches = [(args, prepared)]
+    own, split = args.eval_teacher_cache, args.validation_split is not None
+    if heldout and not (own or split):
+        raise UserError(
+            f"The held-out rows {heldout.path} need a teacher cache of their own: give {flag('eval_teacher_cache')}, "
+            f"or hold out rows of {flag('data')} with {flag('validation_split')}."
+        )
+    if own and (split or not heldout):
+        said = setting("validation_split", args.validation_split)
+        why = f"with {said} they are in {flag('teacher_cache')}" if split else "there are none"
+        raise UserError(f"{flag('eval_teacher_cache')} is for held-out rows of their own, but {why}: leave it out.")
+    if heldout:
+        caches.append((heldout_options(args), heldout))
+    opened = [(checked_cache(options, student, rows), options) for options, rows in caches]
+    kept = {cache.kept for cache, _ in opened}
+    if len(kept) > 1:
+        raise UserError(
+            f"{flag('teacher_cache')} and {flag('eval_teacher_cache')} keep {opened[0][0].kept:,} and "
+            f"{opened[1][0].kept:,} tokens per position: make them with the same."
+        )
+    return opened[0][0].digest()
+
+
+def checked_cache(args: TrainingArguments, student: LoadedModel, rows: Prepared) -> TeacherCache:
+    """A cache of the rows' teacher. Raises UserError if it does not fit the rows, the student or the temperature."""
+    cache = TeacherCache.open(args.teacher_cache or "")
+    vocabulary = student.config.vocab_size
+    if cache.vocab_size != vocabulary:
+        raise UserError(
+            f"The teacher of {cache.path} has a vocabulary of {cache.vocab_size:,} tokens, but {student.name} one of "
+            f"{vocabulary:,}: use a teacher with the student's tokenizer."
+        )
+    cache.check(rows, student.tokenizer, args.template_kwargs())
+    if args.temperature != 1 and not cache.random and cache.kept < vocabulary:
+        raise UserError(
+            f"The teacher cache {cache.path} has no random tokens, which {setting('temperature', args.temperature)} "
+            f"needs: make it with {flag('random')}, or use {setting('temperature', 1)}."
+        )
+    return cache
+
+
+BATCH_TOKENS = 1024  # computed at a time
+LOGITS = "f32"  # a live teacher's, so that training gets the same numbers
+
+
+def cache_plans(run: AdapterRun, student: LoadedModel) -> dict[str, Plan]:
+    """The caches that replace a run's live teacher, by the options that name them: `teacher_cache` and, if the held-out
+    rows are data of their own, `eval_teacher_cache`.
+
+    Raises:
+        UserError: the run has no live teacher.
+    """
+    live, args = _teacher(run), run.args
+    rows = {"teacher_cache": run.stream.prepared}
+    if run.heldout and args.validation_split is not None:
+        rows["teacher_cache"] = _joined(run.stream.prepared, run.heldout)
+    elif run.heldout:
+        rows["eval_teacher_cache"] = run.heldout
+    names = (
+        "compute_dtype",
+        "on_overflow",
+        "completion_only_loss",
+        "enable_thinking",
+        "template_date",
+        "skip_bad_rows",
+    )
+    tokenizer = student.tokenizer.digest if student.tokenizer else None
+    template = template_digest(student.tokenizer, args.template_kwargs())  # the student's encodes the rows
+    plans = {}
+    for name, prepared in rows.items():
+        plan = plan_cache(
+            live.model,
+            prepared,
+            live.kept if live.kept.random else replace(live.kept, seed=0),  # which nothing is drawn with
+            logits=LOGITS,
+            samples=None,
+            batch_tokens=BATCH_TOKENS,
+            template_kwargs=args.template_kwargs(),
+            teacher={"adapter": live.adapter[2] if live.adapter else None, "config": live.model.config.digest()},
+            options={option: getattr(args, option) for option in names},
+        )
+        plans[name] = replace(plan, header=replace(plan.header, tokenizer=tokenizer, template=template))
+    return plans
+
+
+def caches_digest(run: AdapterRun, plans: dict[str, Plan]) -> str:
+    """Equal for runs that the same caches serve, wherever their files are; 32 hexadecimal digits."""
+    live = _teacher(run)
+    headers = {name: {**asdict(plan.header), "data": plan.header.data["sha256"]} for name, plan in plans.items()}
+    for header in headers.values():
+        header["teacher"] = [live.digest(), header["teacher"]["config"]]  # without its name
+    return hashlib.sha256(to_json(headers, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def write_caches(run: AdapterRun, student: LoadedModel, output: Path, events: Events) -> dict[str, str]:
+    """Write the caches of `cache_plans` into directories below `output` that are named as the options; shards that are
+    finished there are kept. Returns the directories, by option.
+
+    Raises:
+        UserError: as `write_cache` and `standing`.
+    """
+    live, plans = _teacher(run), cache_plans(run, student)
+    places = {name: output / name for name in plans}
+    done = {name: standing(places[name], plan) for name, plan in plans.items()}
+    adapter = run.args.teacher_adapter
+    with (
+        on_device(live.model, [adapter] if live.adapter and adapter else []) as adapters,
+        advising("teacher", "teacher_top_k"),
+    ):
+        before, total = 0, sum(len(plan.rows) for plan in plans.values())
+        for name, plan in plans.items():
+            told = _Together(before, total, events)
+            write_cache(places[name], plan, done[name], live.model, adapters, run.args.compute_dtype, told)
+            before += len(plan.rows)
+    return {name: str(place) for name, place in places.items()}
+
+
+class _Together(Passing):
+    """Counts the rows of all caches together."""
+
+    def __init__(self, before: int, total: int, events: Events):
+        super().__init__(events)
+        self._before, self._total = before, total
+
+    def evaluating(self, evaluating: Evaluating) -> None:
+        super().evaluating(replace(evaluating, rows=self._before + evaluating.rows, total=self._total))
+
+
+def _teacher(run: AdapterRun) -> LiveTeacher:
+    if run.teacher is None:
+        raise UserError(f"The run has no {flag('teacher')} that could be cached: give it one.")
+    return run.teacher
+
+
+def _joined(rows: Prepared, heldout: Prepared) -> Prepared:
+    """All rows of data that some were held out of."""
+    both = sorted([*rows.rows, *heldout.rows], key=lambda row: row.index)
+    return replace(rows, rows=both, values=(), keys=rows.keys[:0])

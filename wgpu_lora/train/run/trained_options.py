@@ -1,0 +1,152 @@
+"""Default maximum length of rows: as the model allows or, for evaluation, as the adapter was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import read_json
+from wgpu_lora.data import Prepared, Row
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.train.option_types import check
+from wgpu_lora.train.options.training_arguments import LENGTH, TrainingArguments
+from wgpu_lora.train.run.records import RUN
+from wgpu_lora.train.run.run_checkpoint import METADATA
+
+# How rows are encoded if neither the user nor an adapter specifies it.
+ROWS: dict[str, Any] = {
+    "on_overflow": "truncate",
+    "completion_only_loss": True,
+    "enable_thinking": None,
+    "template_date": None,
+}
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """How rows are encoded for evaluation; `note` names unusual choices, or is ''."""
+
+    max_length: int
+    on_overflow: str
+    completion_only_loss: bool
+    enable_thinking: bool | None
+    template_date: str | None
+    note: str
+
+
+def fit_length(args: TrainingArguments, positions: int) -> tuple[TrainingArguments, str]:
+    """The options with a max_length that fits the model's number of positions, and a note.
+
+    Raises:
+        UserError: max_length was given and is larger.
+    """
+    if args.max_length is None:
+        chosen = min(LENGTH, positions)
+        note = f"rows of at most {chosen:,} tokens, the number of positions of this model" if chosen < LENGTH else ""
+        return replace(args, max_length=chosen), note
+    _refuse_longer(args.max_length, positions)
+    return args, ""
+
+
+def shortened(prepared: Prepared, args: TrainingArguments) -> Prepared:
+    """Rows as they would be with a smaller max_length, for planning; their summary stays the same."""
+    length, drop = args.length, args.on_overflow == "drop"
+
+    def cut(row: Row) -> Row:
+        return replace(row, input_ids=row.input_ids[:length], labels=row.labels[:length])
+
+    kept = {}
+    for number, rows in enumerate(prepared.samples):
+        shorter = [cut(row) for row in rows]
+        whole = all(row.trained_tokens for row in shorter)
+        if whole and not (drop and any(len(row.input_ids) > length for row in rows)):
+            kept[number] = shorter
+    if not kept:
+        raise UserError(f"{setting('max_length', length)} leaves no row with trained tokens: raise it.")
+    values = tuple(prepared.values[number] for number in kept) if prepared.values else ()
+    left = [row for rows in kept.values() for row in rows]
+    keys = prepared.keys[[*kept]] if len(prepared.keys) else prepared.keys
+    return replace(prepared, rows=left, values=values, max_length=length, keys=keys)
+
+
+def fit_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> RowOptions:
+    """How to encode rows for evaluation: as given, else as the adapters were trained, else as the model allows.
+
+    Args:
+        given: max_length and the names in ROWS; None means not given.
+        positions: of the model.
+
+    Raises:
+        UserError: a given value is invalid.
+    """
+    said = check_rows(given)
+    trained = _agreed([_trained_with(Path(adapter)) for adapter in adapters])
+    of_adapters = {name: value for name, value in trained.items() if name not in said}
+    length = of_adapters.pop("max_length", None)
+    notes = [setting(name, value) for name, value in of_adapters.items() if value != ROWS[name]]
+    if "max_length" in said:
+        _refuse_longer(said["max_length"], positions)
+    elif length is not None and length <= positions:
+        said["max_length"] = length
+        notes[:0] = [setting("max_length", length)] if length != min(LENGTH, positions) else []
+    note = f"{', '.join(notes)}, as in training" if notes else ""
+    if "max_length" not in said:
+        said["max_length"] = min(LENGTH, positions)
+        if said["max_length"] < LENGTH:
+            short = f"rows of at most {positions:,} tokens, the number of positions of this model"
+            note = f"{short}; {note}" if note else short
+    return RowOptions(**{**ROWS, **of_adapters, **said}, note=note)
+
+
+def check_rows(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given values of max_length and ROWS. Raises UserError if no model allows a value."""
+    said = {name: value for name in ("max_length", *ROWS) if (value := given.get(name)) is not None}
+    for name, value in said.items():
+        check(name, value, TrainingArguments.__dataclass_fields__[name].metadata)
+    return said
+
+
+def _refuse_longer(length: int, positions: int) -> None:
+    if length > positions:
+        raise UserError(
+            f"{setting('max_length', length)} is more than this model's {positions} positions: lower it to "
+            f"{positions}, or leave {flag('max_length')} out."
+        )
+
+
+def _trained_with(adapter: Path) -> dict[str, Any]:
+    """The training options of an adapter, from its run.json or its checkpoint's metadata.json.
+
+    These files are untrusted: a file with an invalid value is ignored.
+    """
+    for name in (RUN, METADATA):
+        try:
+            options = read_json(adapter / name).get("options")
+            if isinstance(options, dict):
+                return _sound(options)
+        except UserError:
+            continue
+    return {}
+
+
+def _sound(options: Mapping[str, Any]) -> dict[str, Any]:
+    declared, found = TrainingArguments.__dataclass_fields__, {}
+    for name in ("max_length", *ROWS):
+        value = options.get(name)
+        kind = {"max_length": int, "on_overflow": str, "template_date": str}.get(name, bool)
+        if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+            check(name, value, declared[name].metadata)
+            found[name] = value
+    return found
+
+
+def _agreed(trained: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings for adapters that are evaluated on the same rows: those they agree on, and the longest length."""
+    if not trained or not all(trained):
+        return {}
+    agreed = {name: value for name, value in trained[0].items() if all(one.get(name) == value for one in trained)}
+    lengths = [one["max_length"] for one in trained if "max_length" in one]
+    return agreed | ({"max_length": max(lengths)} if lengths else {})

@@ -1,0 +1,1 @@
+"""Recorded programs and buffers of a run on a device."""

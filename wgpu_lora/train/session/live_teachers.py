@@ -1,0 +1,182 @@
+"""Models that run beside the student and say what its objectives learn from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from wgpu_lora.distill.teacher import Kept, Teacher
+from wgpu_lora.distill.teacher_logits import targets_of, teacher_rows
+from wgpu_lora.errors import NotFiniteError
+from wgpu_lora.events import Events
+from wgpu_lora.formats.peft_adapter import Matrices
+from wgpu_lora.gpu.program import Arena, Program
+from wgpu_lora.gpu.tensor import Storage
+from wgpu_lora.gpu.tuning_cache import Choices
+from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec, fix_gains
+from wgpu_lora.models.batch_inputs import Tables
+from wgpu_lora.models.loaded_model import LoadedModel, staging_bytes
+from wgpu_lora.train.objectives.objective import Group
+
+Key = tuple[Path, str]  # of a model's weights: its path and base dtype
+
+
+@dataclass(frozen=True, eq=False)
+class LiveTeacher:
+    """A slot's teacher. adapter: its spec, matrices and digest. temperature: of its distribution."""
+
+    model: LoadedModel
+    kept: Kept
+    temperature: float
+    adapter: tuple[SlotSpec, Matrices, str] | None = None
+
+    @property
+    def key(self) -> Key:
+        """Equal for models that are loaded once."""
+        return _key(self.model)
+
+    def digest(self) -> str:
+        """SHA-256 of what its logits depend on."""
+        adapter = self.adapter[2] if self.adapter else ""
+        whole = [self.model.checkpoint.digest(), self.model.config.digest(), adapter]
+        return hashlib.sha256("\n".join(whole).encode()).hexdigest()
+
+
+def _key(model: LoadedModel) -> Key:
+    return model.path.resolve(), model.decoder.base_dtype
+
+
+class Teachers:
+    """The live teachers of a session. Those with the same weights are one model, which may be the student's base.
+
+    Args:
+        taught: by slot.
+        buckets: batch sizes in tokens. positions: length of the longest row.
+        tables: the student's.
+        shared: whether the student's base is frozen, so that it may be a teacher's, too.
+    """
+
+    def __init__(
+        self,
+        student: LoadedModel,
+        taught: Mapping[int, LiveTeacher],
+        buckets: Sequence[int],
+        positions: int,
+        tables: Tables,
+        compute_dtype: str,
+        shared: bool = True,
+    ):
+        self.models: list[LoadedModel] = []  # other than the student
+        self._taught, self._device = taught, student.device
+        self.groups: list[_Group] = []
+        models, all_tables = dict[Key, LoadedModel](), dict[Key, Tables]()
+        if shared:
+            models[_key(student)], all_tables[_key(student)] = student, tables
+        for live in taught.values():
+            if live.key not in models:
+                models[live.key] = live.model
+                all_tables[live.key] = Tables.declare(live.model.config.tables(), positions)
+                self.models.append(live.model)
+                for storage in live.model.decoder.storages():
+                    storage.group = "teacher"
+        self._tables = [made for made in all_tables.values() if made is not tables]
+        for key, kept in dict.fromkeys((live.key, live.kept) for live in taught.values()):
+            mine = {slot: live for slot, live in taught.items() if (live.key, live.kept) == (key, kept)}
+            self.groups.append(_Group(models[key], mine, buckets, all_tables[key], kept, compute_dtype))
+
+    def programs(self) -> list[Program]:
+        return [program for group in self.groups for program in group.teacher.programs()]
+
+    def storages(self) -> set[Storage]:
+        found: set[Storage] = set()
+        weights = (model.decoder.storages() for model in self.models)
+        return found.union(*weights, *(t.storages() for t in self._tables), *(g.storages() for g in self.groups))
+
+    def base_bytes(self, loaded: bool | None = None) -> int:
+        """Bytes of the weights that are not the student's; of those that are on the device, if `loaded`."""
+        chosen = [model for model in self.models if model.weights_loaded or not loaded]
+        return sum(storage.nbytes for storage in {s for model in chosen for s in model.decoder.storages()})
+
+    def staging_bytes(self) -> int:
+        """Bytes that loading needs beside the weights, at most."""
+        return max((staging_bytes(model.decoder) for model in self.models), default=0)
+
+    def load(self, events: Events) -> None:
+        """Load the weights. Raises UserError."""
+        for model in self.models:
+            try:
+                model.load_weights(events)
+            except NotFiniteError as error:
+                raise NotFiniteError(f"In the teacher {model.name}, {error}") from None
+
+    def weights_sha256(self, slot: int) -> str | None:
+        """That of a slot's teacher, once loaded; None without."""
+        found = [group.model.weights_sha256 for group in self.groups if slot in group.slots]
+        return found[0] if found else None
+
+    def place(self, arena: Arena, choices: Choices) -> None:
+        """Upload adapters and tables, once everything is allocated."""
+        for tables in self._tables:
+            tables.upload(self._device)
+        for group in self.groups:
+            group.place(arena, choices)
+
+    def close(self) -> None:
+        for model in self.models:
+            model.unload()
+
+    def say(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with what their teachers say, if they have one and it is not known."""
+        known = list(groups)
+        for one in self.groups:
+            asked = [i for i, group in enumerate(groups) if group.slot in one.slots and group.teacher is None]
+            if not asked:
+                continue
+            segments = [groups[i].segments[0] for i in asked]
+            supports = one.teacher.supports(
+                [replace(segment, slot=one.slots[segment.slot or 0]) for segment in segments],
+                [groups[i].index for i in asked],
+            )
+            for i, support in zip(asked, supports, strict=True):
+                temperature = self._taught[groups[i].slot].temperature
+                rows = teacher_rows(
+                    support, targets_of(groups[i].segments[0].labels), one.teacher.vocab_size, temperature
+                )
+                known[i] = replace(groups[i], teacher=rows)
+        return known
+
+
+class _Group:
+    """Slots whose teachers have the same weights and keep the same tokens, but may have adapters of their own."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        taught: Mapping[int, LiveTeacher],
+        buckets: Sequence[int],
+        tables: Tables,
+        kept: Kept,
+        compute_dtype: str,
+    ):
+        self.model = model
+        adapters = {live.adapter[2]: live.adapter for live in taught.values() if live.adapter}
+        self._matrices = [matrices for _, matrices, _ in adapters.values()]
+        numbers = {digest: number for number, digest in enumerate(adapters)}
+        self.slots = {slot: numbers[live.adapter[2]] if live.adapter else None for slot, live in taught.items()}
+        specs = [spec for spec, _, _ in adapters.values()]
+        limit = model.device.max_binding
+        self.adapters = AdapterSet.declare(model.config, specs, limit, "teacher") if specs else None
+        self.teacher = Teacher(model, self.adapters, buckets, tables, kept, compute_dtype)
+
+    def storages(self) -> set[Storage]:
+        return self.teacher.storages() | (self.adapters.storages() if self.adapters else set())
+
+    def place(self, arena: Arena, choices: Choices) -> None:
+        self.teacher.use(arena, choices)
+        if self.adapters:
+            self.adapters.upload_constants(self.teacher.device)
+            for number, matrices in enumerate(self._matrices):
+                self.adapters.write(self.teacher.device, number, matrices)
+            fix_gains(self.model, self.adapters)

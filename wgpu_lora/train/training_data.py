@@ -1,0 +1,148 @@
+"""The rows that a run trains on and holds out, prepared for its objective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from wgpu_lora.data import Prepared, Sample, Source, hold_out, prepare, training_data
+from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.models.model_files import ModelFiles
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.train.objectives import formats_of, objective_of
+from wgpu_lora.train.options.training_arguments import ROWS_PER_BATCH, TrainingArguments
+from wgpu_lora.words import counted
+
+
+def sources_of(args: TrainingArguments, rows: Mapping[str, Source] | None = None) -> tuple[Source, Source | None]:
+    """The sources of training and held-out rows. Raises UserError if they cannot be found."""
+    assert args.data is not None
+    training, held_out = training_data(
+        args.data,
+        args.eval_data,
+        split=args.split,
+        eval_split=args.eval_split,
+        dataset_config=args.dataset_config,
+        given=rows,
+    )
+    if held_out and args.validation_split is not None:
+        raise UserError(
+            f"{args.data} has held-out rows of its own, {held_out.name}: leave {flag('validation_split')} out, or name "
+            f"the file to train on with {flag('data')}."
+        )
+    return training, held_out
+
+
+def read_rows(
+    args: TrainingArguments,
+    model: LoadedModel,
+    sources: tuple[Source, Source | None],
+    formats: RowFormats[Sample] | None = None,
+) -> tuple[Prepared, Prepared | None]:
+    """Training rows, and held-out rows if there are any.
+
+    Args:
+        formats: instead of those of the objective.
+
+    Raises:
+        UserError: rows cannot be read, or there are too few to hold some out.
+    """
+    training, held_out = sources
+    prepared = prepared_for(args, model, training, formats)
+    if args.validation_split is not None:
+        return hold_out(prepared, args.validation_split, args.seed)
+    return prepared, prepared_for(args, model, held_out) if held_out else None
+
+
+def prepared_for(
+    args: TrainingArguments, model: LoadedModel | ModelFiles, source: Source, formats: RowFormats[Sample] | None = None
+) -> Prepared:
+    """The samples that the objective trains on.
+
+    Args:
+        formats: instead of those of the objective.
+
+    Raises:
+        UserError: the rows cannot be read.
+    """
+    objective = objective_of(args)
+    cut = objective.cut()
+    prepared = prepare(
+        source,
+        model.tokenizer,
+        max_length=args.length,
+        completion_only_loss=args.completion_only_loss or cut is not None,
+        on_overflow="drop" if args.on_overflow == "drop" else "truncate",
+        chat_template_kwargs=args.template_kwargs(),
+        vocab_size=model.config.vocab_size,
+        skip_bad_rows=args.skip_bad_rows,
+        formats=formats or formats_of(objective),
+        parts=objective.parts,
+        cut=cut,
+    )
+    return replace(prepared, longest_fork=model.config.longest_fork())
+
+
+FEW = 32  # steps per epoch: with fewer, batch options that were not given are adapted to the data
+ROWS = (8, 4, 2)  # rows per step that are then tried, until there are that many steps
+
+
+def fitted(
+    args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0, members: int = 1
+) -> tuple[TrainingArguments, str]:
+    """Fill in packing, rows per batch and batches per step if not given; also returns a note if the data are small.
+
+    Data are small if packed batches, 4 per step, would give fewer than FEW steps per epoch. They get 2 batches or 1 per
+    step and, if the steps are still too few, are not packed: steps of 8 rows as in TRL, or of 4 or 2 if 8 are too many,
+    in batches of no more tokens than a packed one.
+
+    Args:
+        lengths: tokens of each sample in a batch.
+        members: segments per sample, a factor of the batch size.
+        weight: batches per step, if not given, relative to an adapter of weight 1.
+    """
+    packing, rows, accumulation = args.batching
+    said = args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps
+    longest = args.length * members
+    a_batch = rows * longest if packing else rows * sum(lengths) / len(lengths)  # tokens
+
+    def few(batches: int) -> bool:
+        return sum(lengths) / (a_batch * batches) < FEW
+
+    what = "row" if members == 1 else "pair"
+    note, small = "", f"since the data are small ({counted(len(lengths), what)}, {sum(lengths):,} tokens)"
+    least = math.ceil(1 / weight)
+    if None in said and few(accumulation):
+        if packing and said[2] is None:
+            accumulation = next((n for n in (2, 1) if n >= least and not few(n)), least)
+            note = (
+                f"{counted(max(1, round(accumulation * weight)), 'packed batch', 'packed batches')} per step, {small}"
+            )
+        if few(accumulation) and not args.packing:
+            packing = False
+            rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * longest, weight)
+            batches = accumulation if said[2] else max(1, round(accumulation * weight))
+            note = f"{counted(min(rows * batches, len(lengths)), what)} per step, not packed, {small}"
+    if said[2] is None:
+        accumulation = max(1, round(accumulation * weight))
+    filled = replace(args, packing=packing, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
+    return filled, note
+
+
+def _sizes(
+    rows: int | None, accumulation: int | None, lengths: Sequence[int], most: int, weight: float
+) -> tuple[int, int]:
+    """Rows per batch and batches per step, as given or else chosen; `most`: maximum tokens of a batch."""
+    longest, least = sorted(lengths), math.ceil(1 / weight)
+    batch, batches = 1, 1
+    for a_step in (min(count, len(lengths)) for count in ROWS):
+        batch = rows or max(1, a_step // max(accumulation or 1, least))
+        while not rows and batch > 1 and sum(longest[-batch:]) > most:
+            batch //= 2
+        batches = accumulation or max(least, a_step // batch)
+        if len(lengths) / (batch * batches) >= FEW:
+            break
+    return batch, batches

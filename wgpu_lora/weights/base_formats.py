@@ -1,0 +1,71 @@
+"""The registered base formats."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import setting
+from wgpu_lora.registry import Registry
+from wgpu_lora.weights.lowbit.lowbit_layout import KINDS, PATTERN
+
+if TYPE_CHECKING:
+    from wgpu_lora.weights.base import BaseFormat, MatrixSource, PackedForm, Shared, Weight
+
+BASE_FORMATS: Registry[BaseFormat] = Registry(
+    {
+        "nf4": "wgpu_lora.weights.nf4.nf4:NF4",
+        "bf16": "wgpu_lora.weights.dense:BF16",
+        "f16": "wgpu_lora.weights.dense:F16",
+        "f32": "wgpu_lora.weights.dense:F32",
+        **{name: f"wgpu_lora.weights.lowbit.lowbit:{name.upper()}" for name in KINDS.values()},
+    },
+    others=(PATTERN, "wgpu_lora.weights.lowbit.lowbit:named"),
+)
+DEFAULT_FORMAT = next(iter(BASE_FORMATS))
+
+
+def base_format(name: str) -> BaseFormat:
+    """The format with this name.
+
+    Raises:
+        UserError: it is not registered.
+    """
+    if name not in BASE_FORMATS:
+        raise UserError(f"{setting('base_dtype', name)} is not known: choose one of {', '.join(BASE_FORMATS)}.")
+    return BASE_FORMATS[name]
+
+
+def packed_forms() -> dict[str, PackedForm]:
+    """The packed forms by the names of their formats, of those that have one."""
+    return {name: form for name, item in BASE_FORMATS.items() if (form := item.packed_form)}
+
+
+def packed_form(name: str) -> PackedForm:
+    """How checkpoints store this format.
+
+    Raises:
+        UserError: they cannot, or it is not registered.
+    """
+    form = base_format(name).packed_form
+    if form is None:
+        raise UserError(
+            f"{setting('base_dtype', name)} cannot be stored packed: choose one of {', '.join(packed_forms())}."
+        )
+    return form
+
+
+def declare(
+    base_dtype: str, shape: tuple[int, int], tensor: str, shared: Shared, stored: MatrixSource | None
+) -> Weight:
+    """Declares a frozen matrix [out, in] of a model; it is allocated and filled later.
+
+    Args:
+        base_dtype: its format if `stored` is None.
+        tensor: its name in the checkpoint.
+        stored: a checkpoint whose matrices are already stored in a base format, which is kept.
+    """
+    if stored is None:
+        return base_format(base_dtype).declare(shape, tensor, shared)
+    packed = stored.packed(tensor)
+    return base_format(packed.format if packed else stored.dtype(tensor).lower()).declare(shape, tensor, shared, packed)

@@ -1,0 +1,1 @@
+"""Low-bit tables (lut2 to lut4) and int8."""

@@ -1,0 +1,254 @@
+"""Kernels that fit lookup tables and group scales to a matrix: k-means of each row, and scales by least squares.
+
+Each row o of W [rows, in] is approximated by scale[o, i // group] * table[o, code[o, i]]. Kernels see x = w / scale,
+each with the weight importance[i] * scale^2, so what they reduce is W's own error, sum(importance (w - scale t)^2).
+Without scales (group 0), x = w. References give NaN where the result depends on the rounding of f32: a value on a
+threshold, or two ways to divide a row that are equally good.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu import reference_values
+from wgpu_lora.gpu.kernel import (
+    F32,
+    U32,
+    Dim,
+    Fixed,
+    Grid,
+    In,
+    InOut,
+    Out,
+    Place,
+    by_subgroup,
+    kernel,
+    one_per,
+    row_grid,
+)
+from wgpu_lora.gpu.reference_values import Part, picks, some_rows
+from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
+from wgpu_lora.weights.lowbit.lowbit_layout import pack, to_words
+
+BINS = 64
+SMALLEST = 2.0**-24  # of the positive f16: a scale of 0 would leave values without a quotient
+ON_EDGE = 5e-5  # of a bin: values that close to an edge are in either bin to f32
+NEAR = 4e-6  # of the largest centre: values that close to a threshold are on either side to f32
+CLOSE = 3e-6  # of a histogram's gain: ways to divide it that are closer than that are the same to f32
+
+
+def fit_part(arrays: Arrays, c: Constants) -> Part | None:
+    """Some rows of the matrix, since references of k-means take long."""
+    if c["rows"] <= reference_values.ROWS:
+        return None
+    picked = picks(c["rows"], reference_values.ROWS)
+    names = " ".join(name for name in arrays if name in ("w", "scales", "table"))
+    return some_rows(arrays, names, c["rows"], picked), {**c, "rows": picked.size}
+
+
+def _spread(c: Constants, scales: Any) -> Any:
+    """The scale of each value [rows, in]."""
+    rows, size_in = c["rows"], c["size_in"]
+    if scales is None:
+        return np.ones((rows, size_in))
+    return np.repeat(scales.reshape(rows, -1), c["group"], axis=1)
+
+
+def _weighted(c: Constants, w: Any, scales: Any, importance: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The values that k-means sees, and their weights [rows, in]."""
+    spread = _spread(c, scales)
+    return w.reshape(spread.shape) / spread, spread**2 * (1 if importance is None else importance)
+
+
+def _known(result: np.ndarray) -> np.ndarray | None:
+    """A reference's result, or None if nothing of it can be compared: the kernel is checked in another call then."""
+    return result if np.isfinite(result).any() else None
+
+
+@kernel("fit/group_largest.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+def group_largest(w: Fixed, scales: Out, *, size: Dim, group: U32, levels: F32 = 1.0) -> Any:
+    """scales[g] = max |w| / levels over the `group` values of group g, at least 2^-24, for `size` groups."""
+    largest = np.abs(w.reshape(-1)[: size * group].reshape(size, group)).max(axis=1)
+    return np.maximum(largest / levels, SMALLEST)
+
+
+@kernel("fit/round_half.wgsl", grid=lambda c: one_per(c.size), lib=("linear", "half"))
+def round_half(x: InOut, *, size: Dim) -> Any:
+    """x rounded to f16."""
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16).astype(np.float64)
+
+
+def _alone(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    """A subgroup per row, or a thread with the workgroup memory for itself."""
+    size = capabilities.subgroup_size
+    return [Tiling("broadcast", size), Tiling(lanes=1)] if size >= 4 else [Tiling(lanes=1)]
+
+
+def _group_per_row(c: Any) -> Grid:
+    return one_per(c.rows, 1)
+
+
+@kernel("fit/lut_start.wgsl.j2", grid=_group_per_row, variants=_alone, part=fit_part)
+def lut_start(
+    w: Fixed,
+    table: Out,
+    scales: In = None,
+    importance: Fixed = None,
+    *,
+    rows: Dim,
+    size_in: Dim,
+    group: U32,
+    bits: U32,
+) -> Any:
+    """table[r] [2^bits] = the best centres for a histogram of row r's values, in ascending order.
+
+    The bins are of sign(x) sqrt(|x| / max |x|), 32 on either side of 0. Every way to make 2^bits clusters of
+    successive bins is considered (dynamic programming; Wang and Song 2011).
+    """
+    x, weights = _weighted({"rows": rows, "size_in": size_in, "group": group}, w, scales, importance)
+    found = (_histogram(*one) for one in zip(x, weights, strict=True))
+    return _known(np.stack([_divided(*one, 2**bits) if one else np.full(2**bits, np.nan) for one in found]))
+
+
+def _histogram(x: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The sums of weights and of weighted values before each edge of the bins; None if a value is on one."""
+    half = BINS // 2
+    roots = np.sign(x) * np.sqrt(np.abs(x) / max(np.abs(x).max(), 1e-30))
+    places = half + half * roots
+    inner = places[(places > 0.5) & (places < BINS - 0.5) & (x != 0)]
+    if (np.abs(inner - np.rint(inner)) < ON_EDGE).any():
+        return None
+    bins = np.minimum(places, BINS - 1).astype(np.int64)
+    sums = [np.bincount(bins, values, BINS) for values in (weights, weights * x)]
+    mass, moment = (np.concatenate([[0], np.cumsum(found)]) for found in sums)
+    return mass, moment
+
+
+def _divided(mass: np.ndarray, moment: np.ndarray, count: int) -> np.ndarray:
+    """The centres of the best division of a histogram, or NaN if another is as good to f32."""
+    between, moments = mass[None] - mass[:, None], moment[None] - moment[:, None]
+    filled = between > 1e-6 * mass[-1]
+    gain = np.where(filled, moments**2 / np.where(filled, between, 1), 0.0)
+    gain[np.tril_indices(mass.size, -1)] = -np.inf
+    gains = [gain[0]]
+    for _ in range(count - 1):
+        gains.append((gains[-1][:, None] + gain).max(axis=0))
+    table, stop, centre = np.zeros(count), mass.size - 1, 0.0
+    for k in reversed(range(count)):
+        ways = gains[k - 1] + gain[:, stop] if k else np.zeros(1)
+        cut = int(ways.argmax())
+        others = (ways > ways[cut] - CLOSE * gains[-1][-1]) & (between[cut, : ways.size] != 0)
+        if others.any():
+            return np.full(count, np.nan)
+        if filled[cut, stop]:
+            centre = moments[cut, stop] / between[cut, stop]
+        table[k], stop = centre, cut
+    return table
+
+
+@kernel("fit/lut_lloyd.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=fit_part)
+def lut_lloyd(
+    w: Fixed,
+    table: InOut,
+    scales: In = None,
+    importance: Fixed = None,
+    *,
+    rows: Dim,
+    size_in: Dim,
+    group: U32,
+    bits: U32,
+    iterations: Dim,
+) -> Any:
+    """table[r] after `iterations` of k-means (Lloyd 1982): each centre becomes the mean of the values nearest to it.
+
+    Centres are in ascending order, and of two that are equally near the lower one is taken. A cluster with less than a
+    millionth of the weight keeps its centre.
+    """
+    x, weights = _weighted({"rows": rows, "size_in": size_in, "group": group}, w, scales, importance)
+    found = table.reshape(rows, 2**bits).copy()
+    for own, values, mass in zip(found, x, weights, strict=True):
+        for _ in range(iterations):
+            codes, close = _nearest(values, own)
+            if close.any():
+                own[:] = np.nan
+                break
+            masses, moments = (np.bincount(codes, terms, own.size) for terms in (mass, mass * values))
+            filled = masses > 1e-6 * masses.sum()
+            own[filled] = moments[filled] / masses[filled]
+    return _known(found)
+
+
+@kernel("fit/lut_rescale.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=fit_part)
+def lut_rescale(
+    w: Fixed,
+    table: In,
+    scales: InOut,
+    importance: Fixed = None,
+    *,
+    rows: Dim,
+    size_in: Dim,
+    group: U32,
+    bits: U32,
+) -> Any:
+    """scales[r, g] = sum(importance w t) / sum(importance t^2) over group g, t being the centre nearest to w / scale.
+
+    A scale stays as it is if that is not positive, and is at least 2^-24.
+    """
+    x, _ = _weighted({"rows": rows, "size_in": size_in, "group": group}, w, scales, None)
+    tables = table.reshape(rows, 2**bits)
+    found = [_nearest(values, own) for values, own in zip(x, tables, strict=True)]
+    chosen = np.stack([own[codes] for (codes, _), own in zip(found, tables, strict=True)])
+    close = np.stack([close for _, close in found]).reshape(rows, -1, group).any(axis=2)
+    weights = np.ones(size_in) if importance is None else importance
+    sums = [
+        (weights * chosen * other).reshape(rows, -1, group).sum(axis=2) for other in (w.reshape(rows, size_in), chosen)
+    ]
+    fits = (sums[0] > 0) & (sums[1] > 0)
+    fitted = np.where(fits, sums[0] / np.where(fits, sums[1], 1), scales.reshape(rows, -1))
+    return _known(np.where(close, np.nan, np.maximum(fitted, SMALLEST)))
+
+
+def _nearest(values: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The codes of the nearest centres, and whether another one is as near to f32."""
+    between = (own[1:] + own[:-1]) / 2
+    codes = np.searchsorted(between, values)
+    sides = [np.abs(values - between[np.clip(codes + at, 0, between.size - 1)]) for at in (-1, 0)]
+    same = np.append(np.diff(own) == 0, False)[np.minimum(codes, own.size - 1)]  # of equal centres either is right
+    return codes, (np.minimum(*sides) < NEAR * np.abs(own).max()) & ~same
+
+
+@kernel("fit/lowbit_encode.wgsl.j2", grid=lambda c: one_per(c.rows * -(-c.size_in // 32)), lib=("linear",))
+def lowbit_encode(
+    w: Fixed,
+    codes: InOut,
+    table: In = None,
+    scales: In = None,
+    *,
+    rows: Dim,
+    first: Place[Dim],
+    out: Dim,
+    size_in: Dim,
+    group: U32,
+    bits: U32,
+) -> Any:
+    """codes u32 [word_rows, out], columns from `first` on = the nearest codes of w / scale [rows, in], packed.
+
+    scales: [rows, in / group] or, in group 0, [rows]. Of two table values that are equally near, the lower one
+    is taken. 8 bits are the nearest integers, from -127 to 127.
+    """
+    x = w.reshape(rows, size_in)
+    if scales is not None:
+        x = x / np.repeat(scales.reshape(rows, -1), group or size_in, axis=1)
+    if table is None:
+        found = np.rint(x).clip(-127, 127).astype(np.int8)
+    else:
+        tables = table.reshape(rows, 2**bits)
+        pairs = zip(x, tables, strict=True)
+        chosen = [np.searchsorted((own[1:] + own[:-1]) / 2, values) for values, own in pairs]
+        found = np.stack(chosen).astype(np.uint8)
+    result = codes.reshape(-1, out).copy()
+    result[:, first : first + rows] = to_words(pack(found, bits), size_in, bits)
+    return result

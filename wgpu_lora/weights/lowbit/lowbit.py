@@ -1,0 +1,260 @@
+"""Low-bit base formats: codes of 2, 3 or 4 bits with a table per row, or of 8 bits, with scales of groups of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, joined, persistent, whole
+from wgpu_lora.names.spelling import setting
+from wgpu_lora.ops.linear import FrozenMatrix
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.trained_matrix import F16_MAX
+from wgpu_lora.weights.base import Loading, MatrixSource, Packed, Shared, Weight, read, write
+from wgpu_lora.weights.lowbit.kmeans_reference import fit, fit_int8
+from wgpu_lora.weights.lowbit.lowbit_files import F32, LowBitFiles
+from wgpu_lora.weights.lowbit.lowbit_layout import (
+    GROUPS,
+    KINDS,
+    ROW,
+    Mix,
+    Scheme,
+    constant_count,
+    decode,
+    entries,
+    format_of,
+    from_words,
+    groups,
+    join_constants,
+    split_constants,
+    suffix,
+    to_words,
+    unpack,
+    word_rows,
+)
+from wgpu_lora.weights.lowbit.lowbit_packing import pack_lowbit, packing_scratch
+from wgpu_lora.weights.lowbit.lowbit_products import CodesProduct
+from wgpu_lora.weights.lowbit.lowbit_training import CONSTANTS, TrainedCodes, constants_shape
+
+MLP_SHARE = 0.75  # of a layer's weights, in common models
+
+
+@dataclass(frozen=True)
+class LowBitWeight:
+    """Codes and constants. Forward and backward read the same codes.
+
+    codes: u32 [words, out], see `lowbit_codes.to_words`.
+    constants: f16 or f32, flat: all tables [out, 2^bits], then all scales [groups, out].
+    stored: the file has it in this scheme, so it is loaded without requantising.
+    """
+
+    out_features: int
+    in_features: int
+    scheme: Scheme
+    codes: Tensor
+    constants: Tensor
+    stored: bool
+
+    @property
+    def format(self) -> str:
+        return self.scheme.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    def _like(self, others: Sequence[FrozenMatrix]) -> list[LowBitWeight] | None:
+        """This matrix and others, if they are of the same scheme and type of constants."""
+        kind = self.scheme, self.constants.dtype
+        same = [o for o in others if isinstance(o, LowBitWeight) and (o.scheme, o.constants.dtype) == kind]
+        return [self, *same] if len(same) == len(others) else None
+
+    def stacked(self, others: Sequence[Weight], max_binding: int) -> list[LowBitWeight] | None:
+        weights = self._like(others)
+        if weights is None:
+            return None
+        found = []
+        for tensors in ([w.codes for w in weights], [w.constants for w in weights]):
+            if sum(align(tensor.nbytes) for tensor in tensors) > max_binding:
+                return None
+            found.append(joined(tensors, f"{tensors[0].name} and others"))
+        return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, *found, strict=True)]
+
+    def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
+        return [self, *others]
+
+    def product(self, others: Sequence[FrozenMatrix]) -> CodesProduct | None:
+        weights = self._like(others)
+        if weights is None:
+            return None
+        codes, constants = whole([w.codes for w in weights]), whole([w.constants for w in weights])
+        if codes is None or constants is None:
+            return None
+        outs = tuple(weight.out_features for weight in weights)
+        return CodesProduct(outs, self.in_features, self.scheme.bits, self.scheme.group, codes, constants)
+
+    def _product(self) -> CodesProduct:
+        found = self.product(())
+        assert found is not None, "one tensor alone is whole"
+        return found
+
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+        self._product().forward(rec, x, y, bias, accumulate, None)
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
+        self._product().backward(rec, dy, dx, accumulate, None)
+
+    def storages(self) -> list[Storage]:
+        return [self.codes.storage, self.constants.storage]
+
+    # -- contents --------------------------------------------------------------------------------------------------
+
+    def scratch(self) -> Mapping[str, int]:
+        return {} if self.stored else packing_scratch(self.shape, self.scheme.bits, self.scheme.group)
+
+    def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
+        packed = source.packed(name)
+        if packed is None:
+            of = self.shape, self.scheme.bits, self.scheme.group
+            constants = pack_lowbit(loading, source, name, self.codes, *of, loading.importance.get(name))
+            self._write_constants(loading.device, join_constants(*constants))
+            return
+        codes, *parts = packed.read()
+        self.fill(loading.device, codes.view(np.uint8), *parts)
+
+    def fill(self, device: Device, packed: np.ndarray, *constants: np.ndarray) -> None:
+        """Writes codes as files have them, and the table and scales that the scheme has."""
+        write(device, self.codes, to_words(packed, self.in_features, self.scheme.bits))
+        self._write_constants(device, np.concatenate([part.reshape(-1) for part in constants]))
+
+    def _write_constants(self, device: Device, flat: np.ndarray) -> None:
+        write(device, self.constants, flat.astype(NUMPY[self.constants.dtype]))
+
+    def _read(self, device: Device) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Codes as files have them, the table and the scales."""
+        codes = from_words(read(device, self.codes), self.in_features, self.scheme.bits)
+        constants = split_constants(read(device, self.constants), self.shape, self.scheme.bits, self.scheme.group)
+        return codes, *constants
+
+    def packed(self, device: Device) -> Packed:
+        codes, *constants = self._read(device)
+        return self._stored(codes, constants, self.constants.dtype)
+
+    def _stored(self, codes: np.ndarray, constants: Sequence[np.ndarray | None], dtype: str) -> Packed:
+        """Codes, a table and scales as files store them. dtype: of table and scales."""
+        kind = F32 if dtype == "f32" else ""
+        names = [f"{name}{kind}" for name, part in zip(("table", "scales"), constants, strict=True) if part is not None]
+        arrays = codes.view(np.int8) if self.scheme.bits == 8 else codes, *(c for c in constants if c is not None)
+        return Packed(self.format, self.shape, ("codes", *names), lambda: arrays)
+
+    def values(self, device: Device) -> np.ndarray:
+        codes, table, scales = self._read(device)
+        bits = self.scheme.bits
+        return decode(unpack(codes, self.in_features, bits), table, scales, bits).astype(np.float32)
+
+    # -- training of the constants, see models.constants -----------------------------------------------------------
+
+    def constant_shapes(self) -> dict[str, tuple[int, int]]:
+        return {CONSTANTS: constants_shape(self.shape, self.scheme.bits, self.scheme.group)}
+
+    def read_constants(self, device: Device) -> dict[str, np.ndarray]:
+        values = read(device, self.constants).astype(np.float32)
+        return {name: values.reshape(shape) for name, shape in self.constant_shapes().items()}
+
+    def with_constants(self, constants: Mapping[str, Tensor]) -> TrainedCodes:
+        bits, group = self.scheme.bits, self.scheme.group
+        return TrainedCodes(*self.shape, bits, group, self.codes, constants[CONSTANTS])
+
+    def packed_with(self, device: Device, constants: Mapping[str, np.ndarray], dtype: str) -> Packed:
+        codes, *_ = self._read(device)
+        values = constants[CONSTANTS].reshape(-1)
+        if dtype == "f16":
+            values = values.clip(-F16_MAX, F16_MAX)
+        parts = split_constants(values.astype(NUMPY[dtype]), self.shape, self.scheme.bits, self.scheme.group)
+        return self._stored(codes, parts, dtype)
+
+    def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
+        bits, group = self.scheme.bits, self.scheme.group
+        yield self.codes, rng.integers(0, 2**32, self.codes.shape, np.uint32)
+        table = rng.standard_normal((self.out_features, entries(bits)), np.float32) * (1 if group else 0.02)
+        count = groups(self.in_features, bits, group)
+        spread = 0.02 if entries(bits) else 0.02 / 74  # the deviation of codes of all 256 values
+        scales = spread * (0.5 + rng.random((count, self.out_features)))
+        constants = join_constants(table if table.size else None, scales if scales.size else None)
+        yield self.constants, constants.astype(NUMPY[self.constants.dtype])
+
+
+def quantised(w: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """The NumPy reference: codes, table and scales of W, float32 [out, in]."""
+    values = np.nan_to_num(w, nan=0.0, posinf=0.0, neginf=0.0)  # models.audit reports them
+    if scheme.bits == 8:
+        codes, scales = fit_int8(values, scheme.group)
+        return codes, None, scales
+    return fit(values, scheme.bits, scheme.group)
+
+
+@dataclass(frozen=True)
+class LowBit:
+    """A base format of one scheme."""
+
+    scheme: Scheme
+    packed_form: ClassVar[LowBitFiles] = LowBitFiles()
+
+    @property
+    def name(self) -> str:
+        return self.scheme.name
+
+    @property
+    def bits(self) -> float:
+        return self.scheme.bits + (16 / self.scheme.group if self.scheme.group else 0)
+
+    def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> LowBitWeight:
+        (out, size_in), bits, group = shape, self.scheme.bits, self.scheme.group
+        if group and size_in % group:
+            fits = [*(g for g in GROUPS if size_in % g == 0), ROW]
+            choice = setting("base_dtype", KINDS[bits] + suffix(fits[0]))
+            raise UserError(f"{name} has {size_in:,} inputs, which groups of {group} do not divide: use {choice}.")
+        dtype = "f32" if packed and packed.parts[-1].endswith(F32) else "f16"
+        codes = persistent((word_rows(size_in, bits), out), "u32", "base", f"{name}.codes")
+        constants = persistent((constant_count(out, size_in, bits, group),), dtype, "base", f"{name}.constants")
+        return LowBitWeight(out, size_in, self.scheme, codes, constants, packed is not None)
+
+    def round_trip(self, w: np.ndarray) -> np.ndarray:
+        codes, table, scales = quantised(w, self.scheme)
+        return decode(codes, table, scales, self.scheme.bits).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class LowBitMix:
+    """A base format of one scheme for the MLP and one for attention."""
+
+    mix: Mix
+    packed_form: ClassVar[LowBitFiles] = LowBit.packed_form
+
+    @property
+    def name(self) -> str:
+        return self.mix.name
+
+    @property
+    def bits(self) -> float:
+        return MLP_SHARE * LowBit(self.mix.mlp).bits + (1 - MLP_SHARE) * LowBit(self.mix.attention).bits
+
+    def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> LowBitWeight:
+        return LowBit(self.mix.scheme(name)).declare(shape, name, shared, packed)
+
+    def round_trip(self, w: np.ndarray) -> np.ndarray:
+        return LowBit(self.mix.mlp).round_trip(w)
+
+
+def named(name: str) -> LowBit | LowBitMix:
+    """The low-bit format of this name. Raises ValueError if it is of none."""
+    found = format_of(name)
+    return LowBit(found) if isinstance(found, Scheme) else LowBitMix(found)
+
+
+LUT4, LUT3, LUT2, INT8 = (LowBit(Scheme(bits)) for bits in (4, 3, 2, 8))

@@ -1,0 +1,243 @@
+"""Kernels of the products with matrices of low-bit codes, forward and input gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Place, Variants, Word, kernel
+from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
+from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
+from wgpu_lora.ops.half_precision import gradient_operand, matmul_operand
+from wgpu_lora.ops.lora import LowRank, columns_of, steps_of, tensors_of
+from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
+from wgpu_lora.ops.matmul_tuning import FEW_ROWS, MatmulTuning, product_part, tilings
+from wgpu_lora.ops.matrix_stack import ALL_PARTS, by_columns, by_steps, region, sizes, sizes_of
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, decode_device, entries, groups, word_rows
+
+NUMPY = {"f16": np.float16, "f32": np.float32}
+
+
+def _facts(c: Any) -> dict[str, bool]:
+    """Whether a's rows are whole rounds of 8 steps, and whether the number of b's rows is even."""
+    return divisibility(c) | {
+        "octets": c.form == "nt" and c.k % 8 == 0,
+        "even_k": c.form == "nn" and all(k % 2 == 0 for k in sizes(vars(c), "k")),
+    }
+
+
+def _shapes(c: Constants) -> list[tuple[int, int]]:
+    """The shapes (out, in) of W's parts."""
+    if c["form"] == "nt":
+        return [(n, c["k"]) for n in sizes(c, "n")]
+    return [(k, c["n"]) for k in sizes(c, "k")]
+
+
+def _of_parts(c: Constants) -> dict[str, tuple[list[int], int]]:
+    """The numbers of codes and constants of a stack's parts, and bytes of each."""
+    shapes = _shapes(c)
+    words = [word_rows(size_in, c["bits"]) * out for out, size_in in shapes]
+    constants = [constant_count(*shape, c["bits"], c["group"]) for shape in shapes]
+    return {"codes": (words, 4), "scales": (constants, ITEM_BYTES[c["c_type"]])}
+
+
+def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
+    """Codes and constants of a random W [out, in] of values around 1, with random padding past the last column."""
+    counts = {
+        name: sum(region(n, size) for n in found) if c["stacked"] else found[0]
+        for name, (found, size) in _of_parts(c).items()
+    }
+    codes = rng.integers(0, 2**32, counts["codes"], np.uint32)
+    constants = (rng.random(counts["scales"]) + 0.5) * np.where(rng.random(counts["scales"]) < 0.5, -1, 1)
+    constants /= 64 if c["bits"] == 8 else 1
+    return {"codes": codes, "scales": constants.astype(NUMPY[c["c_type"]])}
+
+
+def _columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays | None:
+    """The columns of y are rows of W forward, and whole groups and words of all rows backward."""
+    bits, group, ((out, size_in),) = c["bits"], c["group"], _shapes(c)
+    codes, flat, own = arrays["codes"].reshape(-1, out), arrays["scales"].reshape(-1), out * entries(bits)
+    tables = flat[:own].reshape(out, -1)
+    scales = flat[own : own + out * groups(size_in, bits, group)].reshape(-1, out)
+    if c["form"] == "nt":
+        kept = [tables[columns].reshape(-1), scales[:, columns].reshape(-1)]
+        return {"codes": codes[:, columns], "scales": np.concatenate(kept)}
+    found, at = [], 0
+    for plane in (2, 1) if bits == 3 else (bits,):
+        per, count = 32 // plane, -(-size_in * plane // 32)
+        found.append(codes[at : at + count][np.unique(columns // per)])
+        at += count
+    if group:
+        scales = scales[np.unique(columns // group)]
+    return {"codes": np.concatenate(found), "scales": np.concatenate([flat[:own], scales.reshape(-1)])}
+
+
+def _limited(variants: Variants) -> Variants:
+    """The tilings with rounds of at most one group, whose tables fit the registers."""
+
+    def limited(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
+        most = 4 if c.form == "nn" and c.m > FEW_ROWS and c.bits == 3 else 32  # faster on CPUs, too
+        most = min(most, c.group or most)
+        found = [replace(one, span=min(one.span, most)) for one in variants(capabilities, c)]
+        if capabilities.software:  # taller tiles: to decode costs more than to load, but for 3 bits
+            taller = c.bits != 3 and c.m > 16
+            return [replace(one, rows=32, cols=4) if taller and one.cols == 8 else one for one in found]
+        if c.form != "nt":
+            sums = capabilities.registers - BESIDE_WIDE
+            return [one for one in found if not one.wide or one.rows * one.cols <= sums]
+        tables = 8 if c.bits == 2 else entries(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
+        kept = [one for one in found if one.cols * (one.rows + tables) + BESIDE <= capabilities.registers]
+        return kept or found[-1:]
+
+    return limited
+
+
+BESIDE = 52  # registers of a lane besides its sums and tables, by the compilers' table (`make gpu-compilers`)
+BESIDE_WIDE = 68  # backward, with 64-bit loads
+SHAPES = ((16, 4), (16, 2), (8, 4))  # (rows, columns per lane) of the tilings
+TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
+
+
+@kernel(
+    FILE,
+    grid=tile_grid,
+    variants=_limited(tilings(8, *SHAPES)),
+    specialise=_facts,
+    tuning=TUNING,
+    part=PART,
+)
+def codes_matmul(
+    a: In,
+    codes: Fixed,
+    scales: In,
+    y: InOut,
+    bias: Fixed = None,
+    a_scale: In = None,
+    h: In = None,
+    factor: Fixed = None,
+    ranges: Fixed = None,
+    *,
+    m: Dim,
+    n: Dim,
+    k: Dim,
+    rank: Dim = 0,
+    h_skip: Dim = 0,
+    h_first: Place[Dim] = 0,
+    stride: Dim = 0,
+    first_row: Place[Dim] = 0,
+    n1: Dim = 0,
+    n2: Dim = 0,
+    bits: U32 = 4,
+    group: U32 = 32,
+    accumulate: Flag = False,
+    stacked: Flag = False,
+    gated: Flag = False,
+    adapted_parts: Word = ALL_PARTS,
+    b_type: Word = "codes",
+    a_type: Word = "f32",
+    c_type: Word = "f16",
+    form: Word = "nt",
+) -> Any:
+    """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) (+ h factor^T, see `adapted`) for a W[n, k] of codes
+    of `bits` bits, see lowbit_codes.decode_device. stacked, gated: see ops.stack."""
+    if stacked:
+        c = locals()
+        arrays = {name: c.pop(name) for name in codes_matmul.bindings}
+        return by_columns(codes_matmul, arrays, c, _of_parts(c))
+    product = operand(a, m, k, a_scale) @ decode_device(codes, scales, (n, k), bits, group).T
+    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
+    return finish(y.reshape(m, n), product, accumulate, bias)
+
+
+@kernel(
+    FILE,
+    grid=tile_grid,
+    variants=_limited(tilings(4, *SHAPES, cpu_span=8)),
+    specialise=_facts,
+    tuning=TUNING,
+    part=PART,
+)
+def codes_matmul_backward(
+    a: In,
+    codes: Fixed,
+    scales: In,
+    y: InOut,
+    a_scale: In = None,
+    h: In = None,
+    factor: Fixed = None,
+    ranges: Fixed = None,
+    *,
+    m: Dim,
+    n: Dim,
+    k: Dim,
+    rank: Dim = 0,
+    h_skip: Dim = 0,
+    h_first: Place[Dim] = 0,
+    stride: Dim = 0,
+    first_row: Place[Dim] = 0,
+    k1: Dim = 0,
+    k2: Dim = 0,
+    bits: U32 = 4,
+    group: U32 = 32,
+    accumulate: Flag = False,
+    stacked: Flag = False,
+    b_type: Word = "codes",
+    a_type: Word = "f32",
+    c_type: Word = "f16",
+    form: Word = "nn",
+) -> Any:
+    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for a W[k, n] of codes, from the same
+    words as forward. stacked: see ops.stack."""
+    if stacked:
+        c = locals()
+        arrays = {name: c.pop(name) for name in codes_matmul_backward.bindings}
+        return by_steps(codes_matmul_backward, arrays, c, _of_parts(c))
+    product = operand(a, m, k, a_scale) @ decode_device(codes, scales, (k, n), bits, group)
+    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
+    return finish(y.reshape(m, n), product, accumulate)
+
+
+@dataclass(frozen=True)
+class CodesProduct:
+    """The product with matrices of codes of these numbers of rows, stored together, and what LoRA adds."""
+
+    outs: tuple[int, ...]
+    in_features: int
+    bits: int
+    group: int
+    codes: Tensor
+    constants: Tensor
+
+    def adds(self, rec: Recorder, bias: bool) -> bool:
+        return not (bias and rec.compute_dtype == "f16")  # with scales of x's rows there would be nine bindings
+
+    @property
+    def _kind(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group": self.group, "c_type": self.constants.dtype}
+
+    def forward(
+        self,
+        rec: Recorder,
+        x: Tensor,
+        y: Tensor,
+        bias: Tensor | None,
+        accumulate: bool,
+        low: LowRank | None,
+        gated: bool = False,
+    ) -> None:
+        a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
+        shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs), "a_type": kind}
+        tensors = a, self.codes, self.constants, y, bias, scale, *tensors_of(low)
+        rec.dispatch(
+            codes_matmul, *tensors, accumulate=accumulate, gated=gated, **shape, **self._kind, **columns_of(low)
+        )
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
+        a, scale, kind = gradient_operand(rec, dy, self.outs)
+        shape = {"m": dx.size // self.in_features, "n": self.in_features, **sizes_of("k", self.outs), "a_type": kind}
+        tensors = a, self.codes, self.constants, dx, scale, *tensors_of(low)
+        rec.dispatch(codes_matmul_backward, *tensors, accumulate=accumulate, **shape, **self._kind, **steps_of(low))

@@ -1,0 +1,1 @@
+"""NF4, as in QLoRA."""

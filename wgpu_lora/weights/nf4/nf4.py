@@ -1,0 +1,225 @@
+"""NF4: 4-bit codes and double-quantised constants of blocks of 64, packed on the device (Dettmers et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, Word, kernel, one_per
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import Storage, Tensor, align, joined, persistent, whole
+from wgpu_lora.ops.linear import FrozenMatrix
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, Weight, read, write
+from wgpu_lora.weights.dense import DTYPES
+from wgpu_lora.weights.nf4.nf4_files import BitsAndBytesNF4
+from wgpu_lora.weights.nf4.nf4_products import MATRICES, LayerScales, NF4Product, Scales
+from wgpu_lora.weights.nf4.nf4_reference import (
+    BLOCK,
+    DYNAMIC_CODE,
+    NAME,
+    NESTED_BLOCK,
+    NF4_MIDPOINTS,
+    PARTS,
+    decode_parts,
+    double_quantize,
+    from_words,
+    round_trip,
+    to_words,
+)
+
+
+@kernel("nf4_absmax.wgsl.j2", grid=lambda c: one_per(-(-c.size // BLOCK)), lib=("linear", "half"))
+def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any:
+    """absmax[b] = max |w| over block b of 64 flattened values; the last block may be shorter."""
+    flat = np.abs(w.reshape(-1)[:size])
+    return np.maximum.reduceat(flat, np.arange(0, size, BLOCK))
+
+
+@kernel("nf4_encode.wgsl.j2", grid=lambda c: one_per(c.rows * -(-c.size_in // 8)), lib=("linear", "half"))
+def nf4_encode(
+    w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Place[Dim], out: Dim, size_in: Dim, b_type: Word = "f32"
+) -> Any:
+    """codes[k8, first + n] = the nearest NF4 codes of w[n, 8 k8 .. 8 k8 + 7], for the `rows` rows of w."""
+    scale = 1 / np.maximum(np.repeat(absmax, BLOCK)[: rows * size_in], 1e-38)
+    nearest = np.searchsorted(NF4_MIDPOINTS.astype(np.float64), w.reshape(-1)[: rows * size_in] * scale)
+    padded = np.zeros((rows, -(-size_in // 8) * 8), np.uint64)
+    padded[:, :size_in] = nearest.reshape(rows, size_in)
+    words = (padded.reshape(rows, -1, 8) << (4 * np.arange(8, dtype=np.uint64))).sum(axis=2)
+    result = codes.reshape(-1, out).copy()
+    result[:, first : first + rows] = words.T
+    return result
+
+
+@dataclass(frozen=True)
+class NF4Weight:
+    """4-bit codes with double-quantised constants. Forward and backward read the same codes.
+
+    codes: u32 [ceil(in / 8), out]; word (k8, n) packs W[n, 8 k8 .. 8 k8 + 7], lowest nibble first.
+    constants: absmax_codes u8 [blocks], nested f32 [ceil(blocks / 256) + 1] whose last entry is the offset, and dynamic
+        f32 [256]; or only absmax f32 [blocks], for checkpoints without double quantisation.
+    stored: the file has it in NF4, so it is loaded without requantising.
+    layer, index: the constants that are decoded with its own, and its place among them.
+    """
+
+    out_features: int
+    in_features: int
+    codes: Tensor
+    constants: tuple[Tensor, ...]
+    stored: bool
+    layer: LayerScales | None = None
+    index: int = 0
+    format: ClassVar[str] = NAME
+
+    def stacked(self, others: Sequence[Weight], max_binding: int) -> list[NF4Weight] | None:
+        weights = [self, *(other for other in others if isinstance(other, NF4Weight))]
+        alike = all(len(weight.constants) == len(self.constants) for weight in weights)
+        if len(weights) != 1 + len(others) or not alike:
+            return None
+        if sum(align(weight.codes.nbytes) for weight in weights) > max_binding:
+            return None
+        codes = joined([weight.codes for weight in weights], f"{self.codes.name} and others")
+        constants = [weight.constants for weight in weights]
+        if len(self.constants) == 1:  # they are bound as they are
+            scales = joined([own for (own,) in constants], f"{self.constants[0].name} and others")
+            constants = [(own,) for own in scales]
+        return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, codes, constants, strict=True)]
+
+    def product(self, others: Sequence[FrozenMatrix]) -> NF4Product | None:
+        matrices = [self, *(other for other in others if isinstance(other, NF4Weight))]
+        codes = whole([matrix.codes for matrix in matrices]) if len(matrices) == 1 + len(others) else None
+        if codes is None:
+            return None
+        outs, scales = zip(*((matrix.out_features, matrix.scales) for matrix in matrices), strict=True)
+        if any(one.layer is not scales[0].layer for one in scales[1:]):
+            return None
+        return NF4Product(outs, self.in_features, codes, scales)
+
+    def _product(self) -> NF4Product:
+        return NF4Product((self.out_features,), self.in_features, self.codes, (self.scales,))
+
+    @property
+    def scales(self) -> Scales:
+        if len(self.constants) == 1:
+            return Scales(None, 0, self.constants[0])
+        return Scales(self.layer or LayerScales((self.constants,)), self.index)
+
+    def of_layer(self, others: Sequence[Weight]) -> list[Weight]:
+        """The matrices of a layer, its own first, with constants in shared storages where they are double-quantised."""
+        weights = [self, *others]
+        shared = [i for i, weight in enumerate(weights) if isinstance(weight, NF4Weight) and len(weight.constants) > 1]
+        for first in range(0, len(shared), MATRICES):
+            places = shared[first : first + MATRICES]
+            found = [weight for weight in (weights[i] for i in places) if isinstance(weight, NF4Weight)]
+            layer = LayerScales.together([weight.constants for weight in found], found[0].codes.name)
+            for index, (place, weight) in enumerate(zip(places, found, strict=True)):
+                weights[place] = replace(weight, constants=layer.constants[index], layer=layer, index=index)
+        return weights
+
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+        self._product().forward(rec, x, y, bias, accumulate, None)
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
+        self._product().backward(rec, dy, dx, accumulate, None)
+
+    def storages(self) -> list[Storage]:
+        return [t.storage for t in (self.codes, *self.constants)]
+
+    # -- contents --------------------------------------------------------------------------------------------------
+
+    def scratch(self) -> Mapping[str, int]:
+        if self.stored:
+            return {}
+        _, rows = next(self.pieces())
+        return {"staging": rows * self.in_features, "absmax": align(4 * self.blocks(rows)) // 4}
+
+    def blocks(self, rows: int) -> int:
+        """How many blocks this many rows have."""
+        return -(-rows * self.in_features // BLOCK)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yields (first row, rows) of the pieces packed at a time, the largest first. They start at whole blocks."""
+        step = max(BLOCK, PIECE_BYTES // (4 * self.in_features) // BLOCK * BLOCK)
+        for first in range(0, self.out_features, step):
+            yield first, min(step, self.out_features - first)
+
+    def record_packing(self, program: Program, w: Tensor, absmax: Tensor, first: int, rows: int, dtype: str) -> None:
+        """Records the packing of W's rows [first, first + rows) from w. absmax: f32 [blocks], is computed too."""
+        out, size_in = self.out_features, self.in_features
+        program.dispatch(nf4_absmax, w, absmax, size=rows * size_in, b_type=dtype)
+        shape: dict[str, Any] = {"rows": rows, "first": first, "out": out, "size_in": size_in, "b_type": dtype}
+        program.dispatch(nf4_encode, w, absmax, self.codes, **shape)
+
+    def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
+        packed = source.packed(name)
+        if packed is None:
+            self._pack(loading, source, name)
+            return
+        codes, *constants = packed.read()
+        write(loading.device, self.codes, to_words(codes, packed.shape))
+        self._write_constants(loading.device, *constants)
+
+    def _pack(self, loading: Loading, source: MatrixSource, name: str) -> None:
+        """Quantises on the device. Only the block constants, 1/64 of the values, are quantised on the host."""
+        device, staging, absmax = loading.device, loading.scratch["staging"], loading.scratch["absmax"]
+        found = []
+        for first, rows in self.pieces():
+            device.write(staging.storage.buffer, source.read_raw(name, first, first + rows))
+            program, dtype = Program(device, "pack"), DTYPES[source.dtype(name)]
+            values = replace(staging, shape=(rows, self.in_features), dtype=dtype)
+            self.record_packing(program, values, replace(absmax, shape=(self.blocks(rows),)), first, rows, dtype)
+            with loading.running(program):
+                found.append(device.read(absmax.storage.buffer, 4 * self.blocks(rows)).view(np.float32).copy())
+        with np.errstate(invalid="ignore"):  # models.audit reports non-finite values
+            codes, nested, offset = double_quantize(np.concatenate(found))
+        self._write_constants(device, codes, np.append(nested, offset).astype(np.float32))
+
+    def _write_constants(self, device: Device, *found: np.ndarray) -> None:
+        for tensor, values in zip(self.constants, (*found, DYNAMIC_CODE), strict=False):
+            write(device, tensor, values)
+
+    def packed(self, device: Device) -> Packed:
+        shape = (self.out_features, self.in_features)
+        codes, *constants = (read(device, tensor) for tensor in (self.codes, *self.constants[:2]))
+        arrays = (from_words(codes, shape), *constants)
+        return Packed(self.format, shape, PARTS[: len(arrays)], lambda: arrays)
+
+    def values(self, device: Device) -> np.ndarray:
+        return decode_parts(self.packed(device).read(), (self.out_features, self.in_features))
+
+    def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
+        yield self.codes, rng.integers(0, 2**32, self.codes.shape, np.uint32)
+        if len(self.constants) > 1:
+            yield self.constants[0], rng.integers(0, 256, self.constants[0].shape, np.uint8)
+            yield self.constants[2], DYNAMIC_CODE
+        scale = self.constants[min(1, len(self.constants) - 1)]
+        yield scale, (0.01 + 0.01 * rng.random(scale.shape)).astype(np.float32)
+
+
+class _NF4:
+    """The base format."""
+
+    name = NAME
+    packed_form = BitsAndBytesNF4()
+    bits = 4 + 8 / BLOCK + 32 / (BLOCK * NESTED_BLOCK)
+
+    def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> NF4Weight:
+        out, size_in = shape
+        blocks, stored = -(-out * size_in // BLOCK), packed is not None
+        codes = persistent((-(-size_in // 8), out), "u32", "base", f"{name}.codes")
+        if packed and len(packed.parts) == 2:
+            return NF4Weight(out, size_in, codes, (persistent((blocks,), "f32", "base", f"{name}.absmax"),), stored)
+        absmax_codes = persistent((blocks,), "u8", "base", f"{name}.absmax_codes")
+        nested = persistent((-(-blocks // NESTED_BLOCK) + 1,), "f32", "base", f"{name}.nested")
+        dynamic = shared.tables.setdefault("dynamic code", persistent((256,), "f32", "base", "dynamic code"))
+        return NF4Weight(out, size_in, codes, (absmax_codes, nested, dynamic), stored)
+
+    def round_trip(self, w: np.ndarray) -> np.ndarray:
+        return round_trip(w)
+
+
+NF4 = _NF4()

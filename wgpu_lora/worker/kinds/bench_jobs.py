@@ -1,0 +1,83 @@
+"""The job `bench`: bricks against their contracts, with the device's ceilings; each record is an event `measured`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wgpu_lora.bench.brick import Context
+from wgpu_lora.bench.brick_run import bench
+from wgpu_lora.bench.bricks import bricks_of
+from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
+from wgpu_lora.bench.training_runs import Work, run_training
+from wgpu_lora.bench.training_step import training_options
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.tuner import wanted
+from wgpu_lora.models.published_shapes import shape_config
+from wgpu_lora.train.run.stop_reasons import FINISHED
+from wgpu_lora.worker.job_process import Ended, Port
+
+
+def run_bench(
+    port: Port,
+    *,
+    bricks: list[str] | None = None,
+    shape: str | None = None,
+    model: str | None = None,
+    layers: int | None = None,
+    tokens: int | None = None,
+    rank: int | None = None,
+    base_dtype: str | None = None,
+    compute_dtype: str | None = None,
+    tune: bool = True,
+    device: str | int | None = None,
+    time_limit: float | None = None,
+) -> Ended:
+    """bricks: names, all that the model has if omitted. The exit code is 1 if a contract is broken."""
+    if shape and model:
+        raise UserError("'shape' and 'model' are both given: leave one of them out.")
+    names = brick_names() if bricks is None else bricks
+    taken = {option for name in names for option in load_contract(name).options}
+    sizes: dict[str, Any] = {"tokens": tokens, "rank": rank, "base_dtype": base_dtype, "compute_dtype": compute_dtype}
+    given = {name: value for name, value in {**sizes, "layers": layers}.items() if value is not None}
+    idle = sorted((given.keys() & set(OPTIONS)) - taken)
+    if idle:
+        raise UserError(f"'{idle[0]}' does nothing with the bricks {', '.join(names)}: leave it out.")
+    if shape:
+        shape_config(shape, layers)
+    opened = Device(device)
+    given.pop("layers", None)
+    context = Context.of(opened, shape, model, layers, tune=wanted(tune), **given)
+    _, broken = bench(context, bricks_of(context.config) if bricks is None else names, time_limit, port)
+    return Ended({"broken": broken}, int(bool(broken)), "; ".join(broken))
+
+
+OWN = ("port", "where", "repeat", "recipe", "shape", "layers")  # parameters that are not options of a training run
+
+
+def run_bench_training(
+    port: Port,
+    *,
+    where: str,
+    repeat: int = 2,
+    recipe: str | None = None,
+    shape: str | None = None,
+    layers: int | None = None,
+    tokens: int | None = None,
+    batch: int | None = None,
+    accumulation: int | None = None,
+    data: str | None = None,
+    model: str | None = None,
+    rank: int | None = None,
+    base_dtype: str | None = None,
+    compute_dtype: str | None = None,
+    tune: bool | None = None,
+    max_steps: int | None = None,
+    epochs: float | None = None,
+    device: str | int | None = None,
+) -> Ended:
+    """The options are those of the command `bench training`. The exit code is 1 if a run did not finish."""
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name not in OWN}
+    found = run_training(Work(recipe, shape, layers, training_options(options), where), repeat, port)
+    reasons = [run["stop_reason"] for run in found["runs"] if run["stop_reason"] not in FINISHED]
+    return Ended(found["summary"], int(bool(reasons)), f"a run ended: {reasons[0]}" if reasons else "")

@@ -1,0 +1,107 @@
+"""The job `finetune`: the options of `wgpu-lora finetune`, and `recipe`; the result is the contents of run.json."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from wgpu_lora.api.call_arguments import plain
+from wgpu_lora.api.multi_adapter import adapter_task
+from wgpu_lora.chain.chain_run import code_digest
+from wgpu_lora.data import given_rows
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.train.adapter_tasks import named_apart
+from wgpu_lora.train.data_parallel.leader import Sharing
+from wgpu_lora.train.finetune import as_stored, prepare_job, read_run, with_demo_data
+from wgpu_lora.train.options.typed_options import TrainingOptions
+from wgpu_lora.train.options.unused_options import idle
+from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.run.stop_reasons import STOP_TEXT, exit_code
+from wgpu_lora.train.run.teacher_setup import write_caches
+from wgpu_lora.worker.job_process import Asked, Ended, Port
+from wgpu_lora.worker.kinds.gradients import connected
+
+
+def run_finetune(
+    port: Port,
+    *,
+    where: str,
+    recipe: str | None = None,
+    helpers: list[str] | None = None,
+    requests: bool = False,
+    **options: Unpack[TrainingOptions],
+) -> Ended:
+    """A run that fails or is interrupted has a result too; the exit code is that of the command.
+
+    helpers: sockets over which other devices are asked for parts of the steps (see the job `gradients`).
+    requests: answer `stop` and `end` while it runs, JSON lines on standard input, whose end kills the process at once.
+    """
+    asked = Asked()
+    if requests:
+        port.listen(asked.side())
+    texts, rows = given_rows({name: plain(value, name, where) for name, value in options.items()})
+    args, _ = gather(texts, recipe, where)
+    for note in idle(texts, args):
+        warnings.warn(note, stacklevel=1)
+    with ExitStack() as stack:
+        sharing = None
+        if helpers:
+            sharing = stack.enter_context(closing(Sharing([connected(link) for link in helpers], code_digest())))
+        job = prepare_job(args, rows=rows, sharing=sharing)
+        job.requests = asked
+        record = job.train(port)
+    return Ended(record.to_json(), exit_code(record.stop_reason, record.signal), STOP_TEXT[record.stop_reason])
+
+
+def run_pipeline(
+    port: Port,
+    *,
+    where: str,
+    adapters: list[dict[str, Any]],
+    schedule: str = "synchronized",
+    batch_tokens: int | None = None,
+    requests: bool = False,
+    **options: Unpack[TrainingOptions],
+) -> Ended:
+    """adapters: tables as in an adapters file; `options` are those of adapters without their own. requests: as for
+    `finetune`. The exit code is the highest of the adapters'."""
+    texts, shared = given_rows({name: plain(value, name, where) for name, value in options.items()})
+    tasks = [adapter_task(values, f"{where}: adapter {number}", shared) for number, values in enumerate(adapters, 1)]
+    tasks = named_apart(tasks)
+    asked = Asked([task.name for task in tasks])
+    if requests:
+        port.listen(asked.side())
+    args, _ = gather(texts, None, where, demo=False, beside=tasks[0].checkpoint)
+    job = prepare_pipeline(args, tasks, schedule, batch_tokens)
+    job.requests = asked
+    record = job.train(port)
+    codes = [exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters]
+    said = "; ".join(f"{adapter.name}: {STOP_TEXT[adapter.stop_reason]}" for adapter in record.adapters)
+    return Ended(record.to_json(), max(codes), said)
+
+
+def run_teacher_cache(
+    port: Port,
+    *,
+    where: str,
+    training: dict[str, Any],
+    output: str,
+    device: str | int | None = None,
+    requests: bool = False,
+) -> dict[str, str]:
+    """The directories below `output` by the options that name them, `teacher_cache` and `eval_teacher_cache`. If it is
+    interrupted at any point, the same job continues.
+
+    training: options of the job `finetune`, with a teacher. requests: as in that job.
+    """
+    if requests:
+        port.listen(Asked().side())
+    texts, rows = given_rows({name: plain(value, name, where) for name, value in training.items()})
+    args = with_demo_data(gather(texts, None, where)[0])
+    student = open_model(args.model or "demo", device, args.base_dtype)
+    found = read_run(as_stored(replace(args, resume=False), student), student, rows=rows)
+    return write_caches(found, student, Path(output), port)

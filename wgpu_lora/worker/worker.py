@@ -1,0 +1,191 @@
+"""The starting side of a worker: passes a job to it, reads its events, and ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from wgpu_lora.worker.job_file import SCHEMA
+
+PROGRAM = (sys.executable, "-m", "wgpu_lora", "worker")
+GRACE = 5.0  # seconds between asking a process to end and killing it
+Event = dict[str, Any]
+
+
+class WorkerFailed(Exception):
+    """A worker failed; `code` is its exit code, None if it timed out."""
+
+    def __init__(self, message: str, code: int | None):
+        super().__init__(message)
+        self.code = code
+
+
+class Worker:
+    """A job in a process of its own; its files are in `place`, by default a temporary directory.
+
+    Args:
+        name: for its files and error messages. program: the command, to which the job's file is appended.
+        environment: changes to this process's own. timeout: seconds in total.
+        asked: whether `ask` or `request` will send requests to it.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        options: Mapping[str, Any],
+        *,
+        name: str | None = None,
+        program: Sequence[str] = PROGRAM,
+        environment: Mapping[str, str] | None = None,
+        place: Path | None = None,
+        timeout: float | None = None,
+        asked: bool = False,
+    ):
+        self.name, self._timeout = name or job, timeout
+        self._own = None if place else tempfile.TemporaryDirectory(prefix="wgpu-lora-worker-")
+        place = place or Path(self._own.name if self._own else "")
+        self.log, self.errors = place / f"{self.name}.jsonl", place / f"{self.name}.stderr.log"
+        file = place / f"{self.name}.job.json"
+        file.write_text(json.dumps({"schema": SCHEMA, "job": job, "options": options}, indent=1) + "\n")
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.last: Event = {}
+        self._began = time.monotonic()
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*program, str(file)],
+                stdin=subprocess.PIPE if asked else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | (environment or {}),
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        with self.log.open("wb") as log:
+            for line in self.process.stdout:
+                log.write(line)
+                log.flush()
+                with suppress(ValueError):  # cut off if it was killed
+                    self._events.put(json.loads(line))
+        self._events.put(None)
+
+    # -- hearing ---------------------------------------------------------------------------------------------------
+
+    def events(self) -> Iterator[Event]:
+        """The events as they happen. Raises WorkerFailed on a timeout, after ending the worker."""
+        while event := self._next():
+            yield event
+
+    def _next(self) -> Event | None:
+        left = None if self._timeout is None else self._began + self._timeout - time.monotonic()
+        try:
+            event = self._events.get(timeout=None if left is None else max(left, 0))
+        except queue.Empty:
+            self.end()
+            raise WorkerFailed(f"it took more than {self._timeout:,.0f} s", None) from None
+        if event is None:
+            self._events.put(None)  # for the next call
+            self.process.wait()
+        else:
+            self.last = event
+        return event
+
+    def request(self, request: str, **values: Any) -> None:
+        """Send a request without waiting for its answer, which is one of the events."""
+        assert self.process.stdin
+        with suppress(OSError):  # if it has ended, its events say so
+            self.process.stdin.write((json.dumps({"request": request, **values}) + "\n").encode())
+            self.process.stdin.flush()
+
+    def ask(self, request: str, **values: Any) -> Event:
+        """Send a request and return the answer. Raises WorkerFailed if the worker ends or times out."""
+        self.request(request, **values)
+        for event in self.events():
+            if event["event"] == "answer":
+                return {name: value for name, value in event.items() if name not in ("schema", "event", "time")}
+        raise self._failed()
+
+    # -- its end ---------------------------------------------------------------------------------------------------
+
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self) -> int:
+        """The exit code, after the worker has ended and its last event has been read."""
+        for _ in self.events():
+            pass
+        return self.process.wait()
+
+    def result(self) -> Any:
+        """The result, after the worker has ended. Raises WorkerFailed if its exit code is not 0."""
+        if self.wait() or self.last.get("event") != "result":
+            raise self._failed()
+        return self.last["result"]
+
+    def _failed(self) -> WorkerFailed:
+        code = self.process.wait()
+        return WorkerFailed(f"{self.name} ended with exit code {code}: {self.last_words()}", code)
+
+    def last_words(self) -> str:
+        """The reason of its end, as part of a sentence."""
+        told = self.last.get("message") or self.last.get("said")
+        if told:
+            return str(told)[:300]
+        said = [line.strip() for line in self.errors.read_text(errors="replace").split("\n") if line.strip()]
+        return said[-1][:300] if said else "it said nothing"
+
+    def end(self) -> None:
+        """End it and its own children if it is still running."""
+        end([self])
+
+    def close(self) -> None:
+        """Let a worker that takes requests finish, and end it if it does not."""
+        if self.process.stdin:
+            with suppress(OSError):
+                self.process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=60)
+        self.end()
+        self._reader.join()
+        if self._own:
+            self._own.cleanup()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is not None:
+            self.end()
+        self.close()
+
+
+def end(workers: Iterable[Worker]) -> None:
+    """End the running ones with their children: ask first, and kill them after a while."""
+    processes: list[psutil.Process] = []
+    living = [worker.process for worker in workers if worker.running()]
+    for process in living:
+        with suppress(psutil.Error):
+            whole = psutil.Process(process.pid)
+            processes += [*whole.children(recursive=True), whole]
+    for one in processes:
+        with suppress(psutil.Error):
+            one.terminate()
+    for one in psutil.wait_procs(processes, GRACE)[1]:
+        with suppress(psutil.Error):
+            one.kill()
+    for process in living:
+        process.wait()
