@@ -154,8 +154,8 @@ def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
     return (
         f"{counted(len(training.log), 'step')} took {seconds:.0f} s on device {first}; {beside} "
         f"({ran[worst]['device']['name']} by its own account); its loss {losses[worst]:.6f} is within "
-        f"{apart[worst]:.0e} (allowed {DEVICE_TOLERANCE:.0e}) of the {before:.6f} measured on device {first} before training "
-        "with the same model, adapter and data"
+        f"{apart[worst]:.0e} (allowed {DEVICE_TOLERANCE:.0e}) of the {before:.6f} measured on device {first} before "
+        "training with the same model, adapter and data"
     )
 
 
