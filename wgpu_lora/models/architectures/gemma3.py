@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.architectures.gemma2 import Gemma, GemmaGGUF
 from wgpu_lora.models.blocks.attention_block import Attention
-from wgpu_lora.models.blocks.gemma import Gemma
-from wgpu_lora.models.blocks.gemma_gguf import GemmaGGUF
 from wgpu_lora.models.multimodal import TEXT_PART, Composite
 from wgpu_lora.models.rotary_embedding import Rope, RopeScaling, RopeTable, parse_rope, stated_rope
 
