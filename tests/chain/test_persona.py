@@ -17,7 +17,7 @@ from wgpu_lora.chain.stages.finetune import Finetune
 from wgpu_lora.chain.stages.gguf import Gguf
 from wgpu_lora.chain.stages.prepare import Prepare
 from wgpu_lora.chain.stages.push import Push
-from wgpu_lora.data.preparing import Preparation
+from wgpu_lora.data.curation import Preparation
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import read_run

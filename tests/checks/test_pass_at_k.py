@@ -18,7 +18,7 @@ from support.models import words_and_adapters
 from wgpu_lora.checks import pass_at_k as samples
 from wgpu_lora.checks.coding_problems import Asserted, HumanEval, code_of, read_problems
 from wgpu_lora.checks.pass_at_k import measure, parse_ks, pass_at_k, seed_of
-from wgpu_lora.data.files import file_source
+from wgpu_lora.data.row_files import file_source
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.answers import Answer

@@ -15,9 +15,9 @@ from support.data import write_jsonl
 from support.sources import prepared, refused
 
 from wgpu_lora.cli import console
-from wgpu_lora.data import jsonl
-from wgpu_lora.data.formats import EXAMPLES
-from wgpu_lora.data.opening import opened
+from wgpu_lora.data import json_rows
+from wgpu_lora.data.compressed_files import opened
+from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.parquet import read_parquet
 from wgpu_lora.infer import prompt_file
 from wgpu_lora.infer.prompt_file import FORMATS, read_requests
@@ -62,7 +62,7 @@ def test_parquet_that_states_more_than_it_can_hold(tmp_path: Path) -> None:
 def test_blank_lines_end_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     path = tmp_path / name
     begin = b"text\na\n" if "csv" in name else b'{"text": "a"}\n'
-    path.write_bytes(gzip.compress(begin + b"\n" * (jsonl.MAX_BLANK + 10) + b"x"))
+    path.write_bytes(gzip.compress(begin + b"\n" * (json_rows.MAX_BLANK + 10) + b"x"))
     assert "have more than 1,048,576 blank lines up to line 1,048," in refused(path)
     path.write_bytes(gzip.compress(begin + b"\n" * 1000 + begin.removeprefix(b"text\n")))
     assert len(prepared(path).rows) == 2

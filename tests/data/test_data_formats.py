@@ -11,7 +11,7 @@ from support.data import chat, write_jsonl
 
 from wgpu_lora.data import parse_example, read_examples, read_jsonl
 from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Text, Tokens
-from wgpu_lora.data.files import file_source
+from wgpu_lora.data.row_files import file_source
 from wgpu_lora.errors import UserError
 
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

@@ -11,8 +11,8 @@ from support.data import chat, small_tokenizer, trained_text
 from support.sources import ids_of, prepared, refused, written
 
 from wgpu_lora.data import rows_given
-from wgpu_lora.data.cutting import Cut
-from wgpu_lora.data.preferences import LABELLED, PAIRS, shared_prompt
+from wgpu_lora.data.preference_formats import LABELLED, PAIRS, shared_prompt
+from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
 
 PAIR: dict[str, Any] = {"formats": PAIRS, "parts": 2}

@@ -16,11 +16,11 @@ from support.data import chat, write_jsonl
 from support.preparing import ALIKE, ROWS, prepared, reasons, rows_of, run
 from support.sources import written
 
-from wgpu_lora.data.preparing import Preparation
-from wgpu_lora.data.preparing.content import normal
-from wgpu_lora.data.preparing.thinking import without_thinking
-from wgpu_lora.data.split import held_out
+from wgpu_lora.data.curation import Preparation
+from wgpu_lora.data.curation.deduplication import normal
+from wgpu_lora.data.curation.reasoning import without_thinking
 from wgpu_lora.data.thinking import marker_in
+from wgpu_lora.data.validation_split import held_out
 from wgpu_lora.errors import UserError
 
 # -- rows and their kinds ----------------------------------------------------------------------------------------------

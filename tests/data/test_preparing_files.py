@@ -17,8 +17,8 @@ from support.preparing import ALIKE, ROWS, prepared, rows_of, run
 from support.sources import written
 
 from wgpu_lora.cli import main
-from wgpu_lora.data.preparing import Preparation, prepare_files
-from wgpu_lora.data.preparing.output import Lines
+from wgpu_lora.data.curation import Preparation, prepare_files
+from wgpu_lora.data.curation.curation_files import Lines
 from wgpu_lora.errors import UserError
 
 

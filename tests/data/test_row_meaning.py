@@ -14,10 +14,10 @@ from tokenizers import Tokenizer as Backend
 
 from wgpu_lora.data import UNTRAINED, Tokenizer, parse_example, prepare, tokenize_example
 from wgpu_lora.data.conversation_rows import TokenizedExample
+from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.examples import Conversation
-from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.data.masks import tokenize_examples
-from wgpu_lora.data.preferences import PAIRS
+from wgpu_lora.data.preference_formats import PAIRS
 from wgpu_lora.errors import UserError
 
 CALL = {"type": "function", "function": {"name": "area", "arguments": {"w": 3}}}

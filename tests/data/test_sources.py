@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from support.data import chat
 from support.sources import ROWS, ids_of, prepared, refused, written
 
-from wgpu_lora.data import json_array, rows_given, training_data
-from wgpu_lora.data.files import file_source
-from wgpu_lora.data.formats import EXAMPLES
-from wgpu_lora.data.opening import MIN_GROWN
+from wgpu_lora.data import json_rows, rows_given, training_data
+from wgpu_lora.data.compressed_files import MIN_GROWN
+from wgpu_lora.data.example_formats import EXAMPLES
+from wgpu_lora.data.row_files import file_source
 from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import prompt_file
@@ -51,12 +51,12 @@ JSON = st.recursive(
 def test_arrays_are_read_as_json_reads_them(tmp_path_factory, rows, indent, chunk) -> None:
     path = tmp_path_factory.getbasetemp() / "array.json"
     path.write_text(json.dumps(rows, indent=indent, ensure_ascii=bool(indent)), encoding="utf-8")
-    whole = json_array._CHUNK
-    json_array._CHUNK = chunk
+    whole = json_rows._CHUNK
+    json_rows._CHUNK = chunk
     try:
-        found = list(json_array.read_array(path))
+        found = list(json_rows.read_array(path))
     finally:
-        json_array._CHUNK = whole
+        json_rows._CHUNK = whole
     assert [row for _, row in found] == rows
     assert [place.number for place, _ in found] == list(range(1, len(rows) + 1))
     if indent:
@@ -105,7 +105,7 @@ def test_an_element_that_is_too_long_is_not_held(tmp_path: Path) -> None:
     path.write_bytes(b'[{"text": "a"}, {"text": "' + b"a" * (60 << 20) + b'"}, {"text": "b"}]')
     tracemalloc.start()
     try:
-        found = [row for _, row in json_array.read_array(path)]
+        found = [row for _, row in json_rows.read_array(path)]
         assert tracemalloc.get_traced_memory()[1] < 56 << 20
     finally:
         tracemalloc.stop()

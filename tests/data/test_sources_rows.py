@@ -10,7 +10,7 @@ from support.data import chat, small_tokenizer, write_jsonl
 from support.sources import prepared, refused, written
 
 from wgpu_lora.data import prepare, skipped_rows
-from wgpu_lora.data.files import file_source
+from wgpu_lora.data.row_files import file_source
 from wgpu_lora.words import counted, listed
 
 # -- empty answers, repeated and bad rows ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from support.cli import QWEN2, ROWS, SMALL, flags, share_device, write_rows
 import wgpu_lora
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
-from wgpu_lora.data.account import SKIPPED
+from wgpu_lora.data.row_counts import SKIPPED
 from wgpu_lora.gpu.device import Device
 
 WEIGHTS = "adapter_model.safetensors"

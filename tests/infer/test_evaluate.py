@@ -7,8 +7,8 @@ import pytest
 from support.models import ARCHITECTURES, ROWS, allocated, full_logits, golden, golden_rows, load, save_golden_adapter
 
 from wgpu_lora.data import Prepared, Row
-from wgpu_lora.data.account import Account
-from wgpu_lora.data.files import FileSource
+from wgpu_lora.data.row_counts import Account
+from wgpu_lora.data.row_files import FileSource
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import Evaluator, evaluate, load_adapters
 from wgpu_lora.models.batch_inputs import Segment

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support.data import write_jsonl
-from wgpu_lora.data.preparing import Preparation, prepare_files
+from wgpu_lora.data.curation import Preparation, prepare_files
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"What is {i}?", "completion": f"It is {i}.", "id": i} for i in range(50)]
 ALIKE: list[dict[str, Any]] = [

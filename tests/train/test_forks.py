@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.training import golden_arguments
 
-from wgpu_lora.data.prepare import Row, common_prefix
+from wgpu_lora.data.tokenized_data import Row, common_prefix
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.batch_inputs import Placing, Segment
 from wgpu_lora.models.loaded_model import open_model

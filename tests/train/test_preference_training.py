@@ -14,7 +14,7 @@ from support.training import golden_arguments, model_dir
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
-from wgpu_lora.data.cutting import Cut
+from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device

@@ -11,9 +11,9 @@ from support.cli import QWEN2, SMALL, Run, commands, flags
 from support.data import chat, small_tokenizer, write_jsonl
 
 from wgpu_lora.data import hold_out, prepare
-from wgpu_lora.data.in_memory import MemorySource
-from wgpu_lora.data.preferences import PAIRS
-from wgpu_lora.data.preparing import Preparation, prepare_files
+from wgpu_lora.data.curation import Preparation, prepare_files
+from wgpu_lora.data.memory_rows import MemorySource
+from wgpu_lora.data.preference_formats import PAIRS
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.train.finetune import prepare_job

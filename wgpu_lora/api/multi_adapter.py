@@ -10,7 +10,7 @@ from typing import Any
 from wgpu_lora.api.call_arguments import Callback, listeners, plain
 from wgpu_lora.api.notebook_progress import Bars
 from wgpu_lora.data import Source, given_rows
-from wgpu_lora.data.values import kind_of
+from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, Passing
 from wgpu_lora.models.loaded_model import LoadedModel

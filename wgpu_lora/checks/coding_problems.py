@@ -13,9 +13,9 @@ from typing import Any
 from wgpu_lora.checks.asserts import MAX_CHECK, parse_check
 from wgpu_lora.checks.code_check import CheckResult, run_check, run_test
 from wgpu_lora.checks.sandbox.sandbox_child import completed
-from wgpu_lora.data.account import Account
-from wgpu_lora.data.columns import RowFormat, RowFormats
-from wgpu_lora.data.kinds import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
+from wgpu_lora.data.column_types import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
+from wgpu_lora.data.row_counts import Account
+from wgpu_lora.data.row_formats import RowFormat, RowFormats
 from wgpu_lora.data.source import Problem as Unusable
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError

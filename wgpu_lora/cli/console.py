@@ -152,7 +152,7 @@ class Bar:
 @contextmanager
 def long_work_shown() -> Iterator[None]:
     """Say what goes on where it takes longer than two seconds: bars that do not advance, and files that are read."""
-    from wgpu_lora.data.opening import files_in_use, position
+    from wgpu_lora.data.compressed_files import files_in_use, position
 
     ended = threading.Event()
 

@@ -18,7 +18,7 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.words import counted, share
 
 if TYPE_CHECKING:
-    from wgpu_lora.data.preparing.run import Progress
+    from wgpu_lora.data.curation.curate import Progress
     from wgpu_lora.train.data_statistics import Choice, RowPreview, RowStatistics, Token
 
 
@@ -292,7 +292,7 @@ def prepare(
     labelled.jsonl (answers with a label), if there are such rows; rejected.jsonl, with the place and the reason of
     every row that cannot be used; and report.json. Every row is written, rejected or counted as a duplicate.
     """
-    from wgpu_lora.data.preparing import Preparation, prepare_files
+    from wgpu_lora.data.curation import Preparation, prepare_files
 
     options = Preparation(
         exclude=exclude or (),

@@ -22,7 +22,7 @@ from wgpu_lora.cli.run_summary import (
     modules_of,
     note_unified,
 )
-from wgpu_lora.data.in_memory import MemorySource
+from wgpu_lora.data.memory_rows import MemorySource
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.published_shapes import shape_config

@@ -30,7 +30,7 @@ def describe(job: Job[Any]) -> None:
 
 def describe_runs(job: Job[Any]) -> None:
     """Describe each run's data, chosen options and length."""
-    from wgpu_lora.data.account import SKIPPED
+    from wgpu_lora.data.row_counts import SKIPPED
 
     model = job.session.model
     for note in (*model.notes, *(model.tokenizer.notes if model.tokenizer else ())):

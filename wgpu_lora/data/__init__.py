@@ -8,18 +8,17 @@ template -> tokenizer                                                  text to t
 packing                                                                rows to batches
 """
 
-from wgpu_lora.data.account import skipped_rows
 from wgpu_lora.data.conversation_rows import UNTRAINED
+from wgpu_lora.data.dataset_lookup import heldout_data, training_data
+from wgpu_lora.data.example_formats import parse_example, read_examples
 from wgpu_lora.data.examples import Sample
-from wgpu_lora.data.files import read_jsonl
-from wgpu_lora.data.find import heldout_data, training_data
-from wgpu_lora.data.formats import parse_example, read_examples
-from wgpu_lora.data.given import given_rows, rows_given
-from wgpu_lora.data.holding import hold_out
 from wgpu_lora.data.masks import tokenize_example
+from wgpu_lora.data.memory_rows import given_rows, rows_given
 from wgpu_lora.data.packing import batches, epoch_order, pack
-from wgpu_lora.data.prepare import Prepared, Row, prepare
+from wgpu_lora.data.row_counts import skipped_rows
+from wgpu_lora.data.row_files import read_jsonl
 from wgpu_lora.data.source import Source
+from wgpu_lora.data.tokenized_data import Prepared, Row, hold_out, prepare
 from wgpu_lora.data.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data.columns import RowFormats
-from wgpu_lora.data.files import SUFFIXES
 from wgpu_lora.data.parquet import BATCH, known_columns, rows_of
+from wgpu_lora.data.row_files import SUFFIXES
+from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import NoRowsError, Place, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import pip_line

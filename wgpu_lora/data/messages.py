@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from wgpu_lora.data.guesses import OTHER_ROLES
-from wgpu_lora.data.values import kind_of
+from wgpu_lora.data.json_values import kind_of
+from wgpu_lora.data.row_formats import OTHER_ROLES
 from wgpu_lora.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data.columns import RowFormats
-from wgpu_lora.data.jsonl import MAX_LINE, too_long
-from wgpu_lora.data.opening import MAX_GROWTH, MIN_GROWN, opened
+from wgpu_lora.data.compressed_files import MAX_GROWTH, MIN_GROWN, opened
+from wgpu_lora.data.json_rows import MAX_LINE, too_long
+from wgpu_lora.data.json_values import dense
+from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import NoRowsError, Place, Rows
-from wgpu_lora.data.values import dense
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import pip_line
 

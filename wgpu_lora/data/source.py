@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.errors import UserError
 
 

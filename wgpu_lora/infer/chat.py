@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import Tokenizer, read_jsonl
+from wgpu_lora.data.example_formats import parse_example
 from wgpu_lora.data.examples import CHAT, Conversation
-from wgpu_lora.data.formats import parse_example
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.infer.answers import Reply, replies, tokenizer_of

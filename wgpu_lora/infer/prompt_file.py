@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import numbered, write_new_bytes
-from wgpu_lora.data.account import Account
-from wgpu_lora.data.columns import Fields, RowFormat, RowFormats
+from wgpu_lora.data.column_types import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
+from wgpu_lora.data.compressed_files import bare_name, opened
+from wgpu_lora.data.example_formats import EXAMPLES, alpaca, with_system
 from wgpu_lora.data.examples import Completion
-from wgpu_lora.data.files import SUFFIXES, FileSource, reader_of
-from wgpu_lora.data.formats import EXAMPLES, alpaca, with_system
-from wgpu_lora.data.kinds import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
-from wgpu_lora.data.opening import bare_name, opened
+from wgpu_lora.data.row_counts import Account
+from wgpu_lora.data.row_files import SUFFIXES, FileSource, reader_of
+from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
 from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.answers import Answer

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from wgpu_lora.data import training_data
-from wgpu_lora.data.files import FileSource
+from wgpu_lora.data.row_files import FileSource
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.proof.heldout_rows import seen_rows

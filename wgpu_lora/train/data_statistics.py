@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.data import UNTRAINED, Prepared, Row, Sample, Source, StreamDecoder, Tokenizer
-from wgpu_lora.data.columns import Fields, RowFormat, RowFormats
+from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
 from wgpu_lora.data.source import Place, Problem, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded_model import LoadedModel

@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
 from wgpu_lora.bounded import is_name
-from wgpu_lora.data.split import check_split
+from wgpu_lora.data.validation_split import check_split
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import IN_FILE, flag, naming, setting
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from wgpu_lora.data import Prepared, Sample, Source, hold_out, prepare, training_data
-from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_files import ModelFiles

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from wgpu_lora.chain.stage import EndedEarlyError, Stage, Watch, model_files
 from wgpu_lora.data import training_data
-from wgpu_lora.data.files import FileSource
+from wgpu_lora.data.row_files import FileSource
 from wgpu_lora.distill.teacher_cache import CACHE
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from wgpu_lora.chain.stage import Stage, Watch
-from wgpu_lora.data.preparing import Preparation, prepare_files
-from wgpu_lora.data.preparing.inputs import find_inputs
-from wgpu_lora.data.preparing.run import Progress
+from wgpu_lora.data.curation import Preparation, prepare_files
+from wgpu_lora.data.curation.curate import Progress
+from wgpu_lora.data.curation.curation_files import find_inputs
 from wgpu_lora.errors import UserError
 from wgpu_lora.words import counted
 

@@ -15,8 +15,8 @@ from typing import Any
 from filelock import Timeout
 
 from wgpu_lora.bounded import read_bytes
-from wgpu_lora.data.account import SKIPPED, skipped_rows
-from wgpu_lora.data.in_memory import MemorySource
+from wgpu_lora.data.memory_rows import MemorySource
+from wgpu_lora.data.row_counts import SKIPPED, skipped_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events, Passing
 from wgpu_lora.gpu.buffer_wipe import Wiper

@@ -18,7 +18,7 @@ from typing import Any
 from wgpu_lora.atomic import sync_directory, write_bytes_atomic
 from wgpu_lora.bounded import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.data import Tokenizer
-from wgpu_lora.data.account import SKIPPED
+from wgpu_lora.data.row_counts import SKIPPED
 from wgpu_lora.data.tokenizer_files import tokenizer_files
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import sweep

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.data.preferences import LABELLED
+from wgpu_lora.data.preference_formats import LABELLED
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Kernel, Out, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.train.objectives.objective import Scoring

@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from wgpu_lora.data import Row
-from wgpu_lora.data.columns import RowFormats
-from wgpu_lora.data.cutting import Cut
+from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.examples import Sample
-from wgpu_lora.data.formats import EXAMPLES
+from wgpu_lora.data.row_formats import RowFormats
+from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.distill.teacher_logits import TeacherRows
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.data import Row
-from wgpu_lora.data.cutting import Cut
-from wgpu_lora.data.preferences import PAIRS
+from wgpu_lora.data.preference_formats import PAIRS
+from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Kernel, Out, by_subgroup, kernel, one_per, row_grid
 from wgpu_lora.gpu.tensor import Tensor, align

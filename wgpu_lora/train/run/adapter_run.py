@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import Prepared
-from wgpu_lora.data.account import SKIPPED, skipped_rows
+from wgpu_lora.data.row_counts import SKIPPED, skipped_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.formats.model_cards import CARD

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from wgpu_lora.data import Prepared, Row, batches, epoch_order
-from wgpu_lora.data.cutting import prompt_tokens
+from wgpu_lora.data.tokenized_data import prompt_tokens
 from wgpu_lora.distill.teacher_cache import TeacherCache, cached_rows
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.train.objectives import objective_of

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.data.columns import RowFormats
-from wgpu_lora.data.delimited import read_delimited
-from wgpu_lora.data.formats import EXAMPLES
-from wgpu_lora.data.json_array import read_array
-from wgpu_lora.data.jsonl import read_lines
-from wgpu_lora.data.opening import bare_name, opened
+from wgpu_lora.data.compressed_files import bare_name, opened
+from wgpu_lora.data.csv_rows import read_delimited
+from wgpu_lora.data.example_formats import EXAMPLES
+from wgpu_lora.data.json_rows import read_array, read_lines
 from wgpu_lora.data.parquet import read_parquet
+from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import Place, Rows, strict_rows
 from wgpu_lora.errors import UserError
 

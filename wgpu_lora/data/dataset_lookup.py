@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from wgpu_lora.data.files import FORMATS, SUFFIXES, FileSource, file_source
-from wgpu_lora.data.given import ROWS
+from wgpu_lora.data.compressed_files import bare_name
 from wgpu_lora.data.huggingface import HubSource, is_hub_id, is_saved, load_splits
-from wgpu_lora.data.opening import bare_name
+from wgpu_lora.data.memory_rows import ROWS
+from wgpu_lora.data.row_files import FORMATS, SUFFIXES, FileSource, file_source
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wgpu_lora.data.preparing.near import LEAST
-from wgpu_lora.data.split import check_split
+from wgpu_lora.data.validation_split import check_split
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag, setting
 
+MIN_SIMILARITY = 0.65  # of near duplicates
 DUPLICATES = ("normalized", "exact", "keep")
 
 
@@ -44,10 +44,10 @@ class Preparation:
                 f"{flag('duplicates')} must be one of {', '.join(DUPLICATES)}, not {self.duplicates!r:.40}."
             )
         if self.near_duplicates is not None:
-            if not LEAST <= self.near_duplicates <= 1:
+            if not MIN_SIMILARITY <= self.near_duplicates <= 1:
                 raise UserError(
-                    f"{setting('near_duplicates', self.near_duplicates)} must be a similarity from {LEAST} to 1, such "
-                    "as 0.8."
+                    f"{setting('near_duplicates', self.near_duplicates)} must be a similarity from {MIN_SIMILARITY} to 1, "
+                    "such as 0.8."
                 )
             if self.duplicates == "keep":
                 raise UserError(

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from wgpu_lora.data.columns import RowFormats
-from wgpu_lora.data.jsonl import MAX_BLANK, MAX_LINE, MAX_SHOWN, too_many_blank_lines
-from wgpu_lora.data.opening import opened
+from wgpu_lora.data.compressed_files import opened
+from wgpu_lora.data.json_rows import MAX_BLANK, MAX_LINE, MAX_SHOWN, too_many_blank_lines
+from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import NoRowsError, Place, Problem, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.words import counted

@@ -6,9 +6,9 @@ import json
 from functools import partial
 from typing import Any
 
-from wgpu_lora.data.columns import Kind
+from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.messages import checked_functions, checked_messages, checked_tools
-from wgpu_lora.data.values import kind_of
+from wgpu_lora.data.row_formats import Kind
 from wgpu_lora.errors import UserError
 
 _MAX_NUMBER = 3.4028234e38  # of f32

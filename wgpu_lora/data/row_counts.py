@@ -9,8 +9,8 @@ from typing import Any
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.data.conversation_rows import TokenizedExample
+from wgpu_lora.data.json_values import canonical, row_digest
 from wgpu_lora.data.source import Place, Problem, Source
-from wgpu_lora.data.values import canonical, row_digest
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.strict_json import to_json

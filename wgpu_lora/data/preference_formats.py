@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from wgpu_lora.data.columns import Fields, RowFormat, RowFormats
+from wgpu_lora.data.column_types import FLAG, TEXT_OR_MESSAGES, TOKENS
 from wgpu_lora.data.empty import without_empty_answers
+from wgpu_lora.data.example_formats import CHAT_COLUMNS, answer_to, conversation
 from wgpu_lora.data.examples import Completion, Conversation, Sample, Tokens
-from wgpu_lora.data.formats import CHAT_COLUMNS, answer_to, conversation
-from wgpu_lora.data.guesses import renaming
-from wgpu_lora.data.kinds import FLAG, TEXT_OR_MESSAGES, TOKENS
-from wgpu_lora.data.values import kind_of
+from wgpu_lora.data.json_values import kind_of
+from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats, renaming
 from wgpu_lora.errors import UserError
 
 DESIRABLE, UNDESIRABLE = 1.0, -1.0

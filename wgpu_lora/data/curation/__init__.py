@@ -8,7 +8,7 @@ output                        a new directory, complete or not at all
 options, counts -> run        everything together
 """
 
-from wgpu_lora.data.preparing.options import Preparation
-from wgpu_lora.data.preparing.run import prepare_files
+from wgpu_lora.data.curation.curate import prepare_files
+from wgpu_lora.data.curation.curation_options import Preparation
 
 __all__ = ["Preparation", "prepare_files"]

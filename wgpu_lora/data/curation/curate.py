@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import re
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from wgpu_lora.atomic import new_directory, write_bytes_atomic
-from wgpu_lora.data.columns import RowFormats
-from wgpu_lora.data.opening import position
-from wgpu_lora.data.preparing import edits
-from wgpu_lora.data.preparing.carried import plain_row
-from wgpu_lora.data.preparing.checks import reason_against
-from wgpu_lora.data.preparing.counts import Counts, OfInput
-from wgpu_lora.data.preparing.duplicates import Duplicates, duplicates
-from wgpu_lora.data.preparing.inputs import REJECTED, REPORT, SCHEMA, Inputs, find_inputs, matches
-from wgpu_lora.data.preparing.kinds import EXAMPLE, FILES, ROWS, TRAIN, VALID, Read, Row, examples_only
-from wgpu_lora.data.preparing.options import Preparation
-from wgpu_lora.data.preparing.output import Lines, encoded, refuse_output
+from wgpu_lora.data.compressed_files import position
+from wgpu_lora.data.curation import row_edits
+from wgpu_lora.data.curation.curation_files import (
+    REJECTED,
+    REPORT,
+    SCHEMA,
+    Inputs,
+    Lines,
+    encoded,
+    find_inputs,
+    matches,
+    refuse_output,
+)
+from wgpu_lora.data.curation.curation_options import Preparation
+from wgpu_lora.data.curation.deduplication import EXACT, NEAR, NORMALIZED, Duplicates, duplicates
+from wgpu_lora.data.curation.row_edits import (
+    EXAMPLE,
+    FILES,
+    ROWS,
+    TRAIN,
+    VALID,
+    Read,
+    Row,
+    examples_only,
+    plain_row,
+    reason_against,
+)
+from wgpu_lora.data.json_values import canonical, row_digest
+from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import NoRowsError, Place, Problem
-from wgpu_lora.data.split import held_out, key_of
-from wgpu_lora.data.values import canonical, row_digest
+from wgpu_lora.data.validation_split import held_out, key_of
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.strict_json import to_json
@@ -171,12 +190,12 @@ class _Preparing:
 
     def _edited(self, row: Row) -> tuple[Row, list[str]]:
         """The row after the edits, and what was removed."""
-        row, edited = edits.listed_messages(row), []
+        row, edited = row_edits.listed_messages(row), []
         if self.options.strip_system:
-            row, count = edits.without_system(row)
+            row, count = row_edits.without_system(row)
             edited += ["system messages"] * bool(count)
         if self.options.drop_thinking:
-            row, count = edits.without_reasoning(row)
+            row, count = row_edits.without_reasoning(row)
             edited += ["reasoning"] * bool(count)
         return row, edited
 
@@ -264,3 +283,87 @@ def _at(place: Place) -> dict[str, Any]:
     """The place of a row: a line of text, or the number of a row, with its first line if it has one."""
     first = {} if place.line is None else {"line": place.line}
     return {place.unit: place.number, **first}
+
+
+_SHOWN, _REASONS = 20, 100  # duplicates and reasons that are listed
+_OTHERS = "other reasons"
+_VARYING = re.compile(r"'(?:[^'\\]|\\.)*'|(?<!UTF-)\d[\d,]*")
+
+
+@dataclass
+class OfInput:
+    """Counts of one input. out: rows that were written."""
+
+    name: str
+    rows: int = 0
+    out: int = 0
+    rejected: int = 0
+    duplicates: int = 0
+
+
+@dataclass
+class Counts:
+    """Counts of all inputs.
+
+    rows: read. formats: rows written, by the required keys of their format. reasons: rejected rows, by reason without
+    its details where they differ. edited: rows from which system messages or reasoning were removed. dropped_columns:
+    values that JSON cannot hold, by column. ungrouped: examples without the column that rows are held out by.
+    """
+
+    inputs: list[OfInput] = field(default_factory=list)
+    _whole: dict[str, str] = field(default_factory=dict)  # a reason with its details, if all rows have the same
+    formats: Counter[str] = field(default_factory=Counter)
+    duplicates: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    edited: Counter[str] = field(default_factory=Counter)
+    dropped_columns: Counter[str] = field(default_factory=Counter)
+    ungrouped: int = 0
+    shown: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return sum(one.rows for one in self.inputs)
+
+    @property
+    def rejected(self) -> int:
+        return sum(one.rejected for one in self.inputs)
+
+    def reject(self, reason: str) -> None:
+        self.inputs[-1].rejected += 1
+        kind = _VARYING.sub(lambda found: found[0] if found[0].startswith("'") else "N", reason)
+        if kind not in self.reasons and len(self.reasons) >= _REASONS:
+            kind = reason = _OTHERS
+        self.reasons[kind] += 1
+        if self._whole.setdefault(kind, reason) != reason:
+            self._whole[kind] = kind
+
+    def repeat(self, how: str, this: dict[str, Any], first: dict[str, Any], alike: float | None = None) -> None:
+        """Count a duplicate; the first ones are listed."""
+        self.inputs[-1].duplicates += 1
+        self.duplicates[how] += 1
+        if len(self.shown) < _SHOWN:
+            same = {} if alike is None else {"similarity": round(alike, 3)}
+            self.shown.append({"kind": how, **same, "row": this, "of": first})
+
+    def facts(self) -> dict[str, Any]:
+        repeated = {kind: self.duplicates[kind] for kind in (EXACT, NORMALIZED, NEAR)}
+        return {
+            "rows": {
+                "in": self.rows,
+                "out": sum(one.out for one in self.inputs),
+                "rejected": self.rejected,
+                "duplicates": sum(repeated.values()),
+            },
+            "duplicates": repeated,
+            "formats": _ordered(self.formats),
+            "reasons": _ordered(Counter({self._whole[kind]: count for kind, count in self.reasons.items()})),
+            "edited": _ordered(self.edited),
+            "dropped_columns": _ordered(self.dropped_columns),
+            "inputs": [vars(one) for one in self.inputs],
+            "duplicates_shown": self.shown,
+        }
+
+
+def _ordered(counter: Counter[str]) -> dict[str, int]:
+    """The most common first; ties by name."""
+    return dict(sorted(counter.items(), key=lambda item: (-item[1], item[0])))

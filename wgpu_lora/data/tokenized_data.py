@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,19 +13,19 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 
-from wgpu_lora.data.account import Account
-from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.conversation_rows import UNTRAINED, Pair
-from wgpu_lora.data.cutting import Cut, unusable
 from wgpu_lora.data.empty import without_empty_answers
+from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.examples import Example, Sample, Tokens, prompt_format
-from wgpu_lora.data.files import file_source
-from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.data.masks import tokenize_examples
+from wgpu_lora.data.row_counts import Account
+from wgpu_lora.data.row_files import file_source
+from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import Place, Problem, Source
-from wgpu_lora.data.split import key_of
 from wgpu_lora.data.tokenizer import Tokenizer
+from wgpu_lora.data.validation_split import held_out, key_of
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import setting
 from wgpu_lora.words import counted
 
 _BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # rows and characters that are tokenised together, at most
@@ -323,4 +324,89 @@ def _outside(pairs: list[Pair], vocab_size: int | None) -> str | None:
     return (
         f"token id {greatest} is outside of the vocabulary of {vocab_size}; "
         "the data or the tokenizer belongs to another model."
+    )
+
+
+KEEP_START, KEEP_END = "keep_start", "keep_end"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Limits of a row whose first trained token begins its answer, which is all that follows, as in TRL: also what a
+    chat template adds behind the end of a turn.
+
+    prompt: a longer prompt loses its beginning. answer: a longer answer loses its end. mode: which part a row that is
+    then still too long keeps, its beginning (KEEP_START) or its end (KEEP_END).
+    """
+
+    prompt: int | None = None
+    answer: int | None = None
+    mode: str = KEEP_START
+
+    def __call__(self, ids: list[int], labels: list[int], length: int) -> tuple[list[int], list[int]]:
+        """A row of at most `length` tokens."""
+        asked = prompt_tokens(labels)
+        labels = labels[:asked] + ids[asked:]
+        first = max(0, asked - self.prompt) if self.prompt else 0
+        stop = min(len(ids), asked + self.answer) if self.answer else len(ids)
+        if stop - first > length:
+            first, stop = (first, first + length) if self.mode == KEEP_START else (stop - length, stop)
+        return ids[first:stop], labels[first:stop]
+
+
+def prompt_tokens(labels: Iterable[int]) -> int:
+    """The number of tokens before the first trained one."""
+    count = 0
+    for label in labels:
+        if label != UNTRAINED:
+            break
+        count += 1
+    return count
+
+
+def unusable(pairs: list[tuple[list[int], list[int]]], cut: list[tuple[list[int], list[int]]]) -> str | None:
+    """What is wrong with a sample's rows after they have been cut; None if they can be trained on."""
+    for labels in (row[1] for row in cut):
+        if all(label == UNTRAINED for label in labels[1:]):
+            return "the prompt fills the whole length, so that nothing of the answer is left"
+    if len(cut) > 1 and all(row == cut[0] for row in cut[1:]):
+        shortened = any(len(row[0]) > len(short[0]) for row, short in zip(pairs, cut, strict=True))
+        where = "where the length cuts them" if shortened else "as tokens"
+        return f"the chosen and the rejected answer are equal {where}"
+    return None
+
+
+def hold_out(prepared: Prepared, amount: float, seed: int) -> tuple[Prepared, Prepared]:
+    """Split samples: (to train on, held out). Equal rows, and the samples made of one row, stay together.
+
+    Args:
+        amount: share or number of the samples to hold out.
+
+    Raises:
+        UserError: there are too few samples.
+    """
+    mask = held_out(prepared.keys, amount, seed)
+    count, total = int(mask.sum()), len(mask)
+    note = f"{count:,} of {counted(total, 'row')} are held out ({setting('validation_split', amount)})"
+    train = _only(prepared, ~mask, notes=(*prepared.notes, note))
+    source = prepared.account.source
+    which = np.sort(prepared.keys[mask]).tobytes()
+    if source.private:  # records have the digest, by which somebody could try what the rows are
+        which = f"{prepared.digest} {amount} {seed}".encode()
+    digest = hashlib.sha256(which).hexdigest()
+    return train, _only(prepared, mask, digest=digest, account=Account(source, examples=count), notes=())
+
+
+def _only(prepared: Prepared, mask: np.ndarray, **changes: Any) -> Prepared:
+    """Some of the samples."""
+    chosen = np.flatnonzero(mask).tolist()
+    rows = [row for sample in chosen for row in prepared.samples[sample]]
+    return replace(
+        prepared,
+        rows=rows,
+        values=tuple(prepared.values[sample] for sample in chosen) if prepared.values else (),
+        keys=prepared.keys[mask],
+        trained_tokens=sum(row.trained_tokens for row in rows),
+        total_tokens=sum(len(row.input_ids) for row in rows),
+        **changes,
     )

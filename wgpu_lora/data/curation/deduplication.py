@@ -1,0 +1,231 @@
+"""Find duplicates among rows as they come: exact, normalised and near."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unicodedata import normalize
+
+import numpy as np
+
+from wgpu_lora.data.curation.curation_options import Preparation
+from wgpu_lora.data.curation.row_edits import Read
+from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text
+from wgpu_lora.errors import UserError
+from wgpu_lora.installation import pip_line
+from wgpu_lora.names.spelling import flag
+
+
+class Repeated(NamedTuple):
+    """A duplicate. source, number: of the first row with that content; alike: similarity of a near duplicate."""
+
+    how: str
+    source: int
+    number: int
+    alike: float | None = None
+
+
+class Duplicates:
+    """The rows so far; `seen` is None if duplicates are kept."""
+
+    def __init__(self, options: Preparation, seen: Seen | None, near: Near | None) -> None:
+        self._exactly = options.duplicates == "exact"
+        self._seen, self._near = seen, near
+
+    def add(self, read: Read, source: int, number: int) -> Repeated | None:
+        """Add a row; None unless it repeats another."""
+        if self._seen is None:
+            return None
+        parts = parts_of(read)
+        exact, normal = digest(parts), [normal(part) for part in parts]
+        key = exact if self._exactly else digest(normal)
+        if found := self._seen.add(key, exact[:8], source, number):
+            return Repeated(EXACT if found[0] else NORMALIZED, *found[1:])
+        if self._near and (near := self._near.add(read.kind, shingles(normal), source, number)):
+            return Repeated(NEAR, *near[1:], near[0])
+        return None
+
+
+@contextmanager
+def duplicates(path: Path, options: Preparation) -> Iterator[Duplicates]:
+    """Finds duplicates, with a temporary file at `path`."""
+    if options.duplicates == "keep":
+        yield Duplicates(options, None, None)
+        return
+    try:
+        with database(path) as connection:
+            near = None if options.near_duplicates is None else Near(connection, options.near_duplicates)
+            yield Duplicates(options, Seen(connection), near)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+_WORD = re.compile(r"\w+")
+SHINGLE = 3  # words
+
+
+def parts_of(read: Read) -> list[str]:
+    """The texts that a row consists of. Other columns, such as an id, are not part of its content."""
+    parts = [read.kind, str(read.sample.value)]
+    for example in read.sample.examples:
+        parts += _parts(example)
+    return parts
+
+
+def _parts(example: Example) -> list[str]:
+    match example:
+        case Conversation():
+            return _conversation(example)
+        case Alpaca():
+            said = [*example.asked, {"role": "assistant", "content": example.output}]
+            return _conversation(Conversation(said, frozenset({len(said) - 1})))
+        case Completion():
+            return ["completion", example.prompt, example.completion]
+        case Text():
+            return ["text", example.text]
+        case _:
+            return ["tokens", str(example.input_ids), str(example.labels)]
+
+
+def _conversation(example: Conversation) -> list[str]:
+    parts = ["conversation"]
+    for i, message in enumerate(example.messages):
+        others = {k: v for k, v in message.items() if k not in ("role", "content", "weight") and v is not None}
+        parts += [message["role"], "trained" if i in example.trained else "", message["content"] or ""]
+        if others:
+            parts.append(json.dumps(others, sort_keys=True, default=repr))
+    if example.tools or example.template_kwargs:
+        parts.append(json.dumps([example.tools, example.template_kwargs], sort_keys=True, default=repr))
+    return parts
+
+
+def normal(text: str) -> str:
+    """A text without differences in case, white space and Unicode composition (NFC)."""
+    if text.isascii():
+        return " ".join(text.lower().split())
+    return " ".join(normalize("NFC", normalize("NFD", text).casefold()).split())
+
+
+def digest(parts: list[str], size: int = 16) -> bytes:
+    """A digest of texts, whose lengths tell where each ends."""
+    text = "".join([f"{len(part)}:{part}" for part in parts])
+    return hashlib.blake2b(text.encode(), digest_size=size).digest()
+
+
+def shingles(parts: list[str]) -> list[str]:
+    """The runs of SHINGLE words in normalised texts, which near duplicates share."""
+    words = [word for part in parts for word in _WORD.findall(part)]
+    if len(words) < SHINGLE:
+        return [" ".join(words)]
+    return [" ".join(words[i : i + SHINGLE]) for i in range(len(words) - SHINGLE + 1)]
+
+
+CACHE = 64 << 10  # KiB of pages that SQLite keeps in memory
+_NUMBER_BITS = 40  # of a place; the rest is the source
+
+
+@contextmanager
+def database(path: Path) -> Iterator[sqlite3.Connection]:
+    """A temporary database: nothing is synchronised, since it is not used again."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
+        for setting in ("journal_mode=OFF", "synchronous=OFF", "locking_mode=EXCLUSIVE", f"cache_size=-{CACHE}"):
+            connection.execute(f"PRAGMA {setting}")
+        connection.execute("BEGIN")
+        yield connection
+    except sqlite3.Error as error:
+        raise UserError(
+            f"The temporary file {path} cannot be used ({error}): free space on its disk, or choose another output."
+        ) from error
+    finally:
+        connection.close()
+
+
+class Seen:
+    """Contents by their digests, with the place of the first row that has each."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._do = connection.execute
+        # A digest is random, so the table is ordered by it: WITHOUT ROWID saves an index.
+        self._do("CREATE TABLE seen (key BLOB PRIMARY KEY, exact BLOB, place INTEGER) WITHOUT ROWID")
+
+    def add(self, key: bytes, exact: bytes, source: int, number: int) -> tuple[bool, int, int] | None:
+        """Add a content, unless it has been seen.
+
+        Returns:
+            None if it is new, else (whether the first row with it is exactly equal, that row's source and number).
+        """
+        place = stored(source, number)
+        if self._do("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", (key, exact, place)).rowcount:
+            return None
+        [(first, place)] = self._do("SELECT exact, place FROM seen WHERE key = ?", (key,))
+        return first == exact, *place_of(place)
+
+
+def stored(source: int, number: int) -> int:
+    """A place as one number."""
+    return source << _NUMBER_BITS | number
+
+
+def place_of(place: int) -> tuple[int, int]:
+    """(source, number of the row) of a stored place."""
+    return place >> _NUMBER_BITS, place & (1 << _NUMBER_BITS) - 1
+
+
+PERMUTATIONS, BANDS = 128, 32  # 4 values a band: finds 99.8% of pairs with a similarity of 0.65, all above 0.75
+EXACT, NORMALIZED, NEAR = "exact", "normalized", "near"
+COMPARED = 512  # rows that a row is compared with, at most: texts made from one template share bands with all others
+_SEED = 1  # of the permutations
+
+
+class Near:
+    """Signatures of rows. threshold: least estimated Jaccard similarity of near duplicates."""
+
+    def __init__(self, connection: sqlite3.Connection, threshold: float) -> None:
+        try:
+            import rensa
+        except ImportError:
+            raise UserError(f"{flag('near_duplicates')} needs rensa: {pip_line('dedupe')}.") from None
+        self._made: Any = rensa.RMinHash
+        self._do, self._threshold = connection.execute, threshold
+        self._many = connection.executemany
+        self._do("CREATE TABLE signatures (row INTEGER PRIMARY KEY, signature BLOB, place INTEGER)")
+        self._do("CREATE TABLE bands (band BLOB, row INTEGER, PRIMARY KEY (band, row)) WITHOUT ROWID")
+
+    def add(self, kind: str, shingles: Sequence[str], source: int, number: int) -> tuple[float, int, int] | None:
+        """Add a row, unless it is a near duplicate.
+
+        Returns:
+            None if it is new, else (similarity, source and number) of the first row that is nearest.
+        """
+        sketch = self._made(num_perm=PERMUTATIONS, seed=_SEED)
+        sketch.update(shingles)
+        signature = np.array(sketch.digest(), np.uint32)
+        bands = [
+            hashlib.blake2b(part.tobytes(), digest_size=8, person=f"{kind[:8]}{i}".encode()).digest()
+            for i, part in enumerate(signature.reshape(BANDS, -1))
+        ]
+        marks = ",".join("?" * BANDS)
+        found = self._do(
+            f"SELECT row, signature, place FROM signatures WHERE row IN "
+            f"(SELECT DISTINCT row FROM bands WHERE band IN ({marks}) LIMIT {COMPARED}) ORDER BY row",
+            bands,
+        )
+        best: tuple[float, int] | None = None
+        for _, other, where in found:
+            alike = float(np.mean(np.frombuffer(other, np.uint32) == signature))
+            if alike >= self._threshold and (best is None or alike > best[0]):
+                best = alike, where
+        if best:
+            return best[0], *place_of(best[1])
+        row = self._do(
+            "INSERT INTO signatures (signature, place) VALUES (?, ?)", (signature.tobytes(), stored(source, number))
+        ).lastrowid
+        self._many("INSERT INTO bands VALUES (?, ?)", [(band, row) for band in sorted(set(bands))])
+        return None
