@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,4 +72,4 @@ def share_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
             return device if selector is None else Device(selector)
 
     for opener in ("wgpu_lora.models.loaded_model", "wgpu_lora.cli.plan"):
-        monkeypatch.setattr(f"{opener}.Device", Shared)
+        monkeypatch.setattr(import_module(opener), "Device", Shared)
