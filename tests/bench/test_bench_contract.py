@@ -19,7 +19,7 @@ from wgpu_lora.bench.bricks import WORKLOADS
 from wgpu_lora.bench.contract import Contract, brick_names, evaluate, load_contract
 from wgpu_lora.bench.device_ceilings import Ceilings
 from wgpu_lora.bench.timing import Timings, repeat, variation
-from wgpu_lora.cli.bench.bricks import COLUMNS, KEY, LEFT, cells, details, duration, rate
+from wgpu_lora.cli.bench.brick_tables import COLUMNS, KEY, LEFT, cells, details, duration, rate
 from wgpu_lora.cli.console import table
 from wgpu_lora.errors import UserError
 

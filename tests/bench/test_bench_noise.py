@@ -19,7 +19,7 @@ from wgpu_lora.bench.bricks import WORKLOADS
 from wgpu_lora.bench.contract import load_contract
 from wgpu_lora.bench.recorded_brick import ProgramWorkload
 from wgpu_lora.cli import main
-from wgpu_lora.cli.bench.bricks import cells, details, noise_text
+from wgpu_lora.cli.bench.brick_tables import cells, details, noise_text
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tuner import Tuner
 

@@ -66,7 +66,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr("wgpu_lora.bench.training_runs.written", lambda found: "")
     monkeypatch.setattr("wgpu_lora.bench.training_runs.run_training", training)
     monkeypatch.setattr("wgpu_lora.bench.batch_search.search_pairs", pairs)
-    for name in ("max_batch.find_max_batch", "step.chosen_model"):
+    for name in ("batch_search.find_max_batch", "training_step.chosen_model"):
         monkeypatch.setattr(f"wgpu_lora.bench.{name}", note)
     monkeypatch.setattr(Context, "of", note)
     return found

@@ -71,5 +71,5 @@ def share_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
                 return selector
             return device if selector is None else Device(selector)
 
-    for opener in ("wgpu_lora.models.loaded_model", "wgpu_lora.cli.plan"):
+    for opener in ("wgpu_lora.models.loaded_model", "wgpu_lora.gpu.device"):
         monkeypatch.setattr(import_module(opener), "Device", Shared)

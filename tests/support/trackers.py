@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.track.trackers.base import Tracked, Tracker
+from wgpu_lora.track.trackers import TrackedRun, Tracker
 
 SEEN = "seen.jsonl"
 
@@ -19,8 +17,8 @@ class Writing(Tracker):
 
     module = extra = "json"
 
-    def __init__(self, run: Tracked) -> None:
-        self._file, self.place = Path(run.directory) / SEEN, run.directory
+    def __init__(self, run: TrackedRun) -> None:
+        self._file, self.url = Path(run.directory) / SEEN, run.directory
         self._write({"begin": vars(run)})
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -36,7 +34,7 @@ class Writing(Tracker):
 
 
 class RaisingAtStart(Writing):
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         raise ConnectionError("no route\nto the server")
 
 
@@ -46,20 +44,5 @@ class Raising(Writing):
 
 
 class Exiting(Writing):
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        os._exit(3)
-
-
-class Hanging(Writing):
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        time.sleep(600)
-
-
-class HangingAtEnd(Writing):
     def finish(self, status: str) -> None:
-        time.sleep(600)
-
-
-class Slow(Writing):
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        time.sleep(0.2)
+        raise SystemExit(3)

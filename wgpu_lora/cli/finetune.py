@@ -25,7 +25,6 @@ from wgpu_lora.installation import pip_line, program
 from wgpu_lora.train.loop.slot_policy import POLICIES
 from wgpu_lora.train.options.option_fields import ADAPTER, FILES
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
@@ -481,6 +480,8 @@ def draw_curves(runs: Mapping[str, Path], path: Path) -> bool:
 
 
 def _draw(axes: Any, runs: Mapping[str, Path]) -> None:
+    from wgpu_lora.train.run.training_log import LOG, read_log
+
     for number, (name, directory) in enumerate(runs.items()):
         log = read_log(directory / LOG) if (directory / LOG).is_file() else []
         colour, shown = f"C{number % 10}", printable(name)

@@ -22,17 +22,12 @@ from wgpu_lora.cli.run_summary import (
     modules_of,
     note_unified,
 )
-from wgpu_lora.data.memory_rows import MemorySource
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.published_shapes import shape_config
-from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.options.training_arguments import LENGTH, TrainingArguments
 
 if TYPE_CHECKING:
-    from wgpu_lora.train.finetune import Job
+    from wgpu_lora.train.finetune import FinetuneJob, Job
     from wgpu_lora.train.time_estimate import Projection
 
 
@@ -151,6 +146,8 @@ def job_of(
     shape: str | None,
 ) -> Job[Any]:
     """The job of a run that is not started."""
+    from wgpu_lora.train.finetune import prepare_job
+
     if shape:
         if pairs or config:
             raise UserError("--shape plans one adapter: leave out --adapters and --adapters-config.")
@@ -199,6 +196,12 @@ def job_of_shape(shape: str, args: TrainingArguments) -> FinetuneJob:
     Raises:
         UserError: the shape is not known, a model or data are given, or the options do not suit it.
     """
+    from wgpu_lora.data.memory_rows import MemorySource
+    from wgpu_lora.gpu.device import Device
+    from wgpu_lora.models.published_shapes import shape_config
+    from wgpu_lora.models.synthetic_models import synthetic_model
+    from wgpu_lora.train.finetune import prepare_job
+
     for name in ("model", "data", "eval_data"):
         if getattr(args, name) is not None:
             raise UserError(f"{flag(name)} and {flag('shape')} exclude each other: leave one of them out.")

@@ -8,8 +8,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import wgpu
-
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import Miscompiled
 from wgpu_lora.names.spelling import either, flag, setting
@@ -99,6 +97,8 @@ LOST = "device is lost"  # in wgpu's messages
 @contextmanager
 def noticing(name: str) -> Iterator[None]:
     """Raises DeviceLost for what wgpu raises if the device is lost."""
+    import wgpu  # here, since commands start without it
+
     USING.append(name)
     try:
         yield

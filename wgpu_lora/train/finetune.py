@@ -27,7 +27,7 @@ from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.models.quant_constants import ConstantSet
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.activation_storage import Saving
-from wgpu_lora.track.report_to import check_libraries
+from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.data_parallel.leader import Sharing, check_shared
 from wgpu_lora.train.init_methods import offsets
 from wgpu_lora.train.loop.trainer import StepKeeper, Trainer

@@ -16,7 +16,7 @@ from wgpu_lora.events import Events
 from wgpu_lora.memory_leases import budget_bytes
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.track.report_to import check_libraries
+from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.adapter_tasks import AdapterTask, check_apart, named_apart, request_of
 from wgpu_lora.train.finetune import Job, as_stored, declared_as, locked, read_run, session_of, with_options
 from wgpu_lora.train.loop.slot_policy import POLICIES, make_policy, policy_state

@@ -125,7 +125,7 @@ def _arguments(ctx: typer.Context, record: RunRecord | None, sizes: dict[str, An
 
 
 def _table(found: Profile, by_shape: bool) -> Any:
-    from wgpu_lora.cli.bench.bricks import duration
+    from wgpu_lora.cli.bench.brick_tables import duration
 
     left = ("kernel", "shape") if by_shape else ("kernel",)
     rows = []
@@ -137,7 +137,7 @@ def _table(found: Profile, by_shape: bool) -> Any:
 
 
 def _summary(found: Profile) -> None:
-    from wgpu_lora.cli.bench.bricks import duration
+    from wgpu_lora.cli.bench.brick_tables import duration
     from wgpu_lora.cli.finetune import speed
 
     spread = f" (steps vary by {found.step_spread / found.step_seconds:.0%})" if found.rounds > 1 else ""
@@ -150,7 +150,7 @@ def _summary(found: Profile) -> None:
 
 def _rest(found: Profile) -> str:
     """How long the device waits for the host."""
-    from wgpu_lora.cli.bench.bricks import duration
+    from wgpu_lora.cli.bench.brick_tables import duration
 
     if found.host_share is not None:
         idle = found.step_seconds - found.device_seconds

@@ -7,21 +7,21 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from wgpu_lora.track.trackers.base import Tracked, Tracker
+from wgpu_lora.track.trackers import TrackedRun, Tracker
 
 
 class TensorBoard(Tracker):
     module, extra = "tensorboardX", "tensorboard"
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from tensorboardX import SummaryWriter
 
-        self.place = str(Path(run.directory) / "tensorboard")
+        self.url = str(Path(run.directory) / "tensorboard")
         # Files are named by the second, and a run that is resumed within it would overwrite the first file.
         suffix = f".{time.time_ns()}"
         # A resumed run repeats the steps after its checkpoint: TensorBoard then leaves out the first ones.
         purge = run.step + 1 if run.step else None
-        self._writer = SummaryWriter(self.place, purge_step=purge, filename_suffix=suffix)
+        self._writer = SummaryWriter(self.url, purge_step=purge, filename_suffix=suffix)
         if not run.step:
             self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```")
 

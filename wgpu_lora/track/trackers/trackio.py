@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextvars import Context
 from inspect import signature
 
-from wgpu_lora.track.trackers.base import PROJECT, Tracked, Tracker
+from wgpu_lora.track.trackers import PROJECT, TrackedRun, Tracker
 
 
 class Trackio(Tracker):
     module, extra = "trackio", "trackio"
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import trackio
 
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
@@ -24,7 +25,8 @@ class Trackio(Tracker):
         }
         space = os.environ.get("TRACKIO_SPACE_ID")
         # It knows runs by their names, so the id is in it.
-        self._run = trackio.init(
+        self._run = Context().run(  # its previous run would end otherwise
+            trackio.init,
             project=project,
             name=f"{run.name} {run.id}",
             group=run.group,
@@ -33,7 +35,7 @@ class Trackio(Tracker):
             resume="allow",
             **quiet,
         )
-        self.place = f"https://huggingface.co/spaces/{space}" if space else f"trackio show --project {project}"
+        self.url = f"https://huggingface.co/spaces/{space}" if space else f"trackio show --project {project}"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)

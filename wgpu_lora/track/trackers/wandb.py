@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from wgpu_lora.track.trackers.base import PROJECT, Tracked, Tracker
+from wgpu_lora.track.trackers import PROJECT, TrackedRun, Tracker
 
 
 class WandB(Tracker):
     module, extra = "wandb", "wandb"
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
         self._run = wandb.init(
@@ -23,12 +23,12 @@ class WandB(Tracker):
             config=run.config,
             dir=run.directory,
             resume="allow",
-            settings=wandb.Settings(console="off"),
+            settings=wandb.Settings(console="off", reinit="create_new"),
         )
         # Steps of our own: those of wandb only increase, but a resumed run repeats some.
         self._run.define_metric("train/global_step")
         self._run.define_metric("*", step_metric="train/global_step", step_sync=True)
-        self.place = self._run.url or self._run.dir
+        self.url = self._run.url or self._run.dir
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics))

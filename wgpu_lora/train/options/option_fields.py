@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wgpu_lora.names.choices import ACTIVATION_DTYPES, COMPUTE_DTYPES, OVERFLOW, TRAINED
-from wgpu_lora.track.report_to import HELP
+from wgpu_lora.track.trackers import HELP
 from wgpu_lora.train.init_methods import DEFAULT, INITIALISATIONS
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES
 from wgpu_lora.train.objectives import OBJECTIVES

@@ -18,8 +18,6 @@ from wgpu_lora.errors import DeviceWarning, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.device_list import DeviceInfo
 from wgpu_lora.track.hardware.sampler import Sampler
-from wgpu_lora.track.remote import Remote
-from wgpu_lora.track.report_to import trackers_of
 from wgpu_lora.track.run_log import (
     FAILED,
     HELD_OUT,
@@ -36,7 +34,7 @@ from wgpu_lora.track.run_log import (
 )
 from wgpu_lora.track.run_recorder import Recording, device_facts, given_options, status_of
 from wgpu_lora.track.secret_masking import masked
-from wgpu_lora.track.trackers.base import Tracked
+from wgpu_lora.track.trackers import GuardedTracker, TrackedRun, trackers_of
 from wgpu_lora.train.run.adapter_run import Follower, Run
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.run_checkpoint import BEST
@@ -56,7 +54,7 @@ class Followed(Follower):
     events: Events
     group: str | None
     over: bool = False
-    trackers: list[Remote] = field(default_factory=list)
+    trackers: list[GuardedTracker] = field(default_factory=list)
 
     _shown: set[str] = field(default_factory=set)
     _sampled: float = field(default_factory=time.monotonic)
@@ -67,10 +65,10 @@ class Followed(Follower):
         entry, run = self.recording.entry, self.run
         name = entry.name + (f" {run.name}" if run.name else "")
         where = str(run.directory.resolve())
-        tracked = Tracked(
+        tracked = TrackedRun(
             entry.id, name, where, self.group, masked(run.args.notes), masked(entry.config), run.state.step
         )
-        self.trackers = [Remote(tracker, tracked) for tracker in trackers_of(run.args.report_to)]
+        self.trackers = [GuardedTracker(tracker, tracked) for tracker in trackers_of(run.args.report_to)]
 
     def status(self) -> dict[str, float]:
         begin, self._sampled = self._sampled, time.monotonic()
@@ -86,9 +84,9 @@ class Followed(Follower):
     def _show(self) -> None:
         """Tell, once, where each tracker shows the run."""
         for tracker in self.trackers:
-            if tracker.place and tracker.place not in self._shown:
-                self._shown.add(tracker.place)
-                self.events.tracked(tracker.name, tracker.place, self.run.name)
+            if tracker.url and tracker.url not in self._shown:
+                self._shown.add(tracker.url)
+                self.events.tracked(tracker.name, tracker.url, self.run.name)
 
     def end(self, record: RunRecord) -> None:
         state, self.over = record.state, True

@@ -19,7 +19,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.track.report_to import check_libraries
+from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.adapter_tasks import split_options
 from wgpu_lora.train.finetune import Job, prepare_job, shared_session, single_session
 from wgpu_lora.train.memory import Needs
