@@ -22,7 +22,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.models.architectures.qwen3_5 import Qwen35Text
-from wgpu_lora.models.batch_inputs import Placing, Segment, write
+from wgpu_lora.models.batch_inputs import ForkPlacement, Segment, write
 from wgpu_lora.models.blocks.attention_block import KeyRanges
 from wgpu_lora.models.blocks.delta_net import L2_EPS, Runs
 from wgpu_lora.models.published_shapes import shape_config
@@ -140,7 +140,7 @@ def token(device: Device, config: Qwen35Text, sequences: int, stepping: bool) ->
 
 def inputs(tokens: int, asked: Runs | KeyRanges) -> np.ndarray:
     """What a batch of one sequence has for the rows."""
-    placing = Placing(tokens)
+    placing = ForkPlacement(tokens)
     list(placing.add([Segment(np.zeros(tokens, np.int64))]))
     return asked.values(placing.rows)
 

@@ -38,7 +38,7 @@ from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.typed_json import typed
 from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import Ended, Port
+from wgpu_lora.worker.job_process import Ended, EventWriter
 
 Record = dict[str, Any]
 
@@ -145,7 +145,7 @@ def _alternating(steps: dict[str, TrainingStep], rounds: int) -> Record:
     return {"seconds": seconds, "processor_seconds": processor, "ratio": [other / first for other in others]}
 
 
-def kernels(port: Port, *, where: str, **options: Any) -> Ended:
+def kernels(port: EventWriter, *, where: str, **options: Any) -> Ended:
     """The job; its exit code is 1 if a kernel is wrong.
 
     Raises:

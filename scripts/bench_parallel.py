@@ -24,8 +24,8 @@ from wgpu_lora.assets import DEMO_TRAIN
 from wgpu_lora.cluster.parallel.process import LocalHelper
 from wgpu_lora.cluster.parallel.relay import Relay
 from wgpu_lora.train.data_parallel import gradient_messages
-from wgpu_lora.train.data_parallel.leader import SharedStep, Sharing
-from wgpu_lora.train.data_parallel.remote_worker import Helper
+from wgpu_lora.train.data_parallel.leader import DataParallelLeader, StepPart
+from wgpu_lora.train.data_parallel.remote_worker import RemoteWorker
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.options.training_arguments import from_values
 from wgpu_lora.train.session.optimizer_update import SlotUpdate
@@ -68,7 +68,7 @@ class Measured:
         links = [Client(link) for link in self.relay.links]
         from wgpu_lora.chain.chain_run import code_digest
 
-        self.sharing = Sharing(links, code_digest())
+        self.sharing = DataParallelLeader(links, code_digest())
         self.pin = pin
         with pinned(0 if pin else None):
             self.job: FinetuneJob = prepare_job(
@@ -96,14 +96,16 @@ class Measured:
     def exchanged(self) -> tuple[float, int, int]:
         """Seconds of an exchange in which a helper has nothing to compute, and bytes of question and answer."""
         session, run = self.job.session, self.job.run
-        shared = SharedStep(session, run, next(self._steps))
-        helper: Helper = self.sharing._helpers[1]
+        shared = StepPart(session, run, next(self._steps))
+        helper: RemoteWorker = self.sharing._helpers[1]
         begin = time.perf_counter()
         question = gradient_messages.message(shared.question((0, 0)), gradient_messages.parameters(session))
         helper.ask(question, 0)
         answer = helper.answer(60)
         assert answer
-        gradient_messages.place_sums(session, gradient_messages.added(gradient_messages.sums(session), [answer.arrays]))
+        gradient_messages.write_gradients(
+            session, gradient_messages.sum_gradients(gradient_messages.read_gradients(session), [answer.arrays])
+        )
         seconds = time.perf_counter() - begin
         gradient_messages.clear_gradients(session)
         return seconds, len(question), sum(values.nbytes for values in answer.arrays.values())

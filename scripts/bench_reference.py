@@ -30,11 +30,11 @@ from wgpu_lora.models.model_config import module_of
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.synthetic_models import SyntheticCheckpoint
 from wgpu_lora.names.aliases import real_names
-from wgpu_lora.train.memory import readable
+from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.typed_json import typed
 from wgpu_lora.weights.base_formats import BASE_FORMATS
 from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import Ended, Port
+from wgpu_lora.worker.job_process import Ended, EventWriter
 from wgpu_lora.worker.worker import PROGRAM, Worker, WorkerFailed
 
 SCHEMA = "wgpu-lora-bench-reference/1"
@@ -219,12 +219,12 @@ class Comparison:
                 return row | {"not_run": str(error)}
 
 
-def torch_step(port: Port, *, where: str, **options: Any) -> None:
+def torch_step(port: EventWriter, *, where: str, **options: Any) -> None:
     """The job `torch-step`: the job `step` with turns, by PyTorch."""
     port.answer(TorchSide(typed(ReferenceWork, options, where)))
 
 
-def comparison(port: Port, *, where: str, **options: Any) -> Ended:
+def comparison(port: EventWriter, *, where: str, **options: Any) -> Ended:
     """The job `comparison`; its exit code is 1 if a side failed."""
     known = [item.name for item in fields(Comparison)]
     try:
@@ -249,7 +249,12 @@ def cells(row: Record) -> list[str]:
         return [*said, "not run"]
     ratio, device = row["ratio"], row.get("planned", row.get("allocated"))
     said += [f"{row['step_seconds']:.4f}", f"{row['tokens_per_second']:,.0f}", "" if ratio is None else f"{ratio:.3f}"]
-    return [*said, "" if device is None else readable(device), readable(row["resident"]), f"{row['first_loss']:.5f}"]
+    return [
+        *said,
+        "" if device is None else format_bytes(device),
+        format_bytes(row["resident"]),
+        f"{row['first_loss']:.5f}",
+    ]
 
 
 def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from wgpu_lora.closed_streams import lasting
+from wgpu_lora.closed_streams import discard_when_closed
 from wgpu_lora.signals import ENDING
 
 
@@ -18,7 +18,7 @@ def main() -> NoReturn:
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
-    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
+    sys.stdout, sys.stderr = discard_when_closed(sys.stdout), discard_when_closed(sys.stderr)
     from wgpu_lora.cli import main as run
 
     _leave(run())

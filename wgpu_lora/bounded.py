@@ -64,7 +64,7 @@ def parse_object(
     if sum(map(data.count, (b"[", b"{", b","))) > max_parts:
         raise UserError(f"{where} has more than {max_parts:,} values: {cure}.")
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=object_of)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=object_with_unique_keys)
         if rb"\ud" in data.lower():  # an escaped lone surrogate cannot be encoded
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
@@ -160,12 +160,12 @@ def check_name(path: Path) -> None:
         raise UserError(f"{str(path)!a:.200} is not a valid UTF-8 name: rename that file or directory.")
 
 
-def printable(text: str, keep: str = "") -> str:
+def escape_unprintable(text: str, keep: str = "") -> str:
     """Escape the characters of a text that are not printable, except those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
-def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object from its pairs (`object_pairs_hook` of `json.loads`); ValueError if a key is repeated."""
     value = dict(pairs)
     if len(value) != len(pairs):
@@ -174,7 +174,7 @@ def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def leads_out(path: Path, directory: Path) -> bool:
+def links_outside(path: Path, directory: Path) -> bool:
     """Whether a path resolves to a file outside of the directory that contains it.
 
     Links from a snapshot of the Hugging Face cache into its `blobs` are allowed.

@@ -24,7 +24,7 @@ class _Lasting(io.FileIO):
             return len(data)
 
 
-def lasting(stream: Any) -> Any:
+def discard_when_closed(stream: Any) -> Any:
     """Wrap a stream so that output is discarded once its reader has gone.
 
     Characters that its encoding lacks are escaped, as in "\\u0142", unless PYTHONIOENCODING names another handler.

@@ -42,7 +42,7 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Miscompiled:
+class WrongKernel:
     """A kernel that the device's driver gets wrong in a tiling, which is not used.
 
     tiling: its fields. nmse: mean squared error relative to the mean square of the float64 reference, and its `limit`;
@@ -126,7 +126,7 @@ class Events:
     def tuning(self, tuning: Tuning) -> None:
         """Before each timed tiling, and once at the end if there were any."""
 
-    def miscompiled(self, found: Miscompiled) -> None:
+    def miscompiled(self, found: WrongKernel) -> None:
         """The device gets a kernel wrong; another tiling is used or, if there is none, the job ends with an error."""
 
     def loading(self, model: str, tensor: str, done: int, total: int) -> None:
@@ -175,7 +175,7 @@ class Events:
 SILENT = Events()
 
 
-class Passing(Events):
+class EventForwarder(Events):
     """Forwards all events to others, in order; a base class for filters."""
 
     def __init__(self, *to: Events):
@@ -183,7 +183,7 @@ class Passing(Events):
 
 
 def _passing(name: str) -> Any:
-    def tell(self: Passing, *arguments: Any) -> bool | None:
+    def tell(self: EventForwarder, *arguments: Any) -> bool | None:
         said = [getattr(one, name)(*arguments) for one in self.to]
         return True in said or None
 
@@ -191,4 +191,4 @@ def _passing(name: str) -> Any:
 
 
 for _name in [name for name in vars(Events) if not name.startswith("_")]:
-    setattr(Passing, _name, _passing(_name))
+    setattr(EventForwarder, _name, _passing(_name))

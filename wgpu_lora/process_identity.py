@@ -36,7 +36,7 @@ def boot_id() -> str:
     return ""
 
 
-def start_of(pid: int) -> int | None:
+def process_start(pid: int) -> int | None:
     """Start time of a process of this host, in a system-specific unit; None if no process with this pid is running.
 
     On Linux in ticks since boot, which do not change when the clock is set; elsewhere in milliseconds since 1970.

@@ -12,7 +12,7 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 @contextmanager
-def handled(act: Callable[[int], None]) -> Iterator[None]:
+def on_end_signal(act: Callable[[int], None]) -> Iterator[None]:
     """Call `act` with the number of each ending signal received in the block; no-op outside the main thread.
 
     Ignored signals stay ignored: `nohup` ignores SIGHUP, and shells ignore SIGINT for background jobs.
@@ -30,10 +30,10 @@ def handled(act: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
+def end_signal_delayed() -> Iterator[None]:
     """The first ending signal that is received in the block acts after it, unless an exception leaves it."""
     numbers: list[int] = []
-    with handled(numbers.append):
+    with on_end_signal(numbers.append):
         yield
     if numbers:
         signal.raise_signal(numbers[0])

@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from annotated_types import Ge, Gt, Lt
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import advice
 from wgpu_lora.names.spelling import IN_FILE, naming
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 T = TypeVar("T")
 Unknown = Literal["refuse", "ignore"]
@@ -123,14 +123,16 @@ def _sentence(kind: Any, value: Any, name: str, problems: Sequence[Any]) -> str:
     """The first problem: an unknown field, whose missing one it may be, before others."""
     first = min(problems, key=lambda problem: problem["type"] not in _UNKNOWN)
     place, found = _placed(value, first)
-    below = "".join(f"[{part}]" if isinstance(part, int) else f".{printable(part)[:60]}" for part in place)
+    below = "".join(f"[{part}]" if isinstance(part, int) else f".{escape_unprintable(part)[:60]}" for part in place)
     called = f"{name[:-1]}{below}'" if name.startswith("'") else f"'{below.removeprefix('.')}'" if below else name
     if first["type"] == "missing":
         return f"{called} is missing"
     if first["type"] in _UNKNOWN:
         known = [field.name for field in fields(_at(kind, place[:-1])) if field.init]
         with naming(IN_FILE):
-            return f"{called} is not known: {advice(str(place[-1]).replace('-', '_'), known, f'use {listed(known)}.')}"
+            return (
+                f"{called} is not known: {advice(str(place[-1]).replace('-', '_'), known, f'use {join_words(known)}.')}"
+            )
     alike = [problem for problem in problems if _placed(value, problem)[0] == place]
     texts = dict.fromkeys(_WORDS.get(one["type"]) or _wording(one["msg"]) for one in alike)
     if "a number" in texts:

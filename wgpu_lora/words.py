@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def counted(count: int, noun: str, plural: str | None = None) -> str:
+def count_noun(count: int, noun: str, plural: str | None = None) -> str:
     """`1 row`, `2 rows`, `1,024 rows`; `plural` if it is not the noun with an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
-def listed(items: Sequence[object], more: int = 0) -> str:
+def join_words(items: Sequence[object], more: int = 0) -> str:
     """`a`, `a and b`, `a, b and c`; with `more`, `a, b and 40 more`."""
     texts = [str(item) for item in items] + ([f"{more:,} more"] if more else [])
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
-def share(value: float) -> str:
+def percent(value: float) -> str:
     """Per cent, with a digit more where there would be one alone."""
     return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from scripts.gpu_compilers.wanted import Wanted
 from wgpu_lora.bench.training_step import TrainingStep, adapter_set
-from wgpu_lora.distill.teacher import Kept, Teacher
+from wgpu_lora.distill.teacher import Teacher, TopK
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent
@@ -16,7 +16,7 @@ from wgpu_lora.models.batch_inputs import Tables
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.published_shapes import shape_config
-from wgpu_lora.models.quant_constants import ConstantSet, constants_of
+from wgpu_lora.models.quant_constants import QuantConstants, quant_constants
 from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.ops.linear import input_squares
 from wgpu_lora.train.objectives.kd import KD
@@ -25,7 +25,7 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.session.optimizer_update import Optimizer
 from wgpu_lora.train.session.session import Session
 from wgpu_lora.weights.lowbit.lowbit import LowBitWeight
-from wgpu_lora.weights.lowbit.lowbit_layout import entries, groups
+from wgpu_lora.weights.lowbit.lowbit_layout import scale_count, table_size
 from wgpu_lora.weights.lowbit.lowbit_packing import record_packing
 
 CACHED = 1024  # tokens of the cache
@@ -67,11 +67,11 @@ def _distillation(model: LoadedModel, wanted: Wanted) -> list[Program]:
 
 def _constants(model: LoadedModel, wanted: Wanted) -> list[Program]:
     """Training of the base's constants, if it has any."""
-    found = {name.removesuffix(".weight"): constants_of(weight) for name, weight in model.decoder.matrices()}
+    found = {name.removesuffix(".weight"): quant_constants(weight) for name, weight in model.decoder.matrices()}
     weights = {module: weight for module, weight in found.items() if weight}
     if not weights:
         return []
-    constants = ConstantSet.declare(weights, model.device.max_binding)
+    constants = QuantConstants.declare(weights, model.device.max_binding)
     return Session(model, constants, [wanted.tokens], positions=wanted.tokens).programs()
 
 
@@ -97,7 +97,7 @@ def _fit(weight: LowBitWeight, device: Device) -> Program:
 
     w, importance = scratch(out, size_in), scratch(size_in)
     assert w
-    constants = scratch(out, entries(bits)), scratch(out, groups(size_in, bits, group))
+    constants = scratch(out, table_size(bits)), scratch(out, scale_count(size_in, bits, group))
     record_packing(program, w, weight.codes, *constants, importance, first=0, out=out, bits=bits, group=group)
     return program
 
@@ -118,7 +118,7 @@ def _decode(model: LoadedModel, wanted: Wanted) -> list[Program]:
 
 def _teacher(model: LoadedModel, wanted: Wanted) -> list[Program]:
     tables = Tables.declare(model.config.tables(), wanted.tokens)
-    return list(Teacher(model, None, (wanted.tokens,), tables, Kept(), wanted.compute_dtype).programs())
+    return list(Teacher(model, None, (wanted.tokens,), tables, TopK(), wanted.compute_dtype).programs())
 
 
 def _updates(model: LoadedModel, wanted: Wanted) -> list[Program]:

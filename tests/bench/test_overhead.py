@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.bench.overhead import ORDERS, Row, Segment, overhead_pct, row_of, unclean
+from wgpu_lora.bench.overhead import ORDERS, Row, Segment, defects, overhead_pct, row_of
 from wgpu_lora.bench.overhead_results import (
     PUBLISHED,
     interpretation,
@@ -109,9 +109,9 @@ def test_a_row_has_the_published_fields():
 def test_a_row_is_not_clean(raw: dict[str, Any], protected: dict[str, Any], facts: dict[str, Any], reason: str):
 
     given = {"initial": INITIAL, **GOOD, **facts}
-    found = unclean(replace(SEGMENT, **raw), replace(SECOND, **protected), **given)
+    found = defects(replace(SEGMENT, **raw), replace(SECOND, **protected), **given)
     assert any(re.fullmatch(reason, text) for text in found), found
-    assert not unclean(SEGMENT, SECOND, INITIAL, **GOOD)
+    assert not defects(SEGMENT, SECOND, INITIAL, **GOOD)
 
 
 def test_equal_digests_are_explained_by_equal_steps():

@@ -14,7 +14,7 @@ from wgpu_lora import atomic
 from wgpu_lora.chain import chain_run as running
 from wgpu_lora.chain import chain_run as states
 from wgpu_lora.chain.chain_file import read_chain
-from wgpu_lora.chain.chain_run import run, standings
+from wgpu_lora.chain.chain_run import run, stage_statuses
 from wgpu_lora.chain.stage import ChainWatch, EndedEarlyError, Stage, Watch
 from wgpu_lora.chain.stages import STAGES
 from wgpu_lora.errors import UserError
@@ -102,7 +102,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ran(place: Path, start: str | None = None) -> dict[str, str]:
     """Why stages run now, by name; those listed before are the same."""
     chain = read_chain(str(place / "chain.toml"), str(place / "out"))
-    listed = {one.link.name: one.why for one in standings(chain, start) if one.why}
+    listed = {one.link.name: one.why for one in stage_statuses(chain, start) if one.why}
     noted = Noted()
     run(chain, noted, start)
     assert listed.keys() >= noted.why.keys()
@@ -200,7 +200,7 @@ def test_killed_anywhere(place: Path, monkeypatch: pytest.MonkeyPatch, module: A
                 break
         run(chain, ChainWatch())
         assert (out / "third" / "text").read_text() == "cab"
-        assert not [one for one in standings(chain) if one.why]
+        assert not [one for one in stage_statuses(chain) if one.why]
         kept = [".lock", "chain.json", "digests.json", "long", "second", "third"]
         assert sorted(path.name for path in out.iterdir()) == kept
     assert points == (9 if module is states else 2)

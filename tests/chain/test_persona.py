@@ -20,7 +20,7 @@ from wgpu_lora.chain.stages.push import Push
 from wgpu_lora.data.curation import Preparation
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.train.finetune import read_run
+from wgpu_lora.train.finetune import prepare_run
 from wgpu_lora.train.resolve_options import find_recipe
 
 
@@ -48,7 +48,7 @@ def test_the_published_steps(tmp_path: Path, device: Device) -> None:
     model = open_model("demo")
 
     def run_of(name: str, **changes: Any) -> Any:
-        return read_run(stages[name].arguments(output=str(tmp_path / name), **changes), model)
+        return prepare_run(stages[name].arguments(output=str(tmp_path / name), **changes), model)
 
     sft, dpo = run_of("sft"), run_of("dpo")
     assert (len(sft.stream.prepared.samples), sft.stream.total_steps()) == (1886, 177)

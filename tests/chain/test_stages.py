@@ -20,11 +20,11 @@ from support.gguf_models import small
 
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.chain.chain_file import read_chain
-from wgpu_lora.chain.chain_run import run, standings
+from wgpu_lora.chain.chain_run import run, stage_statuses
 from wgpu_lora.chain.stage import ChainWatch
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Events, Passing
+from wgpu_lora.events import EventForwarder, Events
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 from wgpu_lora.gpu.device import Device
 
@@ -94,7 +94,7 @@ class Killed(ChainWatch):
             if result.step == 3:
                 raise KilledError
 
-        class Block(Passing):
+        class Block(EventForwarder):
             def __enter__(self) -> Events:
                 return self
 
@@ -110,12 +110,12 @@ def test_from_rows_to_an_upload(tmp_path: Path, device: Device, monkeypatch: Any
     chain = read_chain(str(path), str(tmp_path / "out"))
     with pytest.raises(KilledError):
         run(chain, Killed())
-    assert [one.why for one in standings(chain)][:2] == ["it was interrupted", "'sft' runs before it"]
+    assert [one.why for one in stage_statuses(chain)][:2] == ["it was interrupted", "'sft' runs before it"]
     assert main(["run", str(path), "--output", str(chain.output)]) == 0
     said = capsys.readouterr().out
     assert "resumed" in said
     assert "dry run   " in said
-    assert not [one for one in standings(chain) if one.why]
+    assert not [one for one in stage_statuses(chain) if one.why]
     pushed = json.loads((chain.output / "push" / "push.json").read_text())
     assert (pushed["repo"], pushed["private"], pushed["uploaded"]) == ("me/tiny", True, None)
     files = pushed["files"]
@@ -127,7 +127,7 @@ def test_from_rows_to_an_upload(tmp_path: Path, device: Device, monkeypatch: Any
     assert (chain.output / "merge" / "model.safetensors").exists()
     # A card that is written by hand is uploaded, and trains nothing again.
     (chain.output / "sft" / "README.md").write_text("By hand.\n")
-    assert {one.link.name: one.why for one in standings(chain) if one.why} == {
+    assert {one.link.name: one.why for one in stage_statuses(chain) if one.why} == {
         "cards": "README.md changed",
         "push": "'cards' runs before it",
     }

@@ -16,13 +16,13 @@ from support.data import write_jsonl
 from support.models import words_and_adapters
 
 from wgpu_lora.checks import pass_at_k as samples
-from wgpu_lora.checks.coding_problems import Asserted, HumanEval, code_of, read_problems
+from wgpu_lora.checks.coding_problems import AssertProblem, HumanEval, code_of, read_problems
 from wgpu_lora.checks.pass_at_k import measure, parse_ks, pass_at_k, seed_of
 from wgpu_lora.data.row_files import file_source
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.answers import Answer
-from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.track.run_log import RunLog
 
 HUMAN = {"task_id": "T/0", "prompt": "def f(x):\n", "test": "def check(c):\n    assert c(1) == 2", "entry_point": "f",
@@ -66,7 +66,7 @@ def test_rows(tmp_path: Path) -> None:
     )
     human, own, again, plain = read_problems(file_source(rows))
     assert isinstance(human, HumanEval)
-    assert isinstance(own, Asserted)
+    assert isinstance(own, AssertProblem)
     assert [p.name for p in (human, own, again, plain)] == ["T/0", "line 2", "line 3", "7"]
     assert own.prompt == again.prompt == OWN["messages"]
     bad: list[tuple[dict[str, Any], str]] = [
@@ -134,7 +134,7 @@ def test_samples_are_checked_and_counted(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(samples, "answer_slots", answer)
     monkeypatch.setattr(samples, "tokenizer_of", lambda model: Tokens())
     problems = read_problems(file_source(write_jsonl(tmp_path / "rows.jsonl", OWN, HUMAN)))
-    warm = Settings(temperature=1.0, seed=3)
+    warm = GenerationOptions(temperature=1.0, seed=3)
     slots = {"base": None, "a": 0}
     found = measure(None, problems, [1, 2], 2, warm, {"a": tmp_path}, slots)  # type: ignore[arg-type]
     assert found.completion

@@ -21,7 +21,7 @@ import wgpu_lora
 from wgpu_lora.api import notebook_progress
 from wgpu_lora.atomic import numbered
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer.generation_options import AnswerOptions, Settings
+from wgpu_lora.infer.generation_options import AnswerOptions, GenerationOptions
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.options.typed_options import TrainingOptions
 
@@ -107,13 +107,15 @@ def test_signatures_are_real():
     assert listed["lora_r"].default == TrainingArguments().lora_r
     assert "\n    lora_r (int, default 16): " in inspect.getdoc(wgpu_lora.finetune)
     for function in (wgpu_lora.generate, wgpu_lora.answer, wgpu_lora.compare):
-        assert set(inspect.signature(function).parameters) >= {f.name for f in fields(Settings)}
+        assert set(inspect.signature(function).parameters) >= {f.name for f in fields(GenerationOptions)}
         assert "repetition_penalty (float, default 1.0): " in function.__doc__
     assert "--" not in inspect.getdoc(wgpu_lora.finetune)  # they are arguments here
     assert dir(wgpu_lora) == sorted(wgpu_lora.__all__)
 
 
-@pytest.mark.parametrize(("options", "typed"), [(TrainingArguments, TrainingOptions), (Settings, AnswerOptions)])
+@pytest.mark.parametrize(
+    ("options", "typed"), [(TrainingArguments, TrainingOptions), (GenerationOptions, AnswerOptions)]
+)
 def test_type_checkers_see_every_option(options: type, typed: type):
     hints, stated = get_type_hints(typed), get_type_hints(options)
     assert list(hints) == [f.name for f in fields(options)], f"{typed.__name__} needs the same lines in the same order"
@@ -152,8 +154,8 @@ def test_a_notebook_is_told_by_its_kernel(monkeypatch: pytest.MonkeyPatch):
         shell = types.SimpleNamespace(config=config)
         monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda shell=shell: shell))
         assert notebook_progress.in_notebook() is seen
-        assert notebook_progress.seen(None) is seen
-        assert not notebook_progress.seen(False)
+        assert notebook_progress.shows_progress(None) is seen
+        assert not notebook_progress.shows_progress(False)
 
 
 def test_options_are_checked(tmp_path: Path):

@@ -16,13 +16,13 @@ from support.chat import TOKENS, at_once, chats, make_models, say
 from support.cli import Result, Run, commands
 
 import wgpu_lora
-from wgpu_lora.cli.inference.chat import Talk
-from wgpu_lora.cli.inference.slash_commands import Commands
-from wgpu_lora.data import prepare
+from wgpu_lora.cli.inference.chat import ChatSession
+from wgpu_lora.cli.inference.slash_commands import SlashCommands
+from wgpu_lora.data import tokenize_source
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.chat import Chat
-from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.models.loaded_model import LoadedModel
 
 ASK = ["--base-dtype", "f32", "--max-new-tokens", TOKENS]
@@ -67,7 +67,7 @@ def tell(
     def call(text: str, *names: str, chat: Chat | None = None) -> tuple[str, str]:
         pipe(monkeypatch, text)
         capsys.readouterr()
-        assert Talk(chat or talk(*names)).run() == 0
+        assert ChatSession(chat or talk(*names)).run() == 0
         return capsys.readouterr()
 
     return call
@@ -105,7 +105,7 @@ def test_what_is_saved_can_be_trained_on_and_loaded(tell: Any, talk: Any, model:
     assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant", "user", "assistant"]
     assert [one["adapter"] for one in both] == ["a", "b"]
     assert both[0]["messages"][:5] == both[1]["messages"][:5] == row["messages"]
-    prepared = prepare(other, model.tokenizer, max_length=64, vocab_size=model.config.vocab_size)
+    prepared = tokenize_source(other, model.tokenizer, max_length=64, vocab_size=model.config.vocab_size)
     assert [len(row.input_ids) for row in prepared.rows] == [len(row.labels) for row in prepared.rows]
     assert sum(int((row.labels != -100).sum()) for row in prepared.rows) >= 2 * 3 * TOKENS
     again, _ = tell(f"/load {other} 2\n/undo\nw6\n", "b")
@@ -129,10 +129,10 @@ def test_a_model_without_a_template(run: Any, model: LoadedModel, made: Path, tm
     found = wgpu_lora.generate(plain, ["w7 w11", "w5"], adapter=made / "a", max_new_tokens=TOKENS)
     assert found == [row["completion"] for row in rows]
     assert run("w1\n", "--model", "plain", "--system", "w1")[0] == 2
-    with Chat(plain, {}, ["base"], Settings()) as chat:
+    with Chat(plain, {}, ["base"], GenerationOptions()) as chat:
         for line in ("/system w1", f"/load {tmp_path / 'rows'}"):
             with pytest.raises(UserError, match="has no chat template"):
-                Commands(chat, print).run(line)
+                SlashCommands(chat, print).run(line)
 
 
 def test_settings_are_shown_and_set(tell: Any):
@@ -198,7 +198,7 @@ def at_keyboard(chat: Chat, monkeypatch: pytest.MonkeyPatch, *typed: str | type[
     monkeypatch.setattr("wgpu_lora.cli.inference.line_reader.is_terminal", lambda stream: True)
     monkeypatch.setattr("wgpu_lora.cli.inference.line_reader._readline", lambda: None)  # nobody's history
     monkeypatch.setattr("builtins.input", Keyboard(*typed))
-    return Talk(chat).run()
+    return ChatSession(chat).run()
 
 
 def test_mistakes_do_not_end_what_is_typed(talk: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any):

@@ -22,7 +22,7 @@ from wgpu_lora.gpu.device_list import choose
 from wgpu_lora.memory_leases import Ledger, device_key
 from wgpu_lora.memory_leases.lease_queue import take
 from wgpu_lora.train.adapter_tasks import task_of_pair
-from wgpu_lora.train.memory import readable
+from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
 
@@ -128,7 +128,7 @@ def test_the_table(rows: Path) -> None:
     assert header.split()[:6] == ["adapter", "step", "epoch", "loss", "held-out", "trained"]
     assert first.split() == ["a", "2/4", "0.50", "1.2500", "2.5000", "80", "40", "60", "100%", "▁▁"]
     assert second.split() == ["b", "0", "0%"]
-    assert below.strip() == f"{readable(job.session.device.allocated)} on the device"
+    assert below.strip() == f"{format_bytes(job.session.device.allocated)} on the device"
     table.logged({"gpu_power": 203.4}, "a")
     table.step(replace(result(1, eval_loss=None), adapter="b"))
     assert table.table().caption.startswith("2 s left, ")  # (2 + 3) steps of 0.5 s

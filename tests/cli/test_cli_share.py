@@ -13,7 +13,7 @@ from support.share import adapter
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.memory_leases import Entry, Ledger
+from wgpu_lora.memory_leases import Ledger, LedgerEntry
 from wgpu_lora.memory_leases.lease_queue import take
 from wgpu_lora.memory_leases.ledger import dump
 
@@ -41,12 +41,12 @@ def run(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-def fill(ledger: Ledger, *entries: Entry) -> None:
+def fill(ledger: Ledger, *entries: LedgerEntry) -> None:
     ledger.path.write_bytes(dump(list(entries)))
 
 
-def entry(what: str, nbytes: int = 5, holds: bool = True, **facts: Any) -> Entry:
-    return replace(Entry.of_this_process(nbytes, what, holds=holds), **facts)
+def entry(what: str, nbytes: int = 5, holds: bool = True, **facts: Any) -> LedgerEntry:
+    return replace(LedgerEntry.of_this_process(nbytes, what, holds=holds), **facts)
 
 
 def test_status(run: Run, ledger: Ledger) -> None:

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from wgpu_lora.cli import console
 from wgpu_lora.cli.console import Bar, duration
-from wgpu_lora.cli.finetune import Watcher
-from wgpu_lora.cli.training_progress import Starting, describe_tuning
+from wgpu_lora.cli.finetune import TrainingProgress
+from wgpu_lora.cli.training_progress import StartupProgress, describe_tuning
 from wgpu_lora.events import StepResult, Tuning
 
 
@@ -124,7 +124,7 @@ def test_steps_that_are_not_logged_are_shown_all_the_same(
 ) -> None:
     """Without a terminal: the first, and then one every ten seconds at the latest."""
     clock = Clock(monkeypatch)
-    with Watcher(job()) as watcher:
+    with TrainingProgress(job()) as watcher:
         for step in range(1, 51):
             clock.now += 3
             watcher.step(StepResult(step, 50, 0.1, 1.0, 1e-3, 1.0, tokens=9, seconds=3.0, eval_loss=None))
@@ -138,7 +138,7 @@ def test_a_terminal_shows_training_before_its_first_step(monkeypatch: pytest.Mon
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
-    with Watcher(job(tensors=2)) as watcher:
+    with TrainingProgress(job(tensors=2)) as watcher:
         watcher.loading("model", "a", 1, 2)
         assert "compiling" not in stream.getvalue()
         watcher.loading("model", "b", 2, 2)
@@ -164,7 +164,7 @@ def test_tuning_says_what_it_will_take_and_what_it_took(
     tuning.each = 0.5
     describe_tuning(job(tuning=tuning))
     describe_tuning(job(tuning=Tuning(0, 0, 15.0)))
-    starting = Starting(job())
+    starting = StartupProgress(job())
     for done in range(4):
         clock.now += 3
         tuning.kernel, tuning.tilings_done, tuning.seconds = "matmul_nt", 4 * done, clock.now - 103

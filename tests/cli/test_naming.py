@@ -13,8 +13,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.train.adapter_tasks import task_of
 from wgpu_lora.train.option_types import Range
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.options.unused_options import idle
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.options.unused_options import unused_options
+from wgpu_lora.train.resolve_options import resolve_options
 
 POSITIONS = 128  # of the models among the fixtures
 
@@ -43,7 +43,7 @@ def test_python_names_its_own_arguments(tmp_path: Path, options: dict[str, Any],
 def test_files_name_their_own_keys(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('micro_batch_size = 4\nnum_epochs = 2\nsequence_len = 64\n"lora-alpha" = 8\n')
-    args, _ = gather({}, str(recipe), "Here")
+    args, _ = resolve_options({}, str(recipe), "Here")
     assert (args.per_device_train_batch_size, args.num_train_epochs, args.max_length, args.lora_alpha) == (4, 2, 64, 8)
     for text, message in (
         ("lora_r = 0", r"^The recipe .*r\.toml: 'lora_r' must be greater than 0, not 0\.$"),
@@ -52,7 +52,7 @@ def test_files_name_their_own_keys(tmp_path: Path) -> None:
     ):
         recipe.write_text(text)
         with pytest.raises(UserError, match=message):
-            gather({}, str(recipe), "Here")
+            resolve_options({}, str(recipe), "Here")
     own = {"data": "a", "checkpoint": "c/d"}
     task = task_of({"data": "a", "output_dir": "c/d", "lora_rank": 2, "num_epochs": 3, "lr": 1}, "Adapter 1")
     assert (task.checkpoint, task.name) == ("c/d", "d")
@@ -96,6 +96,6 @@ def test_ranges_say_what_they_hold() -> None:
     ],
 )
 def test_options_that_do_nothing_are_said(given: dict[str, Any], names: list[str]) -> None:
-    found = idle(given, TrainingArguments(**given))
+    found = unused_options(given, TrainingArguments(**given))
     assert [text.split()[0] for text in found] == names
     assert all("does nothing: " in text for text in found)

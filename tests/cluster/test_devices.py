@@ -21,7 +21,7 @@ from wgpu_lora.cluster.devices.probe import node_devices, plan_class
 from wgpu_lora.cluster.devices.resources import advertised
 from wgpu_lora.cluster.devices.speed import Speed
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.memory_leases import DeviceMemory, Entry, Ledger, device_key
+from wgpu_lora.memory_leases import DeviceMemory, Ledger, LedgerEntry, device_key
 
 NVIDIA = DeviceInfo(0, "NVIDIA H100", "580", 0x10DE, "Vulkan", "discrete", ("subgroup",), {"a-limit": 9}, 0x2330)
 AMD = DeviceInfo(1, "AMD Radeon RX 7900 XTX (RADV)", "radv", 0x1002, "Vulkan", "discrete", (), {}, 0x744C)
@@ -146,9 +146,9 @@ def test_leases_are_held_and_what_is_free_is_the_least(cpu: DeviceInfo, monkeypa
     ledger = Ledger(device_key(cpu, [cpu]))
     with ledger.changing() as entries:
         entries += [
-            Entry.of_this_process(250, "finetune out", holds=True),
-            Entry.of_this_process(999, "queued"),
-            replace(Entry.of_this_process(70, "of a dead process", holds=True), started=1),
+            LedgerEntry.of_this_process(250, "finetune out", holds=True),
+            LedgerEntry.of_this_process(999, "queued"),
+            replace(LedgerEntry.of_this_process(70, "of a dead process", holds=True), started=1),
         ]
     monkeypatch.setattr(probe, "cached", lambda info: Speed(120.0, 1.5))
     (now,) = node_devices("10.0.0.1")

@@ -19,10 +19,10 @@ from wgpu_lora.cluster.devices.speed import Speed, cached, measured
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.memory_leases import Entry, Ledger, device_key
-from wgpu_lora.process_identity import start_of
+from wgpu_lora.memory_leases import Ledger, LedgerEntry, device_key
+from wgpu_lora.process_identity import process_start
 from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.job_process import EventWriter
 from wgpu_lora.worker.kinds import speed as kind
 from wgpu_lora.worker.worker import WorkerFailed
 
@@ -118,14 +118,14 @@ def test_the_job_measures_a_device_and_says_who_was_there(
     monkeypatch.setattr(kind, "Context", type("Small", (), {"of": lambda *_, tokens: mini(device)}))
     monkeypatch.setenv("WGPU_LORA_SHARE_DIR", str(tmp_path / "share"))
     held = device.allocated
-    found = KINDS["speed"](Port(io.StringIO()), seconds=0.01)
+    found = KINDS["speed"](EventWriter(io.StringIO()), seconds=0.01)
     assert found["tokens_per_second"] > 0
     assert 0.05 < found["joined_speedup"] < 20
     assert (found["beside"], device.allocated) == ([], held)
     with Ledger(device_key(device.info)).changing() as entries:
-        mine = Entry.of_this_process(5, "finetune out", holds=True)
-        entries.append(replace(mine, pid=1, started=start_of(1) or 0))
-    assert KINDS["speed"](Port(io.StringIO()), seconds=0.01)["beside"] == ["pid 1 (finetune out)"]
+        mine = LedgerEntry.of_this_process(5, "finetune out", holds=True)
+        entries.append(replace(mine, pid=1, started=process_start(1) or 0))
+    assert KINDS["speed"](EventWriter(io.StringIO()), seconds=0.01)["beside"] == ["pid 1 (finetune out)"]
 
 
 def test_the_brick_is_right_and_counts_what_each_step_takes(device: Device) -> None:

@@ -16,9 +16,9 @@ from wgpu_lora.data import (
     encoding,
     masks,
     parse_example,
-    prepare,
     read_jsonl,
     tokenize_example,
+    tokenize_source,
     training_data,
 )
 from wgpu_lora.data.template import GIVEN
@@ -61,7 +61,7 @@ def test_a_text_that_is_too_long_is_not_tokenised(
     monkeypatch.setattr(conversation_rows, "MAX_RENDERED", 1 << 22)
     path = write_jsonl(tmp_path / "train.jsonl", SHORT, LONG_TEXTS[kind])
     with pytest.raises(UserError, match=r"line 2: .*[;:] split"):
-        prepare(path, small_tokenizer(template), max_length=64)
+        tokenize_source(path, small_tokenizer(template), max_length=64)
 
 
 @pytest.mark.parametrize("most", ["MAX_RENDERED", "MAX_IN_ROWS"])
@@ -120,11 +120,11 @@ def test_all_mistakes_are_told_in_their_order(tmp_path: Path, line: int, words: 
     path.write_text("\n".join(rows))
     told = rf"3 rows .*\n  lines? {line}(:|,).*{words}"
     with pytest.raises(UserError, match=f"(?s){told}"):
-        prepare(path, small_tokenizer(), max_length=64)
+        tokenize_source(path, small_tokenizer(), max_length=64)
     rows[line - 2] = '{"messages": [{"role": "user", "content": "no template"}]}'
     path.write_text("\n".join(rows))
     with pytest.raises(UserError, match=rf"line {line - 1}: .*no chat template"):
-        prepare(path, small_tokenizer(), max_length=64)
+        tokenize_source(path, small_tokenizer(), max_length=64)
 
 
 NAMES = ["self", "source", "template", "variables", "context", "args", "kwargs", "environment", "name", "", "a b", "é",
@@ -134,7 +134,7 @@ NAMES = ["self", "source", "template", "variables", "context", "args", "kwargs",
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_may_name_what_it_likes(tmp_path: Path, name: str) -> None:
     row = {"messages": chat("Hi", "Hello"), "chat_template_kwargs": {name: "x"}}
-    found = prepare(write_jsonl(tmp_path / "a.jsonl", row), small_tokenizer("chatml"), max_length=64)
+    found = tokenize_source(write_jsonl(tmp_path / "a.jsonl", row), small_tokenizer("chatml"), max_length=64)
     assert len(found.rows) == 1
     source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ " + name + " }}"
     if name.isidentifier() and name not in ("class", "self", "loop", "caller", "varargs"):
@@ -147,7 +147,7 @@ def test_a_row_may_name_what_it_likes(tmp_path: Path, name: str) -> None:
 def test_a_row_may_not_name_what_comes_from_itself(tmp_path: Path, name: str) -> None:
     row = {"messages": chat("Hi", "Hello"), "chat_template_kwargs": {name: 1}}
     with pytest.raises(UserError, match=f"line 2: chat_template_kwargs must not set {name}"):
-        prepare(write_jsonl(tmp_path / "a.jsonl", SHORT, row), small_tokenizer("chatml"), max_length=64)
+        tokenize_source(write_jsonl(tmp_path / "a.jsonl", SHORT, row), small_tokenizer("chatml"), max_length=64)
 
 
 @pytest.mark.parametrize("name", ["range", "namespace", "raise_exception", "strftime_now", "dict"])
@@ -156,7 +156,7 @@ def test_a_row_that_names_what_the_template_calls(tmp_path: Path, name: str) -> 
     tokenizer = Tokenizer(small_tokenizer()._backend, chat_templates={"default": source})
     row = {"messages": chat("Hi", "Hello"), "chat_template_kwargs": {name: 1}}
     with pytest.raises(UserError, match="line 1: The chat template"):
-        prepare(write_jsonl(tmp_path / "a.jsonl", row), tokenizer, max_length=64)
+        tokenize_source(write_jsonl(tmp_path / "a.jsonl", row), tokenizer, max_length=64)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")

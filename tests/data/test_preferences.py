@@ -10,7 +10,7 @@ import pytest
 from support.data import chat, small_tokenizer, trained_text
 from support.sources import ids_of, prepared, refused, written
 
-from wgpu_lora.data import rows_given
+from wgpu_lora.data import python_source
 from wgpu_lora.data.preference_formats import LABELLED, PAIRS, shared_prompt
 from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
@@ -37,7 +37,7 @@ def without_prompt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("rows", [TEXTS, CHATS], ids=["texts", "chats"])
 @pytest.mark.parametrize("name", FILES)
 def test_an_implicit_prompt_gives_the_same_pairs(tmp_path: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    expected = ids_of(prepared(rows_given(rows), **PAIR))
+    expected = ids_of(prepared(python_source(rows), **PAIR))
     null = [{"prompt": None, **row} for row in without_prompt(rows)]
     for given in (rows, without_prompt(rows), *([] if name == "a.csv" else [null])):
         found = prepared(written(tmp_path / name, in_cells(given) if name == "a.csv" else given), **PAIR)
@@ -49,7 +49,7 @@ def test_an_implicit_prompt_gives_the_same_pairs(tmp_path: Path, name: str, rows
 
 def test_only_the_answers_are_trained_on() -> None:
     tokenizer = small_tokenizer("chatml")
-    [chosen, rejected] = prepared(rows_given(without_prompt(CHATS[:1])), **PAIR).rows
+    [chosen, rejected] = prepared(python_source(without_prompt(CHATS[:1])), **PAIR).rows
     assert trained_text(tokenizer, chosen.labels.tolist()) == ["b<|im_end|>"]
     assert trained_text(tokenizer, rejected.labels.tolist()) == ["c 0<|im_end|>"]
 
@@ -57,11 +57,11 @@ def test_only_the_answers_are_trained_on() -> None:
 def test_an_answer_is_all_that_follows_its_prompt() -> None:
     """As in TRL: with the line break behind the end of the turn, in both answers alike."""
     tokenizer = small_tokenizer("chatml")
-    [chosen, rejected] = prepared(rows_given(CHATS[:1]), **PAIR, cut=Cut()).rows
+    [chosen, rejected] = prepared(python_source(CHATS[:1]), **PAIR, cut=Cut()).rows
     assert trained_text(tokenizer, chosen.labels.tolist()) == ["b<|im_end|>\n"]
     assert trained_text(tokenizer, rejected.labels.tolist()) == ["c 0<|im_end|>\n"]
     turns = [{**CHATS[0], "chosen": chat("", "b", "c", "d")[1:]}]
-    found = prepared(rows_given(turns), **PAIR, cut=Cut())
+    found = prepared(python_source(turns), **PAIR, cut=Cut())
     assert trained_text(tokenizer, found.rows[0].labels.tolist())[0].startswith("b<|im_end|>\n<|im_start|>user\nc")
     assert not found.account.cut.count
 
@@ -77,7 +77,7 @@ def test_labelled_answers() -> None:
     rows = [{"prompt": "a", "completion": "b", "label": good} for good in (True, False)]
     rows += [{"prompt_ids": [5], "completion_ids": [7], "label": 0}]
     rows += [{"prompt": chat("a"), "completion": chat("", "b")[1:], "label": True}]
-    found = prepared(rows_given(rows), formats=LABELLED)
+    found = prepared(python_source(rows), formats=LABELLED)
     assert found.values == (1.0, -1.0, -1.0, 1.0)
     assert ids_of(found)[2] == [5, 7]
 

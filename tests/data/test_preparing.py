@@ -20,7 +20,7 @@ from wgpu_lora.data.curation import Preparation
 from wgpu_lora.data.curation.deduplication import normal
 from wgpu_lora.data.curation.reasoning import without_thinking
 from wgpu_lora.data.thinking import marker_in
-from wgpu_lora.data.validation_split import held_out
+from wgpu_lora.data.validation_split import validation_mask
 from wgpu_lora.errors import UserError
 
 # -- rows and their kinds ----------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_no_more_rows_than_asked_are_held_out(sizes: list[int]) -> None:
     keys = np.repeat(np.arange(len(sizes), dtype=np.uint64), sizes)
     for seed in range(20):
         for wanted in range(1, len(keys)):
-            found = held_out(keys, float(wanted), seed)
+            found = validation_mask(keys, float(wanted), seed)
             assert len({*keys[found]} & {*keys[~found]}) == 0
             assert 0 < found.sum() < len(keys)
             assert found.sum() <= max(wanted, min(sizes))

@@ -12,7 +12,7 @@ from support.data import NAMED, backend_json, chat, small_tokenizer, template_so
 from support.sources import prepared, refused
 from tokenizers import Tokenizer as Backend
 
-from wgpu_lora.data import UNTRAINED, Tokenizer, parse_example, prepare, tokenize_example
+from wgpu_lora.data import UNTRAINED, Tokenizer, parse_example, tokenize_example, tokenize_source
 from wgpu_lora.data.conversation_rows import TokenizedExample
 from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.examples import Conversation
@@ -285,8 +285,8 @@ def test_a_row_whose_answer_is_not_rendered_is_refused(
     row = {"messages": [*chat("area?"), {"role": "assistant", **turn}]}
     path = write_jsonl(tmp_path / "a.jsonl", row, {"messages": chat("a", "b")})
     with pytest.raises(UserError, match=words):
-        prepare(path, with_template(template), max_length=64, completion_only_loss=completion_only_loss)
-    kept = prepare(path, with_template(TOOLS), max_length=99, completion_only_loss=completion_only_loss)
+        tokenize_source(path, with_template(template), max_length=64, completion_only_loss=completion_only_loss)
+    kept = tokenize_source(path, with_template(TOOLS), max_length=99, completion_only_loss=completion_only_loss)
     assert len(kept.rows) == 2
 
 
@@ -341,7 +341,7 @@ def test_summary_names_what_is_left_out(tmp_path: Path) -> None:
 def test_a_template_that_renders_nothing_is_blamed_itself(tmp_path: Path, source: str) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"messages": chat("q", "a")})
     with pytest.raises(UserError, match=r"^The chat template in M renders none of a conversation's messages; use"):
-        prepare(path, with_template(source, template_origin=" in M"), max_length=64, skip_bad_rows=True)
+        tokenize_source(path, with_template(source, template_origin=" in M"), max_length=64, skip_bad_rows=True)
 
 
 def test_a_template_that_is_no_jinja_is_named(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_template_that_is_no_jinja_is_named(tmp_path: Path) -> None:
         UserError,
         match=rf"^The chat template in {tmp_path}/chat_template.jinja cannot be compiled \(.*, line 1 of the templ",
     ):
-        prepare(path, tokenizer, max_length=64, skip_bad_rows=True)
+        tokenize_source(path, tokenizer, max_length=64, skip_bad_rows=True)
 
 
 # -- ends and beginnings -----------------------------------------------------------------------------------------------
@@ -381,9 +381,9 @@ def test_templates_that_end_answers_get_no_second_end_and_bad_marks_are_named(tm
         ENDLESS: "ends answers without an end token; eos is added behind the last one (line 1)",
         unmarked: "{% generation %} marks leave out the token that ends an answer (line 1)",
     }.items():
-        assert words in prepare(path, with_template(source), max_length=64).summary()
+        assert words in tokenize_source(path, with_template(source), max_length=64).summary()
     endless = with_template(ENDLESS, special_tokens={})
-    assert "has a token that ends an answer (line 1)" in prepare(path, endless, max_length=64).summary()
+    assert "has a token that ends an answer (line 1)" in tokenize_source(path, endless, max_length=64).summary()
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_a_text_that_brings_its_bos_gets_no_second_one(tmp_path: Path, row: dict
     [(plain, _)] = tokenize_example(parse_example({k: v.removeprefix("<s>") for k, v in row.items()}), tokenizer)
     assert ids == plain
     assert not any(pair == (tokenizer.bos_id, tokenizer.bos_id) for pair in pairwise(ids))
-    said = prepare(write_jsonl(tmp_path / "a.jsonl", row), tokenizer, max_length=64).summary()
+    said = tokenize_source(write_jsonl(tmp_path / "a.jsonl", row), tokenizer, max_length=64).summary()
     assert "texts that begin with a beginning-of-text token get no second one (line 1)" in said
 
 

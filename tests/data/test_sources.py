@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from support.data import chat
 from support.sources import ROWS, ids_of, prepared, refused, written
 
-from wgpu_lora.data import json_rows, rows_given, training_data
+from wgpu_lora.data import json_rows, python_source, training_data
 from wgpu_lora.data.compressed_files import MIN_GROWN
 from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.row_files import file_source
-from wgpu_lora.data.source import Problem
+from wgpu_lora.data.source import BadRow
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import prompt_file
 
@@ -28,7 +28,7 @@ FORMATS = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
-    expected = prepared(rows_given(ROWS))
+    expected = prepared(python_source(ROWS))
     found = prepared(written(tmp_path / name))
     assert ids_of(found) == ids_of(expected)
     assert found.account.examples == 5
@@ -110,7 +110,7 @@ def test_an_element_that_is_too_long_is_not_held(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert found[::2] == [{"text": "a"}, {"text": "b"}]
-    assert isinstance(found[1], Problem)
+    assert isinstance(found[1], BadRow)
     assert "longer than 16 MiB" in found[1].reason
 
 
@@ -131,7 +131,7 @@ def test_an_element_that_is_too_long_is_not_held(tmp_path: Path) -> None:
 def test_tables(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(text.removeprefix(b" "))
-    assert ids_of(prepared(path)) == ids_of(prepared(rows_given([{"instruction": "a", "output": "b"}])))
+    assert ids_of(prepared(path)) == ids_of(prepared(python_source([{"instruction": "a", "output": "b"}])))
 
 
 def test_cells_are_messages_all_or_none(tmp_path: Path) -> None:
@@ -184,13 +184,13 @@ def test_tables_that_are_wrong(tmp_path: Path, text: bytes, words: str) -> None:
 def test_lists_in_cells(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"messages": chat("a", "b"), "tools": None}]
     path = written(tmp_path / "a.csv", [{"messages": json.dumps(rows[0]["messages"]), "tools": ""}])
-    assert ids_of(prepared(path)) == ids_of(prepared(rows_given(rows)))
+    assert ids_of(prepared(path)) == ids_of(prepared(python_source(rows)))
     prompt, answer = chat("a", "b")
     rows = [{"prompt": [prompt], "completion": [answer]}, {"prompt": '["role"]', "completion": '[{"role": "x"'}]
     cells = [
         {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()} for row in rows
     ]
-    assert ids_of(prepared(written(path, cells))) == ids_of(prepared(rows_given(rows)))
+    assert ids_of(prepared(written(path, cells))) == ids_of(prepared(python_source(rows)))
     path = written(tmp_path / "b.csv", [{"input_ids": "[1, 2, 3]", "labels": "[-100, 2, 3]"}])
     assert ids_of(prepared(path)) == [[1, 2, 3]]
 
@@ -203,10 +203,10 @@ def test_null_fields_that_a_table_adds_are_none(tmp_path: Path) -> None:
     said = [[*chat("a", "b")], [*chat("a"), {"role": "assistant", "content": "", "tool_calls": [call], "weight": 1}]]
     rows: list[dict[str, Any]] = [{"messages": messages, "text": None} for messages in said]
     rows.append({"messages": None, "text": "c"})
-    expected = prepared(rows_given(rows), template="thinking")
+    expected = prepared(python_source(rows), template="thinking")
     assert ids_of(prepared(written(tmp_path / "a.parquet", rows), template="thinking")) == ids_of(expected)
     datasets = pytest.importorskip("datasets")
-    assert ids_of(prepared(rows_given(datasets.Dataset.from_list(rows)), template="thinking")) == ids_of(expected)
+    assert ids_of(prepared(python_source(datasets.Dataset.from_list(rows)), template="thinking")) == ids_of(expected)
 
 
 def test_parquet_that_is_damaged_or_lacks_columns(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from support import ROOT
 from support.sources import ROWS, ids_of, prepared, refused, written
 
-from wgpu_lora.data import heldout_data, rows_given, training_data
+from wgpu_lora.data import heldout_data, python_source, training_data
 from wgpu_lora.data.huggingface import is_hub_id
 from wgpu_lora.errors import UserError
 
@@ -86,8 +86,8 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     hub = Hub({"train": table, "validation": table.select([0]), "test": table})
     monkeypatch.setitem(__import__("sys").modules, "datasets", hub)
     source, heldout = training_data("some-one/some-rows")
-    assert ids_of(prepared(source)) == ids_of(prepared(rows_given(ROWS)))
-    assert prepared(source).digest == prepared(rows_given([dict(reversed(row.items())) for row in ROWS])).digest
+    assert ids_of(prepared(source)) == ids_of(prepared(python_source(ROWS)))
+    assert prepared(source).digest == prepared(python_source([dict(reversed(row.items())) for row in ROWS])).digest
     assert heldout
     assert (source.path, heldout.path) == ("some-one/some-rows (train)", "some-one/some-rows (validation)")
     assert source.notes[0].startswith("some-one/some-rows (test) beside some-one/some-rows (train) is not used")
@@ -128,7 +128,7 @@ def test_folders_of_data_sets(tmp_path: Path) -> None:
     source, heldout = training_data(tmp_path / "both")
     assert heldout is None
     assert "(test)" in source.notes[0]
-    expected = ids_of(prepared(rows_given(ROWS)))
+    expected = ids_of(prepared(python_source(ROWS)))
     assert ids_of(prepared(source)) == ids_of(prepared(training_data(tmp_path / "one")[0])) == expected
     assert len(ids_of(prepared(heldout_data(tmp_path / "both")))) == 2
     with pytest.raises(UserError, match="has no split 'valid'"):
@@ -146,13 +146,13 @@ def test_folders_of_data_sets(tmp_path: Path) -> None:
 def test_rows_from_python() -> None:
     import numpy as np
 
-    expected = prepared(rows_given(ROWS))
-    again = prepared(rows_given(row for row in ROWS))
+    expected = prepared(python_source(ROWS))
+    again = prepared(python_source(row for row in ROWS))
     assert (ids_of(again), again.digest, again.path) == (ids_of(expected), expected.digest, "5 rows from Python")
-    assert prepared(rows_given(ROWS[:4])).digest != expected.digest
+    assert prepared(python_source(ROWS[:4])).digest != expected.digest
     tokens = [{"input_ids": np.arange(4), "labels": (-100, np.int64(1), 2, 3)}]
-    assert ids_of(prepared(rows_given(tokens))) == [[0, 1, 2, 3]]
-    assert prepared(rows_given(tokens)).summary().startswith("rows from Python: 1 example, 1 row; ")
+    assert ids_of(prepared(python_source(tokens))) == [[0, 1, 2, 3]]
+    assert prepared(python_source(tokens)).summary().startswith("rows from Python: 1 example, 1 row; ")
 
 
 @pytest.mark.parametrize(
@@ -169,17 +169,17 @@ def test_rows_from_python() -> None:
 )  # fmt: skip
 def test_rows_from_python_that_are_wrong(data: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        prepared(rows_given(data))
+        prepared(python_source(data))
 
 
 def test_what_are_no_rows() -> None:
-    assert refused(rows_given([{"a": 1}] * 12)).startswith("'data' has 12 rows that cannot be used; ")
+    assert refused(python_source([{"a": 1}] * 12)).startswith("'data' has 12 rows that cannot be used; ")
     loop: list[Any] = []
     loop.append(loop)
-    assert "nested too deeply" in refused(rows_given([{"messages": loop}]))
+    assert "nested too deeply" in refused(python_source([{"messages": loop}]))
     frame = SimpleNamespace(to_dict=None, columns=["text"])
     splits = {"train": SimpleNamespace(column_names=["text"])}
     for value, words in ((3, "not a number"), ({"text": ["a"]}, "not one dict"), (b"a", "not bytes"), (print, "not "),
                          (frame, r"to_dict\(.records.\)"), (splits, "choose one of its splits, train")):  # fmt: skip
         with pytest.raises(UserError, match=f"'eval_data' must be a path, or rows: .*{words}"):
-            rows_given(value, "eval_data")
+            python_source(value, "eval_data")

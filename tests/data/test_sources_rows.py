@@ -9,9 +9,9 @@ import pytest
 from support.data import chat, small_tokenizer, write_jsonl
 from support.sources import prepared, refused, written
 
-from wgpu_lora.data import prepare, skipped_rows
+from wgpu_lora.data import skipped_rows, tokenize_source
 from wgpu_lora.data.row_files import file_source
-from wgpu_lora.words import counted, listed
+from wgpu_lora.words import count_noun, join_words
 
 # -- empty answers, repeated and bad rows ------------------------------------------------------------------------------
 
@@ -44,10 +44,10 @@ def test_empty_answers_are_left_out(tmp_path: Path, completion_only_loss: bool) 
 def test_one_empty_answer_of_several_is_not_learnt(tmp_path: Path, template: str) -> None:
     turns = chat("a", "", "c", "d")
     path = write_jsonl(tmp_path / "a.jsonl", {"messages": turns})
-    found = prepare(path, small_tokenizer(template), max_length=64)
+    found = tokenize_source(path, small_tokenizer(template), max_length=64)
     assert "1 empty turn not trained on (line 1);" in found.summary()
     turns[1]["weight"] = 0
-    silent = prepare(write_jsonl(path, {"messages": turns}), small_tokenizer(template), max_length=64)
+    silent = tokenize_source(write_jsonl(path, {"messages": turns}), small_tokenizer(template), max_length=64)
     assert [row.labels.tolist() for row in found.rows] == [row.labels.tolist() for row in silent.rows]
     assert "empty" not in silent.summary()
     whole = {"completion_only_loss": False}  # then the empty one would be learnt with the rest
@@ -99,7 +99,7 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
 
 
 def test_counts_and_lists_in_words() -> None:
-    assert [counted(n, "row") for n in (0, 1, 2, 1024)] == ["0 rows", "1 row", "2 rows", "1,024 rows"]
-    assert listed(["a"]) == "a"
-    assert listed([1, 2, 3]) == "1, 2 and 3"
-    assert listed(["a"], more=40) == "a and 40 more"
+    assert [count_noun(n, "row") for n in (0, 1, 2, 1024)] == ["0 rows", "1 row", "2 rows", "1,024 rows"]
+    assert join_words(["a"]) == "a"
+    assert join_words([1, 2, 3]) == "1, 2 and 3"
+    assert join_words(["a"], more=40) == "a and 40 more"

@@ -13,7 +13,7 @@ from support.models import full_logits, save_golden_adapter, words_model
 
 from wgpu_lora import evaluate, teacher_cache
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.data import prepare
+from wgpu_lora.data import tokenize_source
 from wgpu_lora.distill import teacher_cache as cache
 from wgpu_lora.distill import teacher_cache_writer
 from wgpu_lora.distill.teacher_cache import CACHE, TABLE, TeacherCache, position_bytes
@@ -47,7 +47,7 @@ def small_shards(monkeypatch):
 
 
 def prepared(teacher, data, length=9, **options):
-    return prepare(data, teacher.tokenizer, max_length=length, vocab_size=SIZE, **options)
+    return tokenize_source(data, teacher.tokenizer, max_length=length, vocab_size=SIZE, **options)
 
 
 def files(directory):

@@ -5,9 +5,9 @@ import pytest
 from support.models import allocated, full_logits, golden, golden_rows, load, save_golden_adapter
 
 from wgpu_lora.distill import teacher
-from wgpu_lora.distill.teacher import Kept, Teacher
+from wgpu_lora.distill.teacher import Teacher, TopK
 from wgpu_lora.distill.teacher_cache import id_bits, pack_ids, packed_bytes, unpack_ids
-from wgpu_lora.distill.teacher_logits import drawn
+from wgpu_lora.distill.teacher_logits import random_tokens
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import load_adapters
 from wgpu_lora.models.batch_inputs import Segment, Tables
@@ -56,7 +56,7 @@ def test_supports_are_those_of_the_full_logits(device, tmp_path, monkeypatch, ch
         segments = segments_of("qwen2", slot)
         if slot is None:
             logits = full_logits(model, [Segment(one.input_ids) for one in segments])
-        for kept in (Kept(size, 0), Kept(5, 7), Kept(size - 7, 7)) if slot is None else (Kept(5, 0),):
+        for kept in (TopK(size, 0), TopK(5, 7), TopK(size - 7, 7)) if slot is None else (TopK(5, 0),):
             found = supports(model, kept, segments, [3, 1, 2], adapters)
             for one, support, row in zip(segments, found, logits, strict=True):
                 positions = np.flatnonzero(one.labels[1:] != -100)
@@ -67,33 +67,33 @@ def test_supports_are_those_of_the_full_logits(device, tmp_path, monkeypatch, ch
 
 
 def test_random_tokens_depend_on_seed_row_and_position_only(device):
-    model, kept = load("qwen2", device), Kept(4, 8, seed=5)
+    model, kept = load("qwen2", device), TopK(4, 8, seed=5)
     segments = segments_of("qwen2")
     two = supports(model, kept, segments, [3, 1, 2])[1]
     (alone,) = supports(model, kept, segments[1:2], [1])
     np.testing.assert_array_equal(two.ids, alone.ids)
     (other,) = supports(model, kept, segments[1:2], [0])
     assert (two.ids[:, 4:] != other.ids[:, 4:]).any()
-    (other,) = supports(model, Kept(4, 8, seed=6), segments[1:2], [1])
+    (other,) = supports(model, TopK(4, 8, seed=6), segments[1:2], [1])
     assert (two.ids[:, 4:] != other.ids[:, 4:]).any()
     np.testing.assert_array_equal(two.ids[:, :4], other.ids[:, :4])
 
 
 @pytest.mark.parametrize("size", [2, 5, 64, 211])
 def test_draws_are_uniform_and_without_replacement(size):
-    found = drawn(7, 3, np.arange(4000), size, size)
+    found = random_tokens(7, 3, np.arange(4000), size, size)
     np.testing.assert_array_equal(np.sort(found, axis=1), np.broadcast_to(np.arange(size), found.shape))
     expected = 4000 / size
     for column in found.T[:3]:
         chi_square = ((np.bincount(column, minlength=size) - expected) ** 2 / expected).sum()
         assert chi_square < size - 1 + 5 * np.sqrt(2 * size)
-    np.testing.assert_array_equal(drawn(7, 3, np.array([17]), size, size)[0], found[17])
+    np.testing.assert_array_equal(random_tokens(7, 3, np.array([17]), size, size)[0], found[17])
 
 
 def test_the_sum_over_random_tokens_is_unbiased():
     """As the correction says: E[sum over R] (V - K) / R = the sum over all V - K, here with no top K."""
     values = np.random.default_rng(0).random(1000)
-    sums = values[drawn(1, 2, np.arange(4000), 16, 1000)].sum(axis=1) * 1000 / 16
+    sums = values[random_tokens(1, 2, np.arange(4000), 16, 1000)].sum(axis=1) * 1000 / 16
     assert abs(sums.mean() - values.sum()) < 5 * sums.std() / np.sqrt(len(sums))
 
 
@@ -110,8 +110,8 @@ def test_packed_ids(rng, size):
 def test_more_tokens_than_the_vocabulary_has_are_refused(device):
     model = load("qwen2", device)
     tables = Tables.declare(model.config.tables(), TOKENS)
-    for kept, said in [(Kept(200, 128), "more tokens than the teacher's vocabulary of")]:
+    for kept, said in [(TopK(200, 128), "more tokens than the teacher's vocabulary of")]:
         with pytest.raises(UserError, match=said):
             Teacher(model, None, [TOKENS], tables, kept)
     with pytest.raises(UserError, match=r"more than 1,024"):
-        Kept(1025, 0).check(5000)
+        TopK(1025, 0).check(5000)

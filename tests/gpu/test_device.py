@@ -10,9 +10,15 @@ import pytest
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu import device_list
 from wgpu_lora.gpu.device import WRITE_CHUNK, Device, DeviceOptions
-from wgpu_lora.gpu.device_errors import BindingTooLarge, GridTooLarge, OutOfDeviceMemory, ShaderError, advising
+from wgpu_lora.gpu.device_errors import (
+    BindingTooLarge,
+    GridTooLarge,
+    OutOfDeviceMemory,
+    ShaderError,
+    with_option_advice,
+)
 from wgpu_lora.gpu.device_list import PREFERENCE, choose, list_devices
-from wgpu_lora.gpu.kernel import LINEAR_X, kernel, literal, one_per
+from wgpu_lora.gpu.kernel import LINEAR_X, kernel, linear_grid, literal
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.ops.elementwise import add_forward, fill
@@ -114,15 +120,19 @@ def test_a_buffer_too_large_is_a_user_error(device: Device) -> None:
 
 
 def test_advice_about_options_comes_from_callers() -> None:
-    with pytest.raises(GridTooLarge) as refused, advising("max_length"), advising("lora_r", "max_length"):
+    with (
+        pytest.raises(GridTooLarge) as refused,
+        with_option_advice("max_length"),
+        with_option_advice("lora_r", "max_length"),
+    ):
         raise GridTooLarge("fill", (1, 70000, 1))
     assert str(refused.value) == (
         "fill would need a grid of (1, 70000, 1), more than WebGPU's 65535: lower lora_r or max_length."
     )
     advice = r"in use\): lower max_length, or choose a smaller model\.$"
-    with pytest.raises(OutOfDeviceMemory, match=advice), advising("max_length"):
+    with pytest.raises(OutOfDeviceMemory, match=advice), with_option_advice("max_length"):
         raise OutOfDeviceMemory("x", 1, 0)
-    with pytest.raises(BindingTooLarge, match=r"at most 1: choose a smaller model\.$"), advising():
+    with pytest.raises(BindingTooLarge, match=r"at most 1: choose a smaller model\.$"), with_option_advice():
         raise BindingTooLarge("x", 2, 1)
 
 
@@ -181,6 +191,6 @@ def test_float_literals_are_read_back_as_they_are(value: float) -> None:
 
 @pytest.mark.parametrize("items", [0, 1, 64, 65, LINEAR_X * 64, LINEAR_X * 64 + 1, LINEAR_X * 64 * 5])
 def test_linear_grids_hold_every_item(items: int) -> None:
-    x, y, z = one_per(items)
+    x, y, z = linear_grid(items)
     assert x * y * z * 64 >= items
     assert max(x, y, z) <= 65535

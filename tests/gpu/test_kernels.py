@@ -19,7 +19,7 @@ import wgpu_lora.train.optimizers
 import wgpu_lora.weights
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import REGISTRY
-from wgpu_lora.gpu.reference_values import widened
+from wgpu_lora.gpu.reference_values import as_float64
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 
@@ -44,7 +44,7 @@ def marked() -> list[Any]:
 
 
 def reference(case: Case, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-    given = {name: widened(arrays[name]) if name in arrays else None for name in case.kernel.bindings}
+    given = {name: as_float64(arrays[name]) if name in arrays else None for name in case.kernel.bindings}
     result = case.kernel(**given, **case.constants)
     return [
         np.asarray(values).reshape(arrays[name].shape)
@@ -66,7 +66,7 @@ def compare(name: str, got: np.ndarray, want: np.ndarray) -> None:
 def compare_codes(case: Case, arrays: dict[str, np.ndarray], got: np.ndarray) -> None:
     """Exact, except that a value on a threshold may fall either way."""
     shifts = 4 * np.arange(8, dtype=np.uint32)
-    nudged = [reference(case, {**arrays, "w": widened(arrays["w"]) * (1 + e)})[0] for e in (-1e-6, 0, 1e-6)]
+    nudged = [reference(case, {**arrays, "w": as_float64(arrays["w"]) * (1 + e)})[0] for e in (-1e-6, 0, 1e-6)]
     allowed = [words.astype(np.uint32)[..., None] >> shifts & 15 for words in nudged]
     codes = got[..., None] >> shifts & 15
     assert np.logical_or.reduce([codes == a for a in allowed]).all()
@@ -74,7 +74,7 @@ def compare_codes(case: Case, arrays: dict[str, np.ndarray], got: np.ndarray) ->
 
 def compare_coarse(case: Case, arrays: dict[str, np.ndarray], name: str, got: np.ndarray) -> None:
     """Between the references of inputs that are slightly smaller and larger."""
-    at, moving = case.outputs(arrays).index(name), widened(arrays[case.moving])
+    at, moving = case.outputs(arrays).index(name), as_float64(arrays[case.moving])
     found = [
         reference(case, {**arrays, case.moving: moving * (1 + e)})[at].astype(np.float64)
         for e in (-1e-5, -1e-6, 0, 1e-6, 1e-5)
@@ -99,7 +99,7 @@ def check(device: Device, case: Case, rng: np.random.Generator, tilings: Sequenc
         for name, want in zip(case.outputs(arrays), expected, strict=True):
             initial, got = arrays[name], single.read(name)
             if got.dtype in (np.uint16, np.float16):
-                initial, got = widened(initial), widened(got)
+                initial, got = as_float64(initial), as_float64(got)
             if name in case.coarse:
                 compare_coarse(case, arrays, name, got)
                 continue

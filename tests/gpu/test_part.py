@@ -13,7 +13,7 @@ from support.kernels import CASES, Case
 
 from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import REGISTRY
-from wgpu_lora.gpu.reference_values import widened
+from wgpu_lora.gpu.reference_values import as_float64
 from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward
 from wgpu_lora.ops.embedding import embedding_rows
 from wgpu_lora.ops.gradient_norm import BLOCK, square_sums
@@ -32,7 +32,7 @@ def everything_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def result(kernel: Any, arrays: Arrays, constants: dict[str, Any]) -> Arrays:
     """The arrays, with what the reference writes."""
-    found = kernel(**{n: widened(arrays[n]) if n in arrays else None for n in kernel.bindings}, **constants)
+    found = kernel(**{n: as_float64(arrays[n]) if n in arrays else None for n in kernel.bindings}, **constants)
     written = [n for n in kernel.outputs if n in arrays]
     values = found if isinstance(found, tuple) else (found,)
     return arrays | {n: np.asarray(v).reshape(arrays[n].shape) for n, v in zip(written, values, strict=True)}
@@ -120,7 +120,7 @@ def test_rows_that_nobody_asked_for_are_left_out(first: int, count: int, rng: np
 
 @pytest.mark.parametrize(("count", "wanted"), [(1, 3), (3, 3), (4, 3), (1000, 32), (32, 32), (33, 32)])
 def test_picks_are_spread_over_the_whole(count: int, wanted: int) -> None:
-    found = reference_values.picks(count, wanted)
+    found = reference_values.evenly_spaced(count, wanted)
     assert (found[0], found[-1], found.size) == (0, count - 1, min(count, wanted))
     assert (np.diff(found) > 0).all()
     assert count <= wanted or np.diff(found).max() <= -(-count // (wanted - 1))

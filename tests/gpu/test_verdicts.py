@@ -16,7 +16,7 @@ from support.events import hearing
 from support.tuning import product
 
 from wgpu_lora.errors import DeviceWarning
-from wgpu_lora.events import Miscompiled
+from wgpu_lora.events import WrongKernel
 from wgpu_lora.gpu import first_run
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import WrongResults
@@ -73,7 +73,7 @@ def test_a_wrong_default_is_reported_and_another_tiling_used(
     first, second, *_ = step.kernel.tilings(device.capabilities, step.constants)
     broken("matmul_nt", lambda tiling: tiling == first)
     for _ in range(2):
-        heard: list[Miscompiled] = []
+        heard: list[WrongKernel] = []
         with fresh().telling(hearing(miscompiled=heard.append)), pytest.warns(DeviceWarning) as warned:
             check_tilings(device, [program, program])
         (found,) = heard

@@ -13,9 +13,9 @@ from support.data import small_tokenizer
 import wgpu_lora
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.infer.answers import Reply
-from wgpu_lora.infer.chat import Chat, Lane
-from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.infer.answers import StreamedAnswer
+from wgpu_lora.infer.chat import Chat, ChatHistory
+from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.models.loaded_model import LoadedModel
 
 
@@ -190,7 +190,7 @@ def test_stop_strings_are_cut_off_wherever_tokens_part():
         (("blue, and the moon", "zork", "."), text[:-1]),
         (("T",), ""),
     ):
-        reply, shown = Reply(tokenizer, 1, stops), ""
+        reply, shown = StreamedAnswer(tokenizer, 1, stops), ""
         for token in ids:
             reply.generation.token_ids.append(token)
             shown += reply.push(token)
@@ -221,10 +221,10 @@ def test_settings_that_are_refused(options: dict[str, Any], message: str):
 
 def test_lanes_of_other_templates():
     tokenizer = small_tokenizer("strict")  # user and assistant in turn, or it refuses
-    lane = Lane("base")
+    lane = ChatHistory("base")
     for _ in range(5):
         lane.add("What is the colour of the sky?", "The sky is blue.")
-    ids, left_out = lane.prompt(tokenizer, "Is it?", Settings(max_new_tokens=8), 120)
+    ids, left_out = lane.prompt(tokenizer, "Is it?", GenerationOptions(max_new_tokens=8), 120)
     assert 0 < left_out < 5
     assert len(ids) <= 112
     assert tokenizer.decode(ids, skip_special_tokens=False).count("What is the colour") == 5 - left_out

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support.models import ARCHITECTURES, ROWS, allocated, full_logits, golden, golden_rows, load, save_golden_adapter
 
-from wgpu_lora.data import Prepared, Row
-from wgpu_lora.data.row_counts import Account
+from wgpu_lora.data import Row, TokenizedData
+from wgpu_lora.data.row_counts import RowCounts
 from wgpu_lora.data.row_files import FileSource
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import Evaluator, evaluate, load_adapters
@@ -22,7 +22,7 @@ def rows_of(architecture):
 
 def prepared(rows):
     trained, total = sum(row.trained_tokens for row in rows), sum(len(row.input_ids) for row in rows)
-    return Prepared("rows.jsonl", rows, "", 64, Account(FileSource(Path("rows.jsonl"))), trained, total)
+    return TokenizedData("rows.jsonl", rows, "", 64, RowCounts(FileSource(Path("rows.jsonl"))), trained, total)
 
 
 def two_adapters(model, architecture, directory):

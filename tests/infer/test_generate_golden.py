@@ -7,7 +7,7 @@ from support.models import ARCHITECTURES, FIXTURES, golden, load
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import Generator
-from wgpu_lora.infer.generator import known_tokens
+from wgpu_lora.infer.generator import reusable_prefix
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -25,5 +25,5 @@ def test_a_cache_is_used_on_one_side_of_a_switch_alone() -> None:
     """What it holds, a prompt that goes on from there, and how much of it is of use; with a switch at 4 tokens."""
     for held, prompt, known in ((3, 4, 3), (2, 3, 2), (3, 5, 0), (4, 5, 0), (4, 4, 0), (5, 4, 0), (5, 6, 5), (6, 9, 6)):
         ids = np.arange(9)
-        assert known_tokens(ids[:held], ids[:prompt], True, 4) == known, (held, prompt)
-        assert known_tokens(ids[:held], ids[:prompt], True, None) == min(held, prompt - 1)
+        assert reusable_prefix(ids[:held], ids[:prompt], True, 4) == known, (held, prompt)
+        assert reusable_prefix(ids[:held], ids[:prompt], True, None) == min(held, prompt - 1)

@@ -22,10 +22,10 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.memory_leases import Budget, DeviceMemory, Entry, Ledger, claim, claims, device_key
+from wgpu_lora.memory_leases import Budget, DeviceMemory, Ledger, LedgerEntry, claim, claims, device_key
 from wgpu_lora.memory_leases.lease_queue import take
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.process_identity import start_of
+from wgpu_lora.process_identity import process_start
 
 BRICKS = ["--brick", "rmsnorm", "--brick", "train_step"]
 COMMANDS: dict[str, Callable[[Path], list[Any]]] = {
@@ -244,7 +244,7 @@ def test_what_others_were_granted_just_now_counts(
     """It is not allocated yet, so the system still calls it free."""
     free["free"] = device.allocated + 10_000
     theirs = replace(
-        Entry.of_this_process(8000, "theirs", holds=True), pid=os.getppid(), started=start_of(os.getppid())
+        LedgerEntry.of_this_process(8000, "theirs", holds=True), pid=os.getppid(), started=process_start(os.getppid())
     )
     with ledger.changing() as entries:
         entries.append(theirs)

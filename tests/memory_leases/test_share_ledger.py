@@ -19,16 +19,16 @@ from filelock import FileLock
 from support.share import adapter, start, until
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.memory_leases import Entry, Ledger, device_key
+from wgpu_lora.memory_leases import Ledger, LedgerEntry, device_key
 from wgpu_lora.memory_leases import ledger as module
 from wgpu_lora.memory_leases.lease_queue import take
 from wgpu_lora.memory_leases.ledger import FORGET_SECONDS, dump, parse
-from wgpu_lora.process_identity import start_of
+from wgpu_lora.process_identity import process_start
 
 
-def lease(nbytes: int = 5, **facts: Any) -> Entry:
+def lease(nbytes: int = 5, **facts: Any) -> LedgerEntry:
     """A lease of this process, but for these facts."""
-    return replace(Entry.of_this_process(nbytes, "a test", holds=True), **facts)
+    return replace(LedgerEntry.of_this_process(nbytes, "a test", holds=True), **facts)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger("gpu", tmp_path)
 
 
-def fill(ledger: Ledger, *entries: Entry) -> None:
+def fill(ledger: Ledger, *entries: LedgerEntry) -> None:
     """Writes entries as they are, dead ones too."""
     ledger.directory.mkdir(exist_ok=True)
     ledger.path.write_bytes(dump(list(entries)))
@@ -133,12 +133,12 @@ def test_a_machine_that_shares_the_directory_has_a_device_of_its_own(ledger: Led
 
 def test_a_process_that_ended_is_dead_before_anyone_asks_for_its_exit_code() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    began = start_of(child.pid)
+    began = process_start(child.pid)
     assert began
     child.send_signal(signal.SIGSTOP)
-    assert start_of(child.pid) == began
+    assert process_start(child.pid) == began
     child.kill()
-    until(lambda: start_of(child.pid) is None)
+    until(lambda: process_start(child.pid) is None)
     child.communicate()
 
 
@@ -148,9 +148,9 @@ def test_a_process_lives_as_long_as_its_last_thread() -> None:
     ended = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=[600]).start(); "
     child = subprocess.Popen([sys.executable, "-c", f"{ended} ctypes.CDLL(None).pthread_exit(None)"])
     until(lambda: f"{child.pid} (python" in (stat := stat_of(child.pid)) and ") Z " in stat)
-    assert start_of(child.pid)
+    assert process_start(child.pid)
     child.kill()
-    until(lambda: start_of(child.pid) is None)
+    until(lambda: process_start(child.pid) is None)
     child.wait()
 
 

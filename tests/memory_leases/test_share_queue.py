@@ -26,7 +26,7 @@ from support.events import hearing
 from support.share import adapter, start, until
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.memory_leases import Entry, Ledger, device_key
+from wgpu_lora.memory_leases import Ledger, LedgerEntry, device_key
 from wgpu_lora.memory_leases import lease_queue as module
 from wgpu_lora.memory_leases.lease_queue import take
 
@@ -73,7 +73,7 @@ def test_refusals(ledger: Ledger) -> None:
         with take(ledger, 500, None, "whose budget nobody knows"):
             pass
         with ledger.changing() as entries:
-            entries.append(Entry.of_this_process(9, "first in the queue"))
+            entries.append(LedgerEntry.of_this_process(9, "first in the queue"))
         for budget in (10, None):
             with pytest.raises(UserError, match="1 other run waits before it"), take(ledger, 1, budget, "jumps"):
                 pass
@@ -109,7 +109,7 @@ def test_first_come_first_served(ledger: Ledger) -> None:
 @pytest.mark.usefixtures("hasty")
 def test_the_dead_do_not_keep_their_place(ledger: Ledger) -> None:
     with ledger.changing() as entries:
-        entries.append(replace(Entry.of_this_process(9, "died"), started=1))
+        entries.append(replace(LedgerEntry.of_this_process(9, "died"), started=1))
     with take(ledger, 1, 10, "next", wait=60):
         assert [e.what for e in ledger.read()] == ["next"]
 

@@ -18,7 +18,7 @@ from wgpu_lora.models.adapter_set import AdapterSet, Norms, SlotSpec
 from wgpu_lora.models.batch_inputs import StepInputs, Tables
 from wgpu_lora.models.blocks.transformer_block import Transformer
 from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.ops.elementwise import add_forward, dropout_apply
 from wgpu_lora.ops.recorder import Recorder
@@ -87,7 +87,7 @@ def test_outputs_and_gradients(device: Device, dropout: bool, together: bool, of
     rec = Recorder(program, training=True)
     x, dx = (persistent((TOKENS, 64), "f32", "workspace", name) for name in ("x", "dx"))
     rec.node(lambda: None, inputs=[], outputs=[x], trains=True)
-    block = Block(rec, decoder.layers[0], inputs, adapters.bind(inputs), None)
+    block = LayerContext(rec, decoder.layers[0], inputs, adapters.bind(inputs), None)
     names = [f"self_attn.{module}" for module in MODULES]
     outs = block.projects(x, names) if together else [block.project(x, name) for name in names]
     out = {module: persistent(y.shape, "f32", "workspace", module) for module, y in zip(MODULES, outs, strict=True)}

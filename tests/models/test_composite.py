@@ -19,17 +19,17 @@ from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.adapter_modules import expression, targeted
+from wgpu_lora.models.adapter_modules import expression, resolve_target_modules
 from wgpu_lora.models.architectures import ARCHITECTURES, parse_config
 from wgpu_lora.models.architectures.qwen3 import Qwen3
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
-from wgpu_lora.models.multimodal import Composite
+from wgpu_lora.models.multimodal import TextPart
 
 TOWER = "vision_tower.encoder.layers.0.self_attn.q_proj.weight"
 
 
-class Whole(Composite, Qwen3):
+class Whole(TextPart, Qwen3):
     TEXT_TYPES = ("qwen3",)
 
 
@@ -103,12 +103,14 @@ def test_what_is_written_is_a_whole_model(device: Device, model: Path, tmp_path:
 
 def test_targets_match_no_other_part(model: Path) -> None:
     config = parse_config(json.loads((model / "config.json").read_text()))
-    assert expression(targeted("q_proj,mlp", config), config) == (
+    assert expression(resolve_target_modules("q_proj,mlp", config), config) == (
         r"model\.language_model\.layers\.\d+\.(?:self_attn\.q_proj|mlp\.gate_proj|mlp\.up_proj|mlp\.down_proj)"
     )
     one = "model.language_model.layers.1.self_attn.v_proj"
     assert expression([one], config) == one.replace(".", r"\.")
-    assert targeted(expression(targeted("all-linear", config), config), config) == list(config.lora_modules)
+    assert resolve_target_modules(expression(resolve_target_modules("all-linear", config), config), config) == list(
+        config.lora_modules
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from wgpu_lora.export.gguf_export import export_adapter
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, tensor_name
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.named_adapters import load_adapters
-from wgpu_lora.models.adapter_modules import read_fitting, targeted
+from wgpu_lora.models.adapter_modules import read_adapter_for, resolve_target_modules
 from wgpu_lora.models.architectures import load_config, parse_config
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
@@ -112,8 +112,8 @@ def test_what_is_saved_has_the_names_of_the_text_part(device: Device, base: Path
     config, placed = config_of(base), {}
     session: Any = SimpleNamespace(model=job.session.model, place_initial=lambda _, matrices: placed.update(matrices))
     job.run.subject.place_first(session, 0, job.run.resumed_from)  # what a diverged run goes back to
-    assert list(placed) == list(read_fitting(config, whole)[1])
-    before, after = (read_fitting(config, directory)[0] for directory in (whole, saved))
+    assert list(placed) == list(read_adapter_for(config, whole)[1])
+    before, after = (read_adapter_for(config, directory)[0] for directory in (whole, saved))
     names = {tensor_name(module, factor) for module in config.lora_modules for factor in "AB"}
     assert load_file(saved / WEIGHTS).keys() == names
     for module in config.lora_modules:
@@ -121,7 +121,7 @@ def test_what_is_saved_has_the_names_of_the_text_part(device: Device, base: Path
     assert {after.rank(module) for module in config.lora_modules} == {2, 4}
     assert {after.alpha(module) for module in config.lora_modules} == {3, 8, 20}
     assert isinstance(after.target_modules, str)
-    assert targeted(after.target_modules, config) == list(config.lora_modules)
+    assert resolve_target_modules(after.target_modules, config) == list(config.lora_modules)
 
 
 @pytest.mark.parametrize("names", ["language_model.model.layers", "model.language_model.layers"])
@@ -134,8 +134,8 @@ def test_names_of_all_versions_of_transformers(config: ModelConfig, names: str, 
     }
     stored = {module.replace(config.LAYERS, names, 1): pair for module, pair in modules.items()}
     patterns = {f"{names}.1.self_attn.k_proj": 16}
-    found, matrices = read_fitting(config, written(tmp_path / "adapter", stored, alpha_pattern=patterns))
-    assert list(matrices) == list(read_fitting(config, tmp_path / "adapter")[1])
+    found, matrices = read_adapter_for(config, written(tmp_path / "adapter", stored, alpha_pattern=patterns))
+    assert list(matrices) == list(read_adapter_for(config, tmp_path / "adapter")[1])
     for module, pair in modules.items():
         assert found.scaling(module) == (4 if module.endswith(".1.self_attn.k_proj") else 2)
         for have, want in zip(matrices[module], pair, strict=True):
@@ -172,7 +172,7 @@ def test_modules_of_other_parts_are_refused(architecture: str, module: str, tmp_
     pair = np.ones((4, 3), np.float32), np.ones((2, 4), np.float32)
     adapter = written(tmp_path / "adapter", {module: pair})
     with pytest.raises(UserError, match=rf"it has {module}, but only the text part of this model is used: train it on"):
-        read_fitting(config, adapter)
+        read_adapter_for(config, adapter)
 
 
 def test_a_module_under_two_names_is_refused(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_module_under_two_names_is_refused(tmp_path: Path) -> None:
     pair = np.ones((4, size_in), np.float32), np.ones((out, 4), np.float32)
     adapter = written(tmp_path / "adapter", {module: pair, module.replace(TEXT, WHOLE, 1): pair})
     with pytest.raises(UserError, match=rf"adapter holds {module} under two names: save it again"):
-        read_fitting(config, adapter)
+        read_adapter_for(config, adapter)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_an_adapter_of_the_whole_fits_its_text_part(tmp_path: Path, text: str, k
     out, size_in = config.lora_modules[module]
     pair = np.ones((2, size_in), np.float32), np.ones((out, 2), np.float32)
     adapter = written(tmp_path / "adapter", {module.replace(TEXT, WHOLE): pair}, r=2, lora_alpha=4)
-    assert [*read_fitting(config, adapter)[1]] == [module]
+    assert [*read_adapter_for(config, adapter)[1]] == [module]
     # And back: one that was trained on the text part alone fits the whole.
     said = {"model_type": kind, "text_config": json.loads((MODELS / text / "config.json").read_text())}
     plain = written(tmp_path / "plain", {module: pair}, r=2, lora_alpha=4)
-    assert [*read_fitting(parse_config(said), plain)[1]] == [module.replace(TEXT, WHOLE)]
+    assert [*read_adapter_for(parse_config(said), plain)[1]] == [module.replace(TEXT, WHOLE)]

@@ -18,7 +18,7 @@ from wgpu_lora.infer.named_adapters import load_adapters
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.run.adapter_init import adapter_of
+from wgpu_lora.train.run.adapter_init import initial_adapter
 from wgpu_lora.train.run.trained_weights import adapter_tensors
 
 pytestmark = pytest.mark.reference
@@ -97,7 +97,7 @@ def test_logits_and_our_adapters(ours: LoadedModel, directory: Path, tmp_path: P
     theirs = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     same(full_logits(ours, [Segment(ids) for ids in ROWS]), theirs)
     args = TrainingArguments(model=str(directory), lora_r=4, lora_alpha=8)
-    _, config, _ = adapter_of(args, ours.config)
+    _, config, _ = initial_adapter(args, ours.config)
     rng = np.random.default_rng(1)
     matrices = {
         module: (rng.normal(0, 0.1, (4, size_in)).astype("f4"), rng.normal(0, 0.1, (out, 4)).astype("f4"))

@@ -9,7 +9,7 @@ from support.optimizing import GOLDEN_LIMITS
 from wgpu_lora.formats.peft_adapter import PARTS, read_adapter, tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
-from wgpu_lora.models.adapter_modules import stated
+from wgpu_lora.models.adapter_modules import target_modules_text
 from wgpu_lora.models.model_files import config_of
 
 pytestmark = pytest.mark.reference
@@ -139,7 +139,7 @@ def test_peft_loads_our_adapters_and_we_load_pefts(architecture, tmp_path):
         for factor in "AB"
     }
     own = config_of(FIXTURES / "models" / architecture)
-    targets = stated(list(own.lora_modules), own)
+    targets = target_modules_text(list(own.lora_modules), own)
     config = AdapterConfig(4, 8, target_modules=targets, base_model_name_or_path="somewhere")
     write_adapter(tmp_path / "ours", ours, config)
     peft_model = PeftModel.from_pretrained(model, tmp_path / "ours")

@@ -18,7 +18,7 @@ from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.models.batch_inputs import StepInputs, Tables
 from wgpu_lora.models.blocks.transformer_block import Transformer
 from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.row_inputs import Rows
 from wgpu_lora.ops import matmul_tuning
@@ -58,7 +58,7 @@ class Result:
         rec = Recorder(program, training=True, compute_dtype=dtypes["compute"])
         x, dy, dx, y = (persistent((TOKENS, config.hidden_size), "f32", "workspace", name) for name in "abcd")
         rec.node(lambda: None, inputs=[], outputs=[x], trains=True)
-        out = config.block(Block(rec, decoder.layers[0], inputs, adapters.bind(inputs), None), 0, x)
+        out = config.block(LayerContext(rec, decoder.layers[0], inputs, adapters.bind(inputs), None), 0, x)
         rec.give_gradient(out, dy)
         rec.backward()
         for source, into in ((out, y), (rec.gradient(x), dx)):

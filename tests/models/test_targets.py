@@ -4,7 +4,7 @@ import pytest
 from support import MODELS, path_of
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.adapter_modules import shortest, targeted
+from wgpu_lora.models.adapter_modules import resolve_target_modules, shortest
 from wgpu_lora.models.architectures import load_config
 
 CONFIG = load_config(MODELS / "qwen3")  # two layers
@@ -28,10 +28,10 @@ NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
     ],
 )  # fmt: skip
 def test_what_is_meant(given: str, expected: list[str], names: tuple[str, ...]) -> None:
-    found = targeted(given, CONFIG)
+    found = resolve_target_modules(given, CONFIG)
     assert found == expected
     assert shortest(found, CONFIG) == names
-    assert targeted(",".join(names), CONFIG) == expected
+    assert resolve_target_modules(",".join(names), CONFIG) == expected
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_is_meant(given: str, expected: list[str], names: tuple[str, ...]) 
 )
 def test_what_the_model_does_not_have_is_refused(given: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        targeted(given, CONFIG)
+        resolve_target_modules(given, CONFIG)
 
 
 def test_matrices_that_are_kept_are_named_too() -> None:
@@ -57,5 +57,5 @@ def test_matrices_that_are_kept_are_named_too() -> None:
     config = load_config(MODELS / "qwen3_5_text")
     names = shortest(list(config.lora_modules), config)
     assert {"in_proj_a", "in_proj_b"} <= set(names)
-    assert targeted(",".join(names), config) == list(config.lora_modules)
+    assert resolve_target_modules(",".join(names), config) == list(config.lora_modules)
     assert shortest([path_of(0, "in_proj_a")], config) == ("in_proj_a",)

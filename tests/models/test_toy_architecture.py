@@ -33,7 +33,7 @@ from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.blocks.attention_block import Attention, KeyRanges
 from wgpu_lora.models.config_fields import whole
 from wgpu_lora.models.kv_cache import CacheTensor
-from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_config import MATRIX, ModelConfig, Parameter
 from wgpu_lora.models.rotary_embedding import RopeTable
@@ -104,7 +104,7 @@ class Toy(ModelConfig):
             "mixer.out_proj.weight": Parameter((hidden, inner), MATRIX, True),
         }
 
-    def block(self, block: Block, index: int, x: Tensor) -> Tensor:
+    def block(self, block: LayerContext, index: int, x: Tensor) -> Tensor:
         if index % 2 == 0:
             return residual(block.rec, x, self._attention.record(block, block.norm(x, "attn.norm", self.rms_norm_eps)))
         h = block.norm(x, "mixer.norm", self.rms_norm_eps)
@@ -127,7 +127,7 @@ class Toy(ModelConfig):
         return Attention(self.num_attention_heads, dim, None, RopeTable(dim, 10000.0, None), name="attn")
 
 
-def token_before(block: Block, x: Tensor) -> Tensor:
+def token_before(block: LayerContext, x: Tensor) -> Tensor:
     """y[t] = x[t - 1] within a sequence, 0 at its first token; recorded after whatever else reads x."""
     rec, rows = block.rec, block.inputs.rows
     shape = {"rows": x.shape[0], "cols": x.shape[1]}

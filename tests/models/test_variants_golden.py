@@ -7,7 +7,7 @@ from support import FIXTURES, path_of
 
 from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
-from wgpu_lora.train.run.adapter_init import doubled, halved, parted
+from wgpu_lora.train.run.adapter_init import double_rank, halve_rank, split_offset
 
 pytestmark = pytest.mark.reference
 
@@ -45,15 +45,15 @@ def test_peft_loads_a_converted_pissa(monkeypatch, tmp_path):
         tensors[tensor_name(module, "A")] = np.concatenate([a, a0])
         tensors[tensor_name(module, "B")] = np.concatenate([b, -b0], axis=1)
         want[module] = weights[layer] + config.scaling(module) * (b @ a - b0 @ a0)
-    write_adapter(tmp_path / "ours", tensors, doubled(config))
+    write_adapter(tmp_path / "ours", tensors, double_rank(config))
     merged = PeftModel.from_pretrained(model, tmp_path / "ours").merge_and_unload()
     for module, expected in want.items():
         found = merged.get_submodule(module).weight.detach().numpy()
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-    back = halved(doubled(config), 5)
+    back = halve_rank(double_rank(config), 5)
     assert (back.r, back.lora_alpha) == (3, 5)
     pairs = {m: (tensors[tensor_name(m, "A")], tensors[tensor_name(m, "B")]) for m in want}
-    own, rest = parted(pairs)
+    own, rest = split_offset(pairs)
     for module, (a, b) in own.items():
         a0, b0 = rest[module]
         np.testing.assert_array_equal(np.concatenate([a, a0]), pairs[module][0])

@@ -17,7 +17,7 @@ from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.norm import rmsnorm_backward, rmsnorm_forward
 from wgpu_lora.ops.rope import rope_backward, rope_forward
-from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, decode_device, entries, word_rows
+from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, decode_device, table_size, word_rows
 from wgpu_lora.weights.lowbit.lowbit_training import codes_gradient, codes_gradient_sum
 
 STEP = 1e-5
@@ -105,7 +105,7 @@ def test_constants_of_codes(rng: np.random.Generator, bits: int, group: int) -> 
     codes = rng.integers(0, 2**32, (word_rows(size_in, bits), out), np.uint32)
     constants, dw = rng.normal(size=constant_count(out, size_in, bits, group)), rng.normal(size=(size_in, columns))
     shape = {"columns": columns, "first": first}
-    present = np.zeros(1) if entries(bits) or not group else None
+    present = np.zeros(1) if table_size(bits) or not group else None
     gradient = np.zeros_like(constants)
     results = codes_gradient(
         dw, codes, constants, gradient, present, out=out, size_in=size_in, bits=bits, group=group, **shape

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from wgpu_lora.proof.cuda_check import classify, compiler_in, cuda_packages, imported, required
-from wgpu_lora.proof.watched_workers import EVENTS, Watcher, witness
+from wgpu_lora.proof.watched_workers import EVENTS, Watcher, record_own_process
 
 ICD, DRIVER = "/usr/lib/libGLX_nvidia.so.0", "/usr/lib/libcuda.so.1"
 
@@ -81,7 +81,7 @@ def test_the_watcher_and_the_witness_see_a_compiler_run(tmp_path: Path) -> None:
     fake.chmod(0o755)
     watcher, heard = Watcher(), list[Any]()
     sys.addaudithook(lambda event, said: heard.append((event, said)) if event in EVENTS else None)
-    with witness(str(tmp_path / "said.json"), heard), subprocess.Popen([str(fake), "5"]) as process:
+    with record_own_process(str(tmp_path / "said.json"), heard), subprocess.Popen([str(fake), "5"]) as process:
         deadline = time.monotonic() + 4
         while not any(compiler_in(one.command) for one in watcher.seen.values()) and time.monotonic() < deadline:
             watcher.look()

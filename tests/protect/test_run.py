@@ -42,7 +42,7 @@ from wgpu_lora.protect.sealed.keys import SessionKeys
 from wgpu_lora.protect.sealed.streams import unseal_bytes
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.resolve_options import resolve_options
 
 URL = "http://127.0.0.1:1"
 STEPS = [f"checkpoints/step-{step}.tar.age" for step in (2, 4, 6)]
@@ -192,7 +192,9 @@ def test_a_directory_that_is_in_use_or_has_another_run(ward: Ward) -> None:
     options = {**OPTIONS, "data": "rows.jsonl", "output": str(ward.place / "other")}
     for resume in (False, True):
         with pytest.raises(UserError, match="protected run"):
-            gather({**options, "resume": resume}, None, "here") if resume else prepare_job(TrainingArguments(**options))
+            resolve_options({**options, "resume": resume}, None, "here") if resume else prepare_job(
+                TrainingArguments(**options)
+            )
 
 
 def put_back(ward: Ward) -> None:

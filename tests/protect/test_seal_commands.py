@@ -18,7 +18,7 @@ from support.brokers import Owner, Trainer
 from typer.main import get_command
 
 from wgpu_lora.cli import app, main
-from wgpu_lora.closed_streams import lasting
+from wgpu_lora.closed_streams import discard_when_closed
 from wgpu_lora.protect.sealed.files import seal_path
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey, write_private
 from wgpu_lora.protect.sealed.pipes import open_to, seal_to
@@ -122,7 +122,7 @@ def test_a_reader_of_standard_output_that_goes_away_is_no_success(here: Path) ->
         reader, writer = os.pipe()
         os.close(reader)
         with open(writer, "w") as file, pytest.raises(BrokenPipeError):
-            command(lasting(file))
+            command(discard_when_closed(file))
 
 
 def test_standard_input_and_output(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

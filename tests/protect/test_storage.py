@@ -48,7 +48,7 @@ def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
     other = storage_in(tmp_path)
     other.check_newest()
     assert other.recover() == []
-    assert [path.name for _, path in run_checkpoint.found(steps, storage=other)] == ["step-2", "step-4"]
+    assert [path.name for _, path in run_checkpoint.list_checkpoints(steps, storage=other)] == ["step-2", "step-4"]
     assert other.read(steps / "step-2" / "a") == b"weights 2"
     assert other.read(tmp_path / "best" / "a") == b"better"
     assert other.read(tmp_path / "best" / "a", 3) == b"bett"
@@ -74,7 +74,7 @@ def test_files_that_the_log_does_not_name_are_not_there(tmp_path: Path) -> None:
     saved(storage, tmp_path / "checkpoints" / "step-2", 2)
     planted = tmp_path / "checkpoints" / "step-9.tar.age"
     planted.write_bytes((tmp_path / "checkpoints" / "step-2.tar.age").read_bytes())
-    assert run_checkpoint.newest(tmp_path, storage) == tmp_path / "checkpoints" / "step-2"
+    assert run_checkpoint.latest_checkpoint(tmp_path, storage) == tmp_path / "checkpoints" / "step-2"
 
 
 def test_a_run_goes_back_from_what_it_removes(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_run_goes_back_from_what_it_removes(tmp_path: Path) -> None:
     storage.remove(steps / "step-6")
     other = storage_in(tmp_path)
     other.check_newest()
-    assert run_checkpoint.newest(tmp_path, other) == steps / "step-4"
+    assert run_checkpoint.latest_checkpoint(tmp_path, other) == steps / "step-4"
     entry = [entry for entry in other._log.entries if entry.stage == "checkpoint"][-1]
     assert entry.facts == {"step": 4, "removed": "checkpoints/step-6.tar.age"}
 
@@ -124,7 +124,7 @@ def test_a_crash_while_a_run_goes_back(
         other.recover()
         other.check_newest()
         lines = [entry for entry in other._log.entries if entry.stage == "checkpoint"]
-        found = run_checkpoint.newest(tmp_path, other)
+        found = run_checkpoint.latest_checkpoint(tmp_path, other)
         expected = [f"checkpoints/{found.name}.tar.age"] if found else []
         assert [name for name, _ in lines[-1].subjects] == expected
         assert lines[-1].facts["step"] == (int(found.name.removeprefix("step-")) if found else 0)
@@ -151,7 +151,7 @@ def test_a_crash_between_the_log_and_the_rename(
     (left,) = other.recover()
     assert left.startswith("checkpoints/.step-4.tar.age.")
     other.check_newest()
-    assert run_checkpoint.newest(tmp_path, other) == steps / ("step-4" if complete else "step-2")
+    assert run_checkpoint.latest_checkpoint(tmp_path, other) == steps / ("step-4" if complete else "step-2")
     assert not list(tmp_path.rglob("*.tmp"))
 
 

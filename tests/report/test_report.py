@@ -11,7 +11,7 @@ import pytest
 from support.reports import copied, page_of, profile_of
 
 from wgpu_lora.cli import main
-from wgpu_lora.report.comparison_tables import compare, costs, losses, verdict
+from wgpu_lora.report.comparison_tables import best_run_sentence, compare, costs, losses
 from wgpu_lora.report.finished_runs import read_runs
 from wgpu_lora.report.page import table
 from wgpu_lora.report.run_charts import PLOTS, plots
@@ -69,22 +69,22 @@ def test_what_differs_is_apart_from_what_does_not(runs: Path) -> None:
 
 def test_losses_are_compared_where_they_can_be(runs: Path, tmp_path: Path) -> None:
     first, second = read_runs([runs / "first", runs / "second"])
-    assert verdict([second]) == verdict([first, second]) == ""
-    assert "No run has a held-out loss" in verdict([first, first])
+    assert best_run_sentence([second]) == best_run_sentence([first, second]) == ""
+    assert "No run has a held-out loss" in best_run_sentence([first, first])
     other = copied(runs, tmp_path / "other")
     facts = json.loads((other / "run.json").read_text())
     facts["state"]["last_eval_loss"] = 0.5
     (other / "run.json").write_text(json.dumps(facts))
     found = read_runs([other])
-    assert verdict([second, *found]) == "other has the lowest held-out loss at the end, 0.5000."
-    assert verdict([second, *found, *found]).startswith("other and other have the lowest held-out loss")
+    assert best_run_sentence([second, *found]) == "other has the lowest held-out loss at the end, 0.5000."
+    assert best_run_sentence([second, *found, *found]).startswith("other and other have the lowest held-out loss")
     facts["options"]["objective"] = "dpo"
     (other / "run.json").write_text(json.dumps(facts))
-    said = verdict([second, *read_runs([other])])
+    said = best_run_sentence([second, *read_runs([other])])
     assert said == "The held-out losses are of different objectives, so they cannot be compared."
     facts["eval_data"]["digest"] = "another"
     (other / "run.json").write_text(json.dumps(facts))
-    assert "cannot be compared" in verdict([second, *read_runs([other])])
+    assert "cannot be compared" in best_run_sentence([second, *read_runs([other])])
 
 
 def test_what_was_not_measured_is_said(runs: Path, tmp_path: Path) -> None:

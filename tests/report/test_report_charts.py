@@ -14,7 +14,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.report.comparison_tables import span
 from wgpu_lora.report.finished_runs import read_runs
 from wgpu_lora.report.line_chart import Line, Scale, line_chart, short, smoothed, thinned
-from wgpu_lora.report.run_charts import plots, unlike
+from wgpu_lora.report.run_charts import lengths_differ, plots
 
 
 def test_points_by_every_axis(runs: Path) -> None:
@@ -34,8 +34,8 @@ def test_a_short_run_is_readable_beside_a_long_one(runs: Path, tmp_path: Path) -
     more = [lines[-1] | {"step": step, "tokens": 9 * step, "seconds": float(step)} for step in range(4, 3000)]
     (run / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in (*lines, *more)))
     both = read_runs([runs / "first", run])
-    assert unlike(both)
-    assert not unlike(both[:1])
+    assert lengths_differ(both)
+    assert not lengths_differ(both[:1])
     loss = plots(both)[0]
     by_log = next(view.chart for view in loss.views if view.axis == "step" and view.log)
     short_one = next(line for line in by_log.lines if line.name == "first")

@@ -10,7 +10,7 @@ from typing import Any
 import wgpu_lora
 from support.models import words_and_adapters, words_model
 from wgpu_lora.infer.chat import Chat
-from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.models.loaded_model import LoadedModel
 
 # A word before every message, by role: the whole conversation is what it looks like.
@@ -33,7 +33,7 @@ def chats(model: LoadedModel, made: Path) -> Iterator[Callable[..., Chat]]:
 
     def start(*names: str, max_length: int | None = None, **settings: Any) -> Chat:
         adapters = {name: made / name for name in names if name != "base"}
-        chosen = Settings(**{"max_new_tokens": TOKENS, **settings})
+        chosen = GenerationOptions(**{"max_new_tokens": TOKENS, **settings})
         opened.append(Chat(model, adapters, names or ("base",), chosen, max_length))
         return opened[-1]
 

@@ -16,7 +16,7 @@ import pytest
 
 from wgpu_lora import seccomp
 from wgpu_lora.checks.sandbox import plain_data
-from wgpu_lora.checks.sandbox.sandbox_process import LISTENER, Process
+from wgpu_lora.checks.sandbox.sandbox_process import LISTENER, SandboxProcess
 
 confined = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in seccomp.ARCHITECTURES,
@@ -49,7 +49,7 @@ def sys_(number, *args):
 
 def returned(code: str, *args: Any, timeout: float = 10.0) -> Any:
     """What the function `attack` of an answer returns."""
-    with Process(code, timeout, False) as process:
+    with SandboxProcess(code, timeout, False) as process:
         process.send(code, [("attack", plain_data.dump(list(args)), plain_data.dump({}))])
         assert process.next() == ("parsed", "")
         kind, said = process.next()

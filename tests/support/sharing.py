@@ -14,9 +14,9 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.data_parallel import gradient_messages
 from wgpu_lora.train.data_parallel.gradient_messages import message
-from wgpu_lora.train.data_parallel.leader import Sharing
+from wgpu_lora.train.data_parallel.leader import DataParallelLeader
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.worker.kinds.gradients import helping, prepare_helper
+from wgpu_lora.worker.kinds.gradients import prepare_worker, serve_gradients
 
 Reply = Callable[[bytes], bytes]
 
@@ -52,7 +52,7 @@ class LocalLink:
         """Nothing is open."""
 
 
-def come(sharing: Sharing, count: int) -> None:
+def come(sharing: DataParallelLeader, count: int) -> None:
     """Wait until so many helpers are there, so that they take part from the first step on."""
     end = time.monotonic() + 60
     while len(sharing.ready()) < count:
@@ -66,15 +66,15 @@ def helped(
     count: int,
     device: Device,
     wrap: Callable[[int, Reply], Reply] = lambda number, reply: reply,
-) -> Iterator[tuple[Sharing, Sequence[LocalLink]]]:
+) -> Iterator[tuple[DataParallelLeader, Sequence[LocalLink]]]:
     """Helpers of a run with these options, on a device of their own. wrap: changes what helper `number` answers."""
     with ExitStack() as stack:
         links = []
         for number in range(1, count + 1):
             model = open_model(str(args.model), device, args.base_dtype)
-            job = prepare_helper(replace(args, output="unused", resume=False), model)
-            links.append(LocalLink(wrap(number, stack.enter_context(helping(job)).answer)))
-        sharing = Sharing(links)
+            job = prepare_worker(replace(args, output="unused", resume=False), model)
+            links.append(LocalLink(wrap(number, stack.enter_context(serve_gradients(job)).answer)))
+        sharing = DataParallelLeader(links)
         stack.callback(sharing.close)
         come(sharing, count)
         yield sharing, links

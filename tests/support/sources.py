@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.data import small_tokenizer
-from wgpu_lora.data import Prepared, Source, prepare
+from wgpu_lora.data import Source, TokenizedData, tokenize_source
 from wgpu_lora.errors import UserError
 
 ROWS = [{"prompt": f"What is {i}?", "completion": f'A "number",\nor ö {i}'} for i in range(5)]
@@ -41,12 +41,12 @@ def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     return path
 
 
-def ids_of(prepared: Prepared) -> list[list[int]]:
+def ids_of(prepared: TokenizedData) -> list[list[int]]:
     return [row.input_ids.tolist() for row in prepared.rows]
 
 
-def prepared(source: Source | Path, **options: Any) -> Prepared:
-    return prepare(source, small_tokenizer(options.pop("template", "chatml")), **{"max_length": 64, **options})
+def prepared(source: Source | Path, **options: Any) -> TokenizedData:
+    return tokenize_source(source, small_tokenizer(options.pop("template", "chatml")), **{"max_length": 64, **options})
 
 
 def refused(source: Source | Path, **options: Any) -> str:

@@ -17,7 +17,7 @@ from wgpu_lora.cluster.node.shelf import Shelf
 from wgpu_lora.cluster.node.transfer import ShelfPort, Unreachable
 from wgpu_lora.cluster.node.work import Work
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.train.run.checkpoint_store import PLAIN
+from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES
 from wgpu_lora.train.run.run_checkpoint import ADAPTER_FILES, FILES, MANIFEST, METADATA, manifest_of
 from wgpu_lora.train.run.run_state import SCHEMA, STATE, RunState
 
@@ -107,7 +107,7 @@ def write_checkpoint(place: Path, step: int, weights: bytes = b"weights") -> Pat
         {"schema": SCHEMA, "state": asdict(RunState(step=step, total_steps=9)), "identity": IDENTITY}, indent=1
     )
     files = dict.fromkeys((*ADAPTER_FILES, *FILES), weights) | {STATE: state.encode(), METADATA: b"{}"}
-    PLAIN.write_directory(place, {**files, MANIFEST: manifest_of(files)})
+    PLAIN_FILES.write_directory(place, {**files, MANIFEST: manifest_of(files)})
     return place
 
 

@@ -16,7 +16,7 @@ import pytest
 from wgpu_lora.cli import console, main
 from wgpu_lora.errors import TrackingWarning, UserError
 from wgpu_lora.track import run_log, run_recorder
-from wgpu_lora.track.run_log import DataFile, Entry, Losses, Process, RunLog, facts_of, run_name
+from wgpu_lora.track.run_log import DataFile, Losses, Process, RunEntry, RunLog, facts_of, run_name
 from wgpu_lora.track.run_log_tables import Filter, cells, compared, find, markdown, since
 from wgpu_lora.track.run_recorder import Recording, note_failure, recorded, remarks
 from wgpu_lora.train.run.run_tracking import with_log
@@ -31,9 +31,9 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLog:
     return RunLog()
 
 
-def entry(number: int = 0, **changes: object) -> Entry:
+def entry(number: int = 0, **changes: object) -> RunEntry:
     values: dict[str, object] = {"id": f"2026-{number:02}aa", "date": f"2026-01-{number + 1:02}T00:00:00Z"}
-    return Entry(**{**values, "kind": "finetune", "name": "nf4_lora_sft_f32", "objective": "sft", **changes})
+    return RunEntry(**{**values, "kind": "finetune", "name": "nf4_lora_sft_f32", "objective": "sft", **changes})
 
 
 def test_a_later_line_changes_a_run(log: RunLog) -> None:

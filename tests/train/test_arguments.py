@@ -9,9 +9,9 @@ from wgpu_lora.assets import asset_dir
 from wgpu_lora.errors import UserError
 from wgpu_lora.memory_leases import Budget
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
-from wgpu_lora.train.memory import check_memory, readable
+from wgpu_lora.train.memory import check_memory, format_bytes
 from wgpu_lora.train.options.training_arguments import PANELS, TrainingArguments, from_values
-from wgpu_lora.train.resolve_options import find_recipe, gather, read_recipe, recipe_arguments
+from wgpu_lora.train.resolve_options import find_recipe, read_recipe, recipe_arguments, resolve_options
 
 
 def test_every_option_has_help_and_a_heading():
@@ -84,16 +84,16 @@ def test_recipes_win_over_the_objective():
 def test_what_is_given_wins_over_the_recipe(tmp_path: Path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text('learning-rate = 1\nlora_r = 4\ntarget_modules = ["q_proj", "v_proj"]\ndata = "x.jsonl"\n')
-    args, path = gather({"lora_r": 8}, str(recipe), "Here")
+    args, path = resolve_options({"lora_r": 8}, str(recipe), "Here")
     assert (args.learning_rate, args.lora_r, args.target_modules, args.data) == (1, 8, "q_proj,v_proj", "x.jsonl")
     assert path == recipe
 
 
 def test_without_data_and_model_the_demo_recipe_is_used():
-    args, path = gather({}, None, "Here")
+    args, path = resolve_options({}, None, "Here")
     assert path == find_recipe("demo")
     assert args.model == "demo"
-    assert gather({"data": "x.jsonl"}, None, "Here") == (TrainingArguments(data="x.jsonl"), None)
+    assert resolve_options({"data": "x.jsonl"}, None, "Here") == (TrainingArguments(data="x.jsonl"), None)
 
 
 RECIPES = [path for path in sorted(asset_dir("recipes").glob("*.toml")) if "[[stage]]" not in path.read_text()]
@@ -174,4 +174,4 @@ def test_advice_names_options_that_fit(options: dict, available: int, advice: st
 
 
 def test_readable_sizes():
-    assert [readable(n) for n in (0, 1023, 1536, 3 << 29)] == ["0 bytes", "1,023 bytes", "1.5 KiB", "1.5 GiB"]
+    assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 29)] == ["0 bytes", "1,023 bytes", "1.5 KiB", "1.5 GiB"]

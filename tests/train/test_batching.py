@@ -7,13 +7,13 @@ import pytest
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.options.unused_options import idle
-from wgpu_lora.train.training_data import FEW, fitted
+from wgpu_lora.train.options.unused_options import unused_options
+from wgpu_lora.train.training_data import FEW, default_batches
 
 
 def sizes(rows: int, tokens: int = 100, weight: float = 1.0, **said: object) -> tuple[bool | None, int, int, bool]:
     """(packing, rows per batch, batches per step, whether there is a note) for this many rows of this many tokens."""
-    args, note = fitted(TrainingArguments(**said), [tokens] * rows, weight)
+    args, note = default_batches(TrainingArguments(**said), [tokens] * rows, weight)
     packing, a_batch, batches = args.batching
     assert (args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps) == args.batching
     return packing, a_batch, batches, bool(note)
@@ -35,7 +35,7 @@ def test_between_them_there_are_fewer_packed_batches_a_step() -> None:
 
 
 def test_a_batch_is_no_longer_than_a_packed_one() -> None:
-    args, _ = fitted(TrainingArguments(), [60] * 280 + [1000] * 8)
+    args, _ = default_batches(TrainingArguments(), [60] * 280 + [1000] * 8)
     assert args.batching == (False, 2, 4)
 
 
@@ -51,7 +51,7 @@ def test_what_was_said_holds() -> None:
 
 def test_the_note_counts_the_rows_of_a_step() -> None:
     def note(rows: int, weight: float = 1.0, **said: object) -> str:
-        return fitted(TrainingArguments(**said), [100] * rows, weight)[1].partition(" per step")[0]
+        return default_batches(TrainingArguments(**said), [100] * rows, weight)[1].partition(" per step")[0]
 
     assert [note(1), note(3), note(50, 2), note(50, 0.5)] == ["1 row", "2 rows", "4 rows", "1 row"]
     assert note(3, per_device_train_batch_size=16) == "3 rows"
@@ -93,8 +93,8 @@ def test_a_least_rate_above_the_peak_is_refused_and_idle_without_decay() -> None
     with pytest.raises(UserError, match="more than the peak"):
         TrainingArguments(learning_rate=1e-5, lr_scheduler_min=2e-5)
     constant = TrainingArguments(lr_scheduler_type="constant", lr_scheduler_min=1e-5)
-    assert any("does not decay" in line for line in idle(["lr_scheduler_min"], constant))
-    assert not idle(["lr_scheduler_min"], TrainingArguments(lr_scheduler_min=1e-5))
+    assert any("does not decay" in line for line in unused_options(["lr_scheduler_min"], constant))
+    assert not unused_options(["lr_scheduler_min"], TrainingArguments(lr_scheduler_min=1e-5))
 
 
 def test_a_warmup_that_is_said_in_steps() -> None:

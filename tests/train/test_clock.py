@@ -19,7 +19,7 @@ from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.loop.slot_progress import CHECKPOINT, HELD_OUT, LEAST_SHARE, Clock
+from wgpu_lora.train.loop.slot_progress import CHECKPOINT, HELD_OUT, LEAST_SHARE, TrainingClock
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.adapter_run import AdapterRun
@@ -43,7 +43,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     passing = Time()
-    monkeypatch.setattr(Clock, "now", staticmethod(passing))
+    monkeypatch.setattr(TrainingClock, "now", staticmethod(passing))
     return passing
 
 
@@ -67,7 +67,7 @@ class Loop:
     ) -> None:
         """Takes steps until the time is used, or `most` of them. between: seconds of work after a step, by its kind."""
         run: Any = SimpleNamespace(args=self.args, state=self.state)
-        clock = Clock(run)
+        clock = TrainingClock(run)
         for taken in range(10**6):
             if taken == most or (self.state.step and clock.used()):
                 return

@@ -14,7 +14,7 @@ from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.api import evaluate, teacher_cache
 from wgpu_lora.api.quantization import quantize
-from wgpu_lora.distill.teacher_logits import LEAST_TAIL, Support, teacher_rows
+from wgpu_lora.distill.teacher_logits import MIN_TAIL, TopKLogits, teacher_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
@@ -274,11 +274,11 @@ def test_the_rest_at_another_temperature() -> None:
     order = np.argsort(-logits, axis=1)
     lse = np.logaddexp.reduce(logits, 1).astype(np.float32)
 
-    def supported(count: int) -> Support:
+    def supported(count: int) -> TopKLogits:
         others = np.stack([kept + rng.permutation(480)[:count] for _ in logits]) if count else np.zeros((400, 0), int)
         ids = np.take_along_axis(order, np.hstack([np.tile(np.arange(kept), (400, 1)), others]), 1)
         correction = np.full(400, np.log(480 / count) if count else 0, np.float32)
-        return Support(ids, np.take_along_axis(logits, ids, 1), lse, kept, correction)
+        return TopKLogits(ids, np.take_along_axis(logits, ids, 1), lse, kept, correction)
 
     targets = order[:, 30]
     for temperature in (0.7, 2.0):
@@ -297,12 +297,12 @@ def test_the_rest_at_another_temperature() -> None:
 
 def test_the_rest_is_never_nothing() -> None:
     """A teacher that is sure, whose log-probabilities are rounded up."""
-    support = Support(
+    support = TopKLogits(
         np.array([[3, 1]], np.uint32), np.array([[5.001, -40]]), np.array([5.0]), 2, np.zeros(1, np.float32)
     )
     rows = teacher_rows(support, np.array([1]), 10)
     assert np.exp(rows.logprobs.astype(float)).sum() == pytest.approx(1)
-    assert np.exp(float(rows.logprobs[0, 2])) == pytest.approx(LEAST_TAIL)
+    assert np.exp(float(rows.logprobs[0, 2])) == pytest.approx(MIN_TAIL)
     assert rows.places.tolist() == [1]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wgpu_lora.distill.teacher_logits import Support, TeacherRows, teacher_rows
+from wgpu_lora.distill.teacher_logits import TeacherRows, TopKLogits, teacher_rows
 from wgpu_lora.ops.sparse_logits import LOWEST
 from wgpu_lora.train.objectives.kd import kd_scores
 
@@ -18,7 +18,7 @@ def taught(logits: np.ndarray, kept: int, temperature: float, targets: np.ndarra
     """What a teacher with these logits says, who keeps all others as random tokens."""
     ids = np.argsort(-logits, axis=1, kind="stable").astype(np.uint32)
     lse = np.logaddexp.reduce(logits, 1)
-    support = Support(ids, np.take_along_axis(logits, ids.astype(int), 1), lse, kept, np.zeros(len(lse)))
+    support = TopKLogits(ids, np.take_along_axis(logits, ids.astype(int), 1), lse, kept, np.zeros(len(lse)))
     rows = teacher_rows(support, targets, logits.shape[1], temperature)
     return TeacherRows(rows.ids, rows.logprobs.astype(np.float64), rows.places)
 

@@ -18,10 +18,10 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train import finetune
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.pipeline_state import difference
 from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.train.run.resume import continued, refuse_used
+from wgpu_lora.train.run.resume import check_output_free, merge_resumed_options
 from wgpu_lora.train.run.stop_reasons import OUTCOMES, STOP_TEXT
 from wgpu_lora.train.run.training_log import LOG, read_log
 
@@ -51,7 +51,7 @@ def options(tmp_path: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def train(device: Device, given: dict[str, Any], callback: Callback = lambda result: None) -> RunRecord:
-    args, _ = gather(given, None, "finetune()")
+    args, _ = resolve_options(given, None, "finetune()")
     return finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(
         hearing(step=callback)
     )
@@ -110,7 +110,7 @@ def test_what_a_longer_plan_does_is_said(
     device: Device, tmp_path: Path, kind: str, more: dict[str, Any], said: str
 ) -> None:
     train(device, options(tmp_path, "run", lr_scheduler_type=kind, eval_data=None))
-    args, _ = gather({"output": str(tmp_path / "run"), "resume": True, **more}, None, "here")
+    args, _ = resolve_options({"output": str(tmp_path / "run"), "resume": True, **more}, None, "here")
     job = finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype))
     assert said in job.run.notes[-1]
 
@@ -168,7 +168,7 @@ def test_before_the_first_step(device: Device, tmp_path: Path, finished: Path, r
     for file in (WEIGHTS, "checkpoints/step-4/optimizer.safetensors"):  # it changes nothing else
         assert (tmp_path / "without" / file).read_bytes() == (finished / file).read_bytes()
     again: list[int | None] = []
-    args, _ = gather({"output": str(run), "resume": True, "num_train_epochs": 2.5}, None, "finetune()")
+    args, _ = resolve_options({"output": str(run), "resume": True, "num_train_epochs": 2.5}, None, "finetune()")
     hear = hearing(evaluating=lambda found: again.append(found.step))
     finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(hear)
     assert again
@@ -220,9 +220,9 @@ def test_a_pipeline_lives_with_its_adapters(pipeline: Path, capsys: pytest.Captu
 
 def test_epochs_that_are_asked_for_now_win_over_a_limit_of_before(tmp_path: Path) -> None:
     recorded = {"max_steps": 4, "num_train_epochs": 2.0}
-    assert continued({"num_train_epochs": 3.0}, recorded, None, tmp_path, "here").max_steps == -1
+    assert merge_resumed_options({"num_train_epochs": 3.0}, recorded, None, tmp_path, "here").max_steps == -1
     for given in ({"num_train_epochs": 2.0}, {"max_steps": 4}, {}):
-        assert continued(given, recorded, None, tmp_path, "here").max_steps == 4
+        assert merge_resumed_options(given, recorded, None, tmp_path, "here").max_steps == 4
 
 
 def test_what_differs_between_pipelines() -> None:
@@ -239,4 +239,4 @@ def test_what_differs_between_pipelines() -> None:
 def test_a_pipelines_home_is_no_place_for_a_run(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{}")
     with pytest.raises(UserError, match="already belongs to a pipeline"):
-        refuse_used(tmp_path)
+        check_output_free(tmp_path)

@@ -11,7 +11,7 @@ from support.training import golden_arguments
 
 from wgpu_lora.data.tokenized_data import Row, common_prefix
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.batch_inputs import Placing, Segment
+from wgpu_lora.models.batch_inputs import ForkPlacement, Segment
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.objectives.objective import Group
@@ -81,7 +81,7 @@ def test_models_with_windows_share_only_what_windows_hold(job: Job, device: Devi
 
 
 def test_every_token_of_a_fork_sees_its_own_sequence_and_no_other() -> None:
-    placing = Placing(20)
+    placing = ForkPlacement(20)
     segments = pair(np.random.default_rng(0), 4, 3, 5)
     rows = list(placing.add([segments[0], replace(segments[1], prefix=4), Segment(np.zeros(3, np.int64))]))
     at = placing.rows

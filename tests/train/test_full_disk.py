@@ -20,7 +20,7 @@ from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.run import run_checkpoint
-from wgpu_lora.train.run.checkpoint_store import Directories
+from wgpu_lora.train.run.checkpoint_store import PlainFiles
 from wgpu_lora.train.run.disk_space import GROWTH
 from wgpu_lora.train.run.run_checkpoint import RESERVE
 from wgpu_lora.train.run.run_state import read_state
@@ -64,7 +64,7 @@ def later_best(path: Path, data: bytes = b"") -> bool:
 
 def fill(monkeypatch: pytest.MonkeyPatch, full: Callable[[Path, bytes], bool], even_then: bool = False) -> None:
     """Writes for which `full` holds are refused: until the reserve is released, or `even_then`."""
-    directory, write, line = Directories.write_directory, Directories.write, Log.write
+    directory, write, line = PlainFiles.write_directory, PlainFiles.write, Log.write
 
     def refuse(path: Path, data: bytes = b"") -> None:
         reserved = any((parent / RESERVE).exists() for parent in path.parents)
@@ -75,16 +75,16 @@ def fill(monkeypatch: pytest.MonkeyPatch, full: Callable[[Path, bytes], bool], e
         refuse(log.path, str(said["step"]).encode())
         line(log, said)
 
-    def write_directory(own: Directories, final: Path, files: Any) -> None:
+    def write_directory(own: PlainFiles, final: Path, files: Any) -> None:
         refuse(final)
         directory(own, final, files)
 
-    def write_file(own: Directories, path: Path, data: bytes | None) -> None:
+    def write_file(own: PlainFiles, path: Path, data: bytes | None) -> None:
         refuse(path)
         write(own, path, data)
 
-    monkeypatch.setattr(Directories, "write_directory", write_directory)
-    monkeypatch.setattr(Directories, "write", write_file)
+    monkeypatch.setattr(PlainFiles, "write_directory", write_directory)
+    monkeypatch.setattr(PlainFiles, "write", write_file)
     monkeypatch.setattr(Log, "write", write_line)
 
 
@@ -116,7 +116,7 @@ def test_the_last_state_is_saved_and_goes_on(
     found = re.search(STATE, str(error.value))
     assert found
     assert found[1] == str(run / newest)
-    assert run_checkpoint.fault(run / newest) is None
+    assert run_checkpoint.checkpoint_damage(run / newest) is None
     assert not list(run.rglob("*.tmp"))
     api.finetune(model, resume=True, output=str(run))
     assert result(run) == result(whole / "run")

@@ -22,7 +22,7 @@ from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.init_methods import FROM_WEIGHT, INITIALISATIONS, from_weight, largest, offsets, subspace
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.pipeline import PipelineJob, prepare_pipeline
-from wgpu_lora.train.run.adapter_init import SeededMatrices, initial_matrices, weight_of
+from wgpu_lora.train.run.adapter_init import SeededMatrices, initial_matrices, read_weight
 from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.weights.base_formats import base_format
 
@@ -184,7 +184,7 @@ def test_loftq_restores_what_quantising_took(device: Device, tmp_path: Path) -> 
     model.load_weights()
     module = path_of("0", "q_proj")
     a, b = SeededMatrices(args, model.config, model)[module]
-    w = weight_of(model, f"{module}.weight")
+    w = read_weight(model, f"{module}.weight")
     quantised = base_format("nf4").round_trip(w)
     scaling = args.lora_alpha / np.sqrt(args.lora_r)
     assert np.abs(w - quantised).max() > 0.01

@@ -16,7 +16,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.run.trained_options import fit_rows
+from wgpu_lora.train.run.trained_options import evaluation_rows
 
 POSITIONS = 128  # of the models among the fixtures
 
@@ -93,8 +93,8 @@ def test_an_adapters_record_is_not_taken_on_trust(tmp_path: Path, options: Any, 
     if options is not None:
         text = options if isinstance(options, str) else json.dumps({"options": options})
         (tmp_path / "run.json").write_text(text)
-    assert fit_rows({}, [tmp_path], 2048).max_length == expected
-    assert fit_rows({}, [tmp_path], 100).note.startswith("rows of at most 100 tokens" if expected > 100 else "")
+    assert evaluation_rows({}, [tmp_path], 2048).max_length == expected
+    assert evaluation_rows({}, [tmp_path], 100).note.startswith("rows of at most 100 tokens" if expected > 100 else "")
 
 
 def test_adapters_that_are_measured_together_share_their_rows(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_adapters_that_are_measured_together_share_their_rows(tmp_path: Path) ->
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metadata.json").write_text(json.dumps({"options": options}))  # as checkpoints have it
-    rows = fit_rows({}, [tmp_path / "a", tmp_path / "b"], 2048)
+    rows = evaluation_rows({}, [tmp_path / "a", tmp_path / "b"], 2048)
     assert (rows.max_length, rows.completion_only_loss, rows.on_overflow) == (256, False, "truncate")
     assert rows.note == "max_length=256, completion_only_loss=False, as in training"
-    assert fit_rows({"max_length": 32}, [tmp_path / "a"], 2048).max_length == 32
-    assert fit_rows({}, [tmp_path / "a", tmp_path / "c"], 2048).max_length == 1024  # one says nothing
+    assert evaluation_rows({"max_length": 32}, [tmp_path / "a"], 2048).max_length == 32
+    assert evaluation_rows({}, [tmp_path / "a", tmp_path / "c"], 2048).max_length == 1024  # one says nothing

@@ -54,7 +54,7 @@ def train(device: Device, tmp_path: Path, events: Events, **changes: Any) -> Non
 
 
 def saved(tmp_path: Path) -> list[int]:
-    found = run_checkpoint.found(tmp_path / "run" / "checkpoints")
+    found = run_checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")
     for _, directory in found:
         read_adapter(directory)
     return [step for step, _ in found]

@@ -17,7 +17,7 @@ from support.preferences import Labelled, Preferences
 from support.sources import ids_of, prepared, refused, written
 
 from wgpu_lora.cli import main
-from wgpu_lora.data import Prepared, Source, rows_given, training_data
+from wgpu_lora.data import Source, TokenizedData, python_source, training_data
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.objectives import OBJECTIVES, formats_of
 from wgpu_lora.train.objectives.objective import Objective
@@ -33,7 +33,7 @@ CHATS: list[dict[str, Any]] = [
 LABELS: list[dict[str, Any]] = [{"prompt": "a", "completion": "b", "label": good} for good in (True, False, True)]
 
 
-def read(data: Source | Path, objective: Objective, **options: Any) -> Prepared:
+def read(data: Source | Path, objective: Objective, **options: Any) -> TokenizedData:
     return prepared(data, formats=formats_of(objective), parts=objective.parts, **options)
 
 
@@ -51,7 +51,7 @@ def in_cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ids=["texts", "chats", "labels"],
 )  # fmt: skip
 def test_rows_are_the_same_in_every_file(tmp_path: Path, name: str, objective: Objective, rows: list[Any]) -> None:
-    expected = read(rows_given(rows), objective)
+    expected = read(python_source(rows), objective)
     found = read(written(tmp_path / name, in_cells(rows) if name.endswith("sv") else rows), objective)
     assert ids_of(found) == ids_of(expected)
     assert found.values == expected.values
@@ -59,9 +59,9 @@ def test_rows_are_the_same_in_every_file(tmp_path: Path, name: str, objective: O
 
 
 def test_values_of_rows() -> None:
-    assert read(rows_given(TEXTS), Preferences()).values == (0.5, 1.5, 2.5)
-    assert read(rows_given(CHATS), Preferences()).values == ()  # all 1
-    assert read(rows_given(LABELS), Labelled()).values == (1.0, -1.0, 1.0)
+    assert read(python_source(TEXTS), Preferences()).values == (0.5, 1.5, 2.5)
+    assert read(python_source(CHATS), Preferences()).values == ()  # all 1
+    assert read(python_source(LABELS), Labelled()).values == (1.0, -1.0, 1.0)
 
 
 def test_rows_of_datasets(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_rows_of_datasets(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
     datasets.Dataset.from_list(CHATS).save_to_disk(tmp_path / "saved")
     datasets.Dataset.from_list(TEXTS).remove_columns("rejected").save_to_disk(tmp_path / "half")
-    expected = ids_of(read(rows_given(CHATS), Preferences()))
+    expected = ids_of(read(python_source(CHATS), Preferences()))
     assert ids_of(read(training_data(tmp_path / "saved")[0], Preferences())) == expected
-    assert ids_of(read(rows_given(datasets.Dataset.from_list(CHATS)), Preferences())) == expected
+    assert ids_of(read(python_source(datasets.Dataset.from_list(CHATS)), Preferences())) == expected
     lacking = refusal(training_data(tmp_path / "half")[0], Preferences())
     assert lacking.startswith(f"{tmp_path / 'half'}: the columns are 'prompt', 'chosen', 'weight', 'id', but the form")
 
@@ -106,7 +106,7 @@ def test_bad_rows_are_told_together_or_skipped(tmp_path: Path) -> None:
     for line, (number, (_, words)) in zip(told[1:], enumerate(bad, start=2), strict=True):
         assert line.startswith(f"line {number}: {words}")
     found = read(path, Preferences(), skip_bad_rows=True)
-    assert ids_of(found) == ids_of(read(rows_given([TEXTS[0], TEXTS[2]]), Preferences()))
+    assert ids_of(found) == ids_of(read(python_source([TEXTS[0], TEXTS[2]]), Preferences()))
     assert found.values == (0.5, 2.5)
     path = written(tmp_path / "a.csv", [{**LABELS[0], "label": label} for label in ("1", "False", "", "maybe")])
     assert "line 5: 'label' is 'maybe', but must be true or false." in refusal(path, Labelled())
@@ -141,7 +141,7 @@ def test_rows_of_another_objective(tmp_path: Path, registered: None, capsys: pyt
     said = " or ".join(f"objective='{name}'" for name in readers)
     assert f"; use {said} for such rows." in refusal(path, SFT())
     others = "objective='sft' or objective='kto' or objective='labelled'"
-    assert f"; use {others} for such rows." in refusal(rows_given(LABELS), Preferences())
+    assert f"; use {others} for such rows." in refusal(python_source(LABELS), Preferences())
     path = written(tmp_path / "a.csv", TEXTS)
     assert main(["plan", "--model", "tests/fixtures/models/qwen2", "--data", str(path)]) == 2
     said = " or ".join(f"--objective {name}" for name in readers)

@@ -20,7 +20,7 @@ from wgpu_lora.data import Row
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.infer import Evaluator
 from wgpu_lora.models.batch_inputs import Segment
@@ -109,7 +109,7 @@ def pairwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Registers it for a test."""
     (tmp_path / "pairwise.wgsl").write_text(SHADER)
 
-    @kernel(str(tmp_path / "pairwise.wgsl"), grid=lambda c: one_per(c.size), lib=("linear",))
+    @kernel(str(tmp_path / "pairwise.wgsl"), grid=lambda c: linear_grid(c.size), lib=("linear",))
     def pairwise_scores(
         logprobs: In, members: Fixed, reference: Fixed, group_weights: Fixed, values: Fixed, weights: InOut,
         losses: Out, margins: Out, *, size: U32, scale: F32,

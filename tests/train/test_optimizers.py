@@ -14,16 +14,16 @@ from support.training import golden_arguments
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.ops.gradient_norm import BLOCK
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.optimizers import OPTIMIZERS
-from wgpu_lora.train.optimizers.update_rule import Page, Plain, State
+from wgpu_lora.train.optimizers.update_rule import Page, PlainState, State
 from wgpu_lora.train.option_types import Range, own_option
-from wgpu_lora.train.options.unused_options import idle
+from wgpu_lora.train.options.unused_options import unused_options
 from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
 from wgpu_lora.train.session.optimizer_update import SlotUpdate
 
@@ -82,7 +82,7 @@ class Momentum:
     """p -= lr m with m = beta m + g. It also counts each block's updates: a state of one integer per block."""
 
     state: ClassVar[tuple[State, ...]] = (State("momentum"), State("updates", "u32", 1))
-    kept: ClassVar[Any] = Plain
+    kept: ClassVar[Any] = PlainState
     Hyper: ClassVar[type] = Hyper
     kernels: ClassVar[list[Kernel]] = []
 
@@ -109,13 +109,13 @@ def momentum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     shaders["check"].write_text(BINDINGS + CHECK)
     shaders["update"].write_text(BINDINGS + UPDATE)
 
-    @kernel(str(shaders["check"]), grid=lambda c: one_per(c.size // BLOCK), lib=("linear",), structs=(Hyper,))
+    @kernel(str(shaders["check"]), grid=lambda c: linear_grid(c.size // BLOCK), lib=("linear",), structs=(Hyper,))
     def momentum_check(
         params: In, grads: In, momentum: In, block_owners: Fixed, hyper: Fixed, report: In, diverged: Out, *, size: U32
     ) -> Any:  # fmt: skip
         """diverged[b] = 1 where the update would leave a parameter beyond 2^20."""
 
-    @kernel(str(shaders["update"]), grid=lambda c: one_per(c.size), lib=("linear",), structs=(Hyper,))
+    @kernel(str(shaders["update"]), grid=lambda c: linear_grid(c.size), lib=("linear",), structs=(Hyper,))
     def momentum_update(
         params: InOut, grads: InOut, momentum: InOut, block_owners: Fixed, hyper: Fixed, report: In, updates: InOut,
         *, size: U32,
@@ -214,8 +214,10 @@ def test_values_that_no_state_can_have(
 def test_options_that_it_does_not_read(tmp_path: Path) -> None:
     args = golden_arguments(tmp_path, "qwen2", optim="momentum")
     with naming(COMMAND_LINE):
-        assert not idle(("adam_beta2", "seed"), golden_arguments(tmp_path, "qwen2"))
-        assert idle(("adam_beta2", "seed"), args) == ["--adam-beta2 does nothing: --optim momentum does not use it."]
+        assert not unused_options(("adam_beta2", "seed"), golden_arguments(tmp_path, "qwen2"))
+        assert unused_options(("adam_beta2", "seed"), args) == [
+            "--adam-beta2 does nothing: --optim momentum does not use it."
+        ]
 
 
 def test_one_that_is_not_registered(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from wgpu_lora.train.objectives import OBJECTIVES, objective_of
 from wgpu_lora.train.objectives.objective import Objective
 from wgpu_lora.train.option_types import Range, own_option
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.resolve_options import resolve_options
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ def test_equal_values_are_equal_options() -> None:
 def test_from_a_recipe_and_an_adapters_table(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('objective = "mine"\nobjective_args = "factor=0.5"\ndata = "x.jsonl"\n')
-    base = gather({}, str(recipe), "Here")[0]
+    base = resolve_options({}, str(recipe), "Here")[0]
     assert objective_of(base) == Mine(0.5, seed=42)
-    assert gather({"objective": "sft"}, str(recipe), "Here")[0].objective_args is None  # they are not of that one
+    assert (
+        resolve_options({"objective": "sft"}, str(recipe), "Here")[0].objective_args is None
+    )  # they are not of that one
     table = {"data": "x.jsonl", "checkpoint": "a"}
     assert task_of(table, "Here").arguments(base).objective_args == "factor=0.5"
     assert task_of({**table, "objective": "sft"}, "Here").arguments(base).objective_args is None

@@ -21,7 +21,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
-from wgpu_lora.train.options.unused_options import idle
+from wgpu_lora.train.options.unused_options import unused_options
 from wgpu_lora.train.run.records import RUN
 from wgpu_lora.train.run.training_log import LOG, read_log
 
@@ -226,15 +226,19 @@ def test_lists_of_losses_and_options_of_other_objectives() -> None:
     args = from_values({"objective": "dpo", "loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 1]}, "recipe")
     assert objective_of(args).losses == {"sigmoid": 0.8, "sft": 1.0}  # type: ignore[attr-defined]
     given = ("ld_alpha", "simpo_gamma", "beta", "completion_only_loss")
-    assert idle(given, args) == [
+    assert unused_options(given, args) == [
         "completion_only_loss does nothing: objective='dpo' is about answers only.",
         "simpo_gamma does nothing: objective='dpo' does not use it.",
     ]
     cpo = from_values({"objective": "cpo", "loss_type": "ipo"}, "recipe")
-    assert idle(("simpo_gamma", "label_smoothing", "beta"), cpo) == [
+    assert unused_options(("simpo_gamma", "label_smoothing", "beta"), cpo) == [
         f"{name} does nothing: loss_type='ipo' does not use it." for name in ("simpo_gamma", "label_smoothing")
     ]
-    assert [said.split()[0] for said in idle(given, TrainingArguments())] == ["beta", "ld_alpha", "simpo_gamma"]
+    assert [said.split()[0] for said in unused_options(given, TrainingArguments())] == [
+        "beta",
+        "ld_alpha",
+        "simpo_gamma",
+    ]
 
 
 def test_rows_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

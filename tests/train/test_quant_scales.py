@@ -16,7 +16,7 @@ from wgpu_lora.cli.run_summary import describe
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, StepResult
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.quant_constants import ConstantSet
+from wgpu_lora.models.quant_constants import QuantConstants
 from wgpu_lora.train.adapter_tasks import AdapterTask
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -82,7 +82,7 @@ def test_gradients_through_the_model(device: Device, tmp_path: Path, base: str) 
     """The derivative in a random direction is that of finite differences, for tables and scales of all matrices."""
     run = job(tmp_path, base_dtype=base, gradient_checkpointing=base == "lut3-row")
     session, trained = run.session, run.session.trained
-    assert isinstance(trained, ConstantSet)
+    assert isinstance(trained, QuantConstants)
     session.allocate()
     try:
         run.run.subject.place_initial(session, 0)

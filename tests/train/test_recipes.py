@@ -12,7 +12,7 @@ from support.gguf_models import make_adapter
 from wgpu_lora.api.teacher_caches import teacher_cache
 from wgpu_lora.assets import DEMO_MODEL, DEMO_TRAIN, asset_dir
 from wgpu_lora.cli import main
-from wgpu_lora.models.adapter_modules import targeted
+from wgpu_lora.models.adapter_modules import resolve_target_modules
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.train.options.training_arguments import from_values
 from wgpu_lora.train.resolve_options import find_recipe, read_recipe
@@ -112,7 +112,10 @@ def test_chains_say_so_too(name: str, capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_trained_parameters(recipe: str, shape: str, trained: int) -> None:
     args, config = from_values(read_recipe(find_recipe(recipe)), recipe), shape_config(shape)
-    assert sum(args.lora_r * sum(config.lora_modules[m]) for m in targeted(args.target_modules, config)) == trained
+    assert (
+        sum(args.lora_r * sum(config.lora_modules[m]) for m in resolve_target_modules(args.target_modules, config))
+        == trained
+    )
     assert f"{trained:,}" in find_recipe(recipe).read_text()
 
 

@@ -20,7 +20,7 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.pipeline_state import read_pipeline_state
 from wgpu_lora.train.run.records import RUN, PipelineRecord, RunRecord
-from wgpu_lora.train.run.resume import continued
+from wgpu_lora.train.run.resume import merge_resumed_options
 from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
 from wgpu_lora.train.run.run_state import SCHEMA, STATE, NewerSchemaError
 from wgpu_lora.weights.base_formats import BASE_FORMATS
@@ -55,7 +55,7 @@ def test_what_an_earlier_version_did_not_know_has_its_default(tmp_path: Path) ->
     del facts["options"]["compute_dtype"], facts["state"]["processed_tokens"]
     record = RunRecord.from_json(facts)
     assert (record.options.compute_dtype, record.state.processed_tokens) == ("f32", 0)
-    kept = shutil.copytree(run_checkpoint.newest(RUNS / "single"), tmp_path / "step-4")
+    kept = shutil.copytree(run_checkpoint.latest_checkpoint(RUNS / "single"), tmp_path / "step-4")
     state = json.loads((kept / STATE).read_text())
     seconds = state["state"]["seconds"]
     del state["state"]["processed_tokens"]
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(RUNS / "single", tmp_path / "run")
-    newest = run_checkpoint.newest(tmp_path / "run")
+    newest = run_checkpoint.latest_checkpoint(tmp_path / "run")
     assert newest
     newer(newest / name)
     (newest / MANIFEST).unlink()
@@ -140,7 +140,7 @@ def test_a_run_of_something_that_is_not_registered_here(tmp_path: Path, option: 
     with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
         RunRecord.read(tmp_path)
     with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
-        continued({}, facts["options"], None, tmp_path, "Here")
+        merge_resumed_options({}, facts["options"], None, tmp_path, "Here")
 
 
 def test_a_pipelines_record_of_the_version_before() -> None:
@@ -168,7 +168,7 @@ def test_a_record_is_still_a_mapping_with_a_note() -> None:
 
 def test_a_schema_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(RUNS / "single", tmp_path / "run")
-    newest = run_checkpoint.newest(tmp_path / "run")
+    newest = run_checkpoint.latest_checkpoint(tmp_path / "run")
     assert newest
     facts = json.loads((newest / run_checkpoint.METADATA).read_text())
     (newest / run_checkpoint.METADATA).write_text(json.dumps(facts | {"schema": "x"}))

@@ -97,7 +97,7 @@ def test_a_killed_run_resumes_byte_for_byte(device: Device, tmp_path: Path) -> N
     process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed" / "adapter_model.safetensors").exists()
-    assert run_checkpoint.found(tmp_path / "killed" / "checkpoints")[-1][0] == 4
+    assert run_checkpoint.list_checkpoints(tmp_path / "killed" / "checkpoints")[-1][0] == 4
     train(device, options(tmp_path, "killed", resume=True))
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
     final = "checkpoints/step-7/optimizer.safetensors"
@@ -120,7 +120,7 @@ def test_kill_at_random_instants_of_saving_leaves_a_good_checkpoint(tmp_path: Pa
         time.sleep(float(rng.uniform(0.05, 0.4)))
         process.kill()
         process.communicate()
-        found = run_checkpoint.found(Path(str(opts["output"])) / "checkpoints")
+        found = run_checkpoint.list_checkpoints(Path(str(opts["output"])) / "checkpoints")
         for _, directory in found:
             state, _ = run_checkpoint.read_state(directory)
             assert directory.name == f"step-{state.step}"
@@ -135,7 +135,7 @@ def test_interrupt_saves_and_says_so(device: Device, tmp_path: Path) -> None:
 
     record = train(device, options(tmp_path, save_steps=0), interrupt)
     assert record.stop_reason == "interrupt"
-    assert run_checkpoint.found(tmp_path / "run" / "checkpoints")[-1][0] == 3
+    assert run_checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")[-1][0] == 3
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
     record = train(device, options(tmp_path, save_steps=0, resume=True))
     assert record.stop_reason == "max steps"

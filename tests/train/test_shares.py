@@ -10,24 +10,24 @@ import pytest
 from support.sharing import LocalLink
 
 from wgpu_lora.train.data_parallel import gradient_messages
-from wgpu_lora.train.data_parallel.leader import KEPT, SETTLING, Shares, divided
-from wgpu_lora.train.data_parallel.remote_worker import Helper
+from wgpu_lora.train.data_parallel.leader import KEPT, SETTLING, LoadBalance, split_by_share
+from wgpu_lora.train.data_parallel.remote_worker import RemoteWorker
 
 
 def test_parts_follow_each_other_and_their_shares(rng: np.random.Generator) -> None:
     for members in (1, 2, 3, 5):
         sizes = rng.integers(1, 100, 40).tolist()
         speeds = rng.uniform(0.5, 4, members).tolist()
-        spans = divided(sizes, speeds)
+        spans = split_by_share(sizes, speeds)
         assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
         assert spans[-1][1] == 40
         for (begin, end), speed in zip(spans, speeds, strict=True):
             assert sum(sizes[begin:end]) == pytest.approx(sum(sizes) * speed / sum(speeds), abs=100)
-    assert divided([5], [0.4, 0.6]) == [(0, 0), (0, 1)]
+    assert split_by_share([5], [0.4, 0.6]) == [(0, 0), (0, 1)]
 
 
 def test_shares_follow_speeds_and_are_kept() -> None:
-    found = Shares()
+    found = LoadBalance()
     assert found.of([0, 1]) == [0.5, 0.5]
     for _ in range(SETTLING - 1):
         found.took(0, 100, 1.0)
@@ -52,7 +52,7 @@ def test_a_late_helper_is_not_asked_before_it_has_answered() -> None:
         gate.wait(60)
         return gradient_messages.message({"say": "part"})
 
-    helper, end = Helper(LocalLink(slow)), time.monotonic() + 60
+    helper, end = RemoteWorker(LocalLink(slow)), time.monotonic() + 60
     while not helper.ready() and time.monotonic() < end:
         time.sleep(0.01)
     assert helper.new

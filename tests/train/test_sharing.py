@@ -20,7 +20,7 @@ from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.data_parallel import gradient_messages
-from wgpu_lora.train.data_parallel.leader import Sharing, check_shared
+from wgpu_lora.train.data_parallel.leader import DataParallelLeader, check_shared
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.records import RunRecord
@@ -81,16 +81,16 @@ def arguments(path: Path, case: str = "dropout", **changes: Any) -> TrainingArgu
     return golden_arguments(path, "qwen2", **options | CASES[case](path) | changes)
 
 
-def prepared(device: Device, args: TrainingArguments, sharing: Sharing | None = None) -> FinetuneJob:
+def prepared(device: Device, args: TrainingArguments, sharing: DataParallelLeader | None = None) -> FinetuneJob:
     return prepare_job(args, open_model(str(args.model), device, "f32"), sharing=sharing)
 
 
-def sums(job: FinetuneJob, sharing: Sharing, count: int = 3) -> list[dict[str, np.ndarray]]:
+def sums(job: FinetuneJob, sharing: DataParallelLeader, count: int = 3) -> list[dict[str, np.ndarray]]:
     """Gradients and totals of the first steps, without updates between them."""
     found, steps = [], job.run.stream.steps()
     for _ in range(count):
         sharing.accumulate(job.session, job.run, next(steps))
-        found.append(gradient_messages.sums(job.session))
+        found.append(gradient_messages.read_gradients(job.session))
         gradient_messages.clear_gradients(job.session)
     return found
 
@@ -118,7 +118,7 @@ def test_parts_sum_to_the_gradients_of_one_device(
         job.run.prepare_directory()
         job.run.place(job.session)
         job.run.precompute(job.session)
-        alone = sums(job, Sharing([]))
+        alone = sums(job, DataParallelLeader([]))
         together = sums(job, sharing)
         job.session.close()
     assert not any(link.refused for link in links)
@@ -141,7 +141,7 @@ class Until(Events):
 
 
 def trained(
-    device: Device, args: TrainingArguments, sharing: Sharing | None = None, events: Events = SILENT
+    device: Device, args: TrainingArguments, sharing: DataParallelLeader | None = None, events: Events = SILENT
 ) -> RunRecord:
     return prepared(device, args, sharing).train(events)
 

@@ -21,7 +21,7 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.teacher_setup import cache_plans, caches_digest, write_caches
 from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.job_process import EventWriter
 from wgpu_lora.worker.kinds import model_jobs as kind
 
 VOCAB = 301
@@ -116,9 +116,9 @@ def test_the_plan_with_caches_is_that_of_a_run_with_them(
     given = {name: value for name, value in args.as_dict().items() if value != getattr(TrainingArguments(), name)}
     given = {name: value for name, value in given.items() if name not in ("output", "device")}
     tasks = [{"name": "taught", "options": given}, {"name": "again", "options": {**given, "learning_rate": 0.5}}]
-    found = KINDS["plan"](Port(io.StringIO()), where="it", tasks=tasks, cached=True)
+    found = KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks, cached=True)
     cached = prepare_job(made(args, tmp_path / "caches"), planning=True)
     needs = found["taught"]["taught"]["needs"]
     assert needs["needed"] == cached.session.memory().guarded < found["tasks"]["taught"]["needed"]
     assert found["taught"]["again"] == found["taught"]["taught"]
-    assert KINDS["plan"](Port(io.StringIO()), where="it", tasks=tasks)["taught"] == {}
+    assert KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks)["taught"] == {}

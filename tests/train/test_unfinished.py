@@ -91,7 +91,7 @@ def test_the_newest_complete_state_is_resumed(
     given = options(tmp_path, **changes)
     with pytest.raises(Killed):
         api.finetune(model, callback=killed_after(5), **given)
-    found = run_checkpoint.newest(tmp_path / "run")
+    found = run_checkpoint.latest_checkpoint(tmp_path / "run")
     assert found
     assert (found.name, read_state(found)[0].step) == (newest, 4)
     with pytest.raises(UserError, match=r"already holds a run: continue it with resume=True, begin over with overwr"):
@@ -134,7 +134,7 @@ def test_overwriting_begins_over_and_keeps_what_is_not_the_runs(
     assert result(tmp_path / "run") == result(tmp_path / "whole")
     assert [path.read_text() for path in own] == ["mine"] * 2
     assert not stale.exists()
-    assert [path.name for _, path in run_checkpoint.found(tmp_path / "run" / "checkpoints")] == ["step-3"]
+    assert [path.name for _, path in run_checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-3"]
     record = api.finetune(model, resume=True, output=given["output"], max_steps=4)  # which is not overwritten again
     assert record.steps == 4
 

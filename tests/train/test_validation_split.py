@@ -10,9 +10,9 @@ import pytest
 from support.cli import QWEN2, SMALL, Run, commands, flags
 from support.data import chat, small_tokenizer, write_jsonl
 
-from wgpu_lora.data import hold_out, prepare
+from wgpu_lora.data import split_validation, tokenize_source
 from wgpu_lora.data.curation import Preparation, prepare_files
-from wgpu_lora.data.memory_rows import MemorySource
+from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.data.preference_formats import PAIRS
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -87,27 +87,33 @@ def test_what_cannot_be_combined(run: Run, tmp_path: Path) -> None:
 def test_the_split_is_that_of_data_prepare(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", *TEXTS)
     prepare_files([str(path)], tmp_path / "out", Preparation(validation_split=0.2, seed=7))
-    expected = prepare(tmp_path / "out" / "valid.jsonl", small_tokenizer("chatml"), max_length=64)
-    _, heldout = hold_out(prepare(path, small_tokenizer("chatml"), max_length=64), 0.2, 7)
+    expected = tokenize_source(tmp_path / "out" / "valid.jsonl", small_tokenizer("chatml"), max_length=64)
+    _, heldout = split_validation(tokenize_source(path, small_tokenizer("chatml"), max_length=64), 0.2, 7)
     assert [row.input_ids.tolist() for row in heldout.rows] == [row.input_ids.tolist() for row in expected.rows]
 
 
 def test_rows_that_belong_together_stay_together(tmp_path: Path) -> None:
     """Equal rows, the rows of the turns of a conversation, and the two answers of a pair."""
     turns = [{"messages": chat(f"{i}", "a", "b", "c")} for i in range(4)]
-    found = prepare(write_jsonl(tmp_path / "a.jsonl", *turns, *turns), small_tokenizer("thinking"), max_length=64)
-    train, heldout = hold_out(found, 4, 1)
+    found = tokenize_source(
+        write_jsonl(tmp_path / "a.jsonl", *turns, *turns), small_tokenizer("thinking"), max_length=64
+    )
+    train, heldout = split_validation(found, 4, 1)
     assert len(heldout.rows) == 4
     assert not {*heldout.keys} & {*train.keys}
     pairs = [{"prompt": "a", "chosen": f"{i}", "rejected": "b"} for i in range(5)]
     path = write_jsonl(tmp_path / "b.jsonl", *pairs)
-    found = prepare(path, small_tokenizer("chatml"), max_length=64, formats=PAIRS, parts=2)
-    train, heldout = hold_out(found, 0.4, 1)
+    found = tokenize_source(path, small_tokenizer("chatml"), max_length=64, formats=PAIRS, parts=2)
+    train, heldout = split_validation(found, 0.4, 1)
     assert (len(train.samples), len(heldout.samples)) == (3, 2)
     assert all(len(rows) == 2 for rows in heldout.samples)
     assert {row.index for row in [*train.rows, *heldout.rows]} == set(range(10))
     with pytest.raises(UserError, match="leaves no rows to train on, of 1 row"):
-        hold_out(prepare(write_jsonl(tmp_path / "c.jsonl", TEXTS[0]), small_tokenizer("chatml"), max_length=64), 0.5, 1)
+        split_validation(
+            tokenize_source(write_jsonl(tmp_path / "c.jsonl", TEXTS[0]), small_tokenizer("chatml"), max_length=64),
+            0.5,
+            1,
+        )
 
 
 def test_the_digest_of_held_out_rows_tells_nothing_of_sealed_ones() -> None:
@@ -115,8 +121,10 @@ def test_the_digest_of_held_out_rows_tells_nothing_of_sealed_ones() -> None:
     found = set()
     for first, sealed in ((1, "a"), (2, "a"), (2, "b")):
         text = "".join(json.dumps({"input_ids": [first + n, 2, 3]}) + "\n" for n in range(4))
-        source = MemorySource(bytearray(text.encode()), "rows.jsonl.age", sealed)
-        found.add((sealed, hold_out(prepare(source, None, max_length=8, vocab_size=40), 1, 1)[1].digest))
+        source = SealedRows(bytearray(text.encode()), "rows.jsonl.age", sealed)
+        found.add(
+            (sealed, split_validation(tokenize_source(source, None, max_length=8, vocab_size=40), 1, 1)[1].digest)
+        )
     assert len(found) == 2
 
 

@@ -16,7 +16,7 @@ from support.models import FIXTURES, full_logits, golden, golden_rows, relative_
 from support.training import golden_arguments
 
 from wgpu_lora.errors import NotFiniteError, UserError
-from wgpu_lora.export.decoded import Decoded
+from wgpu_lora.export.decoded import DecodedCheckpoint
 from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
 from wgpu_lora.formats.safetensors_checkpoint import SINGLE
@@ -206,7 +206,7 @@ def test_values_that_were_not_written_are_refused(device: Device, stored: Path, 
     with pytest.raises(UserError, match=f"{SINGLE} is damaged, since its values are not those that were written"):
         open_model(str(tmp_path / "m"), device).load_weights()
     with pytest.raises(UserError, match="not those that were written"):
-        Decoded(PackedCheckpoint(tmp_path / "m", "lut2-g16"))
+        DecodedCheckpoint(PackedCheckpoint(tmp_path / "m", "lut2-g16"))
     save_file(load_file(tmp_path / "m" / SINGLE), tmp_path / "m" / SINGLE, {"format": "pt"})  # as earlier versions
     open_model(str(tmp_path / "m"), device).load_weights()
 

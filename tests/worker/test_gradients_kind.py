@@ -16,7 +16,7 @@ from support.cli import QWEN2, SMALL, write_rows
 
 from wgpu_lora.chain.chain_run import code_digest
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.train.data_parallel.leader import Sharing
+from wgpu_lora.train.data_parallel.leader import DataParallelLeader
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.run.training_log import LOG, read_log
@@ -41,7 +41,7 @@ def arguments(given: dict[str, Any], output: Path) -> TrainingArguments:
 def test_a_process_helps_and_ends_with_its_leader(device: Device, tmp_path: Path, listener: Listener) -> None:
     given = options(tmp_path)
     with Worker("gradients", {**given, "link": listener.address}, place=tmp_path, timeout=300) as worker:
-        with closing(Sharing([listener.accept()], code_digest())) as sharing:
+        with closing(DataParallelLeader([listener.accept()], code_digest())) as sharing:
             end = time.monotonic() + 240
             while not sharing.ready() and time.monotonic() < end:  # else the first steps are the leader's alone
                 time.sleep(0.05)

@@ -14,11 +14,11 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import loaded_model
 from wgpu_lora.train.adapter_tasks import task_of
-from wgpu_lora.train.finetune import prepare_job, shared_session
+from wgpu_lora.train.finetune import prepare_job, prepare_shared_session
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.job_process import EventWriter
 from wgpu_lora.worker.kinds import model_jobs as kind
 from wgpu_lora.worker.kinds.model_jobs import processed_tokens
 
@@ -33,7 +33,7 @@ def planned(
     options: dict[str, dict[str, Any]], joined: list[list[str]] | None = None, shared: bool = False
 ) -> dict[str, Any]:
     tasks = [{"name": name, "options": own} for name, own in options.items()]
-    found = KINDS["plan"](Port(io.StringIO()), where="it", tasks=tasks, joined=joined, shared=shared)
+    found = KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks, joined=joined, shared=shared)
     assert set(found["tasks"]) == set(options)
     return {
         "tasks": {name: from_plain(Needs, one) for name, one in found["tasks"].items()},
@@ -119,7 +119,7 @@ def test_a_shared_task_needs_programs_for_parts_of_its_batches(options: dict[str
     alone = planned({"a": options})["tasks"]["a"]
     shared = planned({"a": options, "b": {**options, "train": "quant-scales"}}, shared=True)["tasks"]
     job = prepare_job(TrainingArguments(**options), planning=True)
-    assert shared["a"].needed == shared_session(job.session.model, job.run).memory().guarded
+    assert shared["a"].needed == prepare_shared_session(job.session.model, job.run).memory().guarded
     assert (shared["a"].base, shared["a"].work) == (alone.base, alone.work)
     assert shared["b"].refused
 
@@ -156,4 +156,4 @@ def test_the_work_is_the_tokens_of_all_steps(options: dict[str, Any]) -> None:
 )
 def test_a_plan_of_nothing_sensible(tasks: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        KINDS["plan"](Port(io.StringIO()), where="it", tasks=tasks, joined=[["z"]])
+        KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks, joined=[["z"]])

@@ -21,7 +21,7 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments, from_v
 from wgpu_lora.train.run.pipeline_state import read_pipeline_state
 from wgpu_lora.train.run.records import PipelineRecord, RunRecord
 from wgpu_lora.train.run.stop_reasons import Requests
-from wgpu_lora.worker.job_process import ORPHANED, Asked, Port
+from wgpu_lora.worker.job_process import ORPHANED, EventWriter, TrainingRequests
 from wgpu_lora.worker.worker import Event, Worker
 
 ENDLESS = {**SMALL, "model": QWEN2, "max_steps": 10**6, "tune": False, "requests": True}
@@ -152,8 +152,8 @@ def test_a_stop_before_training_ends_the_job(tmp_path: Path) -> None:
 def test_an_unreadable_request_is_answered_and_the_job_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
-    out, asked = io.StringIO(), Asked()
-    Port(out, io.StringIO('zork\n{"request": "side"}\n{"request": "end"}\n')).listen(asked.side())
+    out, asked = io.StringIO(), TrainingRequests()
+    EventWriter(out, io.StringIO('zork\n{"request": "side"}\n{"request": "end"}\n')).listen(asked.side())
     deadline = time.monotonic() + 60
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -166,4 +166,4 @@ def test_an_unreadable_request_is_answered_and_the_job_goes_on(monkeypatch: pyte
 
 def test_requests_need_an_input_of_their_own() -> None:
     with pytest.raises(UserError, match="standard input, where this job is: give it in a file"):
-        Port(io.StringIO()).listen(Asked().side())
+        EventWriter(io.StringIO()).listen(TrainingRequests().side())

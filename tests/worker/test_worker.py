@@ -23,7 +23,7 @@ from wgpu_lora.train.options.training_arguments import from_values
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.worker.job_file import Job, arguments, read_job
 from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.job_process import EventWriter
 from wgpu_lora.worker.worker import PROGRAM, Worker, WorkerFailed
 
 WINDOWS = pytest.mark.skipif(sys.platform == "win32", reason="has no SIGINT for another process")
@@ -57,7 +57,7 @@ def test_jobs_run_and_tell(rows: str, tmp_path: Path) -> None:
 
 def test_a_step_by_itself() -> None:
     out = io.StringIO()
-    found = KINDS["step"](Port(out), shape="tiny-qwen3", layers=1, tokens=16, steps=2)
+    found = KINDS["step"](EventWriter(out), shape="tiny-qwen3", layers=1, tokens=16, steps=2)
     assert len(found["seconds"]) == 2
     assert found["planned"] > 0
 
@@ -83,7 +83,7 @@ def test_requests_that_cannot_be(line: str, said: str) -> None:
 
     out = io.StringIO()
     with pytest.raises(UserError, match=said):
-        Port(out, io.StringIO('{"request": "twice", "count": 2}\n' + line)).answer(Side())
+        EventWriter(out, io.StringIO('{"request": "twice", "count": 2}\n' + line)).answer(Side())
     assert json.loads(out.getvalue())["twice"] == 4
 
 
@@ -151,7 +151,7 @@ def test_a_job_that_cannot_be_is_one_sentence(job: object, said: str, tmp_path: 
 def done_here(source: str) -> None:
     job = read_job(source)
     run = KINDS[job.kind]
-    run(Port(io.StringIO()), **arguments(run, job))
+    run(EventWriter(io.StringIO()), **arguments(run, job))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -169,7 +169,7 @@ def test_a_number_of_nothing_is_refused(kind: str) -> None:
 
 
 def test_a_device_and_a_default_may_be_0() -> None:
-    def run(port: Port, *, device: int, discrete: int = 0) -> None: ...
+    def run(port: EventWriter, *, device: int, discrete: int = 0) -> None: ...
 
     given = {"device": 0, "discrete": 0}
     assert arguments(run, Job("some", given, "it")) == given
@@ -180,7 +180,7 @@ def test_a_device_and_a_default_may_be_0() -> None:
 
 
 def test_options_of_any_name_are_checked_by_the_kind() -> None:
-    def run(port: Port, *, where: str, **options: Any) -> None: ...
+    def run(port: EventWriter, *, where: str, **options: Any) -> None: ...
 
     assert arguments(run, Job("some", {"a": 0}, "it")) == {"a": 0, "where": "it"}
     for reserved in ("port", "where"):
@@ -191,12 +191,12 @@ def test_options_of_any_name_are_checked_by_the_kind() -> None:
 def test_an_output_that_exists_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("")
     with naming(IN_JSON), pytest.raises(UserError, match="exists already: give 'output' another name, or remove it"):
-        KINDS["import"](Port(io.StringIO()), model="nobody/nothing", output=str(tmp_path))
+        KINDS["import"](EventWriter(io.StringIO()), model="nobody/nothing", output=str(tmp_path))
 
 
 def test_an_import_tells_what_it_loads_and_writes(tmp_path: Path) -> None:
     out = io.StringIO()
-    KINDS["import"](Port(out), model=QWEN2, output=str(tmp_path / "packed"))
+    KINDS["import"](EventWriter(out), model=QWEN2, output=str(tmp_path / "packed"))
     told = [json.loads(line) for line in out.getvalue().splitlines()]
     names = list(config_of(Path(QWEN2)).parameter_shapes())
     for event in ("loading", "written"):

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast, get_type_hints
 
-from wgpu_lora.api.call_arguments import Callback, listeners, plain
+from wgpu_lora.api.call_arguments import Callback, listeners, path_as_text
 from wgpu_lora.api.evaluation import evaluate, evaluate_several
 from wgpu_lora.api.generation import answer, compare, generate
 from wgpu_lora.api.model import Model, push
@@ -18,17 +18,17 @@ from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.api.notebook_progress import Bars
 from wgpu_lora.api.quantization import quantize
 from wgpu_lora.api.teacher_caches import teacher_cache
-from wgpu_lora.data import given_rows
+from wgpu_lora.data import split_python_rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Events, Passing, StepResult
+from wgpu_lora.events import EventForwarder, Events, StepResult
 from wgpu_lora.infer.answers import Answer
-from wgpu_lora.infer.generation_options import AnswerOptions, Settings
+from wgpu_lora.infer.generation_options import AnswerOptions, GenerationOptions
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values, named
 from wgpu_lora.train.options.typed_options import TrainingOptions
-from wgpu_lora.train.options.unused_options import idle
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.options.unused_options import unused_options
+from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 
@@ -83,7 +83,7 @@ __all__ = [
 ]  # fmt: skip
 
 for _asking in (answer, compare, generate):
-    listing(Settings, AnswerOptions)(_asking)
+    listing(GenerationOptions, AnswerOptions)(_asking)
 
 
 def load(model: str | Path = "demo", *, device: str | int | None = None, base_dtype: str = DEFAULT_FORMAT) -> Model:
@@ -129,27 +129,27 @@ def finetune(
     if model is not None and also is not None:
         raise UserError("finetune() was given two models: pass one of them.")
     model = also if model is None else model
-    said, rows = given_rows(said)
-    given = {name: plain(value, name, "finetune()") for name, value in said.items()}
+    said, rows = split_python_rows(said)
+    given = {name: path_as_text(value, name, "finetune()") for name, value in said.items()}
     loaded = model if isinstance(model, LoadedModel) else None
     if loaded:
         for name, fixed in (("model", loaded.name), ("base_dtype", loaded.decoder.base_dtype)):
             if given.setdefault(name, fixed) != fixed:
                 raise UserError(f"The model was loaded with {name} {fixed!r}: load another one with {given[name]!r}.")
     elif model is not None:
-        given["model"] = plain(str(model), "model", "finetune()")
-    chosen = _chosen(given, args, None if recipe is None else str(plain(recipe, "recipe", "finetune()")))
-    for text in idle(given, chosen):
+        given["model"] = path_as_text(str(model), "model", "finetune()")
+    chosen = _chosen(given, args, None if recipe is None else str(path_as_text(recipe, "recipe", "finetune()")))
+    for text in unused_options(given, chosen):
         warnings.warn(text, stacklevel=2)
     job = prepare_job(chosen, loaded, rows=rows)
     with Bars(progress_bar) as bars:
-        return job.train(Passing(bars, *told))
+        return job.train(EventForwarder(bars, *told))
 
 
 def _chosen(given: Mapping[str, Any], args: TrainingArguments | None, recipe: str | None) -> TrainingArguments:
     """Options given by name, over `args`, a recipe, or the run that is resumed."""
     if args is None:
-        return gather(given, recipe, "finetune()")[0]
+        return resolve_options(given, recipe, "finetune()")[0]
     if not isinstance(args, TrainingArguments):
         raise UserError(f"finetune(): args must be TrainingArguments, not {args!r:.60}; rows are given as data=...")
     if recipe:
@@ -158,4 +158,4 @@ def _chosen(given: Mapping[str, Any], args: TrainingArguments | None, recipe: st
     if not whole.resume:
         return whole
     usual = TrainingArguments().as_dict()
-    return gather({k: v for k, v in whole.as_dict().items() if v != usual[k]}, None, "finetune()")[0]
+    return resolve_options({k: v for k, v in whole.as_dict().items() if v != usual[k]}, None, "finetune()")[0]

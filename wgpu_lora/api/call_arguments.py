@@ -72,7 +72,7 @@ class _Functions(Events):
         self._call("on_answer", number, answer)
 
 
-def plain(value: Any, name: str, where: str) -> Any:
+def path_as_text(value: Any, name: str, where: str) -> Any:
     """Convert a path to text.
 
     Raises:

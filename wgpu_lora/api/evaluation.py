@@ -11,20 +11,20 @@ from typing import Any
 
 from wgpu_lora.api.call_arguments import listeners
 from wgpu_lora.api.notebook_progress import Bars
-from wgpu_lora.data import Prepared, Source, heldout_data, prepare, rows_given
+from wgpu_lora.data import Source, TokenizedData, heldout_data, python_source, tokenize_source
 from wgpu_lora.data.template import template_kwargs
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Evaluating, Events, Passing
+from wgpu_lora.events import Evaluating, EventForwarder, Events
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
-from wgpu_lora.infer.named_adapters import BASE, check_directory, on_device, slots_of
+from wgpu_lora.infer.named_adapters import BASE, adapters_on_device, check_directory, slots_of
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.track.run_log import HELD_OUT, DataFile, Losses, run_name
 from wgpu_lora.track.run_recorder import device_facts, given_options, recorded, remarks
 from wgpu_lora.train.objective_eval import TEACHER, evaluate_objective, objective_options, reads
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
-from wgpu_lora.train.run.trained_options import check_rows, fit_rows
+from wgpu_lora.train.run.trained_options import check_rows, evaluation_rows
 from wgpu_lora.train.training_data import prepared_for
 
 
@@ -86,7 +86,7 @@ def evaluate(
     if chosen["objective"] != "sft":
         opened = model if isinstance(model, LoadedModel) else open_model(str(model))
         with remarks(goal, notes, run_log):
-            return _preferred(BASE, opened, source, adapter, given, skip_bad_rows, chosen, told, progress_bar)
+            return _objective_loss(BASE, opened, source, adapter, given, skip_bad_rows, chosen, told, progress_bar)
     opened, prepared = _heldout(model, source, adapters, given, skip_bad_rows)
     slots = {BASE: 0 if adapters else None}
     with remarks(goal, notes, run_log):
@@ -146,7 +146,7 @@ def evaluate_several(
         usual = next(options for options in chosen.values() if options["objective"] != "sft")
         with remarks(goal, notes, run_log):
             return {
-                name: _preferred(
+                name: _objective_loss(
                     name,
                     opened,
                     _source(data, split, dataset_config),
@@ -165,7 +165,7 @@ def evaluate_several(
         return _measured(opened, prepared, directories, slots, told, progress_bar)
 
 
-def prepared_rows(model: LoadedModel, data: str | Path) -> Prepared:
+def prepared_rows(model: LoadedModel, data: str | Path) -> TokenizedData:
     """The rows that `evaluate` measures by default, encoded. Raises UserError."""
     return _heldout(model, _source(data, None, None), [], _given(None, None, None, None), False)[1]
 
@@ -179,7 +179,7 @@ def _listeners(where: str, events: Events | None, before: dict[str, Any]) -> tup
 
 def _measured(
     model: LoadedModel,
-    prepared: Prepared,
+    prepared: TokenizedData,
     directories: Sequence[str | Path],
     slots: Mapping[str, int | None],
     told: Sequence[Events],
@@ -187,9 +187,9 @@ def _measured(
 ) -> dict[str, Evaluation]:
     """The loss of the same rows for each of `slots`, by name."""
     found: dict[str, Evaluation] = {}
-    with Bars(progress_bar) as bars, on_device(model, directories) as loaded:
+    with Bars(progress_bar) as bars, adapters_on_device(model, directories) as loaded:
         for name, slot in slots.items():
-            events = _OfAll(len(found), len(slots), bars, *told)
+            events = SummedProgress(len(found), len(slots), bars, *told)
             with recorded_evaluation(model, prepared, name, None if slot is None else directories[slot]) as entry:
                 found[name] = one = evaluate_rows(model, prepared, loaded, slot, events=events)
                 note_results(entry, one)
@@ -210,7 +210,7 @@ def _objective(
     return chosen
 
 
-def _preferred(
+def _objective_loss(
     name: str,
     model: LoadedModel,
     source: Source,
@@ -222,13 +222,13 @@ def _preferred(
     progress_bar: bool | None,
 ) -> Evaluation:
     """The loss and the metrics of an objective other than sft."""
-    rows = fit_rows(given, [] if adapter is None else [adapter], model.config.max_position_embeddings)
+    rows = evaluation_rows(given, [] if adapter is None else [adapter], model.config.max_position_embeddings)
     encoding = {name: getattr(rows, name) for name in ("max_length", "on_overflow", "enable_thinking", "template_date")}
     options = {**chosen, **encoding, "skip_bad_rows": skip_bad_rows, "init_adapter": adapter and str(adapter)}
     args = from_values(options, "evaluate")
     prepared, begin = prepared_for(args, model, source), time.perf_counter()
     with Bars(progress_bar) as bars, recorded_evaluation(model, prepared, name, adapter, args.objective) as entry:
-        found = evaluate_objective(model, prepared, args, Passing(bars, *told))
+        found = evaluate_objective(model, prepared, args, EventForwarder(bars, *told))
         seconds = time.perf_counter() - begin
         facts = prepared.trained_tokens, len(prepared.rows), seconds, prepared.max_length, prepared.summary()
         one = Evaluation(found.pop("loss"), None, *facts, args.objective, found)
@@ -236,7 +236,7 @@ def _preferred(
     return one
 
 
-class _OfAll(Passing):
+class SummedProgress(EventForwarder):
     """Adds up the rows of several evaluations for one progress display."""
 
     def __init__(self, before: int, count: int, *to: Events):
@@ -253,7 +253,7 @@ def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, c
         return heldout_data(data, split, config)
     if split:
         raise UserError("'split' applies to a dataset or a folder, not to rows: leave it out.")
-    return rows_given(data)
+    return python_source(data)
 
 
 def _given(
@@ -276,11 +276,11 @@ def _heldout(
     adapters: Sequence[str | Path],
     given: Mapping[str, Any],
     skip_bad_rows: bool,
-) -> tuple[LoadedModel, Prepared]:
+) -> tuple[LoadedModel, TokenizedData]:
     """The opened model, and the rows to evaluate."""
     opened = model if isinstance(model, LoadedModel) else open_model(str(model))
-    rows = fit_rows(given, adapters, opened.config.max_position_embeddings)
-    prepared = prepare(
+    rows = evaluation_rows(given, adapters, opened.config.max_position_embeddings)
+    prepared = tokenize_source(
         source,
         opened.tokenizer,
         max_length=rows.max_length,
@@ -295,7 +295,7 @@ def _heldout(
 
 
 def recorded_evaluation(
-    model: LoadedModel, prepared: Prepared, name: str, adapter: str | Path | None, objective: str = "sft"
+    model: LoadedModel, prepared: TokenizedData, name: str, adapter: str | Path | None, objective: str = "sft"
 ) -> AbstractContextManager[dict[str, Any]]:
     """An evaluation in the run log."""
     quant = model.decoder.base_dtype

@@ -9,9 +9,9 @@ from typing import Any, Literal, Unpack, cast, overload
 from wgpu_lora.api.call_arguments import listeners
 from wgpu_lora.api.notebook_progress import Bars
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Events, Passing
+from wgpu_lora.events import EventForwarder, Events
 from wgpu_lora.infer.answers import Answer, answer_slots, answer_table, stream_slot, tokenizer_of
-from wgpu_lora.infer.generation_options import AnswerOptions, settings_of
+from wgpu_lora.infer.generation_options import AnswerOptions, generation_options
 from wgpu_lora.infer.named_adapters import check_directory, slots_of
 from wgpu_lora.infer.prompts import Messages, Prompt, check_prompt
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
@@ -79,7 +79,7 @@ def generate(
     Raises:
         UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
     """
-    settings = settings_of(options, "generate()")
+    settings = generation_options(options, "generate()")
     if adapter is not None:
         check_directory(adapter)
     prompt = _listed(prompt)
@@ -142,7 +142,7 @@ def answer(
         UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
     """
     told = listeners("answer()", events, cast("dict[str, Any]", options))
-    settings = settings_of(options, "answer()")
+    settings = generation_options(options, "answer()")
     if adapter is not None:
         check_directory(adapter)
     prompts = _listed(prompts)
@@ -161,7 +161,7 @@ def answer(
             settings,
             batch=batch,
             streamed=bool(told) and len(prompts) == 1,
-            events=Passing(bars, *told),
+            events=EventForwarder(bars, *told),
         )
 
 
@@ -193,12 +193,12 @@ def compare(
         UserError: there is no adapter, one is named "base" beside the base, or as `answer`.
     """
     told = listeners("compare()", events, cast("dict[str, Any]", options))
-    settings = settings_of(options, "compare()")
+    settings = generation_options(options, "compare()")
     slots = slots_of(adapters, include_base)
     check_prompt(prompt)
     with Bars(False if told and progress_bar is None else progress_bar) as bars:
         (found,) = answer_table(
-            _opened(model), [prompt], adapters, slots, settings, batch=len(slots), events=Passing(bars, *told)
+            _opened(model), [prompt], adapters, slots, settings, batch=len(slots), events=EventForwarder(bars, *told)
         )
     return found
 

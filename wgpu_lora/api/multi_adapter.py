@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.api.call_arguments import Callback, listeners, plain
+from wgpu_lora.api.call_arguments import Callback, listeners, path_as_text
 from wgpu_lora.api.notebook_progress import Bars
-from wgpu_lora.data import Source, given_rows
+from wgpu_lora.data import Source, split_python_rows
 from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Events, Passing
+from wgpu_lora.events import EventForwarder, Events
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.adapter_tasks import AdapterTask, task_of
 from wgpu_lora.train.memory import MemoryPlan
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.records import PipelineRecord
 
 
@@ -27,7 +27,7 @@ def adapter_task(values: Any, where: str, shared: Mapping[str, Source]) -> Adapt
         return values
     if not isinstance(values, Mapping):
         raise UserError(f"{where} is {kind_of(values)}, but must be a dict with 'data' and 'checkpoint'.")
-    plain, rows = given_rows(values)
+    plain, rows = split_python_rows(values)
     own = {name: source for name, source in shared.items() if name not in values}
     return replace(task_of(plain, where), rows={**own, **rows})
 
@@ -63,20 +63,20 @@ class MultiAdapterPipeline:
         batch_tokens: int | None = None,
         **options: Any,
     ):
-        options, shared = given_rows(options)
+        options, shared = split_python_rows(options)
         if isinstance(adapters, str | Mapping) or not isinstance(adapters, Iterable):
             raise UserError(
                 f"The adapters must be a list of dicts with 'data' and 'checkpoint', not {adapters!r:.100}."
             )
         tasks = [adapter_task(task, f"Adapter {number}", shared) for number, task in enumerate(adapters, 1)]
-        given = {name: plain(value, name, "MultiAdapterPipeline()") for name, value in options.items()}
+        given = {name: path_as_text(value, name, "MultiAdapterPipeline()") for name, value in options.items()}
         opened = model if isinstance(model, LoadedModel) else None
         if opened:
             given |= {"model": opened.name, "base_dtype": opened.decoder.base_dtype}
         elif model is not None:
-            given["model"] = plain(str(model), "model", "MultiAdapterPipeline()")
+            given["model"] = path_as_text(str(model), "model", "MultiAdapterPipeline()")
         first = tasks[0].checkpoint if tasks else None
-        args, _ = gather(given, None, "MultiAdapterPipeline()", demo=False, beside=first)
+        args, _ = resolve_options(given, None, "MultiAdapterPipeline()", demo=False, beside=first)
         self.job = prepare_pipeline(args, tasks, schedule, batch_tokens, opened)
 
     def memory(self) -> MemoryPlan:
@@ -105,4 +105,4 @@ class MultiAdapterPipeline:
         if before:
             raise TypeError(f"train() got an unexpected keyword argument {next(iter(before))!r}")
         with Bars(progress_bar) as bars:
-            return self.job.train(Passing(bars, *told))
+            return self.job.train(EventForwarder(bars, *told))

@@ -6,11 +6,11 @@ import sys
 import warnings
 from typing import Any
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.events import Evaluating, Events, StepResult, Tuning
 
 
-def seen(wanted: bool | None) -> bool:
+def shows_progress(wanted: bool | None) -> bool:
     """Whether to show progress: `wanted`, or if None, whether stderr is a terminal or a notebook."""
     if wanted is not None:
         return wanted
@@ -30,7 +30,7 @@ class Bars(Events):
     """
 
     def __init__(self, shown: bool | None = None):
-        self._shown, self._text = seen(shown), ""
+        self._shown, self._text = shows_progress(shown), ""
         self._bar: Any = None
         self._steps: dict[int, tuple[int, int]] = {}  # (taken, total) by slot
 
@@ -58,7 +58,7 @@ class Bars(Events):
         if total != self._bar.total:
             self._bar.total = total
         if facts:
-            self._bar.set_postfix_str(printable(facts), refresh=False)
+            self._bar.set_postfix_str(escape_unprintable(facts), refresh=False)
         self._bar.update(count - self._bar.n)
 
     def loading(self, model: str, tensor: str, done: int, total: int) -> None:

@@ -14,7 +14,7 @@ from wgpu_lora.atomic import check_new
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export.decoded import decoded
-from wgpu_lora.export.quantized_model import Rounded, rounded, write_packed
+from wgpu_lora.export.quantized_model import QuantizationError, rounded, write_packed
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.calibration import input_moments
@@ -22,7 +22,7 @@ from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_files import config_of
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.weights.base_formats import packed_form
-from wgpu_lora.weights.lowbit.lowbit_layout import GROUPS, KINDS, Mix, Scheme, entries
+from wgpu_lora.weights.lowbit.lowbit_layout import GROUPS, KINDS, Mix, Scheme, table_size
 
 SAMPLES = 128  # calibration rows
 
@@ -38,7 +38,7 @@ class Quantized:
     base_dtype: str
     nbytes: int
     seconds: float
-    kinds: list[Rounded]
+    kinds: list[QuantizationError]
     before: float | None = None
     after: float | None = None
 
@@ -89,7 +89,7 @@ def _low_bit(name: str) -> Scheme | Mix | None:
 def _has_tables(base_dtype: str) -> bool:
     form = _low_bit(base_dtype)
     schemes = (form.mlp, form.attention) if isinstance(form, Mix) else (form,) if form else ()
-    return any(entries(scheme.bits) for scheme in schemes)
+    return any(table_size(scheme.bits) for scheme in schemes)
 
 
 def quantize(

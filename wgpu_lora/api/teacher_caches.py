@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api.notebook_progress import Bars
-from wgpu_lora.data import prepare, rows_given, training_data
+from wgpu_lora.data import python_source, tokenize_source, training_data
 from wgpu_lora.data.template import now, template_kwargs
-from wgpu_lora.distill.teacher import Kept
+from wgpu_lora.distill.teacher import TopK
 from wgpu_lora.distill.teacher_cache import CACHE, LOGITS, TeacherCache, read_header
-from wgpu_lora.distill.teacher_cache_writer import Plan, plan_cache, standing, write_cache
+from wgpu_lora.distill.teacher_cache_writer import CachePlan, finished_shards, plan_cache, write_cache
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Events, Passing
-from wgpu_lora.gpu.device_errors import advising
-from wgpu_lora.infer.named_adapters import check_directory, on_device
+from wgpu_lora.events import EventForwarder, Events
+from wgpu_lora.gpu.device_errors import with_option_advice
+from wgpu_lora.infer.named_adapters import adapters_on_device, check_directory
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.choices import COMPUTE_DTYPES, OVERFLOW
-from wgpu_lora.names.spelling import flag, naming, renamed, setting
+from wgpu_lora.names.spelling import flag, naming, setting, with_renamed_options
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.adapter_init import frozen_adapter
 
-Told = Callable[[Plan, int], None]
+Told = Callable[[CachePlan, int], None]
 
 
 def teacher_cache(
@@ -83,7 +83,7 @@ def teacher_cache(
             f"{setting('length', length)} is more than this model's {config.max_position_embeddings:,} positions: "
             "lower it."
         )
-    Kept(top_k, random, seed).check(config.vocab_size)
+    TopK(top_k, random, seed).check(config.vocab_size)
     digest = frozen_adapter(adapter, config).digest if adapter is not None else None
     output = Path(output)
     date = None
@@ -94,10 +94,10 @@ def teacher_cache(
     source = (
         training_data(given, None, split=split, eval_split=None, dataset_config=dataset_config)[0]
         if given is not None
-        else rows_given(list(data))  # type: ignore[arg-type]
+        else python_source(list(data))  # type: ignore[arg-type]
     )
-    with naming(renamed({"max_length": "length"})):
-        prepared = prepare(
+    with naming(with_renamed_options({"max_length": "length"})):
+        prepared = tokenize_source(
             source,
             opened.tokenizer,
             max_length=length,
@@ -111,7 +111,7 @@ def teacher_cache(
     plan = plan_cache(
         opened,
         prepared,
-        Kept(top_k, random, seed),
+        TopK(top_k, random, seed),
         logits=logits_dtype,
         samples=samples,
         batch_tokens=batch_tokens,
@@ -126,15 +126,15 @@ def teacher_cache(
             "skip_bad_rows": skip_bad_rows,
         },
     )
-    done = standing(output, plan)
+    done = finished_shards(output, plan)
     if planned:
         planned(plan, sum(shard.rows for shard in done))
     with (
         Bars(progress_bar) as bars,
-        on_device(opened, [] if adapter is None else [adapter]) as adapters,
-        advising("batch_tokens", "top_k", "random"),
+        adapters_on_device(opened, [] if adapter is None else [adapter]) as adapters,
+        with_option_advice("batch_tokens", "top_k", "random"),
     ):
-        told = Passing(bars, *([events] if events else []))
+        told = EventForwarder(bars, *([events] if events else []))
         write_cache(output, plan, done, opened, adapters, compute_dtype, told)
     return TeacherCache.open(output)
 

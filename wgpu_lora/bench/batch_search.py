@@ -16,7 +16,7 @@ from typing import Any
 from wgpu_lora.bench.brick_results import header
 from wgpu_lora.bench.timing import run_seconds
 from wgpu_lora.bench.training_runs import Work, header_of, prepared, recording, time_run
-from wgpu_lora.bench.training_step import ROW, TRAINING, WARMUP, TrainingStep, own_words
+from wgpu_lora.bench.training_step import ROW, TRAINING, WARMUP, TrainingStep, benchmark_option_names
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.device import Device
@@ -28,7 +28,7 @@ from wgpu_lora.track.run_log import run_name
 from wgpu_lora.track.run_recorder import device_facts, given_options, note_failure, recorded
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 SCHEMA = "wgpu-lora-bench-max-batch/2"
 OK, MAX, OOM = "OK", "MAX", "OOM"  # a batch ran; it is the largest that does; it does not fit
@@ -121,7 +121,7 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
         UserError: not even one row fits with gradient checkpointing; it names how many layers would.
     """
     available, args = budget_bytes(model.device.info, batches.limit).bytes, batches.args
-    with own_words(ROW):
+    with benchmark_option_names(ROW):
         TrainingStep.fitting(model, batches.of(1, True), batches.limit)
     work = {"model": model.name, "layers": model.config.num_hidden_layers, "base_dtype": model.decoder.base_dtype}
     work |= {"tokens": args.length, "rank": args.lora_r, "compute_dtype": args.compute_dtype}
@@ -152,13 +152,13 @@ def _search(
 
         plan = planned_batch(peak, available, max(batches.sizes, default=batches.most), memory)
         also = [summary["confirmed"] for summary in found["summary"]]  # so that both ways have rows in common
-        rows, summary = confirm(model, batches, plan, way, events, also)
+        rows, summary = time_batches(model, batches, plan, way, events, also)
         found["rows"] += rows
         found["summary"].append(summary)
         events.measured(summary)
 
 
-def confirm(
+def time_batches(
     model: LoadedModel, batches: Batches, plan: Planned, checkpointing: bool, events: Events, also: Sequence[int] = ()
 ) -> tuple[list[Record], Record]:
     """Run batches of increasing size, each of which predicts the time of the next.
@@ -188,7 +188,7 @@ def confirm(
         left = batches.seconds - (time.perf_counter() - begin)
         expected = rows / low * ran[-1]["step_seconds"] if ran else 0.0
         if expected > left:
-            about = f"a step of {counted(rows, 'row')} would take about {expected:,.0f} s"
+            about = f"a step of {count_noun(rows, 'row')} would take about {expected:,.0f} s"
             late = f"{about}, and {max(left, 0):,.0f} s of the {batches.seconds:g} s were left"
             break
         try:
@@ -307,7 +307,7 @@ def search_pairs(work: Work, repeat: int = 2, events: Events = SILENT, opened: D
     """
     if repeat < 1:
         raise UserError(f"{flag('repeat')} must be at least 1, not {repeat}.")
-    with own_words(TRAINING), tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
+    with benchmark_option_names(TRAINING), tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
         args, model = prepared(work, Path(place), opened)
         first = prepare_job(replace(args, output=str(Path(place) / "first")), model)
         head = header_of(work, first, model)

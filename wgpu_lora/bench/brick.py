@@ -13,7 +13,7 @@ import numpy as np
 from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.reference_check import Checked
 from wgpu_lora.bench.timing import Timings
-from wgpu_lora.bench.training_step import ROW, adapter_set, chosen_model, own_words
+from wgpu_lora.bench.training_step import ROW, adapter_set, benchmark_option_names, chosen_model
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program, missing_bytes
@@ -59,7 +59,7 @@ class Context:
         """The context of a named shape or a model. Raises UserError if an option is unknown or not possible."""
         if not (model or shape):
             shape = default_shape(device)
-        with own_words(ROW):
+        with benchmark_option_names(ROW):
             context = cls(chosen_model(model, shape, layers, device, base_dtype), **options)
             TrainingArguments(compute_dtype=context.compute_dtype, lora_r=context.rank)  # checks them
         for option, value, least, most in (

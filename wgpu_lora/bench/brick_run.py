@@ -14,17 +14,17 @@ from wgpu_lora.bench.bricks import WORKLOADS
 from wgpu_lora.bench.contract import Bound, Contract, load_contract
 from wgpu_lora.bench.device_ceilings import NUMPY_SHARE, PAUSES, Ceilings, measure_ceilings
 from wgpu_lora.bench.timing import Timings, repeat
-from wgpu_lora.bench.training_step import ROW, check_room, own_words
+from wgpu_lora.bench.training_step import ROW, benchmark_option_names, check_room
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.gpu.device_errors import advising
+from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.gpu.tuner import AHEAD, SECONDS, Tuner
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.memory_leases import budget_bytes, claim
 from wgpu_lora.track.run_log import run_name
 from wgpu_lora.track.run_recorder import device_facts, note_failure, recorded
-from wgpu_lora.words import share
+from wgpu_lora.words import percent
 
 WHICH = {
     "fma": "compute",
@@ -84,7 +84,11 @@ def _measured(
     events.measured(header(SCHEMA, context.device, time=now, options=options, ceilings=asdict(ceilings)))
     try:
         for contract in contracts:
-            with own_words(ROW), advising("max_length"), verdicts_of(context.device).telling(events):
+            with (
+                benchmark_option_names(ROW),
+                with_option_advice("max_length"),
+                verdicts_of(context.device).telling(events),
+            ):
                 for workload in WORKLOADS[contract.name](context):
                     events.measuring(contract.name, workload.case)
                     results.append(measure(context, contract, workload, ceilings, time_limit))
@@ -174,7 +178,7 @@ def judge(contract: Contract, result: Result, names: Mapping[str, float], device
     if asked is not None and reached < asked:
         short = f"{1 - reached / asked:.0%} short"
         ceiling = f"the device's {WHICH[contract.budget.of]} ceiling"
-        broken.append(f"reaches {share(reached)} of {ceiling}, at least {share(asked)} ({short})")
+        broken.append(f"reaches {percent(reached)} of {ceiling}, at least {percent(asked)} ({short})")
     figures = {**result.extra, "seconds": result.seconds, "gflops": result.gflops, "gbs": result.gbs}
     for bound in contract.bounds:
         if bound.metric in result.impossible:
@@ -217,6 +221,6 @@ def check_fit(context: Context, name: str, available: int | None = None) -> None
     def needs(layers: int) -> int:
         return device.allocated + max(case.nbytes() for case in WORKLOADS[name](context.with_layers(layers)))
 
-    with own_words(ROW), advising("max_length"):
+    with benchmark_option_names(ROW), with_option_advice("max_length"):
         room = budget_bytes(device.info, available).bytes
         check_room(f"The brick {name} of {context.name}", needs, context.config.num_hidden_layers, room)

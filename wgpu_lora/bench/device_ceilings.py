@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.bench.timing import run_seconds
-from wgpu_lora.events import Miscompiled
+from wgpu_lora.events import WrongKernel
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import ShaderError, WrongResults
-from wgpu_lora.gpu.kernel import U32, In, Kernel, Out, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, In, Kernel, Out, kernel, linear_grid
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.timer import Timer, clock_of
@@ -29,7 +29,7 @@ NUMPY_SHARE = 0.9  # least FMA ceiling relative to NumPy's matmul on the same co
 PAUSES = (0, 1, 2, 4, 8)  # seconds before each attempt to reach it
 
 
-@kernel("fma_chains.wgsl.j2", grid=lambda c: one_per(c.size), lib=("linear",))
+@kernel("fma_chains.wgsl.j2", grid=lambda c: linear_grid(c.size), lib=("linear",))
 def fma_chains(x: In, y: Out, *, size: U32, iterations: U32, chains: U32 = 12, unroll: U32 = 4) -> Any:
     """y = the sum of chains c_j = c_j c_(j+1) + x / 4, begun at x j / chains; the last one's neighbour is the first."""
     value = x[:, None] * np.arange(chains) / chains
@@ -45,7 +45,7 @@ def _words(capabilities: Capabilities, c: Any) -> list[Tiling]:
 
 @kernel(
     "stream_copy.wgsl.j2",
-    grid=lambda c: one_per(c.size, c.tile.lanes * c.tile.cols * (8 if c.tile.wide else 4)),
+    grid=lambda c: linear_grid(c.size, c.tile.lanes * c.tile.cols * (8 if c.tile.wide else 4)),
     lib=("linear",),
     variants=_words,
 )
@@ -59,7 +59,7 @@ def _one_subgroup(capabilities: Capabilities, c: Any) -> list[Tiling]:
     return [Tiling("broadcast", size), Tiling()] if size >= 8 else [Tiling()]
 
 
-@kernel("decode_fma.wgsl.j2", grid=lambda c: one_per(c.size, c.tile.lanes), lib=("nf4",), variants=_one_subgroup)
+@kernel("decode_fma.wgsl.j2", grid=lambda c: linear_grid(c.size, c.tile.lanes), lib=("nf4",), variants=_one_subgroup)
 def decode_fma(x: In, y: Out, *, size: U32, iterations: U32, chains: U32 = 4) -> Any:
     """y[i] = x[i] sum of NF4[each nibble of w_c + t d] over words c < chains and steps t = 1 .. iterations.
 
@@ -175,7 +175,7 @@ def _rate(device: Device, probe: Kernel, x: np.ndarray, **constants: int) -> flo
                 try:
                     single = SingleKernel(device, probe, {"x": x, "y": 0 * x}, constants, tiling)
                 except ShaderError as error:
-                    failed = Miscompiled(info.name, info.driver, probe.name, tiling.to_json(), None, 0.0, error.reason)
+                    failed = WrongKernel(info.name, info.driver, probe.name, tiling.to_json(), None, 0.0, error.reason)
                     continue
                 seconds += [timer.run(single.program) for _ in range(2 + RUNS)]
                 single.free()

@@ -12,7 +12,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.typed_json import typed
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 RAW_FIRST, PROTECTED_FIRST = ORDERS = ("raw-first", "protected-first")
 VERIFIED, ZEROIZED = "verified", "zeroized"
@@ -126,11 +126,12 @@ def row_of(raw: Segment, protected: Segment, *, attestation: str, runtime_state:
         overhead = overhead_pct(raw.steps, raw.elapsed_sec, protected.steps, protected.elapsed_sec)
     except ValueError:
         raise UserError(
-            f"A segment had {counted(min(raw.steps, protected.steps), 'step')}, which is too short to measure: give a "
+            f"A segment had {count_noun(min(raw.steps, protected.steps), 'step')}, which is too short to measure: "
+            "give a "
             "longer --target-seconds."
         ) from None
     equal = equal_digests(raw, protected)
-    reasons = unclean(raw, protected, facts.get("initial_adapter_sha256"), attestation, runtime_state)
+    reasons = defects(raw, protected, facts.get("initial_adapter_sha256"), attestation, runtime_state)
     both = {
         f"{side}_{name}": getattr(segment, name)
         for side, segment in (("raw", raw), ("protected", protected))
@@ -154,12 +155,13 @@ def equal_digests(raw: Segment, protected: Segment) -> str | None:
     if raw.adapter_sha256 != protected.adapter_sha256 or raw.steps != protected.steps:
         return None
     return (
-        f"both segments took {counted(raw.steps, 'step')} on the same rows with the same seed, and a step has the same "
+        f"both segments took {count_noun(raw.steps, 'step')} on the same rows with the same seed, and a step has the "
+        "same "
         "bits every time"
     )
 
 
-def unclean(raw: Segment, protected: Segment, initial: str | None, attestation: str, runtime_state: str) -> list[str]:
+def defects(raw: Segment, protected: Segment, initial: str | None, attestation: str, runtime_state: str) -> list[str]:
     """The reasons why a row proves nothing about a trained model; empty for a clean row.
 
     Args:

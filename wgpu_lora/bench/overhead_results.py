@@ -13,7 +13,7 @@ from wgpu_lora.bench.overhead import ORDERS, Row
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.typed_json import typed
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 NAME, VERSION = "wgpu-lora-overhead", "1"
 SCHEMA = f"{NAME}/{VERSION}"
@@ -87,12 +87,14 @@ def interpretation(rows: Sequence[Row]) -> list[str]:
     orders = "; ".join(f"{order} {found['median']:+.2f}%" for order, found in summary["byOrder"].items())
     within = "within" if summary["withinLimit"] else "above"
     said = [
-        f"Overhead over {counted(every['rows'], 'row')}: median {every['median']:+.2f}%, from {every['min']:+.2f}% to "
+        f"Overhead over {count_noun(every['rows'], 'row')}: median {every['median']:+.2f}%, from {every['min']:+.2f}% "
+        "to "
         f"{every['max']:+.2f}% (medians by order: {orders}); {within} the limit of {LIMIT:g}%."
     ]
     if summary["negative"]:
         said.append(
-            f"{counted(summary['negative'], 'row')} below zero: that is noise, since protection does not make training "
+            f"{count_noun(summary['negative'], 'row')} below zero: that is noise, since protection does not make "
+            "training "
             "faster."
         )
     if repeats is None:

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from wgpu_lora.bench.brick import Context, Extra, Workload
-from wgpu_lora.bench.reference_check import Checked, check, poison
+from wgpu_lora.bench.reference_check import Checked, check, fill_with_nan
 from wgpu_lora.bench.timing import Timings
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import BindingTooLarge
@@ -146,7 +146,7 @@ class ProgramWorkload(Workload):
         """Fill the inputs with new values, and everything that kernels write with NaN."""
         for buffer in (*self._arena.buffers, *(t.storage.buffer for t in self.temps)):
             if buffer is not None:
-                poison(self.device, buffer)
+                fill_with_nan(self.device, buffer)
         for filler in self.fillers:
             filler(rng)
 

@@ -60,7 +60,7 @@ def check(program: Program, found: Checked | None = None, kernels: Container[str
     return found
 
 
-def poison(device: Device, buffer: Any) -> None:
+def fill_with_nan(device: Device, buffer: Any) -> None:
     """Fill a buffer with NaN."""
     for start in range(0, buffer.size, POISON_BYTES):
         device.write(buffer, np.full(min(POISON_BYTES, buffer.size - start) // 4, np.nan, np.float32), start)

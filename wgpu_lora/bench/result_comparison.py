@@ -13,7 +13,7 @@ from wgpu_lora.bench.brick_results import NAME, VERSION, Header, Result, damaged
 from wgpu_lora.bench.training_runs import work_name
 from wgpu_lora.errors import UserError
 from wgpu_lora.typed_json import typed
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 BRICKS, TRAINING, BATCHES = NAME, *(module.SCHEMA.partition("/")[0] for module in (training_runs, batch_search))
 VERSIONS = dict(schema.split("/") for schema in (f"{NAME}/{VERSION}", training_runs.SCHEMA, batch_search.SCHEMA))
@@ -37,7 +37,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ResultFile:
     """A result file: its kind, its device, when and what it measured, and its figures by name."""
 
     path: str
@@ -71,7 +71,7 @@ class _Summary:
     memory: dict[str, Any]
 
 
-def read_measured(path: str | Path) -> Measured:
+def read_measured(path: str | Path) -> ResultFile:
     """A result file of any kind. Raises UserError if it is none, or is damaged or incomplete."""
     schema, header, lines = read_lines(path, VERSIONS)
     try:
@@ -83,7 +83,7 @@ def read_measured(path: str | Path) -> Measured:
         raise damaged(path, ValueError(str(error))) from None
     if not figures:
         raise UserError(f"{path} has no results, as after an interrupted run: measure it again.")
-    return Measured(str(path), KINDS[schema], name, when, work, figures)
+    return ResultFile(str(path), KINDS[schema], name, when, work, figures)
 
 
 def _bricks(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figure]:
@@ -109,13 +109,13 @@ def _training(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figu
 
 def _batches(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figure]:
     found, work = dict[str, Figure](), header["work"]
-    name = f"{work['model']}, {counted(typed(int, work['layers'], 'layers'), 'layer')}"
+    name = f"{work['model']}, {count_noun(typed(int, work['layers'], 'layers'), 'layer')}"
     largest = dict[str, int]()
     for row in (typed(_Batch, line) for line in lines if line.get("kind") == "batch"):
         way = ", checkpointing" if row.gradient_checkpointing else ""
         if row.status != OOM:
             largest[way] = max(largest.get(way, 0), row.batch)
-            at = f"{name}, {counted(row.batch, 'row')}{way}"
+            at = f"{name}, {count_noun(row.batch, 'row')}{way}"
             for called, value, unit in (
                 ("step", row.step_seconds, "s"),
                 ("tokens", row.tokens_per_second, "/s"),
@@ -126,7 +126,7 @@ def _batches(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figur
     return found | {f"{name}, largest batch{way}": Figure(rows, "rows") for way, rows in largest.items()}
 
 
-def differences(files: Sequence[Measured]) -> list[str]:
+def differences(files: Sequence[ResultFile]) -> list[str]:
     """What files of the same kind were not measured alike in, in words."""
     found = []
     for kind in dict.fromkeys(file.kind for file in files):

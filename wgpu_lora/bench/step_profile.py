@@ -18,7 +18,7 @@ from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.ops.matrix_stack import sizes
 from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 SCHEMA = "wgpu-lora-profile/1"
 MICROSECONDS = 1e6
@@ -124,7 +124,7 @@ def trained_sizes(record: RunRecord) -> tuple[int, int]:
 
 def described(work: Mapping[str, Any]) -> str:
     """A profile's `work` as a line of text."""
-    layers = counted(work["layers"], "layer")
+    layers = count_noun(work["layers"], "layer")
     if not work["whole"]:
         layers = f"its first {'layer' if work['layers'] == 1 else layers} only"
     checkpointing = ", gradient checkpointing" if work["gradient_checkpointing"] else ""

@@ -15,7 +15,14 @@ from typing import Any
 from wgpu_lora.bench.brick_results import header
 from wgpu_lora.bench.larger_models import project
 from wgpu_lora.bench.timing import spread
-from wgpu_lora.bench.training_step import TRAINING, WARMUP, TrainingStep, chosen_model, own_words, synthetic_rows
+from wgpu_lora.bench.training_step import (
+    TRAINING,
+    WARMUP,
+    TrainingStep,
+    benchmark_option_names,
+    chosen_model,
+    synthetic_rows,
+)
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.gpu.device import Device
@@ -25,11 +32,11 @@ from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.track.run_log import run_name
 from wgpu_lora.track.run_recorder import device_facts, given_options, note_failure, recorded
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job, with_demo_data
-from wgpu_lora.train.memory import readable
+from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.stop_reasons import FINISHED
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 SCHEMA = "wgpu-lora-bench-training/2"
 # Defaults for a shape.
@@ -62,7 +69,7 @@ class Work:
                 f"{flag('data')} and {flag('model')} go with {flag('recipe')}: a shape has synthetic weights and rows."
             )
         if {"num_train_epochs", "max_steps"} <= self.options.keys():
-            with own_words(TRAINING):
+            with benchmark_option_names(TRAINING):
                 epochs = flag("num_train_epochs")
             raise UserError(f"{epochs} and {flag('max_steps')} are both given: leave one of them out.")
         if self.layers is not None and not self.shape:
@@ -104,7 +111,7 @@ def run_training(
         raise UserError(f"{flag('max_spread')} compares runs: give {setting('repeat', 2)} or more.")
     runs: list[Record] = []
     with (
-        own_words(TRAINING),
+        benchmark_option_names(TRAINING),
         tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place,
         ExitStack() as stack,
     ):
@@ -116,7 +123,11 @@ def run_training(
                 head = header_of(work, job, model)
                 events.measured(head)
             runs.append(
-                {"kind": "run", "number": number, **attempt(job, last=number + 1 == repeat and not _good(runs))}
+                {
+                    "kind": "run",
+                    "number": number,
+                    **time_run_or_error(job, last=number + 1 == repeat and not _good(runs)),
+                }
             )
             events.measured(runs[-1])
         summary = summarised(runs, model, max_spread)
@@ -139,7 +150,7 @@ def _good(runs: Sequence[Record]) -> list[Record]:
     return [run for run in runs if run["error"] is None]
 
 
-def attempt(job: FinetuneJob, last: bool) -> Record:
+def time_run_or_error(job: FinetuneJob, last: bool) -> Record:
     """`time_run`, or the error of a run that failed; raises it if there is no other run to report."""
     watch, planned = _Watch(), job.run.stream.total_steps()
     try:
@@ -198,7 +209,7 @@ def header_of(work: Work, job: FinetuneJob, model: LoadedModel) -> Record:
     run = job.run
     if (steps := run.stream.total_steps()) <= WARMUP:
         raise UserError(
-            f"This training has {counted(steps, 'step')}, of which the first {WARMUP} are warm-up: "
+            f"This training has {count_noun(steps, 'step')}, of which the first {WARMUP} are warm-up: "
             f"give {setting('max_steps', WARMUP + 1)} or more."
         )
     # Samples of the whole training, which --max-steps may have cut short.
@@ -216,7 +227,7 @@ def prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingAr
     """The options, and the model, declared."""
     if work.shape:
         return _synthetic(work, work.shape, place, opened)
-    args = with_demo_data(gather(_told(work), work.recipe or "demo", work.where)[0])
+    args = with_demo_data(resolve_options(_told(work), work.recipe or "demo", work.where)[0])
     # A resumed run has fewer steps left, and writes to its own directory.
     args = replace(args, resume=False, run_log=False, report_to=None)
     return args, chosen_model(args.model, None, None, opened or Device(args.device), args.base_dtype)
@@ -271,7 +282,7 @@ def time_run(job: FinetuneJob, watch: _Watch | None = None) -> Record:
         raise KeyboardInterrupt
     if len(watch.steps) <= WARMUP:
         raise UserError(
-            f"The training ended ({record.stop_reason}) after {counted(len(watch.steps), 'step')}, but the first "
+            f"The training ended ({record.stop_reason}) after {count_noun(len(watch.steps), 'step')}, but the first "
             f"{WARMUP} are warm-up: there is nothing to time."
         )
     steps, warm = watch.steps[WARMUP:], watch.ended[WARMUP - 1]
@@ -311,25 +322,29 @@ def work_name(header: Figures) -> str:
     """recipe demo; shape tiny-qwen3, 8 layers"""
     work = header["work"]
     recipe, shape = work.get("recipe"), work.get("shape")
-    return f"recipe {recipe}" if recipe else f"shape {shape}, {counted(work['layers'], 'layer')}"
+    return f"recipe {recipe}" if recipe else f"shape {shape}, {count_noun(work['layers'], 'layer')}"
 
 
 def steps_text(summary: Figures) -> str:
     """20 of 20 steps done, no errors"""
     steps, count = summary["steps"], len(summary["errors"])
-    errors = counted(count, "error") if count else "no errors"
-    return f"{steps['done']:,} of {counted(steps['planned'], 'step')} done, {errors}"
+    errors = count_noun(count, "error") if count else "no errors"
+    return f"{steps['done']:,} of {count_noun(steps['planned'], 'step')} done, {errors}"
 
 
 def memory_text(memory: Figures) -> str:
     """1.2 GiB planned at peak, 5.0% of the device's 24.0 GiB; 19.2 GiB of the budget are left"""
-    text = f"{readable(memory['peak'])} planned at peak"
+    text = f"{format_bytes(memory['peak'])} planned at peak"
     if memory["share"] is not None:
         share = f"{memory['share']:.1%}" if memory["share"] >= 0.001 else "less than 0.1%"
-        text += f", {share} of the device's {readable(memory['total'])}"
+        text += f", {share} of the device's {format_bytes(memory['total'])}"
     if memory["headroom"] is not None:
         left = memory["headroom"]
-        text += f"; {readable(left)} of the budget are left" if left >= 0 else f"; {readable(-left)} over the budget"
+        text += (
+            f"; {format_bytes(left)} of the budget are left"
+            if left >= 0
+            else f"; {format_bytes(-left)} over the budget"
+        )
     return text
 
 
@@ -348,7 +363,7 @@ def written(found: Figures) -> str:
         "Time": header["time"],
         "Versions": ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
         "Commit": "unknown" if not commit else commit["id"][:12] + (" with changes" if commit["modified"] else ""),
-        "Steps": f"{counted(summary['runs'], 'run')}: {steps_text(summary)}; not counted: {header['excluded']}",
+        "Steps": f"{count_noun(summary['runs'], 'run')}: {steps_text(summary)}; not counted: {header['excluded']}",
         "Memory": memory_text(summary["memory"]),
     }
     if summary["gate"]:
@@ -371,7 +386,7 @@ def _spread(name: str, spread: Figures) -> Sequence[str]:
 
 
 def _projection(record: Figures) -> Sequence[str]:
-    peak = "not possible" if record["peak_planned"] is None else readable(record["peak_planned"])
+    peak = "not possible" if record["peak_planned"] is None else format_bytes(record["peak_planned"])
     speed, seconds = f"{record['samples_per_second']:.3g}", f"{record['seconds']:,.0f}"
     return record["shape"], record["grade"], peak, speed, seconds
 

@@ -10,23 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.bench.reference_check import Checked, check, poison
+from wgpu_lora.bench.reference_check import Checked, check, fill_with_nan
 from wgpu_lora.bench.timing import run_seconds
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.memory_leases import budget_bytes
-from wgpu_lora.models.adapter_modules import ALL, targeted
+from wgpu_lora.models.adapter_modules import ALL, resolve_target_modules
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.synthetic_models import synthetic_model
-from wgpu_lora.names.spelling import flag, naming, renamed, setting
+from wgpu_lora.names.spelling import flag, naming, setting, with_renamed_options
 from wgpu_lora.ops.activation_storage import Saving
 from wgpu_lora.train.init_methods import offsets
-from wgpu_lora.train.memory import both, check_adapters
+from wgpu_lora.train.memory import check_adapters, format_bytes_exact
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -34,7 +34,7 @@ from wgpu_lora.train.run.adapter_init import SeededMatrices
 from wgpu_lora.train.session.optimizer_update import Optimizer, SlotUpdate
 from wgpu_lora.train.session.session import Session
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 WARMUP = 2  # steps that compile, and measure where to split submits
 LEARNING_RATE = 1e-4
@@ -52,9 +52,9 @@ TRAINING = {
 }
 
 
-def own_words(names: Mapping[str, str]) -> AbstractContextManager[None]:
+def benchmark_option_names(names: Mapping[str, str]) -> AbstractContextManager[None]:
     """In the block, messages spell the options of a training run by these names."""
-    return naming(renamed(names))
+    return naming(with_renamed_options(names))
 
 
 def training_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def adapter_set(
     offset: bool = False,
 ) -> AdapterSet:
     """Adapters of one rank on these modules. offset: beside a frozen one, as PiSSA's."""
-    scaling = dict.fromkeys(targeted(target_modules, config), SCALING)
+    scaling = dict.fromkeys(resolve_target_modules(target_modules, config), SCALING)
     spec = SlotSpec(rank, scaling, dora, SlotSpec(rank, scaling) if offset else None)
     return AdapterSet.declare(config, [spec] * slots, device.max_binding)
 
@@ -110,7 +110,7 @@ class SlotStep:
         """Compare every kind of dispatch with its reference, on new rows and a plausible state of training."""
         self.fill_random(rng)
         batch = self.session.batch_for(self._groups)
-        make_up(self.session, rng)
+        fill_with_random_state(self.session, rng)
         batch.upload(self._groups)
         check(batch.program, found)
         return check(self.session.optimizer.program, found)
@@ -177,7 +177,7 @@ class TrainingStep(SlotStep):
             return of.session.memory().guarded
 
         room = budget_bytes(model.device.info, limit).bytes
-        check_room(f"{model.name} with {counted(layers, 'layer')}", needs, layers, room)
+        check_room(f"{model.name} with {count_noun(layers, 'layer')}", needs, layers, room)
         return step
 
     def allocate(self, choices: Choices = NO_CHOICES) -> None:
@@ -189,11 +189,11 @@ class TrainingStep(SlotStep):
         self.fill(list(synthetic_rows(len(self._rows), self._rows[0][1], vocab)))
 
 
-def make_up(session: Session, rng: np.random.Generator) -> None:
+def fill_with_random_state(session: Session, rng: np.random.Generator) -> None:
     """Fill adapters, gradients and optimizer state with random values, and temporaries with NaN."""
     assert session.arena is not None, "allocate() first"
     for buffer in session.arena.buffers:
-        poison(session.device, buffer)
+        fill_with_nan(session.device, buffer)
     fill_adapters(session.device, session.adapters, rng)
     fill_update(session.device, session.optimizer, rng)
     session.begin()
@@ -209,7 +209,7 @@ def fill_adapters(device: Device, adapters: AdapterSet, rng: np.random.Generator
 def fill_update(device: Device, optimizer: Optimizer, rng: np.random.Generator) -> None:
     """Fill the inputs of an early update of all slots: random state, and NaN in the report, which it writes."""
     optimizer.initialise(device)
-    poison(device, optimizer.report.storage.buffer)
+    fill_with_nan(device, optimizer.report.storage.buffer)
     for tensor, values in optimizer.settings(dict.fromkeys(range(optimizer.slots), EARLY)).items():
         device.write(tensor.storage.buffer, values)
     optimizer.state.fill(device, rng)
@@ -251,7 +251,10 @@ def check_room(what: str, needs: Callable[[int], int], layers: int, available: i
         if most
         else "not even one layer fits, so use a smaller model or fewer tokens"
     )
-    raise UserError(f"{what} needs {both(need)} of device memory, but {both(available)} are available: {advice}.")
+    raise UserError(
+        f"{what} needs {format_bytes_exact(need)} of device memory, but {format_bytes_exact(available)} are "
+        f"available: {advice}."
+    )
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

@@ -14,7 +14,7 @@ from wgpu_lora.chain.stages import STAGES
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import IN_FILE, naming
 from wgpu_lora.train.resolve_options import find_recipe
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 OWN = ("output", "model", "stage")  # keys beside the stages'
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,40}")
@@ -23,7 +23,7 @@ MOST = 100  # stages
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainStage:
     """A stage in its chain. output: its directory; needs: earlier stages that its options name."""
 
     name: str
@@ -39,7 +39,7 @@ class Chain:
 
     path: Path
     output: Path
-    links: tuple[Link, ...]
+    links: tuple[ChainStage, ...]
 
 
 def read_chain(name: str, output: str | None = None, device: str | None = None, model: str | None = None) -> Chain:
@@ -63,12 +63,14 @@ def read_chain(name: str, output: str | None = None, device: str | None = None, 
         raise UserError(f"{where} has {len(tables):,} stages: use at most {MOST}.")
     for key in values:
         if key not in OWN:
-            raise UserError(f"{where} has no option '{key:.60}': its options are {listed([*OWN[:2]])}, then stages.")
+            raise UserError(
+                f"{where} has no option '{key:.60}': its options are {join_words([*OWN[:2]])}, then stages."
+            )
     place, model = output or values.get("output", path.stem), model or values.get("model")
     for key, value in (("output", place), ("model", model)):
         if value is not None and not (isinstance(value, str) and value.strip()):
             raise UserError(f"{where}: '{key}' is {value!r:.60}, but must be text.")
-    made: dict[str, Link] = {}
+    made: dict[str, ChainStage] = {}
     with naming(IN_FILE):
         for number, table in enumerate(tables, 1):
             link = _link(f"{where}, stage {number}", table, Path(place), made, {"model": model, "device": device})
@@ -77,11 +79,15 @@ def read_chain(name: str, output: str | None = None, device: str | None = None, 
 
 
 def _link(
-    where: str, table: Mapping[str, Any], output: Path, before: Mapping[str, Link], shared: Mapping[str, str | None]
-) -> Link:
+    where: str,
+    table: Mapping[str, Any],
+    output: Path,
+    before: Mapping[str, ChainStage],
+    shared: Mapping[str, str | None],
+) -> ChainStage:
     kind = table.get("kind")
     if not isinstance(kind, str) or kind not in STAGES:
-        raise UserError(f"{where}: 'kind' is {kind!r:.60}, but must be one of {listed([*STAGES])}.")
+        raise UserError(f"{where}: 'kind' is {kind!r:.60}, but must be one of {join_words([*STAGES])}.")
     name = table.get("name", kind)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(f"{where}: 'name' is {name!r:.60}, but must be letters, digits, '-' and '_'.")
@@ -91,7 +97,7 @@ def _link(
 
     def replaced(found: re.Match[str]) -> str:
         if found[1] not in before:
-            earlier = f"choose of {listed([*before])}" if before else "it is the first"
+            earlier = f"choose of {join_words([*before])}" if before else "it is the first"
             raise UserError(f"{where} ('{name}') names {{{found[1]:.40}}}, which is no earlier stage: {earlier}.")
         needs.add(found[1])
         return str(before[found[1]].output)
@@ -101,7 +107,7 @@ def _link(
     usable = set(kind_of.takes())
     values = {key: value for key, value in shared.items() if value is not None and key in usable} | values
     stage = kind_of.of(values, f"{where} ('{name}')")
-    return Link(name, kind, stage, output / name, frozenset(needs))
+    return ChainStage(name, kind, stage, output / name, frozenset(needs))
 
 
 def _filled(value: Any, replaced: Any) -> Any:
@@ -115,9 +121,9 @@ def _filled(value: Any, replaced: Any) -> Any:
     return value
 
 
-def lasting(links: tuple[Link, ...], name: str) -> Iterator[str]:
+def stages_from(links: tuple[ChainStage, ...], name: str) -> Iterator[str]:
     """The names from a stage on. Raises UserError if there is no such stage."""
     names = [link.name for link in links]
     if name not in names:
-        raise UserError(f"The chain has no stage '{name:.60}': choose of {listed(names)}.")
+        raise UserError(f"The chain has no stage '{name:.60}': choose of {join_words(names)}.")
     yield from names[names.index(name) :]

@@ -16,31 +16,31 @@ from typing import Any
 from wgpu_lora.assets import ROOT, asset_dir
 from wgpu_lora.atomic import file_digest, new_directory, write_bytes_atomic
 from wgpu_lora.bounded import read_json
-from wgpu_lora.chain.chain_file import Chain, Link, lasting
+from wgpu_lora.chain.chain_file import Chain, ChainStage, stages_from
 from wgpu_lora.chain.stage import ChainWatch, Watch
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import sweep
 from wgpu_lora.train.finetune import locked
 from wgpu_lora.typed_json import typed
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 DIGESTS = "digests.json"
 
 
 @dataclass(frozen=True)
-class Standing:
+class StageStatus:
     """Whether a stage has to run: `why`, None if it is up to date."""
 
-    link: Link
+    link: ChainStage
     why: str | None
     seconds: float | None
 
 
-def standings(chain: Chain, start: str | None = None) -> list[Standing]:
+def stage_statuses(chain: Chain, start: str | None = None) -> list[StageStatus]:
     """What a run would do now. Nothing is written, and no model is downloaded."""
     state, digests = State.read(chain.output), Digests(chain.output / DIGESTS)
     forced = _forced(chain, start)
-    found: list[Standing] = []
+    found: list[StageStatus] = []
     for link in chain.links:
         due = [other.link.name for other in found if other.why and other.link.name in link.needs]
         done = state.stages.get(link.name)
@@ -54,7 +54,7 @@ def standings(chain: Chain, start: str | None = None) -> list[Standing]:
             why = "it has not run yet"
         else:
             why = _why(link, done, digests, download=False)
-        found.append(Standing(link, why, done.seconds if done else None))
+        found.append(StageStatus(link, why, done.seconds if done else None))
     return found
 
 
@@ -93,10 +93,10 @@ def run(chain: Chain, watch: ChainWatch, start: str | None = None) -> None:
 
 
 def _forced(chain: Chain, start: str | None) -> set[str]:
-    return set() if start is None else set(lasting(chain.links, start))
+    return set() if start is None else set(stages_from(chain.links, start))
 
 
-def _why(link: Link, done: Done | None, digests: Digests, download: bool = True) -> str | None:
+def _why(link: ChainStage, done: StageResult | None, digests: Digests, download: bool = True) -> str | None:
     """Why a stage has to run; None if it is up to date."""
     if done is None:
         return "it has not run yet"
@@ -107,7 +107,7 @@ def _why(link: Link, done: Done | None, digests: Digests, download: bool = True)
     )
 
 
-def _not_whole(link: Link, done: Done | None, digests: Digests) -> str | None:
+def _not_whole(link: ChainStage, done: StageResult | None, digests: Digests) -> str | None:
     """What is wrong with the outputs, as text; None if nothing is."""
     if done is None or done.outputs is None:
         return "it has not finished"
@@ -118,14 +118,14 @@ def _not_whole(link: Link, done: Done | None, digests: Digests) -> str | None:
     return None
 
 
-def _run(link: Link, state: State, digests: Digests, watch: Watch) -> None:
+def _run(link: ChainStage, state: State, digests: Digests, watch: Watch) -> None:
     stage, done = link.stage, state.stages.get(link.name)
     now = inputs_of(link, digests.of_all(stage.files(True)))
     if link.output.exists() and done is None:
         raise UserError(f"{link.output} exists, but not from this chain: choose another output, or remove it.")
     continues = stage.resumes and done is not None and done.outputs is None and not done.difference(now)
     if not continues and stage.resumes:
-        _set_aside(link.output)
+        _keep_old_output(link.output)
     now.seconds = done.seconds if continues and done else 0.0
     state.stages[link.name] = now
     state.write()
@@ -147,7 +147,7 @@ def _run(link: Link, state: State, digests: Digests, watch: Watch) -> None:
     state.write()
 
 
-def _set_aside(output: Path) -> None:
+def _keep_old_output(output: Path) -> None:
     """Rename what an earlier run has left: it took long, and may be wanted."""
     number, kept = 1, output.with_name(f"{output.name}-1")
     while kept.exists():
@@ -161,7 +161,7 @@ STATE, SCHEMA = "chain.json", 1
 
 
 @dataclass
-class Done:
+class StageResult:
     """A stage that was begun.
 
     options, code: digests. files: digests of what it read, by path. outputs: digests by path in its directory, None
@@ -174,21 +174,21 @@ class Done:
     outputs: dict[str, str] | None = None
     seconds: float = 0.0
 
-    def difference(self, now: Done) -> str | None:
+    def difference(self, now: StageResult) -> str | None:
         """Why it has to run again with other inputs, as text; None if they are the same."""
         if self.options != now.options:
             return "its options have changed"
         if self.files != now.files:
             both = {**self.files, **now.files}
             changed = [Path(path).name for path in both if self.files.get(path) != now.files.get(path)]
-            return f"{listed(changed[:2], len(changed[2:]))} changed"
+            return f"{join_words(changed[:2], len(changed[2:]))} changed"
         return "wgpu-lora has changed" if self.code != now.code else None
 
 
 @dataclass
 class State:
     path: Path
-    stages: dict[str, Done] = field(default_factory=dict)
+    stages: dict[str, StageResult] = field(default_factory=dict)
 
     @classmethod
     def read(cls, directory: Path) -> State:
@@ -200,7 +200,7 @@ class State:
         try:
             if held.get("schema") != SCHEMA:
                 raise ValueError(f"schema {held.get('schema')!r:.20}")
-            return cls(path, typed(dict[str, Done], held.get("stages"), "stages"))
+            return cls(path, typed(dict[str, StageResult], held.get("stages"), "stages"))
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error}): remove it, and choose another output directory.") from None
 
@@ -209,8 +209,8 @@ class State:
         write_bytes_atomic(self.path, (json.dumps(held, indent=1) + "\n").encode())
 
 
-def inputs_of(link: Link, files: dict[str, str]) -> Done:
-    return Done(digest_of([link.kind, link.stage.facts()]), code_digest(), files)
+def inputs_of(link: ChainStage, files: dict[str, str]) -> StageResult:
+    return StageResult(digest_of([link.kind, link.stage.facts()]), code_digest(), files)
 
 
 CODE = (".py", ".wgsl", ".j2")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.checks.sandbox import plain_data
 from wgpu_lora.errors import UserError
 
@@ -80,7 +80,7 @@ def parse_check(check: Any, where: str = "A row") -> tuple[Assertion, ...]:
         body = ast.parse(check).body
         found = tuple(_assertion(statement) for statement in body)
     except (SyntaxError, ValueError) as error:
-        why = printable(" ".join(str(error).split()))
+        why = escape_unprintable(" ".join(str(error).split()))
         raise UserError(f'{where} has a "check" that cannot be parsed ({why}): {FORM}.') from None
     except (MemoryError, RecursionError):
         raise UserError(f'{where} has a "check" that cannot be parsed (nested too deeply): {FORM}.') from None

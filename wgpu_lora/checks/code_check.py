@@ -22,11 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.checks.asserts import Outcome as Returned
 from wgpu_lora.checks.asserts import RaisedError, parse_check
 from wgpu_lora.checks.sandbox import plain_data
-from wgpu_lora.checks.sandbox.sandbox_process import SOMETHING_ELSE, EndedError, Process, TimedOutError
+from wgpu_lora.checks.sandbox.sandbox_process import SOMETHING_ELSE, ProcessEnded, SandboxProcess, TimedOutError
 
 MAX_CODE = 1 << 16  # characters
 Outcome = Literal["passed", "failed", "timeout", "error"]
@@ -65,7 +65,7 @@ def run_check(code: str, check: str, timeout: float = 5.0, allow_unconfined: boo
     assertions = parse_check(check)
     calls = [call for assertion in assertions for call in assertion.calls]
 
-    def judge(process: Process) -> CheckResult:
+    def judge(process: SandboxProcess) -> CheckResult:
         process.send(code, calls)
         _begin(process)
         for assertion in assertions:
@@ -95,8 +95,8 @@ def run_test(
         UserError: the system cannot confine the answer, and `allow_unconfined` is not given.
     """
 
-    def judge(answer: Process) -> CheckResult:
-        with Process(prompt + test, timeout, allow_unconfined) as tester:
+    def judge(answer: SandboxProcess) -> CheckResult:
+        with SandboxProcess(prompt + test, timeout, allow_unconfined) as tester:
             answer.start({"code": code})
             _begin(answer)
             tester.start({"prompt": prompt, "test": test, "entry_point": entry_point})
@@ -106,7 +106,7 @@ def run_test(
                     kind, said = tester.next()
                 except TimedOutError:
                     raise
-                except EndedError as error:
+                except ProcessEnded as error:
                     return _ended("error", f"the test {error}", True)
                 if kind == "passed":
                     said = "" if calls else f"the test does not call {entry_point}, so any answer would pass"
@@ -124,22 +124,22 @@ def run_test(
 
 
 def _confined(
-    code: str, timeout: float, allow_unconfined: bool, judge: Callable[[Process], CheckResult]
+    code: str, timeout: float, allow_unconfined: bool, judge: Callable[[SandboxProcess], CheckResult]
 ) -> CheckResult:
     if len(code) > MAX_CODE:
         return CheckResult("failed", f"is longer than {MAX_CODE:,} characters")
-    with Process(code, timeout, allow_unconfined) as process:
+    with SandboxProcess(code, timeout, allow_unconfined) as process:
         try:
             return judge(process)
         except TimedOutError as error:
             return _ended("timeout", str(error), process.parsed)
-        except EndedError as error:
+        except ProcessEnded as error:
             return _ended("error", str(error), process.parsed)
         except _FailedError as error:
             return _ended("failed", str(error), process.parsed)
 
 
-def _begin(process: Process) -> None:
+def _begin(process: SandboxProcess) -> None:
     """Wait until the answer is parsed, which is before any code of it runs. Raises _FailedError."""
     kind, said = process.next()
     process.parsed = kind == "parsed"
@@ -168,4 +168,4 @@ def _outcome(kind: str, said: str) -> Returned:
 
 
 def _ended(outcome: Outcome, reason: str, parses: bool) -> CheckResult:
-    return CheckResult(outcome, printable(reason[:_REASON_LENGTH]), parses)
+    return CheckResult(outcome, escape_unprintable(reason[:_REASON_LENGTH]), parses)

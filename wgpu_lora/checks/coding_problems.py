@@ -14,9 +14,9 @@ from wgpu_lora.checks.asserts import MAX_CHECK, parse_check
 from wgpu_lora.checks.code_check import CheckResult, run_check, run_test
 from wgpu_lora.checks.sandbox.sandbox_child import completed
 from wgpu_lora.data.column_types import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
-from wgpu_lora.data.row_counts import Account
+from wgpu_lora.data.row_counts import RowCounts
 from wgpu_lora.data.row_formats import RowFormat, RowFormats
-from wgpu_lora.data.source import Problem as Unusable
+from wgpu_lora.data.source import BadRow as Unusable
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.prompts import Prompt, check_prompt
@@ -56,7 +56,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Asserted(Problem):
+class AssertProblem(Problem):
     """A row whose `check` has asserts that compare calls of the answer with literals (checks/asserts.py)."""
 
     asserts: str
@@ -119,13 +119,13 @@ def _human_eval(row: Any) -> HumanEval:
     return HumanEval(_name(row["task_id"]), prompt, test, entry_point)
 
 
-def _asserted(row: Any, prompt: Any) -> Asserted:
+def _asserted(row: Any, prompt: Any) -> AssertProblem:
     messages = prompt
     while isinstance(messages, list) and len(messages) > 1 and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     check_prompt(messages)
     parse_check(row["check"], "the row")
-    return Asserted(_name(row["task_id"]), messages, row["check"])
+    return AssertProblem(_name(row["task_id"]), messages, row["check"])
 
 
 FORMATS: RowFormats[Problem] = RowFormats(
@@ -149,7 +149,7 @@ def read_problems(source: Source) -> list[Problem]:
     Raises:
         UserError: rows have no check, or one that cannot be run (with their places); there is no row.
     """
-    account, found = Account(source), []
+    account, found = RowCounts(source), []
     for place, row in source.rows(FORMATS):
         try:
             if isinstance(row, Unusable):

@@ -20,9 +20,9 @@ from wgpu_lora.checks.coding_problems import STOPS, Problem
 from wgpu_lora.checks.sandbox.sandbox_process import Confinement, confinement
 from wgpu_lora.data.examples import TEXT
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import SILENT, Events, Passing
+from wgpu_lora.events import SILENT, EventForwarder, Events
 from wgpu_lora.infer.answers import Answer, answer_slots, tokenizer_of
-from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.infer.named_adapters import BASE
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
@@ -96,7 +96,7 @@ def seed_of(seed: int, row: int, sample: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{row}/{sample}".encode()).digest()[:8], "little")
 
 
-def check_settings(settings: Settings, samples: int) -> None:
+def check_settings(settings: GenerationOptions, samples: int) -> None:
     """Raise UserError if all samples of a row would be equal."""
     if samples > 1 and settings.temperature == 0:
         raise UserError(
@@ -109,7 +109,7 @@ def measure(
     problems: Sequence[Problem],
     ks: Sequence[int],
     samples: int,
-    settings: Settings,
+    settings: GenerationOptions,
     adapters: Mapping[str, str | Path],
     slots: Mapping[str, int | None],
     *,
@@ -173,7 +173,7 @@ def measure(
     return PassRates(rates, checked, time.perf_counter() - begun, completion, confined)
 
 
-class _Queue(Passing):
+class _Queue(EventForwarder):
     """Checks answers in other threads as soon as they are complete, and collects the samples in order."""
 
     def __init__(self, checkers: ThreadPoolExecutor, checked: list[Sample], total: int, events: Events):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.bench.bricks import bench
 from wgpu_lora.cli.bench.profile import profile
 from wgpu_lora.cli.cluster import cluster
@@ -23,7 +23,7 @@ from wgpu_lora.cli.convert import export, import_model, merge, push, quantize
 from wgpu_lora.cli.data import data
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.devices import cleared, info, share, tune
-from wgpu_lora.cli.finetune import finetune, protected_instead
+from wgpu_lora.cli.finetune import finetune, run_protected
 from wgpu_lora.cli.inference.chat import chat
 from wgpu_lora.cli.inference.evaluate import evaluate
 from wgpu_lora.cli.inference.generate import generate
@@ -36,9 +36,9 @@ from wgpu_lora.cli.runs import report, runs
 from wgpu_lora.cli.teacher_cache import teacher_cache
 from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import DeviceWarning, TrackingWarning, UserError
-from wgpu_lora.gpu.device_errors import explained
+from wgpu_lora.gpu.device_errors import report_native_abort
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
-from wgpu_lora.signals import handled
+from wgpu_lora.signals import on_end_signal
 
 # Errors of the system that a user can fix. Any other OSError is a bug and shown with its traceback.
 FIXABLE = {
@@ -80,7 +80,7 @@ def _root(
 
 
 app.command(cls=Command)(info)
-app.command(cls=TrainingCommand)(training_options(finetune, protected_instead))
+app.command(cls=TrainingCommand)(training_options(finetune, run_protected))
 app.command(cls=TrainingCommand)(training_options(plan))
 app.command(cls=TrainingCommand)(training_options(tune, cleared))
 app.command(cls=Command)(profile)
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     try:
-        with handled(end), naming(COMMAND_LINE), _warnings(), explained(), long_work_shown():
+        with on_end_signal(end), naming(COMMAND_LINE), _warnings(), report_native_abort(), long_work_shown():
             code = app(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -179,7 +179,7 @@ def _refuse(message: str, *details: str) -> int:
 
 
 def _say(message: str, *details: str) -> None:
-    lines = [printable(" ".join(text.split())) for text in (message, *details)]
+    lines = [escape_unprintable(" ".join(text.split())) for text in (message, *details)]
     with suppress(OSError):  # without stderr, the exit code has to do
         typer.echo("wgpu-lora: " + "\n  ".join(lines), err=True)
 

@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from wgpu_lora.bounded import check_links, is_path
 from wgpu_lora.cli.elsewhere import command_instead
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.aliases import advice, aliases_of, instead
+from wgpu_lora.names.aliases import advice, aliases_of, foreign_option_advice
 from wgpu_lora.names.spelling import flag
 
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has its own error, an empty system message is allowed
@@ -43,7 +43,7 @@ class Command(TyperCommand):
         ctx.meta[USED], ctx.meta[TYPED] = {}, {}
         for name, option in list(options.items()):
             positive = _positive(option)
-            options[name] = _Called(option, positive.removeprefix("--"), ctx.meta, options.get(_negative(option)))
+            options[name] = AliasedOption(option, positive.removeprefix("--"), ctx.meta, options.get(_negative(option)))
         for alias, name in aliases_of([n.removeprefix("--").replace("-", "_") for n in options]).items():
             for no in ("", "no-"):
                 option = options.get(f"--{no}{dashes(name)}")
@@ -153,7 +153,7 @@ class Group(TyperGroup):
         raise UserError(command_instead(args[0], list(self.commands), ctx.command_path))
 
 
-class _Called:
+class AliasedOption:
     """An option of Typer's parser under one of its names; giving it under two names is an error."""
 
     def __init__(self, option: Any, name: str, meta: dict[str, Any], opposite: Any):
@@ -162,8 +162,8 @@ class _Called:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._option, name)
 
-    def by_another_name(self, name: str) -> _Called:
-        return _Called(self._option, name, self._meta, self._opposite)
+    def by_another_name(self, name: str) -> AliasedOption:
+        return AliasedOption(self._option, name, self._meta, self._opposite)
 
     def process(self, value: Any, state: Any) -> None:
         first = self._meta[USED].setdefault(self._option.dest, self._name)
@@ -224,13 +224,13 @@ def _unknown(typed: str, args: list[str], known: list[str], command: str) -> str
         if name in known or name in aliases_of(known):
             return f"No such option: {whole}; options start with two dashes, as in {flag(name)}."
         typed = whole
-    said = instead(name, known)
+    said = foreign_option_advice(name, known)
     if not said:
         return f"No such option: {typed}; {advice(name, known, otherwise)}"
     # A line written for another program may have several such options: name them all.
     words = dict.fromkeys(arg[2:].split("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
     taken = {*known, *aliases_of(known), name}
-    more = [text for word in words if word not in taken and (text := instead(word, known))]
+    more = [text for word in words if word not in taken and (text := foreign_option_advice(word, known))]
     return " ".join([said, *more[:MORE], *([f"{len(more) - MORE} more do not exist."] if len(more) > MORE else [])])
 
 

@@ -13,7 +13,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.events import Events
 from wgpu_lora.strict_json import to_json
 
@@ -37,7 +37,7 @@ def console(stderr: bool = False) -> Any:
 def line(label: str, text: str, whole: bool = False) -> None:
     """Print a label and a text; `whole`: not even wrapped on a terminal, for commands to be copied."""
     label = f"{label:<9} "
-    text = printable(text)
+    text = escape_unprintable(text)
     print(label + text if whole else folded(label + text, len(label)), flush=True)
 
 
@@ -140,7 +140,7 @@ class Bar:
         left = spent * ((self._total or 0) - self._done) / max(self._done, 1e-9)
         more = f", about {duration(left)} left" if self._done and left > 0 else ""
         with suppress(OSError):  # the reader is gone
-            print(f"{printable(self._text)}{count} after {duration(spent)}{more}", file=sys.stderr, flush=True)
+            print(f"{escape_unprintable(self._text)}{count} after {duration(spent)}{more}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         Bar.shown.discard(self)

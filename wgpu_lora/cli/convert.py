@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.command import Command, Group
 from wgpu_lora.cli.console import Bar, TensorBar, console, line, print_json, table
 from wgpu_lora.cli.parameters import MODEL, Device, Json, Model, choice
@@ -267,7 +267,7 @@ def push(
     table.add_column("bytes", justify="right")
     table.add_column("why")
     for name, (_, size) in upload.files.items():
-        table.add_row(Text(printable(name)), f"{size:,}", Text(printable(upload.reasons[name])))
+        table.add_row(Text(escape_unprintable(name)), f"{size:,}", Text(escape_unprintable(upload.reasons[name])))
     if upload.card:
         table.add_row(CARD, f"{len(upload.card.encode()):,}", "model card, generated since there is none")
     console().print(table)

@@ -15,7 +15,7 @@ from wgpu_lora.cli.parameters import Json, TrainingCommand, choice, training_opt
 from wgpu_lora.cli.plan import PricePerHour, as_facts, show_projection
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import counted, share
+from wgpu_lora.words import count_noun, percent
 
 if TYPE_CHECKING:
     from wgpu_lora.data.curation.curate import Progress
@@ -53,7 +53,7 @@ def stats(
     from wgpu_lora.train.data_statistics import row_statistics
     from wgpu_lora.train.finetune import prepare_job, with_demo_data
     from wgpu_lora.train.time_estimate import check_price
-    from wgpu_lora.train.time_estimate import measure as measured
+    from wgpu_lora.train.time_estimate import project_time as measured
 
     check_price(price_per_hour)
     check_page(page)
@@ -92,11 +92,11 @@ def stats(
 def _print_statistics(found: RowStatistics) -> None:
     line("data", found.summary)
     if found.heldout:
-        line("held out", counted(found.heldout, "row"))
+        line("held out", count_noun(found.heldout, "row"))
     for name, count in found.formats.items():
-        line("format", f"{name}: {counted(count, 'row')}")
+        line("format", f"{name}: {count_noun(count, 'row')}")
     line("lengths", ", ".join(f"{name} {length:,}" for name, length in found.quantiles.items()) + " tokens")
-    line("trained", f"{share(found.trained / found.total)} of {found.total:,} tokens")
+    line("trained", f"{percent(found.trained / found.total)} of {found.total:,} tokens")
     rows = [_choice(choice) for choice in found.others]
     styles = ["bold" if choice == found.own else None for choice in found.others]
     console().print(table(CHOICES, rows, ["packing"], styles))
@@ -182,7 +182,7 @@ def _print_preview(found: RowPreview, parts: tuple[str, ...], listed: bool) -> N
     print(f"{found.place}", flush=True)
     for number, tokens in enumerate(found.rows):
         trained = sum(token.trained for token in tokens)
-        line(parts[number % len(parts)], f"{counted(len(tokens), 'token')}, {trained:,} trained on")
+        line(parts[number % len(parts)], f"{count_noun(len(tokens), 'token')}, {trained:,} trained on")
         for is_trained, run in segments(tokens):
             mark = "trained" if is_trained else "context"
             if listed:
@@ -311,7 +311,7 @@ def prepare(
     with Bar("preparing", None, " MB") as bar:
 
         def watch(progress: Progress) -> None:
-            name = f"preparing {progress.name}: {counted(progress.rows, 'row')}"
+            name = f"preparing {progress.name}: {count_noun(progress.rows, 'row')}"
             bar.advance(name, progress.bytes / 1e6, progress.total / 1e6 or None)
 
         report = prepare_files(inputs, output, options, watch)
@@ -324,23 +324,23 @@ def prepare(
 
 def _print_prepared(report: dict[str, Any], output: Path) -> None:
     rows, repeated = report["rows"], report["duplicates"]
-    line("read", f"{counted(rows['in'], 'row')} from {counted(len(report['inputs']), 'input')}")
+    line("read", f"{count_noun(rows['in'], 'row')} from {count_noun(len(report['inputs']), 'input')}")
     for note in report["notes"]:
         line("note", note)
     for what, count in report["edited"].items():
-        line("dropped", f"{what} from {counted(count, 'row')}")
+        line("dropped", f"{what} from {count_noun(count, 'row')}")
     for column, count in report["dropped_columns"].items():
-        line("dropped", f"column {column!r} of {counted(count, 'row')}, whose values are not of JSON")
+        line("dropped", f"column {column!r} of {count_noun(count, 'row')}, whose values are not of JSON")
     if rows["duplicates"]:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in repeated.items() if count)
-        line("removed", f"{counted(rows['duplicates'], 'duplicate')}: {kinds}")
+        line("removed", f"{count_noun(rows['duplicates'], 'duplicate')}: {kinds}")
     reasons = list(report["reasons"].items())
     for reason, count in reasons[:REASONS]:
         line("rejected", f"{count:,}: {reason}")
     if more := sum(count for _, count in reasons[REASONS:]):
         line("rejected", f"{more:,} for other reasons")
     for name, file in report["files"].items():
-        line("written", f"{output / name}: {counted(file['rows'], 'row')}")
+        line("written", f"{output / name}: {count_noun(file['rows'], 'row')}")
     line(
         "rows",
         f"{rows['in']:,} in = {rows['out']:,} out + {rows['rejected']:,} rejected + {rows['duplicates']:,} duplicates",

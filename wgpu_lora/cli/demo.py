@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, console, line
-from wgpu_lora.cli.finetune import Watcher, report_run
+from wgpu_lora.cli.finetune import TrainingProgress, report_run
 from wgpu_lora.cli.parameters import AllowUnconfined, Device
 from wgpu_lora.cli.run_summary import describe
 from wgpu_lora.errors import UserError
@@ -48,7 +48,7 @@ def demo(
     with Bar("answering held-out requests before training", len(comparison.rows)) as bar:
         comparison.before = comparison.measure(None, _Shown(bar))
     line("before", _score(comparison.before))
-    with Watcher(job) as watcher:
+    with TrainingProgress(job) as watcher:
         record = job.train(watcher)
     code = report_run(record)
     if code:
@@ -96,10 +96,10 @@ def _side_by_side(request: str, before: Checked, after: Checked) -> None:
     from rich.text import Text
 
     screen, answers = console(), {"before": before, "after": after}
-    code = {name: printable(checked.text, "\n\t").expandtabs() for name, checked in answers.items()}
+    code = {name: escape_unprintable(checked.text, "\n\t").expandtabs() for name, checked in answers.items()}
     widths = {name: max(map(len, [*text.splitlines(), f"{name}: FAIL"])) for name, text in code.items()}
     screen.print()
-    screen.print(Text(printable(request, "\n\t"), "bold"))
+    screen.print(Text(escape_unprintable(request, "\n\t"), "bold"))
     beside = sum(widths.values()) + BORDERS <= screen.width
     for names in [tuple(code)] if beside else [(name,) for name in code]:
         screen.print(_box({name: (answers[name].passed, code[name]) for name in names}))

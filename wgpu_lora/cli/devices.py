@@ -13,16 +13,16 @@ import typer
 from wgpu_lora.cli.command import Command, Group
 from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
-from wgpu_lora.cli.parameters import Device, Json, refuse_idle
+from wgpu_lora.cli.parameters import Device, Json, refuse_unused
 from wgpu_lora.cli.plan import Shape, job_of
-from wgpu_lora.cli.training_progress import Starting
+from wgpu_lora.cli.training_progress import StartupProgress
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device_list import DeviceInfo
-    from wgpu_lora.memory_leases import Entry
+    from wgpu_lora.memory_leases import LedgerEntry
 
 
 def info(device: Device = None, as_json: Json = False) -> int:
@@ -51,7 +51,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
         return 0
     from rich.table import Table
 
-    from wgpu_lora.train.memory import readable
+    from wgpu_lora.train.memory import format_bytes
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
     for name in ("", "#", "device and driver", "kind", "features", "limits"):
@@ -64,11 +64,11 @@ def info(device: Device = None, as_json: Json = False) -> int:
             f"{d.name}\n{d.driver}",
             f"{d.kind}\n{d.backend}",
             "\n".join(d.features) or "none",
-            f"buffer {readable(limits['max-buffer-size'])}\n"
-            f"binding {readable(limits['max-storage-buffer-binding-size'])}\n"
+            f"buffer {format_bytes(limits['max-buffer-size'])}\n"
+            f"binding {format_bytes(limits['max-storage-buffer-binding-size'])}\n"
             f"{limits['max-storage-buffers-per-shader-stage']} bindings per shader\n"
             f"workgroup {limits['max-compute-invocations-per-workgroup']} threads, "
-            f"{readable(limits['max-compute-workgroup-storage-size'])}",
+            f"{format_bytes(limits['max-compute-workgroup-storage-size'])}",
         )
     console().print(table)
     size = opened.capabilities.subgroup_size
@@ -160,7 +160,7 @@ def release(
         with ledger.changing() as entries:  # drops the dead
             # A live lease stays listed with 0 bytes: if it were removed, its owner's next renewal would restore it.
             entries[:] = [replace(e, bytes=0) if e.id == entry.id else e for e in entries]
-        line("released", f"{counted(entry.bytes, 'byte')} of {entry.who}")
+        line("released", f"{count_noun(entry.bytes, 'byte')} of {entry.who}")
     if not found:
         line("released", "nothing: all processes are alive")
 
@@ -178,23 +178,23 @@ def repair() -> None:
         if done:
             line(
                 "repaired",
-                f"{path}: kept {counted(len(done.kept), 'entry', 'entries')}; the damaged file is {done.damaged}",
+                f"{path}: kept {count_noun(len(done.kept), 'entry', 'entries')}; the damaged file is {done.damaged}",
             )
     if not any(done for _, done in repairs):
         line("repaired", "nothing: no ledger is damaged")
 
 
-def _facts(entry: Entry) -> dict[str, Any]:
+def _facts(entry: LedgerEntry) -> dict[str, Any]:
     return {**asdict(entry), "alive": not entry.dead, "here": entry.here}
 
 
 def _show(device: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from wgpu_lora.train.memory import both
+    from wgpu_lora.train.memory import format_bytes_exact
 
     def size(nbytes: int | None) -> str:
-        return "unknown" if nbytes is None else both(nbytes)
+        return "unknown" if nbytes is None else format_bytes_exact(nbytes)
 
     line("device", device["device"])
     line("budget", f"{size(device['budget'])} for all runs of wgpu-lora together: {device['source']}")
@@ -245,7 +245,7 @@ def tune(
         raise UserError("--no-tune contradicts 'wgpu-lora tune': leave it out.")
     job = job_of(args, adapters, adapters_config, schedule, batch_tokens, shape)
     session, programs = job.session, job.session.programs()
-    tuner, watcher = Tuner(session.device, seconds, retune=args.retune, thorough=True), Starting(job)
+    tuner, watcher = Tuner(session.device, seconds, retune=args.retune, thorough=True), StartupProgress(job)
     if not tuner.estimate(programs).sizes:
         line("tuned", "every kernel size of this run was timed before; --retune times them again")
     else:
@@ -262,7 +262,7 @@ def cleared(ctx: typer.Context, given: dict[str, Any], recipe: str | None, value
     from wgpu_lora.gpu.device import Device
     from wgpu_lora.gpu.tuning_cache import ChoiceFile
 
-    refuse_idle(ctx, ctx.params.keys() - {"clear", "device"}, "with --clear")
+    refuse_unused(ctx, ctx.params.keys() - {"clear", "device"}, "with --clear")
     file = ChoiceFile(Device(given.get("device")))
     file.clear()
     line("cleared", str(file.path), whole=True)

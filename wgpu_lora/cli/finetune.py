@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import OFTEN, Bar, console, duration, is_terminal, line
-from wgpu_lora.cli.parameters import choice, refuse_idle
+from wgpu_lora.cli.parameters import choice, refuse_unused
 from wgpu_lora.cli.run_summary import CURES, describe, losses
-from wgpu_lora.cli.training_progress import Starting, Trend, hardware
+from wgpu_lora.cli.training_progress import StartupProgress, Trend, hardware
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.installation import pip_line, program
 from wgpu_lora.train.loop.slot_policy import POLICIES
 from wgpu_lora.train.options.option_fields import ADAPTER, FILES
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.events import Events
@@ -105,12 +105,12 @@ def finetune(
 
     job = prepare_job(args)
     describe(job)
-    with Watcher(job) as watcher:
+    with TrainingProgress(job) as watcher:
         record = job.train(watcher)
     return report_run(record)
 
 
-class Watcher(Starting):
+class TrainingProgress(StartupProgress):
     """Shows tuning, loading and training: bars on a terminal, else lines.
 
     Lines are printed for the first step and for logged ones, and at least every ten seconds.
@@ -128,7 +128,7 @@ class Watcher(Starting):
         self._trend, self._hardware = Trend(sys.stderr), ""
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=SMOOTHED)  # (trained, processed, seconds) per step
 
-    def __enter__(self) -> Watcher:
+    def __enter__(self) -> TrainingProgress:
         if not self._left:
             self.ready()
         return self
@@ -154,7 +154,7 @@ class Watcher(Starting):
         if self._quiet or not evaluating.step:
             super().evaluating(evaluating)
         elif evaluating.loss is None:
-            of = counted(evaluating.total, "row")
+            of = count_noun(evaluating.total, "row")
             detail = f"measuring the held-out loss: {evaluating.rows:,} of {of}"
             self._training.advance(None, evaluating.step, detail=detail)
 
@@ -188,9 +188,9 @@ class Watcher(Starting):
 
     def _below(self) -> str:
         """The second line on a terminal: the trend of the loss, memory, and the hardware."""
-        from wgpu_lora.train.memory import readable
+        from wgpu_lora.train.memory import format_bytes
 
-        allocated = readable(self._session.device.allocated)
+        allocated = format_bytes(self._session.device.allocated)
         return "  ".join(filter(None, [self._trend.bars(), f"{allocated} on the device", self._hardware]))
 
     def _remaining(self, result: StepResult) -> str:
@@ -216,7 +216,7 @@ def report_run(record: RunRecord, command: str | None = None, adapter: str | Non
 
     state, reason, outcome, output = record.state, record.stop_reason, record.outcome, record.directory
     timed = reason == "target seconds"  # its number of steps is only known at the end
-    count = counted(state.step, "step") if timed else f"{state.step:,} of {counted(state.total_steps, 'step')}"
+    count = count_noun(state.step, "step") if timed else f"{state.step:,} of {count_noun(state.total_steps, 'step')}"
     seconds = state.elapsed_seconds if record.options.target_seconds else state.seconds
     why = f"{count} in {seconds:,.1f} s ({STOP_TEXT[reason]})"
     known = losses(state.last_loss, state.first_eval_loss, state.last_eval_loss)
@@ -233,7 +233,7 @@ def report_run(record: RunRecord, command: str | None = None, adapter: str | Non
     if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
     if record.damaged_log_lines:
-        line("log", f"dropped {counted(record.damaged_log_lines, 'damaged line')} of log.jsonl")
+        line("log", f"dropped {count_noun(record.damaged_log_lines, 'damaged line')} of log.jsonl")
     return exit_code(reason, record.signal)
 
 
@@ -263,7 +263,9 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
 
     job = prepare_pipeline(args, tasks, schedule, batch_tokens)
     describe(job)
-    line("pipeline", f"{counted(len(job.runs), 'adapter')}, {schedule}, batches of up to {job.batch_tokens:,} tokens")
+    line(
+        "pipeline", f"{count_noun(len(job.runs), 'adapter')}, {schedule}, batches of up to {job.batch_tokens:,} tokens"
+    )
     with Table(job) as table:
         record = job.train(table)
     code = report_pipeline(record, job.home)
@@ -282,7 +284,7 @@ def report_pipeline(record: PipelineRecord, home: Path) -> int:
     for adapter in record.adapters:
         outcome, text = adapter.outcome, STOP_TEXT[adapter.stop_reason]
         outcomes.append(outcome)
-        why = f"{adapter.name}: {adapter.step:,} of {counted(adapter.total_steps, 'step')} ({text})"
+        why = f"{adapter.name}: {adapter.step:,} of {count_noun(adapter.total_steps, 'step')} ({text})"
         found = adapter.losses
         known = losses(found.train, found.before, found.held_out)
         line(outcome, "; ".join([why, *known, f"the adapter is in {adapter.checkpoint}"]))
@@ -293,7 +295,7 @@ def report_pipeline(record: PipelineRecord, home: Path) -> int:
     return max(exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters)
 
 
-class Table(Starting):
+class Table(StartupProgress):
     """A live table on a terminal, with a row per adapter; else lines as for a single run."""
 
     def __init__(self, job: PipelineJob):
@@ -361,7 +363,7 @@ class Table(Starting):
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        from wgpu_lora.train.memory import readable
+        from wgpu_lora.train.memory import format_bytes
 
         table = RichTable(box=None, pad_edge=False)
         table.add_column("adapter")
@@ -381,12 +383,12 @@ class Table(Starting):
         for name, result in self._rows.items():
             share = f"{self._own[name] / total:.0%}"
             if result is None:
-                table.add_row(Text(printable(name)), str(self._own[name]), *[""] * 6, share, "")
+                table.add_row(Text(escape_unprintable(name)), str(self._own[name]), *[""] * 6, share, "")
                 continue
             heldout = f"{self._heldout[name]:.4f}" if name in self._heldout else ""
             seconds = max(result.seconds, 1e-9)
             table.add_row(
-                Text(printable(name)),
+                Text(escape_unprintable(name)),
                 f"{result.step}/{result.total_steps}",
                 f"{result.epoch:.2f}",
                 f"{result.loss:.4f}",
@@ -397,7 +399,7 @@ class Table(Starting):
                 share,
                 self._trends[name].bars(TREND),
             )
-        below = [self._remaining(), f"{readable(self._device.allocated)} on the device", self._hardware]
+        below = [self._remaining(), f"{format_bytes(self._device.allocated)} on the device", self._hardware]
         table.caption, table.caption_justify = ", ".join(filter(None, below)), "left"
         return table
 
@@ -411,15 +413,13 @@ class Table(Starting):
 NOT_OF_JOBS = ("recipe", "adapters", "adapters_config", "schedule", "batch_tokens")
 
 
-def protected_instead(
-    ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: dict[str, Any]
-) -> int | None:
+def run_protected(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int | None:
     """Run the command with --protected; None without it."""
     path: Path | None = values.get("protected")
     if path is None:
-        refuse_idle(ctx, ("nonce",), "without --protected")
+        refuse_unused(ctx, ("nonce",), "without --protected")
         return None
-    refuse_idle(ctx, NOT_OF_JOBS, "with --protected, whose file has all of that")
+    refuse_unused(ctx, NOT_OF_JOBS, "with --protected, whose file has all of that")
     from wgpu_lora.protect.extra import check_libraries
 
     check_libraries()
@@ -454,7 +454,7 @@ def _watched(job: FinetuneJob) -> Iterator[Events]:
     from wgpu_lora.cli.run_summary import describe
 
     describe(job)
-    with Watcher(job) as watcher:
+    with TrainingProgress(job) as watcher:
         yield watcher
 
 
@@ -484,7 +484,7 @@ def _draw(axes: Any, runs: Mapping[str, Path]) -> None:
 
     for number, (name, directory) in enumerate(runs.items()):
         log = read_log(directory / LOG) if (directory / LOG).is_file() else []
-        colour, shown = f"C{number % 10}", printable(name)
+        colour, shown = f"C{number % 10}", escape_unprintable(name)
         trained = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry]
         axes.plot(*zip(*trained, strict=True) if trained else ([], []), color=colour, label=shown)
         heldout = [(entry["step"], entry["eval_loss"]) for entry in log if "eval_loss" in entry]

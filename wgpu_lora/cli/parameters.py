@@ -17,8 +17,8 @@ from wgpu_lora.cli.command import OPTIONS, Command
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.option_types import FOREVER, kinds
 from wgpu_lora.train.options.training_arguments import PANELS, TrainingArguments
-from wgpu_lora.train.options.unused_options import idle
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.options.unused_options import unused_options
+from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.weights.base_formats import BASE_FORMATS
 
 Completer = Callable[[str], list[Any]]  # the incomplete word -> values, or (value, help)
@@ -200,14 +200,14 @@ def training_options(run: Callable[..., int], instead: Instead | None = None) ->
             return code
         own_data = any(values.get(name) for name in ("adapters", "adapters_config"))
         if not own_data:
-            refuse_idle(ctx, OF_SEVERAL, "without --adapters or --adapters-config")
+            refuse_unused(ctx, OF_SEVERAL, "without --adapters or --adapters-config")
         beside = _first_checkpoint(**values) if own_data and given.get("resume") else None
         demo = not (own_data or values.get("shape"))
-        args, path = gather(given, recipe, "The command line", demo, beside)
+        args, path = resolve_options(given, recipe, "The command line", demo, beside)
         if values.get("shape"):  # which stands for the model and the data of a recipe
             unset: dict[str, Any] = dict.fromkeys({"model", "data", "eval_data"} - given.keys())
             args = replace(args, **unset)
-        note_idle(given, args)
+        warn_unused(given, args)
         note = None
         if path is not None:
             note = f"{path}" if recipe else f"{path}: no --data is given, so the demo model is trained on its own data"
@@ -227,9 +227,9 @@ def training_options(run: Callable[..., int], instead: Instead | None = None) ->
     return command
 
 
-def note_idle(given: Collection[str], args: TrainingArguments) -> None:
+def warn_unused(given: Collection[str], args: TrainingArguments) -> None:
     """Print a note for each given option that does nothing."""
-    for text in idle(given, args):
+    for text in unused_options(given, args):
         typer.echo(f"wgpu-lora: note: {text}", err=True)
 
 
@@ -285,7 +285,7 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def refuse_idle(ctx: typer.Context, names: Collection[str], where: str) -> None:
+def refuse_unused(ctx: typer.Context, names: Collection[str], where: str) -> None:
     """Raise UserError if the command line has any of these options, which would do nothing.
 
     where: the reason, such as 'with --list'.

@@ -57,9 +57,9 @@ def plan(
     The options are those of 'finetune'. Nothing is allocated, unless --measure is given.
     """
     from wgpu_lora.memory_leases import budget_bytes
-    from wgpu_lora.train.memory import both, readable, ways_to_fit, without_a_way
+    from wgpu_lora.train.memory import fitting_suggestions, format_bytes, format_bytes_exact, no_fit_advice
     from wgpu_lora.train.time_estimate import check_price
-    from wgpu_lora.train.time_estimate import measure as measured
+    from wgpu_lora.train.time_estimate import project_time as measured
 
     check_price(price_per_hour)
     if price_per_hour is not None and not measure:
@@ -70,7 +70,7 @@ def plan(
     budget = budget_bytes(session.device.info, args.budget())
     available = budget.bytes
     fits = available is None or memory.guarded <= available
-    ways = [] if available is None or fits else ways_to_fit(available, job.run.args, job.replan)
+    ways = [] if available is None or fits else fitting_suggestions(available, job.run.args, job.replan)
     buckets = sorted(session.steps)
     steps = [run.stream.total_steps() for run in job.runs]
     named = zip(job.runs, steps, strict=True)
@@ -114,24 +114,24 @@ def plan(
     sums = {"during training": memory.training, "during loading": memory.loading, "at peak": memory.peak}
     rows = [*memory.groups.items(), *sums.items()]
     for name, nbytes in rows:
-        table.add_row(name, f"{nbytes:,}", readable(nbytes))
+        table.add_row(name, f"{nbytes:,}", format_bytes(nbytes))
     if memory.host:
-        table.add_row("in the host's memory", f"{memory.host:,}", readable(memory.host))
+        table.add_row("in the host's memory", f"{memory.host:,}", format_bytes(memory.host))
     console().print(table)
     note_unified(memory)
     for tokens in buckets:
         line(
             "batch",
-            f"of up to {tokens:,} tokens: {readable(session.steps[tokens].program.plan().nbytes)} of activations",
+            f"of up to {tokens:,} tokens: {format_bytes(session.steps[tokens].program.plan().nbytes)} of activations",
         )
-    known = budget.source if available is None else f"{readable(available)}: {budget.source}"
+    known = budget.source if available is None else f"{format_bytes(available)}: {budget.source}"
     verdict = "" if available is None else "; it fits" if fits else "; it does not fit"
     advice = ""
     if available and not fits and not ways:
-        advice = f"; {without_a_way(memory.groups['base'], available, job.run.args, job.replan)}"
+        advice = f"; {no_fit_advice(memory.groups['base'], available, job.run.args, job.replan)}"
     line("budget", f"{known}{verdict}{advice}")
     for way in ways:
-        line("would fit", f"with {way.options}: {both(way.peak)}")
+        line("would fit", f"with {way.options}: {format_bytes_exact(way.peak)}")
     if projection:
         show_projection(projection, price_per_hour)
     return 0
@@ -196,7 +196,7 @@ def job_of_shape(shape: str, args: TrainingArguments) -> FinetuneJob:
     Raises:
         UserError: the shape is not known, a model or data are given, or the options do not suit it.
     """
-    from wgpu_lora.data.memory_rows import MemorySource
+    from wgpu_lora.data.memory_rows import SealedRows
     from wgpu_lora.gpu.device import Device
     from wgpu_lora.models.published_shapes import shape_config
     from wgpu_lora.models.synthetic_models import synthetic_model
@@ -210,5 +210,5 @@ def job_of_shape(shape: str, args: TrainingArguments) -> FinetuneJob:
     length = args.max_length or min(LENGTH, config.max_position_embeddings)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length))
     content = "".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in tokens.tolist())
-    source = MemorySource(bytearray(content.encode()), NAME, "")
+    source = SealedRows(bytearray(content.encode()), NAME, "")
     return prepare_job(replace(args, model=shape, data=NAME), model, planning=True, rows={"data": source})

@@ -20,11 +20,11 @@ from wgpu_lora.cli.parameters import RECIPES, Device
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.installation import program
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.chain.chain_file import Chain
-    from wgpu_lora.chain.chain_run import Standing
+    from wgpu_lora.chain.chain_run import StageStatus
     from wgpu_lora.train.finetune import FinetuneJob
 
 
@@ -54,12 +54,12 @@ def run_chain(
     its results are as it left them. A chain can be interrupted at any time, and goes on when it is run again.
     """
     from wgpu_lora.chain.chain_file import read_chain
-    from wgpu_lora.chain.chain_run import run, standings
+    from wgpu_lora.chain.chain_run import run, stage_statuses
     from wgpu_lora.chain.stage import EndedEarlyError
 
     found = read_chain(chain, output, device, model)
     if listing:
-        _list(standings(found, start))
+        _list(stage_statuses(found, start))
         return 0
     try:
         run(found, _Shown(found), start)
@@ -75,7 +75,7 @@ def run_chain(
     return 0
 
 
-def _list(stages: list[Standing]) -> None:
+def _list(stages: list[StageStatus]) -> None:
     rows = [
         [
             str(number),
@@ -123,11 +123,11 @@ class _Shown(ChainWatch):
             yield TensorBar(bar)
 
     def training(self, job: FinetuneJob) -> AbstractContextManager[Events]:
-        from wgpu_lora.cli.finetune import Watcher
+        from wgpu_lora.cli.finetune import TrainingProgress
         from wgpu_lora.cli.run_summary import describe
 
         describe(job)
-        return Watcher(job)
+        return TrainingProgress(job)
 
     def trained(self, record: Any) -> None:
         from wgpu_lora.cli.finetune import report_run
@@ -194,7 +194,7 @@ def data(
     if rows < 1:
         raise UserError(f"--rows must be greater than 0, not {rows}.")
     write_rows(GENERATORS[name], output, rows, seed)
-    line("written", f"{counted(rows, 'row')} in {output}")
+    line("written", f"{count_noun(rows, 'row')} in {output}")
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from wgpu_lora.cli.console import line
 from wgpu_lora.cli.training_progress import describe_tuning
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES
-from wgpu_lora.words import counted, listed
+from wgpu_lora.words import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.models.loaded_model import LoadedModel
@@ -64,10 +64,10 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
         return
     total = stream.total_steps()
     warmup = run.warmup(total)
-    rate = _decay(args) + (f" after {counted(warmup, 'step')} of warm-up" if warmup else "")
+    rate = _decay(args) + (f" after {count_noun(warmup, 'step')} of warm-up" if warmup else "")
     line("steps", f"{mark}{total:,}; {each}; {rate}")
     if total < FEW and not args.resume:
-        line("warning", f"{mark}{counted(total, 'step')} may be too few to learn much: try {_levers(run)}")
+        line("warning", f"{mark}{count_noun(total, 'step')} may be too few to learn much: try {_levers(run)}")
 
 
 def _decay(args: TrainingArguments) -> str:
@@ -83,7 +83,7 @@ def _timed_rate(args: TrainingArguments) -> str:
     if not LR_SCHEDULES[args.lr_scheduler_type].warms_up or not (args.warmup_steps or args.warmup_ratio):
         return rate
     seconds = f"{args.warmup_ratio * args.target_seconds:g} s"
-    return f"{rate}, after {counted(args.warmup_steps, 'step') if args.warmup_steps else seconds} of warm-up"
+    return f"{rate}, after {count_noun(args.warmup_steps, 'step') if args.warmup_steps else seconds} of warm-up"
 
 
 def _levers(run: AdapterRun) -> str:
@@ -121,7 +121,9 @@ def _kept(model: LoadedModel) -> str:
     """The matrices that are not in the base format, since they are small."""
     own, names = model.decoder.embedding.dtype, model.config.kept_modules()
     return (
-        f", {listed(names)} in {own}" if names and own != model.decoder.base_dtype and not model.config.packed else ""
+        f", {join_words(names)} in {own}"
+        if names and own != model.decoder.base_dtype and not model.config.packed
+        else ""
     )
 
 
@@ -149,23 +151,26 @@ def note_unified(plan: MemoryPlan) -> None:
 
 def describe_optimizer(job: Job[Any]) -> None:
     """Describe the optimizer and its state."""
-    from wgpu_lora.train.memory import both
+    from wgpu_lora.train.memory import format_bytes_exact
 
     session = job.session
     trained = sum(session.trained.trainable(run.slot, session.model.config) for run in job.runs)
     kept = session.optimizer.state_bytes
     each = f"{kept / trained:.2f} bytes per trained parameter"
-    line("optimizer", f"{job.runs[0].args.optim}: {f'{both(kept)} of state, {each}' if kept else 'no state'}")
+    line(
+        "optimizer",
+        f"{job.runs[0].args.optim}: {f'{format_bytes_exact(kept)} of state, {each}' if kept else 'no state'}",
+    )
 
 
 def describe_memory(job: Job[Any]) -> None:
     """Describe the optimizer, the planned memory, and what remains to be tuned."""
-    from wgpu_lora.train.memory import both
+    from wgpu_lora.train.memory import format_bytes_exact
 
     plan = job.session.memory()
     describe_optimizer(job)
-    beside = f", and {both(plan.host)} in the host's memory" if plan.host else ""
-    line("memory", f"{both(plan.peak)} of the device at peak{beside}")
+    beside = f", and {format_bytes_exact(plan.host)} in the host's memory" if plan.host else ""
+    line("memory", f"{format_bytes_exact(plan.peak)} of the device at peak{beside}")
     note_unified(plan)
     describe_tuning(job)
 

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import console, is_terminal, line, print_json, table
-from wgpu_lora.cli.parameters import choice, refuse_idle
+from wgpu_lora.cli.parameters import choice, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.choices import RUN_KINDS, RUN_STATUSES
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 WIDEST, GOAL = 10_000, 12  # columns of the table without a terminal; columns for goals, which are folded
 FILTERS = ("status", "kind", "objective", "name", "since", "limit")
@@ -68,7 +68,7 @@ def runs(
     if len(names) > 2:
         raise UserError(f"{len(names)} runs are given: give one to show it, or two to compare them.")
     if names:
-        refuse_idle(ctx, FILTERS, "with the id of a run")
+        refuse_unused(ctx, FILTERS, "with the id of a run")
     if limit is not None and limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}.")
     for option, value, allowed in (("--status", status, RUN_STATUSES), ("--kind", kind, RUN_KINDS)):
@@ -90,7 +90,7 @@ def runs(
         columns = left = ("", *(entry.id for entry in chosen))
         found_facts = compared(*chosen) if len(names) == 2 else list(facts(chosen[0]).items())
         rows, styles = [tuple(row) for row in found_facts], [None] * len(found_facts)
-    printed = [[printable(cell, "\n") for cell in row] for row in rows]
+    printed = [[escape_unprintable(cell, "\n") for cell in row] for row in rows]
     if as_markdown:
         print(markdown(columns, printed, left), flush=True)
     elif rows:
@@ -108,7 +108,7 @@ def runs(
     if not (as_markdown or rows):
         line("runs", f"none{' of these' if found.entries else ''} in {log.path}")
     if found.damaged and not as_markdown:
-        line("note", f"{counted(found.damaged, 'line')} of {log.path} cannot be read")
+        line("note", f"{count_noun(found.damaged, 'line')} of {log.path} cannot be read")
     return 0
 
 
@@ -131,7 +131,7 @@ def report(
     """
     from wgpu_lora.bench.overhead_results import is_result_file
     from wgpu_lora.report.comparison_tables import summary
-    from wgpu_lora.report.finished_runs import directories_of, left_out, read_runs
+    from wgpu_lora.report.finished_runs import directories_of, missing_members, read_runs
     from wgpu_lora.report.page import write_report
 
     if any(is_result_file(path) for path in runs):
@@ -139,8 +139,8 @@ def report(
     found = read_runs(runs)
     page = write_report(found, output)
     for run in found:
-        print(printable(summary(run), "\n"), flush=True)
-    others = left_out([place for directory in runs for place in directories_of(directory)])
+        print(escape_unprintable(summary(run), "\n"), flush=True)
+    others = missing_members([place for directory in runs for place in directories_of(directory)])
     if others:
         line("note", f"trained together with these, but not given: {', '.join(map(str, others))}")
     line("report", str(page))

@@ -12,10 +12,10 @@ from wgpu_lora.cli.parameters import MODEL, THINKING, BaseDtype, Device, Json, c
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.choices import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
-    from wgpu_lora.distill.teacher_cache_writer import Plan
+    from wgpu_lora.distill.teacher_cache_writer import CachePlan
 
 
 class _Shown(TensorBar):
@@ -75,12 +75,12 @@ def teacher_cache(
     opened = load(model_of({"teacher": Path(adapter)} if adapter else {}, model), device=device, base_dtype=base_dtype)
     total = 0
 
-    def planned(plan: Plan, done: int) -> None:
+    def planned(plan: CachePlan, done: int) -> None:
         nonlocal total
         total = plan.bytes
         if as_json:
             return
-        rows, positions = counted(len(plan.rows), "row"), counted(plan.header.positions, "position")
+        rows, positions = count_noun(len(plan.rows), "row"), count_noun(plan.header.positions, "position")
         line("cache", f"{rows}, {positions} of {plan.position_bytes:,} bytes: {plan.bytes:,} bytes in {output}")
         if done:
             line("resumed", f"{done:,} of {rows} are finished")
@@ -124,5 +124,5 @@ def teacher_cache(
             }
         )
         return 0
-    line("written", f"{counted(len(cache.header.shards), 'shard')}, {written:,} bytes")
+    line("written", f"{count_noun(len(cache.header.shards), 'shard')}, {written:,} bytes")
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import Bar, duration, line
 from wgpu_lora.events import Evaluating, Events, Tuning
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.train.finetune import Job
@@ -22,11 +22,11 @@ def describe_tuning(job: Job[Any]) -> None:
     if tuning and tuning.sizes:
         known = tuning.expected
         takes = f"at most {duration(tuning.limit)}" if known is None else f"about {duration(known)}"
-        sizes = counted(tuning.sizes, "kernel size")
+        sizes = count_noun(tuning.sizes, "kernel size")
         line("tuning", f"{sizes} will be timed on this device, once: {takes}, before the first step")
 
 
-class Starting(Events):
+class StartupProgress(Events):
     """Bars of tuning and of loading, one after the other, then what `ready` shows."""
 
     def __init__(self, job: Job[Any]):
@@ -43,7 +43,7 @@ class Starting(Events):
     def tuning(self, tuning: Tuning) -> None:
         if tuning.over:
             self.close()
-            text = f"{counted(tuning.sizes_done, 'kernel size')} in {duration(tuning.seconds)}"
+            text = f"{count_noun(tuning.sizes_done, 'kernel size')} in {duration(tuning.seconds)}"
             if tuning.sizes_done < tuning.sizes:
                 text += f"; {tuning.sizes - tuning.sizes_done:,} keep their defaults, as a tiling takes up to "
                 text += f"{duration(tuning.longest)} here: 'wgpu-lora tune --seconds N' takes longer"

@@ -13,34 +13,34 @@ from wgpu_lora.data.dataset_lookup import heldout_data, training_data
 from wgpu_lora.data.example_formats import parse_example, read_examples
 from wgpu_lora.data.examples import Sample
 from wgpu_lora.data.masks import tokenize_example
-from wgpu_lora.data.memory_rows import given_rows, rows_given
+from wgpu_lora.data.memory_rows import python_source, split_python_rows
 from wgpu_lora.data.packing import batches, epoch_order, pack
 from wgpu_lora.data.row_counts import skipped_rows
 from wgpu_lora.data.row_files import read_jsonl
 from wgpu_lora.data.source import Source
-from wgpu_lora.data.tokenized_data import Prepared, Row, hold_out, prepare
+from wgpu_lora.data.tokenized_data import Row, TokenizedData, split_validation, tokenize_source
 from wgpu_lora.data.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
     "UNTRAINED",
-    "Prepared",
     "Row",
     "Sample",
     "Source",
     "StreamDecoder",
+    "TokenizedData",
     "Tokenizer",
     "batches",
     "epoch_order",
-    "given_rows",
     "heldout_data",
-    "hold_out",
     "pack",
     "parse_example",
-    "prepare",
+    "python_source",
     "read_examples",
     "read_jsonl",
-    "rows_given",
     "skipped_rows",
+    "split_python_rows",
+    "split_validation",
     "tokenize_example",
+    "tokenize_source",
     "training_data",
 ]

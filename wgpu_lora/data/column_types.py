@@ -8,7 +8,7 @@ from typing import Any
 
 from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.messages import checked_functions, checked_messages, checked_tools
-from wgpu_lora.data.row_formats import Kind
+from wgpu_lora.data.row_formats import ColumnType
 from wgpu_lora.errors import UserError
 
 _MAX_NUMBER = 3.4028234e38  # of f32
@@ -93,14 +93,14 @@ def _object(value: Any, name: str) -> dict[str, Any]:
     return value or {}
 
 
-ANYTHING = Kind(_anything)
-TEXT = Kind(_text, is_text=True)
-TEXT_OR_MESSAGES = Kind(_text_or_messages, is_text=True, cell=_messages_in)
-MESSAGES = Kind(_messages)  # objects with role and content, or with from and value
-TOKENS = Kind(partial(_integers, least=0))
-LABELS = Kind(partial(_integers, least=-100))
-NUMBER = Kind(_number)
-FLAG = Kind(_flag)  # true or false
-OBJECT = Kind(_object)
-TOOLS = Kind(checked_tools)
-FUNCTIONS = Kind(checked_functions)  # OpenAI's older name of tools
+ANYTHING = ColumnType(_anything)
+TEXT = ColumnType(_text, is_text=True)
+TEXT_OR_MESSAGES = ColumnType(_text_or_messages, is_text=True, cell=_messages_in)
+MESSAGES = ColumnType(_messages)  # objects with role and content, or with from and value
+TOKENS = ColumnType(partial(_integers, least=0))
+LABELS = ColumnType(partial(_integers, least=-100))
+NUMBER = ColumnType(_number)
+FLAG = ColumnType(_flag)  # true or false
+OBJECT = ColumnType(_object)
+TOOLS = ColumnType(checked_tools)
+FUNCTIONS = ColumnType(checked_functions)  # OpenAI's older name of tools

@@ -11,9 +11,9 @@ from typing import IO, Any
 from wgpu_lora.data.compressed_files import opened
 from wgpu_lora.data.json_rows import MAX_BLANK, MAX_LINE, MAX_SHOWN, too_many_blank_lines
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import NoRowsError, Place, Problem, Rows
+from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 DELIMITERS = (",", ";", "\t")
 MAX_COLUMNS = 4096
@@ -39,12 +39,12 @@ def read_delimited(path: Path, formats: RowFormats[Any]) -> Rows:
                 names = _columns(cells, f"{path}, line {line}", formats)
                 continue
             empty = False
-            yield Place("line", line), cells if isinstance(cells, Problem) else _row(names, cells, formats)
+            yield RowPlace("line", line), cells if isinstance(cells, BadRow) else _row(names, cells, formats)
     if empty:
         raise NoRowsError(f"{path} is empty: add a line with the column names, and at least one row.")
 
 
-def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[tuple[int, list[str] | Problem]]:
+def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[tuple[int, list[str] | BadRow]]:
     """(first line, cells) of every record that is not blank."""
     lines = _Lines(file)
     reader = csv.reader(lines, delimiter=_delimiter(lines, formats), strict=True)
@@ -63,7 +63,7 @@ def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[
                 ) from error
             lone = "new-line" in str(error)
             wrong = "a line ends with a lone carriage return" if lone else f"not CSV: {error}"
-            yield begin, Problem(f"{wrong}; save the file from a spreadsheet.", lines.last[:MAX_SHOWN])
+            yield begin, BadRow(f"{wrong}; save the file from a spreadsheet.", lines.last[:MAX_SHOWN])
             continue
         if cells:
             yield begin, _decoded(cells)
@@ -112,18 +112,18 @@ def _delimiter(lines: _Lines, formats: RowFormats[Any]) -> str:
     return fitting[0] if fitting else max(DELIMITERS, key=lambda mark: len(found[mark]))
 
 
-def _decoded(cells: list[str]) -> list[str] | Problem:
+def _decoded(cells: list[str]) -> list[str] | BadRow:
     try:
         "".join(cells).encode("utf-8")
     except UnicodeEncodeError:
         text = ",".join(cells)[:MAX_SHOWN].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        return Problem("not valid UTF-8; save the file as UTF-8.", text)
+        return BadRow("not valid UTF-8; save the file as UTF-8.", text)
     return cells
 
 
-def _columns(cells: list[str] | Problem, where: str, formats: RowFormats[Any]) -> list[str]:
+def _columns(cells: list[str] | BadRow, where: str, formats: RowFormats[Any]) -> list[str]:
     """The column names. Raises UserError if they fit no format or are not unique."""
-    if isinstance(cells, Problem):
+    if isinstance(cells, BadRow):
         raise UserError(f"{where}: {cells.reason}")
     names = [name.strip() for name in cells]
     if len(names) > MAX_COLUMNS:
@@ -140,8 +140,8 @@ def _columns(cells: list[str] | Problem, where: str, formats: RowFormats[Any]) -
     return names
 
 
-def _row(names: list[str], cells: list[str], formats: RowFormats[Any]) -> dict[str, Any] | Problem:
+def _row(names: list[str], cells: list[str], formats: RowFormats[Any]) -> dict[str, Any] | BadRow:
     if len(cells) != len(names):
-        reason = f"it has {counted(len(cells), 'cell')}, but the header names {counted(len(names), 'column')}."
-        return Problem(reason, cells)
+        reason = f"it has {count_noun(len(cells), 'cell')}, but the header names {count_noun(len(names), 'column')}."
+        return BadRow(reason, cells)
     return formats.of_cells({name: cell for name, cell in zip(names, cells, strict=True) if name})

@@ -14,7 +14,7 @@ from wgpu_lora.data.row_files import FORMATS, SUFFIXES, FileSource, file_source
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 # Names of files and splits, the most common first.
 TRAIN, TEST = ("train", "training"), ("test",)
@@ -23,7 +23,7 @@ _SHOWN = 10  # names in a message
 
 
 @dataclass
-class _Named:
+class DatasetSplits:
     """A resolved name. splits: by name; also: unused files, for example with the same name in another format."""
 
     data: str
@@ -47,7 +47,9 @@ class _Named:
         alike = next((names for names in (TRAIN, VALID, TEST) if split in names), (split,))
         name = self.first((split, *alike))
         if name is None:
-            there = f"choose one of {listed([*self.splits])}" if self.splits else "it has no file named like a split"
+            there = (
+                f"choose one of {join_words([*self.splits])}" if self.splits else "it has no file named like a split"
+            )
             raise UserError(f"{self.data} has no split {split!r:.80}: {there}.")
         return self.take(name)
 
@@ -92,7 +94,7 @@ def training_data(
     named = _named(str(data), split, dataset_config)
     if split:
         return named.take_split(split), heldout
-    source = named.take(named.first(TRAIN) or named.only() or _lacks(named, "train", "split"))
+    source = named.take(named.first(TRAIN) or named.only() or _missing_split_error(named, "train", "split"))
     valid = named.first(VALID)
     if heldout is None and valid is not None:
         heldout = named.take(valid)
@@ -100,7 +102,7 @@ def training_data(
     if unused and not (eval_data or eval_split or "eval_data" in given):
         verb = "is" if len(unused) == 1 else "are"
         named_by = "eval_data" if isinstance(source, FileSource) else "eval_split"
-        note = f"{listed(unused)} beside {source.name} {verb} not used; use {flag(named_by)} for held-out rows"
+        note = f"{join_words(unused)} beside {source.name} {verb} not used; use {flag(named_by)} for held-out rows"
         source = replace(source, notes=(*source.notes, note))
     return source, heldout
 
@@ -123,31 +125,35 @@ def heldout_data(
     named = _named(str(data), split, dataset_config, option, argument)
     if split:
         return named.take_split(split)
-    return named.take(named.first((*VALID, *TEST, *TRAIN)) or named.only() or _lacks(named, "valid", option))
+    return named.take(
+        named.first((*VALID, *TEST, *TRAIN)) or named.only() or _missing_split_error(named, "valid", option)
+    )
 
 
-def _named(data: str, split: str | None, config: str | None, option: str = "split", argument: str = "data") -> _Named:
+def _named(
+    data: str, split: str | None, config: str | None, option: str = "split", argument: str = "data"
+) -> DatasetSplits:
     try:
-        return _look_up(data, split, config, option, argument)
+        return _find_splits(data, split, config, option, argument)
     except OSError as error:
         raise UserError(f"{data} cannot be read ({error.strerror or error}).") from error
 
 
-def _look_up(data: str, split: str | None, config: str | None, option: str, argument: str) -> _Named:
+def _find_splits(data: str, split: str | None, config: str | None, option: str, argument: str) -> DatasetSplits:
     if not data.strip():
         raise UserError(f"{flag(argument)} is empty: give a file, a folder or a dataset.")
     path = Path(data)
     if path.is_file() or (path.exists() and not path.is_dir()):
         if split:
             raise UserError(f"{flag(option)} needs a dataset or a folder, but {data} is a file: leave it out.")
-        named = _Named(data, {"train": path})
+        named = DatasetSplits(data, {"train": path})
         if _stem(path) in TRAIN:
             named.also = [other.name for other in _files(path.parent) if other != path and _stem(other) not in TRAIN]
         return named
     if path.is_dir():
         if is_saved(path):
-            return _Named(data, {**load_splits(data, split, config)})
-        found = _Named(data, {}, folder=True)
+            return DatasetSplits(data, {**load_splits(data, split, config)})
+        found = DatasetSplits(data, {}, folder=True)
         for file in _files(path):
             if _stem(file) in found.splits:
                 found.also.append(file.name)
@@ -159,7 +165,7 @@ def _look_up(data: str, split: str | None, config: str | None, option: str, argu
     if not is_hub_id(data):
         near = "" if "/" in data or path.suffix else " (a Hugging Face dataset is OWNER/NAME)"
         raise UserError(f"There is no data at {data}{near}; give a file ({FORMATS}) or a folder with a train.jsonl.")
-    return _Named(data, {**load_splits(data, split, config)})
+    return DatasetSplits(data, {**load_splits(data, split, config)})
 
 
 def _files(folder: Path) -> list[Path]:
@@ -174,12 +180,12 @@ def _stem(path: Path) -> str:
     return bare.stem.lower() if bare.suffix.lower() in SUFFIXES else ""
 
 
-def _lacks(named: _Named, what: str, option: str) -> NoReturn:
+def _missing_split_error(named: DatasetSplits, what: str, option: str) -> NoReturn:
     if not named.folder:
-        there = listed([*named.splits][:_SHOWN], max(0, len(named.splits) - _SHOWN))
+        there = join_words([*named.splits][:_SHOWN], max(0, len(named.splits) - _SHOWN))
         raise UserError(f"{named.data} has no split {what!r}, only {there}: choose one with {flag(option)}.")
     names = [path.name for path in sorted(Path(named.data).iterdir()) if bare_name(path).suffix.lower() in SUFFIXES]
-    there = f"it holds {listed(names[:_SHOWN], max(0, len(names) - _SHOWN))}" if names else "it holds no data"
+    there = f"it holds {join_words(names[:_SHOWN], max(0, len(names) - _SHOWN))}" if names else "it holds no data"
     raise UserError(
         f"The folder {named.data} has no {what}.jsonl (or {', '.join(SUFFIXES[2:])}), and {there}: name the file "
         "itself, or rename it."

@@ -21,7 +21,7 @@ from wgpu_lora.data.column_types import FUNCTIONS, LABELS, MESSAGES, OBJECT, TEX
 from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Sample, Text, Tokens
 from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.row_formats import Fields, Row, RowFormat, RowFormats
-from wgpu_lora.data.source import Place, Source, strict_rows
+from wgpu_lora.data.source import RowPlace, Source, strict_rows
 from wgpu_lora.data.template import check_variables
 from wgpu_lora.errors import UserError
 
@@ -123,7 +123,7 @@ def parse_example(row: Row) -> Example:
     return example
 
 
-def read_examples(source: Source) -> Iterator[tuple[Place, Example]]:
+def read_examples(source: Source) -> Iterator[tuple[RowPlace, Example]]:
     """Yield (place, example) for every row of a source.
 
     Raises:

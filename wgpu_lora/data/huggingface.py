@@ -14,11 +14,11 @@ from typing import Any
 from wgpu_lora.data.parquet import BATCH, known_columns, rows_of
 from wgpu_lora.data.row_files import SUFFIXES
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import NoRowsError, Place, Rows
+from wgpu_lora.data.source import NoRowsError, RowPlace, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import pip_line
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # written by save_to_disk
@@ -54,7 +54,7 @@ class HubSource:
         with _as_user_error(self.path):
             yield from rows_of(table.iter(BATCH))
 
-    def where(self, place: Place) -> str:
+    def where(self, place: RowPlace) -> str:
         return f"{self.path}, {place}"
 
     def digest(self) -> None:
@@ -109,7 +109,7 @@ def load_splits(data: str, split: str | None, config: str | None) -> dict[str, H
 
 
 def _no_split(data: str, split: str, found: Mapping[str, Any]) -> Any:
-    raise UserError(f"{data} has no split {split!r:.80}: choose one of {listed([*found])} with {flag('split')}.")
+    raise UserError(f"{data} has no split {split!r:.80}: choose one of {join_words([*found])} with {flag('split')}.")
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from wgpu_lora.bounded import object_of
+from wgpu_lora.bounded import object_with_unique_keys
 from wgpu_lora.data.compressed_files import opened
 from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import NoRowsError, Place, Problem, Rows
+from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows
 from wgpu_lora.errors import UserError
 
 MAX_LINE = 16 << 20  # bytes; in the worst case (nested lists) Python takes half a gigabyte for them
@@ -32,7 +32,7 @@ def read_lines(path: Path, formats: RowFormats[Any]) -> Rows:
     first = True
     with opened(path) as file:
         for place, line, row in parsed(_lines(file)):
-            if first and isinstance(row, Problem) and (wrong := _of_several_lines(path, line, formats)):
+            if first and isinstance(row, BadRow) and (wrong := _of_several_lines(path, line, formats)):
                 raise UserError(f"{path} {wrong}.")
             first = False
             yield place, row
@@ -40,14 +40,14 @@ def read_lines(path: Path, formats: RowFormats[Any]) -> Rows:
         raise NoRowsError(f"{path} is empty; at least one row is needed.")
 
 
-def parsed(lines: Iterable[bytes]) -> Iterator[tuple[Place, bytes, dict[str, Any] | Problem]]:
+def parsed(lines: Iterable[bytes]) -> Iterator[tuple[RowPlace, bytes, dict[str, Any] | BadRow]]:
     """The rows of all lines that are not blank, with their places and their lines."""
     blank = 0
     for number, line in enumerate(lines, start=1):
         if number == 1:
             line = line.removeprefix(BOM)
         if len(line) > MAX_LINE or line.strip():
-            yield Place("line", number), line, parse_line(line)
+            yield RowPlace("line", number), line, parse_line(line)
         elif (blank := blank + 1) > MAX_BLANK:
             raise UserError(too_many_blank_lines(number))
 
@@ -60,14 +60,14 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
             line = file.readline(MAX_LINE + 1)
 
 
-def parse_line(line: bytes) -> dict[str, Any] | Problem:
+def parse_line(line: bytes) -> dict[str, Any] | BadRow:
     """Parse the bytes of a row."""
     if len(line) > MAX_LINE:
         return too_long()
     if not line.strip():  # only elements of a list: blank lines are skipped
-        return Problem("there is nothing between two commas, or after the last; remove the comma.")
+        return BadRow("there is nothing between two commas, or after the last; remove the comma.")
     try:
-        row = json.loads(line.decode("utf-8"), object_pairs_hook=object_of, parse_constant=_no_constant)
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=object_with_unique_keys, parse_constant=_no_constant)
         if b"\\u" in line:  # an escape may be a lone surrogate, which no tokenizer accepts
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
@@ -90,16 +90,16 @@ def parse_line(line: bytes) -> dict[str, Any] | Problem:
     else:
         if isinstance(row, dict):
             return row
-        return Problem(f"it is {kind_of(row)}, but each row must be one JSON object.", row)
-    return Problem(reason, line[:MAX_SHOWN].decode("utf-8", "replace").strip())
+        return BadRow(f"it is {kind_of(row)}, but each row must be one JSON object.", row)
+    return BadRow(reason, line[:MAX_SHOWN].decode("utf-8", "replace").strip())
 
 
 def too_many_blank_lines(number: int) -> str:
     return f"The data have more than {MAX_BLANK:,} blank lines up to line {number:,}: remove them."
 
 
-def too_long() -> Problem:
-    return Problem(f"longer than {MAX_LINE >> 20} MiB; split the row into several.")
+def too_long() -> BadRow:
+    return BadRow(f"longer than {MAX_LINE >> 20} MiB; split the row into several.")
 
 
 def describe(error: json.JSONDecodeError) -> str:
@@ -143,7 +143,7 @@ def read_array(path: Path, formats: RowFormats[Any] | None = None) -> Rows:
     number = 0
     with opened(path) as file:
         for number, (line, element) in enumerate(_elements(file, path), start=1):
-            yield Place("row", number, line), too_long() if element is None else parse_line(element)
+            yield RowPlace("row", number, line), too_long() if element is None else parse_line(element)
     if not number:
         raise NoRowsError(f"{path} is an empty list; at least one row is needed.")
 

@@ -10,16 +10,16 @@ from typing import Any
 from wgpu_lora.data.json_rows import MAX_LINE, parsed
 from wgpu_lora.data.json_values import dense, kind_of
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import NoRowsError, Place, Problem, Rows, Source
+from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows, Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 ROWS = "rows from Python"  # stands for the path in records of options
 _MAX_DEPTH = 100
 
 
 @dataclass
-class GivenRows:
+class PythonRows:
     """Rows from Python. argument: name of the caller's argument."""
 
     given: Iterable[Any]
@@ -33,7 +33,7 @@ class GivenRows:
 
     @property
     def path(self) -> str:
-        return ROWS if self._count is None else f"{counted(self._count, 'row')} from Python"
+        return ROWS if self._count is None else f"{count_noun(self._count, 'row')} from Python"
 
     @property
     def private(self) -> bool:
@@ -46,20 +46,20 @@ class GivenRows:
     def rows(self, formats: RowFormats[Any]) -> Rows:
         count = 0
         for count, row in enumerate(self.given, start=1):
-            yield Place("row", count), _checked(row, hasattr(self.given, "column_names"))
+            yield RowPlace("row", count), _checked(row, hasattr(self.given, "column_names"))
         if not count:
             again = "; an iterator can be read only once" if iter(self.given) is self.given else ""
             raise UserError(f"'{self.argument}' has no rows{again}: give at least one dict.")
         self._count = count
 
-    def where(self, place: Place) -> str:
+    def where(self, place: RowPlace) -> str:
         return f"{place} of {self.argument}"
 
     def digest(self) -> None:
         return None
 
 
-def given_rows(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Source]]:
+def split_python_rows(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Source]]:
     """Split options into plain ones, and the rows given as `data` and `eval_data`.
 
     Raises:
@@ -69,11 +69,11 @@ def given_rows(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, So
     for name in ("data", "eval_data"):
         value = options.get(name)
         if value is not None and not isinstance(value, str | Path):
-            plain[name], rows[name] = ROWS, rows_given(value, name)
+            plain[name], rows[name] = ROWS, python_source(value, name)
     return plain, rows
 
 
-def rows_given(value: Any, argument: str = "data") -> Source:
+def python_source(value: Any, argument: str = "data") -> Source:
     """The source of rows given as an argument.
 
     Raises:
@@ -92,16 +92,16 @@ def rows_given(value: Any, argument: str = "data") -> Source:
         raise UserError(f"{wanted}, not {kind_of(value)}.") from None
     if isinstance(value, bytes | bytearray):
         raise UserError(f"{wanted}, not {kind_of(value)}.")
-    return GivenRows(value, argument)
+    return PythonRows(value, argument)
 
 
-def _checked(row: Any, of_table: bool) -> dict[str, Any] | Problem:
+def _checked(row: Any, of_table: bool) -> dict[str, Any] | BadRow:
     if not isinstance(row, Mapping):
-        return Problem(f"it is {kind_of(row)}, but a row must be a dict.", repr(row)[:1000])
+        return BadRow(f"it is {kind_of(row)}, but a row must be a dict.", repr(row)[:1000])
     try:
         plain = _plain(row, 0)
     except ValueError as error:
-        return Problem(f"{error}.", repr(row)[:1000])
+        return BadRow(f"{error}.", repr(row)[:1000])
     return {key: dense(value) for key, value in plain.items()} if of_table else plain
 
 
@@ -120,7 +120,7 @@ def _plain(value: Any, depth: int) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value  # NumPy and PyTorch
 
 
-class MemorySource:
+class SealedRows:
     """The lines of a buffer, which is overwritten by `wipe`.
 
     Args:
@@ -161,7 +161,7 @@ class MemorySource:
             yield bytes(self._content[start : min(end, start + MAX_LINE + 1)])
             start = end
 
-    def where(self, place: Place) -> str:
+    def where(self, place: RowPlace) -> str:
         return f"{self.name}, {place}"
 
     def digest(self) -> str:

@@ -10,7 +10,7 @@ from wgpu_lora.data.compressed_files import MAX_GROWTH, MIN_GROWN, opened
 from wgpu_lora.data.json_rows import MAX_LINE, too_long
 from wgpu_lora.data.json_values import dense
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import NoRowsError, Place, Rows
+from wgpu_lora.data.source import NoRowsError, RowPlace, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import pip_line
 
@@ -82,11 +82,11 @@ def rows_of(batches: Iterator[Any], decoded: bool = False) -> Rows:
         for part in [batch.slice(i, 1) for i in range(batch.num_rows)] if one_by_one else [batch]:
             if _decoded_bytes(part) > MAX_BATCH:
                 number += 1
-                yield Place("row", number), too_long()
+                yield RowPlace("row", number), too_long()
                 continue
             for row in part.to_pylist():
                 number += 1
-                yield Place("row", number), {key: dense(value) for key, value in row.items()}
+                yield RowPlace("row", number), {key: dense(value) for key, value in row.items()}
 
 
 def _decoded_bytes(part: Any) -> int:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.data.conversation_rows import TokenizedExample
 from wgpu_lora.data.json_values import canonical, row_digest
-from wgpu_lora.data.source import Place, Problem, Source
+from wgpu_lora.data.source import BadRow, RowPlace, Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.words import counted, listed
+from wgpu_lora.words import count_noun, join_words
 
 SKIPPED = "skipped_rows.jsonl"
 # Places that a summary lists; bad rows that an error lists; bad rows kept to find the first ones, since rows of a block
@@ -23,13 +23,13 @@ _NAMED, _TOLD, _HELD = 3, 10, 1000
 
 
 @dataclass
-class Tally:
+class PlacedCount:
     """A count of rows, with the places of the first few."""
 
     count: int = 0
-    places: list[Place] = field(default_factory=list)
+    places: list[RowPlace] = field(default_factory=list)
 
-    def add(self, place: Place, count: int = 1) -> None:
+    def add(self, place: RowPlace, count: int = 1) -> None:
         self.count += count
         if len(self.places) < _NAMED and place not in self.places:
             self.places.append(place)
@@ -43,7 +43,7 @@ class Tally:
 
 
 @dataclass
-class Account:
+class RowCounts:
     """Counts of rows by outcome.
 
     examples: rows of the source. expanded: training rows made of them (several if a conversation gives one per turn).
@@ -61,23 +61,23 @@ class Account:
     keep_bad: bool = False
     examples: int = 0
     expanded: int = 0
-    cut: Tally = field(default_factory=Tally)
-    too_long: Tally = field(default_factory=Tally)
-    empty: Tally = field(default_factory=Tally)
-    silent: Tally = field(default_factory=Tally)
-    unrendered: dict[str, Tally] = field(default_factory=dict)
-    untrained_turns: Tally = field(default_factory=Tally)
-    remarks: dict[str, Tally] = field(default_factory=dict)
-    untrained: Tally = field(default_factory=Tally)
-    lost_by_cut: Tally = field(default_factory=Tally)
-    repeated: Tally = field(default_factory=Tally)
-    bad: list[tuple[Place, Problem]] = field(default_factory=list)
+    cut: PlacedCount = field(default_factory=PlacedCount)
+    too_long: PlacedCount = field(default_factory=PlacedCount)
+    empty: PlacedCount = field(default_factory=PlacedCount)
+    silent: PlacedCount = field(default_factory=PlacedCount)
+    unrendered: dict[str, PlacedCount] = field(default_factory=dict)
+    untrained_turns: PlacedCount = field(default_factory=PlacedCount)
+    remarks: dict[str, PlacedCount] = field(default_factory=dict)
+    untrained: PlacedCount = field(default_factory=PlacedCount)
+    lost_by_cut: PlacedCount = field(default_factory=PlacedCount)
+    repeated: PlacedCount = field(default_factory=PlacedCount)
+    bad: list[tuple[RowPlace, BadRow]] = field(default_factory=list)
     bad_count: int = 0
     incomplete: bool = False
     _digest: Any = field(default_factory=hashlib.sha256)
     _seen: set[bytes] = field(default_factory=set)
 
-    def note(self, place: Place, row: dict[str, Any]) -> bytes | Problem:
+    def note(self, place: RowPlace, row: dict[str, Any]) -> bytes | BadRow:
         """Add a row to the digest, and count repeated rows.
 
         Returns:
@@ -86,7 +86,7 @@ class Account:
         try:
             text = canonical(row)
         except UnicodeEncodeError:
-            return Problem("a text has a lone surrogate; write the character out.", ascii(row)[:1000])
+            return BadRow("a text has a lone surrogate; write the character out.", ascii(row)[:1000])
         except (ValueError, RecursionError):
             text = repr(place).encode()
         self._digest.update(text + b"\n")
@@ -96,24 +96,24 @@ class Account:
         self._seen.add(key)
         return key
 
-    def remark(self, place: Place, text: str) -> None:
+    def remark(self, place: RowPlace, text: str) -> None:
         """Count a row that is not trained on quite as it is."""
-        self.remarks.setdefault(text, Tally()).add(place)
+        self.remarks.setdefault(text, PlacedCount()).add(place)
 
-    def note_text(self, place: Place, example: TokenizedExample) -> None:
+    def note_text(self, place: RowPlace, example: TokenizedExample) -> None:
         """Count what the text of an example lacks, and how it was changed."""
         for name in sorted(example.unrendered):
-            self.unrendered.setdefault(name, Tally()).add(place)
+            self.unrendered.setdefault(name, PlacedCount()).add(place)
         for text in sorted(example.remarks):
             self.remark(place, text)
         if example.untrained_turns:
             self.untrained_turns.add(place, example.untrained_turns)
 
-    def add_bad(self, place: Place, problem: Problem) -> None:
+    def add_bad(self, place: RowPlace, problem: BadRow) -> None:
         """Count an unusable row; without `keep_bad`, only the first ones are stored."""
         self.bad_count += 1
         if self.keep_bad or len(self.bad) < _HELD:
-            self.bad.append((place, problem if self.keep_bad else Problem(problem.reason)))
+            self.bad.append((place, problem if self.keep_bad else BadRow(problem.reason)))
 
     def close(self) -> str:
         """Finish after the last row; returns the SHA-256 of the source's bytes, or else of the rows."""
@@ -130,7 +130,7 @@ class Account:
         if not self.bad:
             return
         among = f" among the first {self.examples:,}" if self.incomplete else ""
-        what = f"{self.source.called} has {counted(self.bad_count, 'row')}{among} that cannot be used"
+        what = f"{self.source.called} has {count_noun(self.bad_count, 'row')}{among} that cannot be used"
         if self.source.private:
             raise UserError(
                 f"{what}{self._bad_places()}: mend the unsealed file, about which wgpu-lora data stats says more, "
@@ -139,10 +139,10 @@ class Account:
         if len(self.bad) == 1:
             [(place, problem)] = self.bad
             raise UserError(f"{self.source.where(place)}: {problem.reason}")
-        by_reason: dict[str, list[Place]] = {}
+        by_reason: dict[str, list[RowPlace]] = {}
         for place, problem in self.bad[:_TOLD]:
             by_reason.setdefault(problem.reason, []).append(place)
-        told = [f"{_at(places)}: {printable(reason)}" for reason, places in by_reason.items()]
+        told = [f"{_at(places)}: {escape_unprintable(reason)}" for reason, places in by_reason.items()]
         if self.bad_count > _TOLD:
             told.append(f"and {self.bad_count - _TOLD:,} more")
         cure = cure or f"fix them, or skip them with {flag('skip_bad_rows')}"
@@ -165,13 +165,14 @@ class Account:
         cure = "give rows that have answers" if self.expanded > lost + self.too_long.count else ""
         longer = f"raise {flag('max_length')}" if lost or self.too_long.count else ""
         raise UserError(
-            f"{self.source.called} leaves nothing to train on: of {counted(self.expanded, 'row')}, {listed(told)}; "
+            f"{self.source.called} leaves nothing to train on: of {count_noun(self.expanded, 'row')}, "
+            f"{join_words(told)}; "
             f"{' or '.join(filter(None, (longer, cure)))}."
         )
 
     def summary(self, kept: str, max_length: int) -> str:
         """Counts of rows that were read and lost, as text. kept: what is trained on, such as `3 rows`."""
-        whole = f"{self.source.name}: {counted(self.examples, 'example')}, {kept}"
+        whole = f"{self.source.name}: {count_noun(self.examples, 'example')}, {kept}"
         return ", ".join([whole, *self.outcomes(max_length)])
 
     def outcomes(self, max_length: int) -> list[str]:
@@ -184,11 +185,13 @@ class Account:
         if self.empty.count:
             parts.append(f"{self.empty.count:,} skipped for an empty answer{self.empty}")
         if self.silent.count:
-            parts.append(f"{counted(self.silent.count, 'empty turn')} not trained on{self.silent}")
+            parts.append(f"{count_noun(self.silent.count, 'empty turn')} not trained on{self.silent}")
         for what, tally in self.unrendered.items():
-            parts.append(f"the chat template leaves out {what} of {counted(tally.count, 'row')}{tally}")
+            parts.append(f"the chat template leaves out {what} of {count_noun(tally.count, 'row')}{tally}")
         if self.untrained_turns.count:
-            parts.append(f"{counted(self.untrained_turns.count, 'such answer')} not trained on{self.untrained_turns}")
+            parts.append(
+                f"{count_noun(self.untrained_turns.count, 'such answer')} not trained on{self.untrained_turns}"
+            )
         for what, tally in self.remarks.items():
             parts.append(f"{what}{tally}")
         if self.untrained.count:
@@ -198,34 +201,36 @@ class Account:
             verb = "repeats" if self.repeated.count == 1 else "repeat"
             parts.append(f"{self.repeated.count:,} {verb} an earlier row{self.repeated}")
         if self.bad:
-            parts.append(f"{counted(self.bad_count, 'bad row')} skipped{self._bad_places()}")
+            parts.append(f"{count_noun(self.bad_count, 'bad row')} skipped{self._bad_places()}")
         return parts
 
-    def _bad_places(self) -> Tally:
-        return Tally(self.bad_count, [place for place, _ in self.bad[:_NAMED]])
+    def _bad_places(self) -> PlacedCount:
+        return PlacedCount(self.bad_count, [place for place, _ in self.bad[:_NAMED]])
 
 
-def skipped_rows(accounts: Sequence[Account]) -> bytes | None:
+def skipped_rows(accounts: Sequence[RowCounts]) -> bytes | None:
     """The content of `skipped_rows.jsonl`: the bad rows; None if there are none.
 
     A line has the source, the place, the reason, and the row as `content`, or its text if it cannot be parsed.
     """
     lines = [
-        _aside({"data": account.source.path, place.unit: place.number, "reason": problem.reason}, problem.content)
+        _skipped_row_line(
+            {"data": account.source.path, place.unit: place.number, "reason": problem.reason}, problem.content
+        )
         for account in accounts
         for place, problem in account.bad
     ]
     return ("\n".join(lines) + "\n").encode() if lines else None
 
 
-def _aside(told: dict[str, Any], content: Any) -> str:
+def _skipped_row_line(told: dict[str, Any], content: Any) -> str:
     try:
         return to_json({**told, "content": content}, default=repr)
     except RecursionError:  # too deep to be written
         return to_json({**told, "content": None})
 
 
-def _at(places: Sequence[Place]) -> str:
+def _at(places: Sequence[RowPlace]) -> str:
     """`line 3`; `lines 3, 9`; `rows 3 (line 5), 4 (line 9)`."""
     first, *rest = places
     unit = first.unit + ("s" if rest else "")

@@ -15,7 +15,7 @@ from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.json_rows import read_array, read_lines
 from wgpu_lora.data.parquet import read_parquet
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import Place, Rows, strict_rows
+from wgpu_lora.data.source import RowPlace, Rows, strict_rows
 from wgpu_lora.errors import UserError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -65,7 +65,7 @@ class FileSource:
     def rows(self, formats: RowFormats[Any]) -> Rows:
         return self._read(self.file, formats)
 
-    def where(self, place: Place) -> str:
+    def where(self, place: RowPlace) -> str:
         return f"{self.file}, {place}"
 
     def digest(self) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 T = TypeVar("T")
 # Columns of other programs' rows that change what is trained on.
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Kind:
+class ColumnType:
     """What a column holds. `data/column_types.py` has the common ones.
 
     check: (value, name of the column) -> the value to use; raises UserError, which names the column and not the row.
@@ -38,9 +38,9 @@ class RowFormat(Generic[T]):
     read: converts the fields of a row; raises UserError, which names a field and not the row.
     """
 
-    required: Mapping[str, Kind]
+    required: Mapping[str, ColumnType]
     read: Callable[[Fields], T]
-    optional: Mapping[str, Kind] = field(default_factory=dict)
+    optional: Mapping[str, ColumnType] = field(default_factory=dict)
 
 
 class Fields:
@@ -81,9 +81,9 @@ class RowFormats(Generic[T]):
     every: bool = False
 
     @cached_property
-    def columns(self) -> dict[str, Kind]:
+    def columns(self) -> dict[str, ColumnType]:
         """All columns that the formats use; tables are read with these only, unless `every`."""
-        found: dict[str, Kind] = {}
+        found: dict[str, ColumnType] = {}
         for form in self.formats:
             for name, kind in (*form.required.items(), *form.optional.items()):
                 found.setdefault(name, kind)
@@ -170,7 +170,7 @@ class RowFormats(Generic[T]):
 
     @property
     def _needed(self) -> str:
-        each = "; ".join(listed([*form.required]) for form in self.formats)
+        each = "; ".join(join_words([*form.required]) for form in self.formats)
         return f"the format needs {each}" if len(self.formats) == 1 else f"the formats need {each}"
 
 

@@ -10,7 +10,7 @@ from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.errors import UserError
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """The place of a row. unit: 'line' or 'row'; number: from 1; line: first line of a row in a JSON array."""
 
     unit: str
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class BadRow:
     """An unusable row. content: the row, or its text if it cannot be parsed, possibly shortened."""
 
     reason: str
@@ -33,7 +33,7 @@ class NoRowsError(UserError):
     """A source is empty."""
 
 
-Rows = Iterator[tuple[Place, dict[str, Any] | Problem]]
+Rows = Iterator[tuple[RowPlace, dict[str, Any] | BadRow]]
 
 
 class Source(Protocol):
@@ -69,20 +69,20 @@ class Source(Protocol):
             UserError: the data cannot be read (any further), or the columns of a table fit no format.
         """
 
-    def where(self, place: Place) -> str:
+    def where(self, place: RowPlace) -> str:
         """A place with the name of the data, for messages."""
 
     def digest(self) -> str | None:
         """SHA-256 of the file, hexadecimal; None if there is no file."""
 
 
-def strict_rows(source: Source, formats: RowFormats[Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
+def strict_rows(source: Source, formats: RowFormats[Any]) -> Iterator[tuple[RowPlace, dict[str, Any]]]:
     """Yield the rows of a source in which all rows must be valid.
 
     Raises:
         UserError: as for `Source.rows`, or a row cannot be read; names its place.
     """
     for place, row in source.rows(formats):
-        if isinstance(row, Problem):
+        if isinstance(row, BadRow):
             raise UserError(f"{source.where(place)}: {row.reason}")
         yield place, row

@@ -18,20 +18,20 @@ from wgpu_lora.data.empty import without_empty_answers
 from wgpu_lora.data.example_formats import EXAMPLES
 from wgpu_lora.data.examples import Example, Sample, Tokens, prompt_format
 from wgpu_lora.data.masks import tokenize_examples
-from wgpu_lora.data.row_counts import Account
+from wgpu_lora.data.row_counts import RowCounts
 from wgpu_lora.data.row_files import file_source
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import Place, Problem, Source
+from wgpu_lora.data.source import BadRow, RowPlace, Source
 from wgpu_lora.data.tokenizer import Tokenizer
-from wgpu_lora.data.validation_split import held_out, key_of
+from wgpu_lora.data.validation_split import row_key, validation_mask
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import setting
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 _BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # rows and characters that are tokenised together, at most
 MAX_BAD = 1000  # unusable rows after which reading ends, unless they are skipped
 _ROW_BYTES, _TOKEN_BYTES, _BAD_BYTES = 400, 8, 1000  # memory of a row, of its tokens and of a row that is skipped
-_Read = tuple[Place, dict[str, Any] | Problem, Sample | None, int]
+_Read = tuple[RowPlace, dict[str, Any] | BadRow, Sample | None, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class TokenizedData:
     """Data, ready to train on.
 
     path: name of the data. digest: SHA-256 of the file's bytes or of the rows, hexadecimal.
@@ -70,7 +70,7 @@ class Prepared:
     rows: list[Row]
     digest: str
     max_length: int
-    account: Account
+    account: RowCounts
     trained_tokens: int
     total_tokens: int
     notes: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Prepared:
     def summary(self) -> str:
         """One line with counts of rows and tokens."""
         what = "row" if self.parts == 1 else "pair"
-        found = self.account.summary(counted(len(self.samples), what), self.max_length)
+        found = self.account.summary(count_noun(len(self.samples), what), self.max_length)
         return f"{found}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are trained on"
 
 
@@ -123,7 +123,7 @@ def common_prefix(rows: Sequence[Row], longest: int | None = None) -> int:
     return min([size - 1, *(int(found[0]) for found in (differing, *trained) if found.size)])
 
 
-def prepare(
+def tokenize_source(
     data: Source | Path,
     tokenizer: Tokenizer | None,
     *,
@@ -136,7 +136,7 @@ def prepare(
     formats: RowFormats[Sample] = EXAMPLES,
     parts: int = 1,
     cut: Cut | None = None,
-) -> Prepared:
+) -> TokenizedData:
     """Read, tokenise and mask the rows of a source or a file.
 
     Args:
@@ -159,7 +159,7 @@ def prepare(
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
     source = file_source(data) if isinstance(data, Path) else data
-    account = Account(source, keep_bad=skip_bad_rows)
+    account = RowCounts(source, keep_bad=skip_bad_rows)
     rows: list[Row] = []
     values: list[float] = []
     keys = array("Q")
@@ -192,7 +192,7 @@ def prepare(
                 if sum(len(ids) for ids, _ in pairs) < sum(len(ids) for ids, _ in whole) and not wrong:
                     account.cut.add(place)
             if wrong:
-                account.add_bad(place, Problem(wrong, row))
+                account.add_bad(place, BadRow(wrong, row))
             if wrong or sample is None:
                 account.expanded += 1  # an index must not depend on the outcome of other rows
                 continue
@@ -209,7 +209,7 @@ def prepare(
             break
         if _ROW_BYTES * len(rows) + _TOKEN_BYTES * tokens + _BAD_BYTES * len(account.bad) > most_bytes:
             raise UserError(
-                f"{source.called} does not fit in memory: {counted(account.examples, 'row')} of it take more than "
+                f"{source.called} does not fit in memory: {count_noun(account.examples, 'row')} of it take more than "
                 f"{most_bytes / (1 << 30):,.1f} GiB, half of this machine's memory; train on a part of it."
             )
     digest = account.close()
@@ -217,7 +217,7 @@ def prepare(
         account.refuse_bad()
     if not rows:
         account.refuse_nothing(max_length)
-    return Prepared(
+    return TokenizedData(
         path=source.path,
         rows=rows,
         digest=digest,
@@ -238,7 +238,7 @@ def _shorter(pairs: list[Pair], cut: Cut, max_length: int, drop: bool) -> list[P
     return [cut(ids, labels, len(ids) if drop else max_length) for ids, labels in pairs]
 
 
-def _kept(pairs: list[Pair], place: Place, account: Account, max_length: int, drop: bool) -> Iterator[Row]:
+def _kept(pairs: list[Pair], place: RowPlace, account: RowCounts, max_length: int, drop: bool) -> Iterator[Row]:
     """The rows of an example that have trained tokens, truncated to the maximum length."""
     for ids, labels in pairs:
         row = Row(np.asarray(ids, np.int32), np.asarray(labels, np.int32), account.expanded)
@@ -260,7 +260,7 @@ def _kept(pairs: list[Pair], place: Place, account: Account, max_length: int, dr
 
 
 def _blocks(
-    source: Source, account: Account, completion_only_loss: bool, formats: RowFormats[Sample]
+    source: Source, account: RowCounts, completion_only_loss: bool, formats: RowFormats[Sample]
 ) -> Iterator[list[_Read]]:
     """Yield blocks of rows to tokenise together; the sample is None for rows that are already accounted for."""
     block: list[_Read] = []
@@ -278,17 +278,21 @@ def _blocks(
 
 
 def _sample(
-    place: Place, row: dict[str, Any] | Problem, account: Account, completion_only: bool, formats: RowFormats[Sample]
+    place: RowPlace,
+    row: dict[str, Any] | BadRow,
+    account: RowCounts,
+    completion_only: bool,
+    formats: RowFormats[Sample],
 ) -> tuple[Sample | None, int]:
     """The sample of a row, and the row's key."""
-    noted = row if isinstance(row, Problem) else account.note(place, row)
+    noted = row if isinstance(row, BadRow) else account.note(place, row)
     sample: Sample | None = None
-    if not isinstance(row, Problem) and not isinstance(noted, Problem):
+    if not isinstance(row, BadRow) and not isinstance(noted, BadRow):
         try:
             sample = formats.read(row)
         except UserError as error:
-            noted = Problem(str(error), row)
-    if isinstance(noted, Problem):
+            noted = BadRow(str(error), row)
+    if isinstance(noted, BadRow):
         account.add_bad(place, noted)
         return None, 0
     for name in formats.unused(row) if isinstance(row, dict) else ():
@@ -303,7 +307,7 @@ def _sample(
             account.empty.add(place)
             return None, 0
         examples.append(kept)
-    return replace(sample, examples=tuple(examples)), key_of(noted)
+    return replace(sample, examples=tuple(examples)), row_key(noted)
 
 
 def _size(example: Example) -> int:
@@ -376,7 +380,7 @@ def unusable(pairs: list[tuple[list[int], list[int]]], cut: list[tuple[list[int]
     return None
 
 
-def hold_out(prepared: Prepared, amount: float, seed: int) -> tuple[Prepared, Prepared]:
+def split_validation(prepared: TokenizedData, amount: float, seed: int) -> tuple[TokenizedData, TokenizedData]:
     """Split samples: (to train on, held out). Equal rows, and the samples made of one row, stay together.
 
     Args:
@@ -385,19 +389,19 @@ def hold_out(prepared: Prepared, amount: float, seed: int) -> tuple[Prepared, Pr
     Raises:
         UserError: there are too few samples.
     """
-    mask = held_out(prepared.keys, amount, seed)
+    mask = validation_mask(prepared.keys, amount, seed)
     count, total = int(mask.sum()), len(mask)
-    note = f"{count:,} of {counted(total, 'row')} are held out ({setting('validation_split', amount)})"
+    note = f"{count:,} of {count_noun(total, 'row')} are held out ({setting('validation_split', amount)})"
     train = _only(prepared, ~mask, notes=(*prepared.notes, note))
     source = prepared.account.source
     which = np.sort(prepared.keys[mask]).tobytes()
     if source.private:  # records have the digest, by which somebody could try what the rows are
         which = f"{prepared.digest} {amount} {seed}".encode()
     digest = hashlib.sha256(which).hexdigest()
-    return train, _only(prepared, mask, digest=digest, account=Account(source, examples=count), notes=())
+    return train, _only(prepared, mask, digest=digest, account=RowCounts(source, examples=count), notes=())
 
 
-def _only(prepared: Prepared, mask: np.ndarray, **changes: Any) -> Prepared:
+def _only(prepared: TokenizedData, mask: np.ndarray, **changes: Any) -> TokenizedData:
     """Some of the samples."""
     chosen = np.flatnonzero(mask).tolist()
     rows = [row for sample in chosen for row in prepared.samples[sample]]

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import leads_out, parse_object
+from wgpu_lora.bounded import links_outside, parse_object
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
@@ -61,7 +61,7 @@ def _files_of(model: Path) -> dict[str, bytes]:
     for path in sorted([*model.iterdir(), *(model / "additional_chat_templates").glob("*.jinja")]):
         name = path.relative_to(model).as_posix()
         known = TOKENIZER.fullmatch(name) or TEMPLATE.fullmatch(name)
-        if known and path.is_file() and not leads_out(path, model):
+        if known and path.is_file() and not links_outside(path, model):
             total += path.stat().st_size
             if total > MAX_BYTES:
                 return {}

@@ -8,12 +8,12 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 _BLOCK = 1 << 20  # rows that are looked up together
 
 
-def key_of(digest: bytes) -> int:
+def row_key(digest: bytes) -> int:
     """The key of rows that stay together, from a digest of what they have in common."""
     return int.from_bytes(digest[:8], "little")
 
@@ -26,7 +26,7 @@ def check_split(amount: float, option: str = "validation_split") -> None:
         )
 
 
-def held_out(keys: np.ndarray, amount: float, seed: int, option: str = "validation_split") -> np.ndarray:
+def validation_mask(keys: np.ndarray, amount: float, seed: int, option: str = "validation_split") -> np.ndarray:
     """Which rows are held out, bool [rows].
 
     Rows with equal keys are a group, which is held out as a whole or not at all. Groups are taken in a random order
@@ -42,7 +42,9 @@ def held_out(keys: np.ndarray, amount: float, seed: int, option: str = "validati
     rows = len(keys)
     wanted = int(rows * amount + 0.5) if amount < 1 else int(amount)
     if wanted >= rows:
-        raise UserError(f"{setting(option, amount)} leaves no rows to train on, of {counted(rows, 'row')}: lower it.")
+        raise UserError(
+            f"{setting(option, amount)} leaves no rows to train on, of {count_noun(rows, 'row')}: lower it."
+        )
     wanted = max(1, wanted)
     ranks = _mixed(keys, seed)  # one to one, so groups stay apart
     ordered = np.sort(ranks)
@@ -54,7 +56,7 @@ def held_out(keys: np.ndarray, amount: float, seed: int, option: str = "validati
         raise UserError(
             f"All {rows:,} rows belong together, so {flag(option)} cannot split them: give held-out rows of their own."
         )
-    taken = _taken(sizes, wanted)
+    taken = _choose_groups(sizes, wanted)
     if not len(taken):  # every group is too large
         taken = np.array([np.argmin(sizes)])
     chosen = ordered[starts[taken]]
@@ -66,7 +68,7 @@ def held_out(keys: np.ndarray, amount: float, seed: int, option: str = "validati
     return mask
 
 
-def _taken(sizes: np.ndarray, wanted: int) -> np.ndarray:
+def _choose_groups(sizes: np.ndarray, wanted: int) -> np.ndarray:
     """The positions of the groups that are taken, in order, without exceeding `wanted` rows."""
     found: list[np.ndarray] = []
     at, left = 0, wanted

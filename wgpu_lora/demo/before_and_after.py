@@ -17,7 +17,7 @@ from wgpu_lora.data import read_jsonl
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
-from wgpu_lora.train.resolve_options import find_recipe, gather
+from wgpu_lora.train.resolve_options import find_recipe, resolve_options
 from wgpu_lora.train.run.records import RunRecord
 
 BATCH = 20  # requests answered together
@@ -89,7 +89,7 @@ class Comparison:
         """
         confined = confinement(allow_unconfined)
         given = {**changes, "output": str(numbered(Path(output))), "device": device}
-        args, recipe = gather(given, "demo", "The demo")
+        args, recipe = resolve_options(given, "demo", "The demo")
         model = load("demo", device=device, base_dtype=args.base_dtype)
         rows = []
         for number, row in read_jsonl(DEMO_HELDOUT):

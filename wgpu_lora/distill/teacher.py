@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wgpu_lora.data import UNTRAINED
-from wgpu_lora.distill.teacher_logits import Support, correction_of, drawn
+from wgpu_lora.distill.teacher_logits import TopKLogits, random_tokens, tail_correction
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables, write
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.models.scoring import Passes
-from wgpu_lora.names.spelling import either, setting
+from wgpu_lora.models.scoring import ForwardPasses
+from wgpu_lora.names.spelling import any_option, setting
 from wgpu_lora.ops.embedding import gather_rows, head_logits
 from wgpu_lora.ops.loss import CHUNK_BYTES, softmax_chunk
 from wgpu_lora.ops.recorder import Recorder
@@ -26,7 +26,7 @@ MOST = 1024  # tokens with the largest logits that a position may keep, unless t
 
 
 @dataclass(frozen=True)
-class Kept:
+class TopK:
     """What is kept of each position: `top_k` tokens with the largest logits, and `random` others, drawn with `seed`."""
 
     top_k: int = 64
@@ -38,7 +38,7 @@ class Kept:
         if self.top_k + self.random > vocab_size:
             raise UserError(
                 f"{setting('top_k', self.top_k)} and {setting('random', self.random)} are more tokens than the "
-                f"teacher's vocabulary of {vocab_size:,} has: lower {either('top_k', 'random')}."
+                f"teacher's vocabulary of {vocab_size:,} has: lower {any_option('top_k', 'random')}."
             )
         if self.top_k > MOST and self.top_k < vocab_size:
             raise UserError(f"{setting('top_k', self.top_k)} is more than {MOST:,}: lower it.")
@@ -60,7 +60,7 @@ class Forward:
         tokens: int,
         tables: Tables,
         compute_dtype: str,
-        kept: Kept,
+        kept: TopK,
         name: str,
     ):
         def make(what: str, *shape: int, dtype: str = "f32") -> Tensor:
@@ -101,7 +101,7 @@ class Forward:
         return self.inputs.storages() | self.program.persistent_storages()
 
 
-class Teacher(Passes[Forward]):
+class Teacher(ForwardPasses[Forward]):
     """Says what a model finds likely at the labelled tokens of segments.
 
     Args:
@@ -117,7 +117,7 @@ class Teacher(Passes[Forward]):
         adapters: AdapterSet | None,
         buckets: Sequence[int],
         tables: Tables,
-        kept: Kept,
+        kept: TopK,
         compute_dtype: str = "f32",
         name: str = "teacher",
     ):
@@ -127,7 +127,7 @@ class Teacher(Passes[Forward]):
         sizes = sorted({*buckets})
         super().__init__({n: Forward(model, adapters, n, tables, compute_dtype, kept, name) for n in sizes})
 
-    def supports(self, segments: Sequence[Segment], rows: Sequence[int]) -> list[Support]:
+    def supports(self, segments: Sequence[Segment], rows: Sequence[int]) -> list[TopKLogits]:
         """The support of each segment's labelled tokens.
 
         Args:
@@ -136,7 +136,7 @@ class Teacher(Passes[Forward]):
         Raises:
             NotFiniteError: a logit of the teacher is not finite.
         """
-        found: dict[int, Support] = {}
+        found: dict[int, TopKLogits] = {}
         for together, one in self.batches([segment.tokens for segment in segments]):
             chosen = [segments[i] for i in together]
             whole, places = self._run(one, chosen, [rows[i] for i in together])
@@ -144,7 +144,7 @@ class Teacher(Passes[Forward]):
                 found[i] = whole.part(int(start), int(stop))
         return [found[i] for i in range(len(segments))]
 
-    def _run(self, one: Forward, segments: list[Segment], rows: list[int]) -> tuple[Support, np.ndarray]:
+    def _run(self, one: Forward, segments: list[Segment], rows: list[int]) -> tuple[TopKLogits, np.ndarray]:
         """The supports of a batch together, and [start, stop) of each segment's."""
         places = one.inputs.upload(self.device, [replace(segment, draws=None) for segment in segments])
         n = int(places.max(initial=0))
@@ -165,14 +165,14 @@ class Teacher(Passes[Forward]):
         if one.picked:
             others = self._others(ids, candidates[:n], self._read(one.picked, n))
             best = np.hstack([best[0], others[0]]), np.hstack([best[1], others[1]])
-        correction = correction_of(self.vocab_size, self.kept.top_k, self.kept.random)
-        whole = Support(best[0], best[1], lse, self.kept.top_k, np.full(n, correction, np.float32))
+        correction = tail_correction(self.vocab_size, self.kept.top_k, self.kept.random)
+        whole = TopKLogits(best[0], best[1], lse, self.kept.top_k, np.full(n, correction, np.float32))
         return whole, places
 
     def _drawn(self, segment: Segment, row: int) -> np.ndarray:
         assert segment.labels is not None
         positions = np.flatnonzero(segment.labels[1:] != UNTRAINED) + 1
-        return drawn(self.kept.seed, row, positions, self.kept.candidates, self.vocab_size)
+        return random_tokens(self.kept.seed, row, positions, self.kept.candidates, self.vocab_size)
 
     def _others(self, top: np.ndarray, candidates: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The first R drawn tokens that are not among the top K, whose ids ascend in each row, and their logits."""

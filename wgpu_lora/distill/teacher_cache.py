@@ -16,13 +16,13 @@ from safetensors.numpy import load
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.bounded import read_json
-from wgpu_lora.data import Prepared, Row, Tokenizer
-from wgpu_lora.distill.teacher_logits import Support, TeacherRows, correction_of, targets_of, teacher_rows
+from wgpu_lora.data import Row, TokenizedData, Tokenizer
+from wgpu_lora.distill.teacher_logits import TeacherRows, TopKLogits, tail_correction, target_ids, teacher_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.typed_json import typed
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 CACHE, TABLE = "cache.json", "rows.safetensors"
 SCHEMA = 1
@@ -218,7 +218,7 @@ class TeacherCache:
         if header.finished < header.rows:
             raise UserError(
                 f"The teacher cache {path} is not finished, since it has {header.finished:,} of "
-                f"{counted(header.rows, 'row')}: run teacher-cache again with the same options, which continues it."
+                f"{count_noun(header.rows, 'row')}: run teacher-cache again with the same options, which continues it."
             )
         table = Table.read(path, header)
         for shard in header.shards:
@@ -265,7 +265,7 @@ class TeacherCache:
         return file_digest(self.path / "cache.json")
 
     def check(
-        self, prepared: Prepared, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None = None
+        self, prepared: TokenizedData, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Raise UserError unless the cache has all of these rows, made with this tokenizer and chat template.
 
@@ -290,7 +290,7 @@ class TeacherCache:
             for number in range(len(header.shards)):
                 self._shard(number)
 
-    def _check_rows(self, prepared: Prepared) -> None:
+    def _check_rows(self, prepared: TokenizedData) -> None:
         header, table = self.header, self._table
         index = np.array([row.index for row in prepared.rows], np.int64)
         digests = np.array([row_digest(row) for row in prepared.rows], np.uint64)
@@ -302,12 +302,13 @@ class TeacherCache:
         missing = len(index) - int(np.count_nonzero(known))
         if missing:
             raise UserError(
-                f"The teacher cache {self.path} is shorter than the data: it has {counted(header.rows, 'row')}, and "
-                f"{counted(missing, 'row')} of {len(index):,} {'is' if missing == 1 else 'are'} missing; {AGAIN}, or "
+                f"The teacher cache {self.path} is shorter than the data: it has {count_noun(header.rows, 'row')}, and "
+                f"{count_noun(missing, 'row')} of {len(index):,} {'is' if missing == 1 else 'are'} missing; {AGAIN}, "
+                "or "
                 "train on the rows that it has."
             )
 
-    def _differing(self, prepared: Prepared, rows: int) -> UserError:
+    def _differing(self, prepared: TokenizedData, rows: int) -> UserError:
         """The error if so many rows are not those that the cache was made of."""
         header, mine = self.header, f"The teacher cache {self.path}"
         digest = str(header.data.get("sha256"))
@@ -320,11 +321,11 @@ class TeacherCache:
         other = f"other data, {name} (SHA-256 {digest[:12]}, not {prepared.digest[:12]})"
         what = f"other trained tokens of {name}" if prepared.digest == digest else other
         return UserError(
-            f"{mine} was made of {what}, so that {counted(rows, 'row')} of {len(prepared.rows):,} "
+            f"{mine} was made of {what}, so that {count_noun(rows, 'row')} of {len(prepared.rows):,} "
             f"{'differs' if rows == 1 else 'differ'}: use the data and options that it was made with, or {AGAIN}."
         )
 
-    def support(self, index: int) -> Support:
+    def support(self, index: int) -> TopKLogits:
         """What the teacher says about the trained tokens of a row.
 
         Args:
@@ -349,8 +350,8 @@ class TeacherCache:
         if not (finite and descends and np.all(logprobs <= _LARGEST) and np.all(ids < self.vocab_size)):
             raise _damaged(self.path / self.header.shards[number].file)
         logits = logprobs.astype(np.float32) + lse[:, None]
-        correction = correction_of(self.vocab_size, self.kept, self.random)
-        return Support(ids, logits, lse, self.kept, np.full(len(lse), correction, np.float32))
+        correction = tail_correction(self.vocab_size, self.kept, self.random)
+        return TopKLogits(ids, logits, lse, self.kept, np.full(len(lse), correction, np.float32))
 
     def _shard(self, number: int) -> Any:
         """The mapped file of a shard, checked when it is first asked for."""
@@ -392,7 +393,7 @@ def _damaged(path: Path) -> UserError:
 
 def cached_rows(cache: TeacherCache, labels: np.ndarray, index: int, temperature: float) -> TeacherRows:
     """What a cache says about a row of data with this index (see `TeacherCache.support`)."""
-    return teacher_rows(cache.support(index), targets_of(labels), cache.vocab_size, temperature)
+    return teacher_rows(cache.support(index), target_ids(labels), cache.vocab_size, temperature)
 
 
 MOST_BITS = 25  # an id and the up to 7 bits before it are within 32 bits

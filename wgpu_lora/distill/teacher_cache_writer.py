@@ -17,8 +17,8 @@ from safetensors.numpy import save
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.bounded import check_name
-from wgpu_lora.data import Prepared, Row, pack
-from wgpu_lora.distill.teacher import Kept, Teacher
+from wgpu_lora.data import Row, TokenizedData, pack
+from wgpu_lora.distill.teacher import Teacher, TopK
 from wgpu_lora.distill.teacher_cache import (
     CACHE,
     LOGITS,
@@ -32,7 +32,7 @@ from wgpu_lora.distill.teacher_cache import (
     read_header,
     template_digest,
 )
-from wgpu_lora.distill.teacher_logits import Support
+from wgpu_lora.distill.teacher_logits import TopKLogits
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.gpu.program import Arena, allocate, missing_bytes, release
@@ -44,12 +44,12 @@ from wgpu_lora.models.adapter_set import AdapterSet, fix_gains
 from wgpu_lora.models.batch_inputs import Segment, Tables
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 
 def write_cache(
     output: Path,
-    plan: Plan,
+    plan: CachePlan,
     done: Sequence[Shard],
     model: LoadedModel,
     adapters: AdapterSet | None = None,
@@ -60,7 +60,7 @@ def write_cache(
     weights are compared.
 
     Args:
-        done: as `standing` found them. adapters: slot 0 applies.
+        done: as `finished_shards` found them. adapters: slot 0 applies.
         events: receives `loading` and `evaluating`, with rows.
 
     Raises:
@@ -110,7 +110,7 @@ def write_cache(
     return header
 
 
-def _begin(output: Path, plan: Plan, model: LoadedModel, done: Sequence[Shard]) -> Header:
+def _begin(output: Path, plan: CachePlan, model: LoadedModel, done: Sequence[Shard]) -> Header:
     """The header with the teacher's weights, written with the table of rows."""
     header = replace(plan.header, teacher={**plan.header.teacher, "weights": model.weights_sha256}, shards=list(done))
     if (output / CACHE).exists():
@@ -137,9 +137,9 @@ def _compared(output: Path, model: LoadedModel, done: Sequence[Shard]) -> Header
 
 def _supports(
     teacher: Teacher, rows: Sequence[Row], slot: int | None, batch_tokens: int, watch: Callable[[int], None]
-) -> list[Support]:
+) -> list[TopKLogits]:
     """The supports of a shard's rows. Batches depend on the shard only, so it does not matter where a run began."""
-    found: dict[int, Support] = {}
+    found: dict[int, TopKLogits] = {}
     watch(0)
     for together in pack([len(row.input_ids) for row in rows], range(len(rows)), batch_tokens):
         segments = [Segment(rows[i].input_ids, rows[i].labels, slot) for i in together]
@@ -148,7 +148,7 @@ def _supports(
     return [found[i] for i in range(len(rows))]
 
 
-def _write_shard(output: Path, header: Header, rows: Sequence[Row], supports: Sequence[Support]) -> Shard:
+def _write_shard(output: Path, header: Header, rows: Sequence[Row], supports: Sequence[TopKLogits]) -> Shard:
     """Logits are stored as log-probabilities, which are exact where they matter: f16 keeps 11 bits of each."""
     kind = LOGITS[header.logits]
     lse = np.concatenate([one.lse for one in supports])
@@ -171,7 +171,7 @@ _FILE_BYTES = 400  # of a safetensors file's header, about
 
 
 @dataclass(frozen=True)
-class Plan:
+class CachePlan:
     """A cache to be made. header: without shards and the digest of the teacher's weights. shards: rows of each."""
 
     header: Header
@@ -180,8 +180,8 @@ class Plan:
     batch_tokens: int
 
     @property
-    def kept(self) -> Kept:
-        return Kept(self.header.top_k, self.header.random, int(self.header.options["seed"]))
+    def kept(self) -> TopK:
+        return TopK(self.header.top_k, self.header.random, int(self.header.options["seed"]))
 
     @property
     def position_bytes(self) -> int:
@@ -195,8 +195,8 @@ class Plan:
 
 def plan_cache(
     model: LoadedModel,
-    prepared: Prepared,
-    kept: Kept,
+    prepared: TokenizedData,
+    kept: TopK,
     *,
     logits: str,
     samples: int | None,
@@ -204,7 +204,7 @@ def plan_cache(
     template_kwargs: dict[str, Any],
     teacher: dict[str, Any],
     options: dict[str, Any],
-) -> Plan:
+) -> CachePlan:
     """What the cache of some rows will be.
 
     Args:
@@ -217,7 +217,8 @@ def plan_cache(
     kept.check(model.config.vocab_size)
     if samples is not None and samples > len(prepared.rows):
         raise UserError(
-            f"{setting('samples', samples)} is more than the {counted(len(prepared.rows), 'row')} of {prepared.path}: "
+            f"{setting('samples', samples)} is more than the {count_noun(len(prepared.rows), 'row')} of "
+            f"{prepared.path}: "
             f"lower it, or leave {flag('samples')} out."
         )
     rows = prepared.rows[:samples]
@@ -244,7 +245,7 @@ def plan_cache(
         template=template_digest(model.tokenizer, template_kwargs),
         data={"path": prepared.path, "sha256": prepared.digest},
     )
-    return Plan(header, rows, _shards(rows), tokens)
+    return CachePlan(header, rows, _shards(rows), tokens)
 
 
 def _shards(rows: Sequence[Row]) -> list[list[Row]]:
@@ -260,7 +261,7 @@ def _shards(rows: Sequence[Row]) -> list[list[Row]]:
     return shards
 
 
-def standing(output: Path, plan: Plan) -> list[Shard]:
+def finished_shards(output: Path, plan: CachePlan) -> list[Shard]:
     """The shards of an interrupted run that are finished, in order; changes nothing.
 
     Raises:
@@ -324,7 +325,7 @@ def _said(name: str, value: Any) -> str:
     return f"no {flag(name)}" if value is None else setting(name, value)
 
 
-def _check_room(output: Path, plan: Plan, done: int) -> None:
+def _check_room(output: Path, plan: CachePlan, done: int) -> None:
     place = next(one for one in (output, *output.absolute().parents) if one.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         what = "not writable" if place.is_dir() else "not a directory"

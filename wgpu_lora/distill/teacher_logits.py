@@ -11,7 +11,7 @@ from wgpu_lora.ops.sparse_logits import LOWEST, NO_ID
 
 
 @dataclass(frozen=True, eq=False)
-class Support:
+class TopKLogits:
     """The logits of a teacher that n trained positions of a row keep, of S = K + R tokens each.
 
     ids: u32 [n, S]; the first K are those with the largest logits, descending, ties by id; the others were drawn
@@ -28,22 +28,22 @@ class Support:
     kept: int
     correction: np.ndarray
 
-    def part(self, start: int, stop: int) -> Support:
+    def part(self, start: int, stop: int) -> TopKLogits:
         """The positions [start, stop)."""
         ids, logits, lse, correction = (
             array[start:stop] for array in (self.ids, self.logits, self.lse, self.correction)
         )
-        return Support(ids, logits, lse, self.kept, correction)
+        return TopKLogits(ids, logits, lse, self.kept, correction)
 
 
-def correction_of(vocab_size: int, kept: int, random: int) -> float:
+def tail_correction(vocab_size: int, kept: int, random: int) -> float:
     """ln((V - K) / R): what to add to the logits of R tokens that stand for V - K; 0 if there are none."""
     return float(np.log((vocab_size - kept) / random)) if random else 0.0
 
 
 # The least probability of the bucket. It is 1 minus the sum of the others, which float32 and float16 leave uncertain by
 # about this much, and divergences other than forward KL are infinite where it is 0.
-LEAST_TAIL = 1e-6
+MIN_TAIL = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class TeacherRows:
     places: np.ndarray
 
 
-def teacher_rows(support: Support, targets: np.ndarray, vocab_size: int, temperature: float = 1.0) -> TeacherRows:
+def teacher_rows(support: TopKLogits, targets: np.ndarray, vocab_size: int, temperature: float = 1.0) -> TeacherRows:
     """The distribution softmax(logits / temperature) of a teacher.
 
     At temperature 1 the log-sum-exp of all logits is known. At others, that of the tokens outside of the top K is
@@ -83,7 +83,7 @@ def teacher_rows(support: Support, targets: np.ndarray, vocab_size: int, tempera
             lse = np.logaddexp.reduce(np.concatenate([top, others], 1), 1)
         likely = top - lse[:, None]
         total = np.exp(likely).sum(1)
-        tail = np.maximum(1 - total, LEAST_TAIL)
+        tail = np.maximum(1 - total, MIN_TAIL)
         logprobs[:, :kept] = likely - np.log(total / (1 - tail))[:, None]
         logprobs[:, kept] = np.log(tail)
     ids = np.full((n, kept + 1), NO_ID, np.uint32)
@@ -94,7 +94,7 @@ def teacher_rows(support: Support, targets: np.ndarray, vocab_size: int, tempera
     return TeacherRows(ids, logprobs.astype(np.float32), places)
 
 
-def targets_of(labels: np.ndarray | None) -> np.ndarray:
+def target_ids(labels: np.ndarray | None) -> np.ndarray:
     """The ids of a row's trained tokens, given unshifted labels."""
     assert labels is not None
     targets: np.ndarray = labels[1:][labels[1:] != UNTRAINED]
@@ -104,7 +104,7 @@ def targets_of(labels: np.ndarray | None) -> np.ndarray:
 _ROUNDS = 6
 
 
-def drawn(seed: int, row: int, positions: np.ndarray, count: int, vocab_size: int) -> np.ndarray:
+def random_tokens(seed: int, row: int, positions: np.ndarray, count: int, vocab_size: int) -> np.ndarray:
     """The first `count` tokens of a random order of the vocabulary for each position, u32 [n, count].
 
     The order is a Feistel network over the smallest even number of bits that hold an id, in which ids outside of the

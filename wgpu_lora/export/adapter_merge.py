@@ -14,14 +14,14 @@ import numpy as np
 from wgpu_lora.atomic import new_directory
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.export.decoded import Decoded
-from wgpu_lora.export.model_directory import Beside, restate, write_companions
-from wgpu_lora.formats.gguf.gguf_layout import gather
+from wgpu_lora.export.decoded import DecodedCheckpoint
+from wgpu_lora.export.model_directory import SourceDirectory, update_config, write_companions
+from wgpu_lora.formats.gguf.gguf_layout import read_rows_in_order
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.model_cards import CARD, card_of_merged
 from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
 from wgpu_lora.formats.safetensors_writer import MAX_SHARD_BYTES, TensorSpec, copy_companions, write_shards
-from wgpu_lora.models.adapter_modules import read_fitting
+from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.model_config import VECTOR, ModelConfig
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.names.spelling import flag, setting
@@ -47,8 +47,8 @@ class MergedModel:
         files = read_model(model)
         self.config, self.tokenizer = replace(files.config, packed=None), files.tokenizer
         stored = files.checkpoint
-        self.beside = Beside(stored)
-        self._checkpoint = Decoded(stored) if isinstance(stored, PackedCheckpoint) else stored
+        self.beside = SourceDirectory(stored)
+        self._checkpoint = DecodedCheckpoint(stored) if isinstance(stored, PackedCheckpoint) else stored
         self._deltas = scaled_factors(adapter, self.config, model) if adapter else {}
         self.shapes = self.config.parameter_shapes()
         # Vectors in float32 beside matrices that are not.
@@ -72,7 +72,7 @@ class MergedModel:
         step = max(1, PIECE // int(np.prod(shape[1:], dtype=np.int64)))
         for start in range(0, shape[0], step):
             rows = np.arange(start, min(start + step, shape[0])) if order is None else order[start : start + step]
-            values = gather(partial(self._checkpoint.read_f32, name), rows)
+            values = read_rows_in_order(partial(self._checkpoint.read_f32, name), rows)
             if name in self._deltas:
                 a, b, *magnitude = self._deltas[name]
                 with np.errstate(over="ignore", invalid="ignore"):  # check_finite reports it
@@ -99,7 +99,7 @@ def scaled_factors(adapter: Path, config: ModelConfig, model: Path) -> dict[str,
     Raises:
         UserError: the adapter cannot be read, or does not fit the model.
     """
-    adapter_config, matrices = read_fitting(config, adapter, str(model))
+    adapter_config, matrices = read_adapter_for(config, adapter, str(model))
     return {
         f"{module}.weight": (a, np.float32(adapter_config.scaling(module)) * b, *magnitude)
         for module, (a, b, *magnitude) in matrices.items()
@@ -156,5 +156,5 @@ def merge_adapter(
             write_companions(model, merged.tokenizer, directory)
         specs = {stored: TensorSpec(kinds[name][0], merged.shapes[name]) for stored, name in own.items()}
         write_shards(directory, specs | others, pieces, max_shard_bytes)
-        restate(directory, TORCH[dtype], quantization_config=None)
+        update_config(directory, TORCH[dtype], quantization_config=None)
         (directory / CARD).write_text(card_of_merged(name or str(model), adapter, dtype), encoding="utf-8")

@@ -12,7 +12,7 @@ from wgpu_lora.models.loaded_model import LoadedModel, table_dtype
 from wgpu_lora.weights.base_formats import packed_form
 
 
-class Decoded:
+class DecodedCheckpoint:
     """A checkpoint whose packed matrices are read as float32, decoded on the host one at a time."""
 
     def __init__(self, checkpoint: PackedCheckpoint):
@@ -57,6 +57,6 @@ class Decoded:
 def decoded(model: LoadedModel, base_dtype: str) -> LoadedModel:
     """A model whose linear layers are stored in a base format, to be quantised in another one while it is loaded."""
     assert isinstance(model.checkpoint, PackedCheckpoint)
-    config, source = replace(model.config, packed=None), Decoded(model.checkpoint)
+    config, source = replace(model.config, packed=None), DecodedCheckpoint(model.checkpoint)
     decoder = Decoder.declare(config, base_dtype, table_dtype(source, config), model.device.max_binding)
     return replace(model, config=config, checkpoint=source, decoder=decoder, weights_loaded=False)

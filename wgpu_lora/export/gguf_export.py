@@ -199,12 +199,12 @@ def _wanted(config: ModelConfig, kind: str, most: GGMLQuantizationType, name: st
     if kind not in ("q4_k_m", "q5_k_m") or not name.startswith("blk."):
         return most
     _, layer, module, _ = name.split(".")
-    if module in ("attn_v", "attn_qkv", "ffn_down") and _deserves_more(int(layer), config.num_hidden_layers):
+    if module in ("attn_v", "attn_qkv", "ffn_down") and _gets_finer_type(int(layer), config.num_hidden_layers):
         return Q.Q6_K
     return Q.Q5_K if module == "attn_v" and most == Q.Q4_K and config.gguf().widens_values(config) else most
 
 
-def _deserves_more(layer: int, layers: int) -> bool:
+def _gets_finer_type(layer: int, layers: int) -> bool:
     """Whether a layer gets a finer type: the first and last eighth of the layers, and every third between."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2

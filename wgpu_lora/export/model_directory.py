@@ -11,7 +11,7 @@ import numpy as np
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.data.tokenizer import Tokenizer
-from wgpu_lora.export.decoded import Decoded
+from wgpu_lora.export.decoded import DecodedCheckpoint
 from wgpu_lora.formats.checkpoint_names import parts_of
 from wgpu_lora.formats.gguf.gguf_header import read_header
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint, WeightSource
@@ -20,14 +20,14 @@ from wgpu_lora.formats.safetensors_writer import TensorSpec
 from wgpu_lora.models.model_files import config_fields, read_config
 
 
-class Beside:
+class SourceDirectory:
     """The directory that a model was read from. A GGUF file has no names of its own and no other parts.
 
     Tensors of other parts, such as a vision tower, are copied unchanged, so that the result is a whole model.
     """
 
     def __init__(self, source: WeightSource):
-        found = source.source if isinstance(source, Decoded) else source
+        found = source.source if isinstance(source, DecodedCheckpoint) else source
         self._checkpoint = found if isinstance(found, Checkpoint) else None
 
     def stored_name(self, name: str) -> str:
@@ -48,7 +48,7 @@ class Beside:
         return tuple(f"{prefix}{part}" for part in parts_of(self.specs()) for prefix in ("", "model."))
 
 
-def restate(directory: Path, dtype: str | None = None, **changes: Any) -> None:
+def update_config(directory: Path, dtype: str | None = None, **changes: Any) -> None:
     """Changes fields of config.json: None removes one. dtype: of the weights, which the text part may also state."""
     path = directory / "config.json"
     stated = read_json(path) | changes

@@ -12,8 +12,8 @@ import numpy as np
 from wgpu_lora.atomic import new_directory
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.export.decoded import Decoded
-from wgpu_lora.export.model_directory import Beside, restate, write_companions
+from wgpu_lora.export.decoded import DecodedCheckpoint
+from wgpu_lora.export.model_directory import SourceDirectory, update_config, write_companions
 from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.packed_checkpoint import ARRAYS
@@ -52,7 +52,9 @@ def write_packed(
     """
     checkpoint = model.checkpoint
     form = packed_form(model.decoder.base_dtype)
-    if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint | Decoded) or (model.config.packed and instead is None):
+    if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint | DecodedCheckpoint) or (
+        model.config.packed and instead is None
+    ):
         raise UserError(f"{model.name} is not quantised on loading: give a model in full precision.")
     # `output` is refused before the weights are loaded.
     with new_directory(output, None if replace else flag("output")) as directory:
@@ -61,20 +63,20 @@ def write_packed(
         if is_gguf(model.path):
             write_companions(model.path, model.tokenizer, directory)
         _write_weights(model, checkpoint, form, directory, max_shard_bytes, events, instead or {})
-        skipped = (*model.config.kept_modules(), *Beside(checkpoint).modules())
-        restate(directory, quantization_config=dict(form.quantization_config(model.decoder.base_dtype, skipped)))
+        skipped = (*model.config.kept_modules(), *SourceDirectory(checkpoint).modules())
+        update_config(directory, quantization_config=dict(form.quantization_config(model.decoder.base_dtype, skipped)))
 
 
 def _write_weights(
     model: LoadedModel,
-    checkpoint: Checkpoint | GGUFCheckpoint | Decoded,
+    checkpoint: Checkpoint | GGUFCheckpoint | DecodedCheckpoint,
     form: PackedForm,
     directory: Path,
     max_shard_bytes: int,
     events: Events,
     instead: Mapping[str, Callable[[], Packed]],
 ) -> None:
-    linears, beside = model.config.matrices(), Beside(checkpoint)
+    linears, beside = model.config.matrices(), SourceDirectory(checkpoint)
     packed = {name: weight for name, weight in model.decoder.matrices() if name in linears}
     parts: dict[str, np.ndarray] = {}
 
@@ -115,7 +117,7 @@ def _write_weights(
 
 
 @dataclass
-class Rounded:
+class QuantizationError:
     """Matrices of one kind of layer.
 
     bits: per weight, as stored, with tables and scales. error: sum((w - quantised w)^2) / sum(w^2).
@@ -138,15 +140,15 @@ class Rounded:
         return self.lost / self.squares if self.squares else 0.0
 
 
-def rounded(model: LoadedModel) -> list[Rounded]:
+def rounded(model: LoadedModel) -> list[QuantizationError]:
     """The matrices of a model that was quantised while it was loaded, of attention and of the MLP."""
-    found: dict[str, Rounded] = {}
+    found: dict[str, QuantizationError] = {}
     linears = model.config.matrices()
     for name, weight in model.decoder.matrices():
         if name not in linears:
             continue
         kind = "attention" if ATTENTION.search(name) else "mlp"
-        one = found.setdefault(kind, Rounded(kind))
+        one = found.setdefault(kind, QuantizationError(kind))
         values, packed = weight.values(model.device), weight.packed(model.device)
         source = model.checkpoint.read_f32(name).astype(np.float64)
         one.schemes = sorted({*one.schemes, weight.format})

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def parts_of(names: Iterable[str]) -> tuple[str, ...]:
 def note_of_skipped(names: Iterable[str]) -> str:
     """A sentence for the user about the tensors of other parts."""
     skipped = tuple(names)
-    parts = listed(parts_of(skipped))
+    parts = join_words(parts_of(skipped))
     return f"only the text part of this model is used: {len(skipped):,} tensors of {parts} are skipped"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from wgpu_lora.bounded import check_name, leads_out
+from wgpu_lora.bounded import check_name, links_outside
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.hub import hub_id
@@ -72,7 +72,7 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     reasons = {name: why for name in found if (why := _reason(name, known, include, exclude))}
     chosen = {name: found[name] for name in reasons}
     for path in chosen.values():
-        if leads_out(path, directory):
+        if links_outside(path, directory):
             raise UserError(
                 f"{path} is a link to a file outside of {directory}: replace it with a copy, or leave it out with "
                 f"{flag('exclude')}."
@@ -91,7 +91,7 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     return Upload(directory, kind, files, reasons, card, tuple(notes))
 
 
-def joined(folders: Mapping[str, Upload], roots: Sequence[Upload], card: Path | None = None) -> Upload:
+def merge_uploads(folders: Mapping[str, Upload], roots: Sequence[Upload], card: Path | None = None) -> Upload:
     """Several uploads as one.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.bounded import leads_out
+from wgpu_lora.bounded import links_outside
 from wgpu_lora.formats.gguf.gguf_header import read_header
 from wgpu_lora.formats.hub import hub_id, is_gguf
 from wgpu_lora.formats.peft_adapter import WEIGHTS
@@ -68,7 +68,7 @@ def card_of_repository(title: str, model: str, adapters: Sequence[Path], files: 
 def _own_card(directory: Path) -> str:
     """The card of an adapter or a model. Empty if there is none, if it is PEFT's unfilled form, or a link."""
     path = directory / CARD
-    if not path.is_file() or leads_out(path, directory):
+    if not path.is_file() or links_outside(path, directory):
         return ""
     with path.open(encoding="utf-8", errors="replace") as file:
         text = file.read(MAX_CARD)

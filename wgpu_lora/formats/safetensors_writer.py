@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wgpu_lora.bounded import leads_out
+from wgpu_lora.bounded import links_outside
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, SINGLE
 from wgpu_lora.formats.safetensors_header import DIGEST, ITEM_BYTES
@@ -106,7 +106,7 @@ def copy_companions(source: Path, directory: Path) -> None:
     for pattern in COMPANIONS:
         for path in source.glob(pattern):
             if path.is_file() and not path.name.endswith(".index.json"):
-                if leads_out(path, source):
+                if links_outside(path, source):
                     raise UserError(
                         f"{path} is a link to a file outside of {source}: remove it, or replace it with a copy."
                     )

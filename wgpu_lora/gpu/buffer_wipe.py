@@ -16,8 +16,8 @@ from weakref import WeakSet
 import wgpu
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.device_errors import DeviceLost, noticing
-from wgpu_lora.words import counted
+from wgpu_lora.gpu.device_errors import DeviceLost, raise_device_lost
+from wgpu_lora.words import count_noun
 
 PIECE = 64 << 20  # bytes that are read back at a time
 
@@ -102,12 +102,12 @@ class Wiper:
             lost = isinstance(error, DeviceLost)
             reason = "the device was lost" if lost else " ".join(str(error).split())[:200]
             nbytes = sum(buffer.size for buffer in left)
-            self.report.not_wiped.append(f"{counted(len(left), 'buffer')}, {nbytes:,} bytes: {reason}")
+            self.report.not_wiped.append(f"{count_noun(len(left), 'buffer')}, {nbytes:,} bytes: {reason}")
         self.report.seconds += time.perf_counter() - begin
 
     def _clear(self, buffers: Iterable[Any]) -> None:
         raw = self.device.raw
-        with noticing(self.device.info.name):
+        with raise_device_lost(self.device.info.name):
             encoder = raw.create_command_encoder()
             for buffer in buffers:
                 encoder.clear_buffer(buffer)

@@ -14,7 +14,7 @@ import wgpu
 from wgpu.backends.wgpu_native import ffi, lib
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.device_errors import OutOfDeviceMemory, ShaderError, noticing
+from wgpu_lora.gpu.device_errors import OutOfDeviceMemory, ShaderError, raise_device_lost
 from wgpu_lora.gpu.device_list import MAPPABLE, DeviceInfo, choose
 from wgpu_lora.gpu.tiling import Capabilities
 from wgpu_lora.names.spelling import flag
@@ -151,7 +151,7 @@ class Device:
         size, uses = max(4, (nbytes + 3) & ~3), wgpu.BufferUsage
         usage = uses.STORAGE | uses.COPY_SRC | uses.COPY_DST | use
         try:
-            with noticing(self.info.name):
+            with raise_device_lost(self.info.name):
                 buffer = self.raw.create_buffer(label=label, size=size, usage=usage)
         except (MemoryError, wgpu.GPUValidationError, wgpu.GPUError) as error:
             raise OutOfDeviceMemory(label or "a buffer", size, self.allocated) from error
@@ -178,7 +178,7 @@ class Device:
             chunk = flat[start : start + WRITE_CHUNK]
             if chunk.nbytes % 4:
                 chunk = np.concatenate([chunk, np.zeros(-chunk.nbytes % 4, np.uint8)])
-            with noticing(self.info.name):
+            with raise_device_lost(self.info.name):
                 self.raw.queue.write_buffer(buffer, offset + start, chunk)
             if flat.nbytes > WRITE_CHUNK:
                 self.wait()
@@ -186,14 +186,14 @@ class Device:
     def read(self, buffer: Any, nbytes: int | None = None, offset: int = 0) -> np.ndarray:
         """Copies bytes to the host as uint8, after all submitted work has finished. Raises DeviceLost."""
         size = buffer.size - offset if nbytes is None else nbytes
-        with noticing(self.info.name):
+        with raise_device_lost(self.info.name):
             data = self.raw.queue.read_buffer(buffer, offset, (size + 3) & ~3)
         return np.frombuffer(data, np.uint8)[:size]
 
     def wait(self) -> None:
         """Blocks until the queue is empty. (wgpu-py's own on_submitted_work_done_sync raises TypeError.) Raises
         DeviceLost."""
-        with noticing(self.info.name):
+        with raise_device_lost(self.info.name):
             self.raw.queue.submit([self.raw.create_command_encoder().finish()])  # without commands, a loss aborts
             self.raw._poll_wait()
 
@@ -205,7 +205,7 @@ class Device:
         if found is None:
             label, text = str(key[0]), source()
             try:
-                with noticing(self.info.name):
+                with raise_device_lost(self.info.name):
                     compute = {"module": self._module(text, label), "entry_point": "main"}
                     found = self.raw.create_compute_pipeline(label=label, layout="auto", compute=compute)
                     found.bind_layout = found.get_bind_group_layout(0)
@@ -263,5 +263,5 @@ class Device:
             {"binding": i, "resource": {"buffer": buffer, "offset": offset, "size": size}}
             for i, (buffer, offset, size) in enumerate(parts)
         ]
-        with noticing(self.info.name):
+        with raise_device_lost(self.info.name):
             return self.raw.create_bind_group(layout=pipeline.bind_layout, entries=entries)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from wgpu_lora.errors import NoRoomError, UserError
-from wgpu_lora.events import Miscompiled
-from wgpu_lora.names.spelling import either, flag, setting
+from wgpu_lora.events import WrongKernel
+from wgpu_lora.names.spelling import any_option, flag, setting
 
 REASON = 300  # characters of a compiler's message that are reported
 MAX_GROUPS = 65535  # workgroups of a grid in each dimension, WebGPU's limit
@@ -80,7 +80,7 @@ class WrongResults(UserError):
     """A device gets a kernel wrong, or does not compile it, in all tilings, so nothing that uses it can be computed.
     `found`: the last one."""
 
-    def __init__(self, found: Miscompiled):
+    def __init__(self, found: WrongKernel):
         wrong = f"gets {found.kernel} wrong in every tiling ({found.difference})"
         if found.nmse is None:
             wrong = f"does not compile {found.kernel} ({found.reason})"
@@ -95,11 +95,11 @@ LOST = "device is lost"  # in wgpu's messages
 
 
 @contextmanager
-def noticing(name: str) -> Iterator[None]:
+def raise_device_lost(name: str) -> Iterator[None]:
     """Raises DeviceLost for what wgpu raises if the device is lost."""
     import wgpu  # here, since commands start without it
 
-    USING.append(name)
+    devices_in_use.append(name)
     try:
         yield
     except (wgpu.GPUError, RuntimeError) as error:
@@ -107,15 +107,15 @@ def noticing(name: str) -> Iterator[None]:
             raise DeviceLost(name) from error
         raise
     finally:
-        USING.pop()
+        devices_in_use.pop()
 
 
-USING: list[str] = []  # names of the devices that this process is calling, the innermost last
+devices_in_use: list[str] = []  # names of the devices that this process is calling, the innermost last
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def report_native_abort() -> Iterator[None]:
     """Ends the process with a line on stderr and exit code 2 if wgpu-native aborts it while a device is in use.
 
     For the main program only: it changes what SIGABRT does. Nothing is written, so checkpoints stay as they are.
@@ -127,8 +127,8 @@ def explained() -> Iterator[None]:
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
 
     def aborted(number: int) -> None:
-        if USING:
-            os.write(2, f"wgpu-lora: {DeviceLost(USING[-1])}\n".encode())
+        if devices_in_use:
+            os.write(2, f"wgpu-lora: {DeviceLost(devices_in_use[-1])}\n".encode())
             os._exit(2)
 
     handler = _Handler(aborted)
@@ -140,7 +140,7 @@ def explained() -> Iterator[None]:
 
 
 @contextmanager
-def advising(*options: str, otherwise: str = "choose a smaller model") -> Iterator[None]:
+def with_option_advice(*options: str, otherwise: str = "choose a smaller model") -> Iterator[None]:
     """Add to device errors raised in the block which options to lower, unless an inner block has done so.
 
     Can be used as a decorator.
@@ -152,7 +152,7 @@ def advising(*options: str, otherwise: str = "choose a smaller model") -> Iterat
     try:
         yield
     except DeviceError as error:
-        advice = [f"lower {either(*options)}"] if options else []
+        advice = [f"lower {any_option(*options)}"] if options else []
         if not options or isinstance(error, OutOfDeviceMemory):
             advice.append(otherwise)
         error.advise(", or ".join(advice))

@@ -16,7 +16,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import ShaderError
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import Kernel
-from wgpu_lora.gpu.reference_values import nmse, widened
+from wgpu_lora.gpu.reference_values import as_float64, nmse
 from wgpu_lora.gpu.tensor import NUMPY, Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants, Tiling
 from wgpu_lora.gpu.verdicts import Verdicts, verdicts_of
@@ -122,7 +122,7 @@ def _worst(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) 
 
 
 def _shows(want: np.ndarray, before: np.ndarray) -> bool:
-    old = widened(before).reshape(-1)
+    old = as_float64(before).reshape(-1)
     return bool(want.any()) and not (old.size == want.size and np.array_equal(old, want, equal_nan=True))
 
 
@@ -175,7 +175,7 @@ def differences(kernel: Kernel, constants: Constants, before: Arrays, after: Arr
     part, part_after = (kernel.part(arrays, constants) if kernel.part else None for arrays in (before, after))
     if part and part_after:
         (before, constants), (after, _) = part, part_after
-    given = {name: widened(before[name]) if name in before else None for name in kernel.bindings}
+    given = {name: as_float64(before[name]) if name in before else None for name in kernel.bindings}
     try:
         with np.errstate(all="ignore"):  # rows that are not written yet
             result = kernel(**given, **constants)
@@ -190,7 +190,7 @@ def differences(kernel: Kernel, constants: Constants, before: Arrays, after: Arr
     if len(results) != len(outputs):
         raise TypeError(f"the reference of {kernel.name} returns {len(results)} arrays, but its outputs are {outputs}")
     for name, want in zip(outputs, results, strict=True):
-        got, values = widened(after[name]).reshape(-1), np.asarray(want).reshape(-1)
+        got, values = as_float64(after[name]).reshape(-1), np.asarray(want).reshape(-1)
         in_part = got.size < whole[name].size
         if got.dtype == np.uint32:  # packed codes
             got, values = _nibbles(got), _nibbles(values)

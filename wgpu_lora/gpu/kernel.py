@@ -64,7 +64,7 @@ def cdiv(a: int, b: int) -> int:
 LINEAR_X = 32768  # workgroups in x before a linear grid continues in y, as in lib/linear.wgsl
 
 
-def one_per(items: int, per_group: int = 64) -> Grid:
+def linear_grid(items: int, per_group: int = 64) -> Grid:
     """A linear grid with one workgroup per `per_group` items, folded into two dimensions if it is long."""
     groups = max(1, cdiv(items, per_group))
     return (groups, 1, 1) if groups <= LINEAR_X else (LINEAR_X, cdiv(groups, LINEAR_X), 1)
@@ -256,4 +256,4 @@ def by_subgroup(capabilities: Capabilities, c: Any) -> list[Tiling]:
 
 
 def row_grid(rows: Callable[[Any], int]) -> Callable[[Any], Grid]:
-    return lambda c: one_per(rows(c), 1 if c.tile.subgroup else c.tile.lanes)
+    return lambda c: linear_grid(rows(c), 1 if c.tile.subgroup else c.tile.lanes)

@@ -11,7 +11,7 @@ import numpy as np
 
 from wgpu_lora.gpu.arena_plan import ArenaPlan, plan_arenas
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.device_errors import MAX_GROUPS, GridTooLarge, ShaderError, noticing
+from wgpu_lora.gpu.device_errors import MAX_GROUPS, GridTooLarge, ShaderError, raise_device_lost
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.first_run import run_checked, unchecked
 from wgpu_lora.gpu.kernel import Grid, Kernel
@@ -236,7 +236,7 @@ class Program:
 
     def submit(self, start: int, stop: int, timestamps: dict[str, Any] | None = None) -> None:
         """Submits the dispatches [start, stop) as one compute pass, which may write timestamps. Raises DeviceLost."""
-        with noticing(self.device.info.name):
+        with raise_device_lost(self.device.info.name):
             encoder = self.device.raw.create_command_encoder()
             compute = encoder.begin_compute_pass(timestamp_writes=timestamps)
             set_pipeline, set_bind_group = compute.set_pipeline, compute.set_bind_group

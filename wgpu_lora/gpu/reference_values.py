@@ -20,22 +20,22 @@ Part = tuple[Arrays, Constants]
 TakePart = Callable[[Arrays, Constants], Part | None]  # None: the whole call is checked
 
 
-def fewer(size: int, unit: int) -> int:
+def cut_size(size: int, unit: int) -> int:
     """A size of one or two units and the remainder of `size`, if that is less."""
     return min(size, unit + size % unit)
 
 
-def costly(products: float, arrays: Arrays, *sizes: int) -> bool:
+def is_expensive(products: float, arrays: Arrays, *sizes: int) -> bool:
     """Whether a reference would take too much time or memory."""
     return products > PRODUCTS or max((*sizes, *(array.size for array in arrays.values())), default=0) > VALUES
 
 
-def picks(count: int, wanted: int) -> np.ndarray:
+def evenly_spaced(count: int, wanted: int) -> np.ndarray:
     """At most `wanted` values of range(count), evenly spread, including both ends."""
     return np.unique(np.linspace(0, count - 1, min(count, wanted)).round().astype(np.int64))
 
 
-def some_rows(arrays: Arrays, names: str, count: int, picked: np.ndarray) -> Arrays:
+def select_rows(arrays: Arrays, names: str, count: int, picked: np.ndarray) -> Arrays:
     """The arrays, with those in `names`, which have `count` rows, cut to the picked rows."""
     kept = {n: a.reshape(count, -1)[picked] for n, a in arrays.items() if n in names.split()}
     kept = {n: a.reshape(-1) if arrays[n].ndim == 1 else a for n, a in kept.items()}
@@ -44,21 +44,21 @@ def some_rows(arrays: Arrays, names: str, count: int, picked: np.ndarray) -> Arr
     return {**arrays, **kept}
 
 
-def some_blocks(names: str, block: int) -> TakePart:
+def select_blocks(names: str, block: int) -> TakePart:
     """The part of a kernel over a page of parameters: some of its blocks. names: the arrays with values per block."""
 
     def take(arrays: Arrays, c: Constants) -> Part | None:
         count = c.get("blocks") or c["size"] // block
         if count <= PAGE_BLOCKS:  # however small the arrays are, since these kernels have up to five in float64 each
             return None
-        picked = picks(count, PAGE_BLOCKS)
+        picked = evenly_spaced(count, PAGE_BLOCKS)
         smaller: dict[str, Any] = {"blocks": picked.size, "size": picked.size * block}
-        return some_rows(arrays, names, count, picked), {**c, **{n: v for n, v in smaller.items() if n in c}}
+        return select_rows(arrays, names, count, picked), {**c, **{n: v for n, v in smaller.items() if n in c}}
 
     return take
 
 
-def widened(array: np.ndarray) -> np.ndarray:
+def as_float64(array: np.ndarray) -> np.ndarray:
     """An array as a reference takes it: floats as float64, uint16 read as bf16, integers unchanged."""
     if array.dtype == np.uint16:
         array = (array.astype(np.uint32) << 16).view(np.float32)
@@ -66,7 +66,7 @@ def widened(array: np.ndarray) -> np.ndarray:
         return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
-def stored(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+def random_values(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
     """Normally distributed values as the device stores them: f32, f16, or bf16 (truncated)."""
     values = rng.standard_normal(shape, np.float32)
     if dtype == "bf16":

@@ -74,7 +74,7 @@ def persistent(shape: tuple[int, ...], dtype: str, group: str, name: str) -> Ten
     return Tensor(shape, dtype, Storage(nbytes, group, name), name=name)
 
 
-def joined(tensors: Sequence[Tensor], name: str) -> list[Tensor]:
+def share_storage(tensors: Sequence[Tensor], name: str) -> list[Tensor]:
     """Declared tensors as regions of one storage instead of their own, each at an aligned offset."""
     firsts = [0]
     for tensor in tensors:
@@ -83,7 +83,7 @@ def joined(tensors: Sequence[Tensor], name: str) -> list[Tensor]:
     return [replace(t, storage=storage, byte_offset=first) for t, first in zip(tensors, firsts, strict=False)]
 
 
-def whole(parts: Sequence[Tensor]) -> Tensor | None:
+def spanning(parts: Sequence[Tensor]) -> Tensor | None:
     """All values from the first of these tensors to the end of the last, flat, with what lies between aligned offsets.
 
     One tensor alone is itself. None if they are not successive regions of one storage.

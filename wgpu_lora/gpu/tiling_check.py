@@ -10,7 +10,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import ShaderError
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.reference_values import nmse, widened
+from wgpu_lora.gpu.reference_values import as_float64, nmse
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.tiling import Constants, Tiling, Tunable
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices, Verdict
@@ -51,12 +51,12 @@ def cut_verdict(device: Device, call: Dispatch, tiling: Tiling) -> Verdict:
         return verdicts.settle(call, tiling, None, NMSE, error.reason)
     try:
         single.run()
-        arrays = {name: widened(array) for name, array in single.arrays.items()}
+        arrays = {name: as_float64(array) for name, array in single.arrays.items()}
         result = call.kernel(**{name: arrays.get(name) for name in call.kernel.bindings}, **small)
         wanted = result if isinstance(result, tuple) else (result,)
         names = [name for name in call.kernel.outputs if name in single.arrays]
         errors = [
-            nmse(widened(single.read(name)).reshape(-1), np.asarray(want).reshape(-1))
+            nmse(as_float64(single.read(name)).reshape(-1), np.asarray(want).reshape(-1))
             for name, want in zip(names, wanted, strict=True)
         ]
     finally:

@@ -10,7 +10,7 @@ import wgpu
 from wgpu.backends.wgpu_native import lib
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.device_errors import noticing
+from wgpu_lora.gpu.device_errors import raise_device_lost
 from wgpu_lora.gpu.program import Program
 
 QUERIES = 2048  # timestamps per query set; WebGPU allows 4096
@@ -34,7 +34,7 @@ class Timer:
         if self.clock == "timestamps":
             self._period = 1e-9 * lib.wgpuQueueGetTimestampPeriod(device.raw.queue._internal)
             usage = wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
-            with noticing(device.info.name):
+            with raise_device_lost(device.info.name):
                 self._set = device.raw.create_query_set(type="timestamp", count=QUERIES)
                 self._resolved = device.raw.create_buffer(size=8 * QUERIES, usage=usage)
 
@@ -70,7 +70,7 @@ class Timer:
             program.submit(start, stop, writes)
             if stop - start > 1:
                 self.device.wait()  # as `Program.run` does after each submit
-        with noticing(self.device.info.name):
+        with raise_device_lost(self.device.info.name):
             encoder = self.device.raw.create_command_encoder()
             encoder.resolve_query_set(self._set, 0, 2 * len(spans), self._resolved, 0)
             self.device.raw.queue.submit([encoder.finish()])

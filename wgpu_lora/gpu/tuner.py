@@ -24,7 +24,7 @@ AHEAD = 300.0  # the same, where it is what was asked for
 RUNS = 3  # timed runs per tiling, after two warm-up runs
 
 
-def wanted(asked: bool) -> bool:
+def tuning_enabled(asked: bool) -> bool:
     """Whether to tune: the user's choice, unless WGPU_LORA_NO_TUNE disables tuning everywhere."""
     return asked and not os.environ.get("WGPU_LORA_NO_TUNE")
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wgpu_lora.errors import DeviceWarning
-from wgpu_lora.events import Events, Miscompiled
+from wgpu_lora.events import Events, WrongKernel
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import ShaderError, WrongResults
 from wgpu_lora.gpu.dispatch import Dispatch
@@ -45,7 +45,7 @@ class Verdicts:
         self._fresh: dict[str, Verdict] = {}
         self._digests: dict[str, str] = {}
         self._failed: dict[str, Verdict] = {}  # does not compile: known even where nothing is checked
-        self._told: dict[tuple[str, Tiling], Miscompiled] = {}
+        self._told: dict[tuple[str, Tiling], WrongKernel] = {}
         self._listeners: list[Events] = []
 
     def of(self, call: Dispatch, tiling: Tiling) -> Verdict | None:
@@ -106,11 +106,11 @@ class Verdicts:
             else:
                 return tiled
 
-    def tell(self, tiling: Tiling, verdict: Verdict) -> Miscompiled:
+    def tell(self, tiling: Tiling, verdict: Verdict) -> WrongKernel:
         """Reports a wrong tiling, once per process and kernel, to those who listen and as a warning."""
         info = self.device.info
         of = tiling.to_json(), verdict.nmse, verdict.limit, verdict.reason
-        found = Miscompiled(info.name, info.driver, verdict.kernel, *of)
+        found = WrongKernel(info.name, info.driver, verdict.kernel, *of)
         if (verdict.kernel, tiling) not in self._told:
             self._told[verdict.kernel, tiling] = found
             for events in self._listeners:

@@ -10,14 +10,14 @@ from typing import Any
 from wgpu_lora.data import StreamDecoder, Tokenizer
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.infer.generator import Generation, Generator
-from wgpu_lora.infer.named_adapters import on_device
+from wgpu_lora.infer.named_adapters import adapters_on_device
 from wgpu_lora.infer.prompts import Prompt, chat_prompt, trained_prompt_format
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 MOST = 16  # prompts at a time by default
 SHOWN = 60  # characters of a text in an answer's repr
@@ -41,7 +41,7 @@ class Answer:
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= SHOWN else self.text[: SHOWN - 3] + "..."
-        return f"Answer({text!r}, {counted(len(self.token_ids), 'token')}, stop_reason={self.stop_reason!r})"
+        return f"Answer({text!r}, {count_noun(len(self.token_ids), 'token')}, stop_reason={self.stop_reason!r})"
 
 
 def tokenizer_of(model: LoadedModel) -> Tokenizer:
@@ -58,7 +58,7 @@ def answer_slots(
     prompts: Sequence[Prompt],
     directories: Sequence[str | Path],
     slots: Sequence[int | None],
-    settings: Settings,
+    settings: GenerationOptions,
     *,
     batch: int | None = None,
     names: Sequence[str] = (),
@@ -86,12 +86,12 @@ def answer_slots(
     found: list[Answer] = []
     done = 0
     with (
-        on_device(model, directories) as adapters,
+        adapters_on_device(model, directories) as adapters,
         open_generator(model, adapters, capacity_for(model, ids, settings), len(ids), batch, events) as generator,
     ):
         for start in range(0, len(ids), generator.batch):
             part = slice(start, start + generator.batch)
-            made = [Reply(tokenizer, len(one), settings.stop) for one in ids[part]]
+            made = [StreamedAnswer(tokenizer, len(one), settings.stop) for one in ids[part]]
             for _, piece in replies(
                 generator, made, ids[part], slots[part], settings, streamed, samplers=samplers[part]
             ):
@@ -108,16 +108,16 @@ def answer_slots(
 
 
 def stream_slot(
-    model: LoadedModel, prompt: Prompt, directory: str | Path | None, settings: Settings, events: Events
+    model: LoadedModel, prompt: Prompt, directory: str | Path | None, settings: GenerationOptions, events: Events
 ) -> Iterator[str]:
     """The answer to one prompt in pieces, as they are generated; frees its memory when the iterator ends."""
     tokenizer = tokenizer_of(model)
     ids = prompt_ids(tokenizer, [prompt], settings, [] if directory is None else [directory])
     with (
-        on_device(model, [] if directory is None else [directory]) as adapters,
+        adapters_on_device(model, [] if directory is None else [directory]) as adapters,
         open_generator(model, adapters, capacity_for(model, ids, settings), 1, 1, events) as generator,
     ):
-        made = [Reply(tokenizer, len(ids[0]), settings.stop)]
+        made = [StreamedAnswer(tokenizer, len(ids[0]), settings.stop)]
         for _, piece in replies(generator, made, ids, [0 if adapters else None], settings):
             if piece:
                 yield piece
@@ -147,24 +147,24 @@ def open_generator(
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: Settings, adapters: Sequence[str | Path]
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: GenerationOptions, adapters: Sequence[str | Path]
 ) -> list[list[int]]:
     """Token ids of each prompt; texts are worded as the settings say or as the adapters were trained."""
     form = settings.prompt_format or trained_prompt_format(adapters)
     return [chat_prompt(tokenizer, prompt, settings.system, form, **settings.template_kwargs) for prompt in prompts]
 
 
-def capacity_for(model: LoadedModel, ids: Sequence[Sequence[int]], settings: Settings) -> int:
+def capacity_for(model: LoadedModel, ids: Sequence[Sequence[int]], settings: GenerationOptions) -> int:
     """Tokens of the longest prompt with its answer, so that the cache is no larger than needed."""
     return min(max(map(len, ids)) + settings.max_new_tokens, model.config.max_position_embeddings)
 
 
 def replies(
     generator: Generator,
-    made: Sequence[Reply],
+    made: Sequence[StreamedAnswer],
     ids: Sequence[Sequence[int]],
     slots: Sequence[int | None],
-    settings: Settings,
+    settings: GenerationOptions,
     streamed: bool = True,
     reuse: bool = False,
     stopped: Callable[[], bool] = lambda: False,
@@ -198,7 +198,7 @@ def replies(
             yield number, rest
 
 
-def answer_of(prompt: Prompt, reply: Reply) -> Answer:
+def answer_of(prompt: Prompt, reply: StreamedAnswer) -> Answer:
     generation = reply.generation
     assert generation.stop_reason
     speed = round(generation.decode_speed, 2)
@@ -210,7 +210,7 @@ def answer_table(
     prompts: Sequence[Prompt],
     adapters: Mapping[str, str | Path],
     slots: Mapping[str, int | None],
-    settings: Settings,
+    settings: GenerationOptions,
     *,
     batch: int | None = None,
     events: Events = SILENT,
@@ -236,7 +236,7 @@ def answer_table(
     return [{name: next(rows) for name in names} for _ in prompts]
 
 
-class Reply:
+class StreamedAnswer:
     """The answer to one prompt. Text that may be the beginning of a stop string is held back."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_tokens: int, stop: Sequence[str] = ()):

@@ -11,7 +11,7 @@ import numpy as np
 
 from wgpu_lora.data import Row, pack
 from wgpu_lora.events import SILENT, Evaluating, Events
-from wgpu_lora.gpu.device_errors import advising
+from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.tiling_check import check_tilings
@@ -19,14 +19,14 @@ from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.batch_inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.layer_context import Layer
+from wgpu_lora.models.layer_context import LayerWeights
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.ops.linear import Linear, Observed
+from wgpu_lora.ops.linear import Linear, MeasuredMatrix
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import read
 
 
-@advising("max_length")
+@with_option_advice("max_length")
 def input_moments(
     model: LoadedModel, rows: Sequence[Row], batch_tokens: int = 512, events: Events = SILENT
 ) -> dict[str, np.ndarray]:
@@ -84,9 +84,9 @@ def _observed(decoder: Decoder, count: Tensor, squares: dict[str, Tensor]) -> De
     def linear(name: str, item: Linear[Any]) -> Linear[Any]:
         size_in = item.weight.in_features
         squares[name] = persistent((size_in,), "f32", "workspace", f"{name} squares")
-        return replace(item, weight=Observed(item.weight, count, squares[name]))
+        return replace(item, weight=MeasuredMatrix(item.weight, count, squares[name]))
 
-    def layer(one: Layer) -> Layer:
+    def layer(one: LayerWeights) -> LayerWeights:
         found = {module: linear(f"{one.path}.{module}.weight", item) for module, item in one.linears.items()}
         return replace(one, linears=found)
 

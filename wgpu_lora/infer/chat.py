@@ -14,12 +14,12 @@ from wgpu_lora.data.example_formats import parse_example
 from wgpu_lora.data.examples import CHAT, Conversation
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.infer.answers import Reply, replies, tokenizer_of
-from wgpu_lora.infer.generation_options import Settings
+from wgpu_lora.infer.answers import StreamedAnswer, replies, tokenizer_of
+from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.infer.generator import Generator
-from wgpu_lora.infer.named_adapters import BASE, on_device, slots_of
+from wgpu_lora.infer.named_adapters import BASE, adapters_on_device, slots_of
 from wgpu_lora.infer.prompts import chat_prompt, check_text, trained_prompt_format
-from wgpu_lora.models.adapter_modules import read_fitting
+from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
 
@@ -44,7 +44,7 @@ class Chat:
         model: LoadedModel,
         adapters: Mapping[str, Path],
         names: Sequence[str],
-        settings: Settings,
+        settings: GenerationOptions,
         max_length: int | None = None,
         events: Events = SILENT,
     ):
@@ -53,8 +53,8 @@ class Chat:
         self.adapters = dict(adapters)
         if self.adapters:
             slots_of(self.adapters, True)  # the base can be selected at any time
-        self.lanes = {name: Lane(name) for name in names}
-        self.replies: dict[str, Reply] = {}  # of the last turn
+        self.lanes = {name: ChatHistory(name) for name in names}
+        self.replies: dict[str, StreamedAnswer] = {}  # of the last turn
         self.left_out: dict[str, int] = {}  # turns that were left out of the prompt, by name
         self._stack = ExitStack()
         self._generator: Generator | None = None
@@ -113,7 +113,7 @@ class Chat:
         worded = replace(self.settings, prompt_format=self.prompt_format)
         shown = [lane.prompt(self.tokenizer, text, worded, self.capacity) for lane in self.lanes.values()]
         ids = [prompt for prompt, _ in shown]
-        made = [Reply(self.tokenizer, len(prompt), tuple(self.settings.stop)) for prompt in ids]
+        made = [StreamedAnswer(self.tokenizer, len(prompt), tuple(self.settings.stop)) for prompt in ids]
         order = list(self.adapters)
         slots = [None if name == BASE else order.index(name) for name in names]
         settings = replace(self.settings, seed=self.settings.seed + self._attempt)
@@ -144,7 +144,7 @@ class Chat:
 
     def reset(self, messages: Sequence[Message] = ()) -> None:
         """Start a new conversation, or continue from these messages."""
-        self.lanes = {name: Lane(name, [{**message} for message in messages]) for name in self.lanes}
+        self.lanes = {name: ChatHistory(name, [{**message} for message in messages]) for name in self.lanes}
 
     # -- who answers -----------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Chat:
         slots_of({name: directory}, True)
         if name in self.adapters:
             raise UserError(f"An adapter '{name}' is already loaded ({self.adapters[name]}): name this one NAME=DIR.")
-        read_fitting(self.model.config, directory)
+        read_adapter_for(self.model.config, directory)
         before = self.adapters
         self.adapters = {**before, name: directory}
         self.close()
@@ -195,7 +195,7 @@ class Chat:
         while True:
             try:
                 with ExitStack() as stack:
-                    adapters = stack.enter_context(on_device(self.model, list(self.adapters.values())))
+                    adapters = stack.enter_context(adapters_on_device(self.model, list(self.adapters.values())))
                     generator = Generator(self.model, adapters, self.capacity, len(self.lanes), events=self._events)
                     self._generator = stack.enter_context(generator)
                     self._stack = stack.pop_all()
@@ -222,7 +222,7 @@ ROOM = 4  # 1/4 of the tokens is reserved for the answer, or max_new_tokens if t
 
 
 @dataclass
-class Lane:
+class ChatHistory:
     """A conversation with one adapter, or with the base model.
 
     messages: of the user and the assistant, alternating, without a system message.
@@ -233,9 +233,9 @@ class Lane:
     messages: list[Message] = field(default_factory=list)
     first: int = 0
 
-    def joined(self, name: str) -> Lane:
+    def joined(self, name: str) -> ChatHistory:
         """A copy of the conversation for another adapter."""
-        return Lane(name, [*self.messages], self.first)
+        return ChatHistory(name, [*self.messages], self.first)
 
     def add(self, text: str, answer: str) -> None:
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
@@ -250,7 +250,9 @@ class Lane:
         self.first = 0
         return str(text)
 
-    def prompt(self, tokenizer: Tokenizer, text: str, settings: Settings, capacity: int) -> tuple[list[int], int]:
+    def prompt(
+        self, tokenizer: Tokenizer, text: str, settings: GenerationOptions, capacity: int
+    ) -> tuple[list[int], int]:
         """Token ids of the prompt for an answer to `text`, and the number of turns newly left out of it.
 
         The oldest turns are left out if the answer would not have enough room. Without a chat template, or if
@@ -281,7 +283,7 @@ class Lane:
         )
 
 
-def rows_of(lanes: Iterable[Lane], system: str | None, templated: bool) -> list[dict[str, Any]]:
+def rows_of(lanes: Iterable[ChatHistory], system: str | None, templated: bool) -> list[dict[str, Any]]:
     """Rows to train on: a conversation per lane or, without a chat template, a prompt and completion per turn."""
     rows: list[dict[str, Any]] = []
     every = [lane for lane in lanes if lane.messages]

@@ -21,7 +21,7 @@ def option(default: Any, text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationOptions:
     """Options of an answer. Raises UserError if a value is out of range or of the wrong type."""
 
     system: str | None = option(None, "system message of the chat template")
@@ -90,15 +90,15 @@ class AnswerOptions(TypedDict, total=False):
     seed: int
 
 
-def settings_of(options: Mapping[str, Any], where: str) -> Settings:
+def generation_options(options: Mapping[str, Any], where: str) -> GenerationOptions:
     """Settings from names and values; option names of other programs are accepted.
 
     Raises:
         UserError: a name is unknown (the nearest one is suggested), or a value is invalid.
     """
-    known = [f.name for f in fields(Settings)]
+    known = [f.name for f in fields(GenerationOptions)]
     with naming(PYTHON):
-        return Settings(**real_names(options, known, where, otherwise=f"the options are {', '.join(known)}."))
+        return GenerationOptions(**real_names(options, known, where, otherwise=f"the options are {', '.join(known)}."))
 
 
 def parsed(name: str, text: str) -> Any:
@@ -107,7 +107,7 @@ def parsed(name: str, text: str) -> Any:
     Raises:
         UserError: it has the wrong type.
     """
-    kinds = {f.name: str(f.type) for f in fields(Settings)}
+    kinds = {f.name: str(f.type) for f in fields(GenerationOptions)}
     words = {"true": True, "on": True, "false": False, "off": False, "none": None}
     if name == "system":
         return text

@@ -17,8 +17,8 @@ from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.kv_cache import Cache
 from wgpu_lora.models.row_inputs import NOWHERE, Rows
 from wgpu_lora.ops.embedding import gather_rows, head_logits
-from wgpu_lora.ops.recorder import Kept, Recorder
-from wgpu_lora.words import counted
+from wgpu_lora.ops.recorder import Recorder, SharedTensors
+from wgpu_lora.words import count_noun
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class State:
         """Raise BindingTooLarge if a tensor of a layer's state exceeds a binding."""
         name, nbytes = self.cache.largest()
         if nbytes > max_binding:
-            whole = f"{name} of {counted(self.batch, 'sequence')} of {self.capacity:,} tokens"
+            whole = f"{name} of {count_noun(self.batch, 'sequence')} of {self.capacity:,} tokens"
             raise BindingTooLarge(whole, nbytes, max_binding)
 
     def storages(self) -> set[Storage]:
@@ -83,7 +83,13 @@ class Step:
     """A program of T rows, recorded on construction. `upload`, then run `program`."""
 
     def __init__(
-        self, device: Device, decoder: Decoder, adapters: AdapterSet | None, state: State, tokens: int, kept: Kept
+        self,
+        device: Device,
+        decoder: Decoder,
+        adapters: AdapterSet | None,
+        state: State,
+        tokens: int,
+        kept: SharedTensors,
     ):
         self.device, self.state, self.tokens = device, state, tokens
         config, slots = decoder.config, len(adapters.specs) if adapters else 1
@@ -172,7 +178,7 @@ class Programs:
         Raises:
             BindingTooLarge: a tensor of a layer's state exceeds a binding.
         """
-        state, kept = State.declare(decoder, batch, capacity), Kept(device)
+        state, kept = State.declare(decoder, batch, capacity), SharedTensors(device)
         state.check(device.max_binding)
         useful = [size for size, before in zip(buckets, (0, *buckets), strict=False) if before < batch * capacity]
         *prefill, decode = [Step(device, decoder, adapters, state, size, kept) for size in [*useful, batch]]

@@ -12,7 +12,7 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.gpu.device_errors import advising
+from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.tiling_check import check_tilings
@@ -44,7 +44,7 @@ class Generator:
         UserError: the capacity exceeds the model's limit, or the device has no room for the keys and values.
     """
 
-    @advising(otherwise="use shorter prompts and answers, fewer at a time, or a smaller model")
+    @with_option_advice(otherwise="use shorter prompts and answers, fewer at a time, or a smaller model")
     def __init__(
         self,
         model: LoadedModel,
@@ -150,21 +150,23 @@ class Generator:
         chosen = [None] * len(prompts) if slots is None else list(slots)
         available = len(self.adapters.specs) if self.adapters else 0
         vocab = self.model.config.vocab_size
-        check_requests(prompts, chosen, max_new_tokens, vocab, available, self.capacity)
+        check_prompts(prompts, chosen, max_new_tokens, vocab, available, self.capacity)
         # Ordered by slot, None last: rows of a slot must be adjacent.
         order = sorted(range(len(prompts)), key=lambda i: (chosen[i] is None, chosen[i] or 0))
         for start in range(0, len(order), self.batch):
             together = order[start : start + self.batch]
             ids = [np.asarray(prompts[i], np.int64) for i in together]
             samplers = [sampler if isinstance(sampler, Sampler) else sampler[i] for i in together]
-            run = Run(together, ids, [chosen[i] for i in together], [results[i] for i in together], samplers)
+            run = GenerationBatch(
+                together, ids, [chosen[i] for i in together], [results[i] for i in together], samplers
+            )
             yield from self._generate(run, max_new_tokens, frozenset(stop_ids), reuse, stopped)
 
     def next_logits(self, prompts: Sequence[Sequence[int]], slots: Sequence[int | None]) -> np.ndarray:
         """Logits f32 [prompts, vocab] of the token after each of at most `batch` prompts, which are ordered by slot."""
         assert len(prompts) <= self.batch
         available = len(self.adapters.specs) if self.adapters else 0
-        check_requests(prompts, slots, 1, self.model.config.vocab_size, available, self.capacity)
+        check_prompts(prompts, slots, 1, self.model.config.vocab_size, available, self.capacity)
         self._held.clear()
         self._run_prompts([np.asarray(prompt, np.int64) for prompt in prompts], slots, [0] * len(prompts))
         return self.state.read_logits(self.device)[: len(prompts)]
@@ -186,7 +188,7 @@ class Generator:
 
     def _generate(
         self,
-        run: Run,
+        run: GenerationBatch,
         max_new_tokens: int,
         stop_ids: frozenset[int],
         reuse: bool,
@@ -229,15 +231,15 @@ class Generator:
                 # The newest token enters the cache only when the next one is computed.
                 self._held[i] = run.slots[i], run.ids(i)[: run.length(i) - 1]
 
-    def _known(self, index: int, run: Run) -> int:
+    def _known(self, index: int, run: GenerationBatch) -> int:
         """Tokens of a prompt that are already in the cache of its sequence, without the last one of the prompt."""
         slot, held = self._held.get(index, (None, np.zeros(0, np.int64)))
         prompt = run.prompts[index]
         if slot != run.slots[index]:
             return 0
-        return known_tokens(held, prompt, self.state.cache.rewinds, self.model.config.switch())
+        return reusable_prefix(held, prompt, self.state.cache.rewinds, self.model.config.switch())
 
-    def _run_decode(self, run: Run, live: Sequence[int]) -> None:
+    def _run_decode(self, run: GenerationBatch, live: Sequence[int]) -> None:
         """Compute the logits after the last token of each live sequence."""
         again = run.switching(live, self.model.config.switch())
         if again:  # what the cache holds of these is of no use any more
@@ -266,7 +268,7 @@ class Generator:
 
         Returns the seconds taken, without compilation; None if stopped.
         """
-        ids, positions, sequences, lengths, newest = laid_out(prompts, starts)
+        ids, positions, sequences, lengths, newest = flatten_prompts(prompts, starts)
         pieces: list[tuple[Step, int]] = []
         at = 0
         while at < ids.size:
@@ -326,7 +328,7 @@ class Generation:
 
 
 @dataclass
-class Run:
+class GenerationBatch:
     """Sequences that run together, ordered by slot; `numbers` are their positions in the caller's list."""
 
     numbers: list[int]
@@ -369,7 +371,7 @@ class Run:
         return token
 
 
-def laid_out(prompts: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[np.ndarray, ...]:
+def flatten_prompts(prompts: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[np.ndarray, ...]:
     """The tokens of all prompts from `starts` on, one prompt after the other: int64 [n] each, but for the last.
 
     Returns (ids, positions, sequences, lengths of their sequences, the place of each prompt's last token or -1).
@@ -382,7 +384,7 @@ def laid_out(prompts: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[np.n
     return ids, positions, sequences, sizes[sequences], np.where(counts > 0, ends, -1)
 
 
-def known_tokens(held: np.ndarray, prompt: np.ndarray, rewinds: bool, switch: int | None) -> int:
+def reusable_prefix(held: np.ndarray, prompt: np.ndarray, rewinds: bool, switch: int | None) -> int:
     """Tokens of a prompt, without its last one, whose state in the cache, of the tokens `held`, is of use.
 
     rewinds: see `Cache`. switch: see `ModelConfig`.
@@ -396,7 +398,7 @@ def known_tokens(held: np.ndarray, prompt: np.ndarray, rewinds: bool, switch: in
     return known if rewinds or known == held.size else 0
 
 
-def check_requests(
+def check_prompts(
     prompts: Sequence[Sequence[int]],
     slots: Sequence[int | None],
     max_new_tokens: int,

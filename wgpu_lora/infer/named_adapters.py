@@ -13,7 +13,7 @@ from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, missing_bytes, release
 from wgpu_lora.memory_leases import claim
-from wgpu_lora.models.adapter_modules import read_fitting
+from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec, fix_gains
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_config import ModelConfig
@@ -120,7 +120,7 @@ def check_directory(adapter: Any) -> None:
 
 
 @contextmanager
-def on_device(model: LoadedModel, directories: Sequence[str | Path]) -> Iterator[AdapterSet | None]:
+def adapters_on_device(model: LoadedModel, directories: Sequence[str | Path]) -> Iterator[AdapterSet | None]:
     """The adapters on the device, a slot each, for the duration of the context; None if there are none."""
     if not directories:
         yield None
@@ -146,7 +146,7 @@ def load_adapters(device: Device, config: ModelConfig, directories: Sequence[Pat
         UserError: an adapter cannot be read, or does not fit the model (with the module and both shapes).
     """
     assert directories, "there is no adapter to load"
-    read = [read_fitting(config, directory) for directory in directories]
+    read = [read_adapter_for(config, directory) for directory in directories]
     specs = [SlotSpec.of(adapter, matrices) for adapter, matrices in read]
     adapters = AdapterSet.declare(config, specs, device.max_binding)
     with claim(device, missing_bytes(adapters.storages()), "adapters"):

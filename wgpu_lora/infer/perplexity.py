@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from wgpu_lora.data import Prepared, Row, pack
+from wgpu_lora.data import Row, TokenizedData, pack
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
-from wgpu_lora.gpu.device_errors import advising
+from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage, persistent
 from wgpu_lora.gpu.tiling_check import check_tilings
@@ -120,10 +120,10 @@ class Evaluator:
         return total / tokens, tokens
 
 
-@advising("max_length")
+@with_option_advice("max_length")
 def evaluate(
     model: LoadedModel,
-    prepared: Prepared,
+    prepared: TokenizedData,
     adapters: AdapterSet | None = None,
     slot: int | None = None,
     batch_tokens: int = 1024,

@@ -15,15 +15,15 @@ from wgpu_lora.data.column_types import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAG
 from wgpu_lora.data.compressed_files import bare_name, opened
 from wgpu_lora.data.example_formats import EXAMPLES, alpaca, with_system
 from wgpu_lora.data.examples import Completion
-from wgpu_lora.data.row_counts import Account
+from wgpu_lora.data.row_counts import RowCounts
 from wgpu_lora.data.row_files import SUFFIXES, FileSource, reader_of
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
-from wgpu_lora.data.source import Problem
+from wgpu_lora.data.source import BadRow
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.answers import Answer
 from wgpu_lora.infer.prompts import Prompt, check_prompt
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 MAX_TEXT_BYTES = 256 << 20
 
@@ -75,15 +75,15 @@ def read_requests(path: Path) -> list[Request]:
         begins = file.read(4096)
     if bare_name(path).suffix.lower() not in SUFFIXES and not _ROWS.match(begins):
         return [Request(line, {"prompt": line}) for line in _lines(path)]
-    account = Account(FileSource(path, reader_of(path)))
+    account = RowCounts(FileSource(path, reader_of(path)))
     found = []
     for place, row in account.source.rows(FORMATS):
         try:
-            if isinstance(row, Problem):
+            if isinstance(row, BadRow):
                 raise UserError(row.reason)
             found.append(_request(row))
         except UserError as error:
-            account.add_bad(place, Problem(str(error)))
+            account.add_bad(place, BadRow(str(error)))
     account.refuse_bad("fix them")
     return found
 
@@ -145,5 +145,5 @@ def kept_on_failure(
         if path and done:
             part = numbered(path.with_name(f"{path.name}.part"))
             write_new_bytes(part, to_jsonl(done), flag("output"))
-            say(f"{counted(len(done), 'answer')} so far: {part}")
+            say(f"{count_noun(len(done), 'answer')} so far: {part}")
         raise

@@ -2,13 +2,13 @@
 
 from wgpu_lora.memory_leases.claims import claim
 from wgpu_lora.memory_leases.device_memory import Budget, DeviceMemory, budget_bytes, device_memory, is_unified
-from wgpu_lora.memory_leases.ledger import Entry, Ledger, device_key
+from wgpu_lora.memory_leases.ledger import Ledger, LedgerEntry, device_key
 
 __all__ = [
     "Budget",
     "DeviceMemory",
-    "Entry",
     "Ledger",
+    "LedgerEntry",
     "budget_bytes",
     "claim",
     "device_key",

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.memory_leases.device_memory import Budget, budget_bytes, device_memory
 from wgpu_lora.memory_leases.lease_queue import NO_QUEUE, Advice, take, update
-from wgpu_lora.memory_leases.ledger import Entry, Ledger, device_key
+from wgpu_lora.memory_leases.ledger import Ledger, LedgerEntry, device_key
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device
@@ -28,7 +28,7 @@ STAYS = "loaded models"
 
 
 @dataclass(eq=False)
-class _Holding:
+class DeviceClaims:
     """Leases and claims of this process on one opened device.
 
     leases: in the order in which they were taken. claims: by thread, nesting depth and bytes of the outermost claim.
@@ -36,7 +36,7 @@ class _Holding:
 
     ledger: Ledger
     owner: int = field(default_factory=os.getpid)
-    leases: list[tuple[Entry, ExitStack]] = field(default_factory=list)
+    leases: list[tuple[LedgerEntry, ExitStack]] = field(default_factory=list)
     claims: dict[int, tuple[int, int]] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -49,7 +49,7 @@ class _Holding:
         others = sum(need for thread, (_, need) in self.claims.items() if thread != threading.get_ident())
         return device.allocated + new + others - self.bytes
 
-    def begin(self, new: int, leases: list[tuple[Entry, ExitStack]]) -> None:
+    def begin(self, new: int, leases: list[tuple[LedgerEntry, ExitStack]]) -> None:
         """Record a claim of this thread and its leases."""
         self.leases += leases
         depth, need = self.claims.get(threading.get_ident(), (0, new))
@@ -79,8 +79,8 @@ class _Holding:
             stack.close()
 
 
-_HOLDINGS: WeakKeyDictionary[Device, _Holding] = WeakKeyDictionary()
-_NOT_ENDED: list[_Holding] = []  # including those of closed devices
+_HOLDINGS: WeakKeyDictionary[Device, DeviceClaims] = WeakKeyDictionary()
+_NOT_ENDED: list[DeviceClaims] = []  # including those of closed devices
 
 
 @contextmanager
@@ -119,10 +119,10 @@ def claim(
             holding.finish(device)
 
 
-def _holding(device: Device) -> _Holding:
+def _holding(device: Device) -> DeviceClaims:
     holding = _HOLDINGS.get(device)
     if holding is None or holding.owner != os.getpid():
-        holding = _HOLDINGS[device] = _Holding(Ledger(device_key(device.info)))
+        holding = _HOLDINGS[device] = DeviceClaims(Ledger(device_key(device.info)))
         _NOT_ENDED.append(holding)
         # On a separate thread: garbage collection may run while this thread changes the ledger.
         gone = weakref.finalize(device, lambda: threading.Thread(target=_end, args=(holding,), daemon=True).start())
@@ -130,7 +130,7 @@ def _holding(device: Device) -> _Holding:
     return holding
 
 
-def _end(holding: _Holding) -> None:
+def _end(holding: DeviceClaims) -> None:
     with holding.lock:
         holding.shrink(0)
         if holding in _NOT_ENDED:
@@ -138,7 +138,7 @@ def _end(holding: _Holding) -> None:
 
 
 def _take(
-    holding: _Holding,
+    holding: DeviceClaims,
     info: DeviceInfo,  # not the device, which the stack would keep alive
     more: int,
     what: str,
@@ -146,7 +146,7 @@ def _take(
     wait: float | None,
     events: Events,
     advise: Advice,
-) -> tuple[Entry, ExitStack]:
+) -> tuple[LedgerEntry, ExitStack]:
     stated = budget is not None and budget.stated
     limit = (budget or budget_bytes(info)).bytes
 

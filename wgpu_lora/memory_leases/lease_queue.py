@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.memory_leases.ledger import RENEW_SECONDS, Entry, Ledger
-from wgpu_lora.names.spelling import either, flag
+from wgpu_lora.memory_leases.ledger import RENEW_SECONDS, Ledger, LedgerEntry
+from wgpu_lora.names.spelling import any_option, flag
 
 SETTLING = 20.0  # seconds until the system sees the memory of a new lease as used
 NO_QUEUE = -1.0  # for commands without --wait
@@ -34,7 +34,7 @@ def take(
     advise: Advice = lambda free: "",
     held: int = 0,
     free: Free = lambda: None,
-) -> Iterator[Entry]:
+) -> Iterator[LedgerEntry]:
     """Hold `need` bytes of a ledger's device while the block runs.
 
     Args:
@@ -53,12 +53,12 @@ def take(
     if budget is not None and held + need > budget:
         ways = "use a smaller batch, fewer tokens or a smaller model"  # the command has no options for a run
         if wait != NO_QUEUE:
-            lower = either("per_device_train_batch_size", "max_length")
+            lower = any_option("per_device_train_batch_size", "max_length")
             ways = f"lower {lower}, or raise {flag('memory_budget')} if the device has more"
         raise NoRoomError(
             f"This run needs {held + need:,} bytes of device memory, but the budget is {budget:,}: {ways}."
         )
-    entry, stop = Entry.of_this_process(need, what), threading.Event()
+    entry, stop = LedgerEntry.of_this_process(need, what), threading.Event()
     try:
         with _unwinding_on_sigterm():
             _wait_for_turn(ledger, entry, budget, wait, events, advise, free)
@@ -72,17 +72,23 @@ def take(
 
 
 @dataclass(frozen=True)
-class Look:
+class QueueStatus:
     """Result of a look at the ledger: whether the memory is granted, who holds it, and how many runs are ahead."""
 
     granted: bool
-    holders: list[Entry]
+    holders: list[LedgerEntry]
     ahead: int
     free: int | None  # bytes, if the system reports too few
 
 
 def _wait_for_turn(
-    ledger: Ledger, entry: Entry, budget: int | None, wait: float | None, events: Events, advise: Advice, free: Free
+    ledger: Ledger,
+    entry: LedgerEntry,
+    budget: int | None,
+    wait: float | None,
+    events: Events,
+    advise: Advice,
+    free: Free,
 ) -> None:
     begin, pause = time.monotonic(), FIRST_PAUSE
     seconds = max(wait or 0, 0)
@@ -96,7 +102,7 @@ def _wait_for_turn(
         pause = min(2 * pause, LAST_PAUSE)
 
 
-def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool, free: Free) -> Look:
+def _look(ledger: Ledger, entry: LedgerEntry, budget: int | None, queue: bool, free: Free) -> QueueStatus:
     """Take the memory if there is enough and no other run is ahead; else, with `queue`, take or renew a place."""
     reported, asked = free(), time.time()  # before the lock is taken, since it may take long
     with ledger.changing() as entries:
@@ -113,10 +119,10 @@ def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool, free: F
         granted = room and not ahead and short is None
         if granted or queue:
             _put(entries, replace(entry, holds=granted, since=now if granted else entry.since, renewed=now))
-    return Look(granted, holders, ahead, short)
+    return QueueStatus(granted, holders, ahead, short)
 
 
-def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, advise: Advice) -> str:
+def _refusal(entry: LedgerEntry, budget: int | None, look: QueueStatus, wait: float | None, advise: Advice) -> str:
     reasons = []
     if look.holders:
         held = ", ".join(f"{e.bytes:,} by {e.who}" for e in look.holders)
@@ -140,7 +146,7 @@ def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, a
     )
 
 
-def _renew(ledger: Ledger, entry: Entry, stop: threading.Event) -> None:
+def _renew(ledger: Ledger, entry: LedgerEntry, stop: threading.Event) -> None:
     """Renew a lease every RENEW_SECONDS, and write it again if the ledger was lost."""
     while not stop.wait(RENEW_SECONDS):
         with suppress(UserError), ledger.changing() as entries:  # a damaged ledger may be repaired later
@@ -149,20 +155,20 @@ def _renew(ledger: Ledger, entry: Entry, stop: threading.Event) -> None:
                 _put(entries, replace(known, holds=True, renewed=time.time()))
 
 
-def _put(entries: list[Entry], entry: Entry) -> None:
+def _put(entries: list[LedgerEntry], entry: LedgerEntry) -> None:
     """Replace the entry with this id, or append it."""
     ids = [e.id for e in entries]
     place = ids.index(entry.id) if entry.id in ids else len(ids)
     entries[place : place + 1] = [entry]
 
 
-def update(ledger: Ledger, entry: Entry) -> None:
+def update(ledger: Ledger, entry: LedgerEntry) -> None:
     """Write the new state of a lease, unless the ledger is damaged."""
     with suppress(UserError), ledger.changing() as entries:
         _put(entries, replace(entry, holds=True, renewed=time.time()))
 
 
-def _remove(ledger: Ledger, entry: Entry) -> None:
+def _remove(ledger: Ledger, entry: LedgerEntry) -> None:
     with ledger.changing() as entries:
         entries[:] = [e for e in entries if e.id != entry.id]
 

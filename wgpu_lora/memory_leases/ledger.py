@@ -22,7 +22,7 @@ from platformdirs import user_state_dir
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.process_identity import boot_id, host_id, start_of
+from wgpu_lora.process_identity import boot_id, host_id, process_start
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device_list import DeviceInfo
@@ -32,7 +32,7 @@ LOCK_SECONDS = 30.0  # a change takes milliseconds
 FIRST_PAUSE, LAST_PAUSE = 0.002, 0.05  # seconds between attempts to take the lock
 
 
-class _Uncollected:
+class GarbageCollectionPaused:
     """Turns garbage collection off while any thread is in the block: it may end other leases of this process, and these
     would wait for a lock that their own thread holds."""
 
@@ -54,7 +54,7 @@ class _Uncollected:
                 gc.enable()
 
 
-_UNCOLLECTED = _Uncollected()
+_UNCOLLECTED = GarbageCollectionPaused()
 
 
 def share_directory() -> Path:
@@ -87,7 +87,7 @@ def device_key(info: DeviceInfo, listed: Sequence[DeviceInfo] | None = None) -> 
 class Repair:
     """Result of a repair: the entries of living owners, and the new path of the damaged file."""
 
-    kept: list[Entry]
+    kept: list[LedgerEntry]
     damaged: Path
 
 
@@ -112,7 +112,7 @@ class Ledger:
         """All ledgers in a directory."""
         return [cls(path.stem, directory) for path in sorted((directory or share_directory()).glob("*.json"))]
 
-    def read(self) -> list[Entry]:
+    def read(self) -> list[LedgerEntry]:
         """All entries, including those of dead owners. Raises UserError if the file is damaged or unreadable."""
         try:
             return parse(self._content())
@@ -123,7 +123,7 @@ class Ledger:
             ) from error
 
     @contextmanager
-    def changing(self) -> Iterator[list[Entry]]:
+    def changing(self) -> Iterator[list[LedgerEntry]]:
         """Yield the entries of living owners as a list, under the lock, and write the list back if it was changed.
 
         Raises UserError if the ledger is damaged, cannot be written, or stays locked for LOCK_SECONDS.
@@ -234,7 +234,7 @@ FORGET_SECONDS = 4 * RENEW_SECONDS
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """Device memory that one run holds or waits for.
 
     Attributes:
@@ -257,9 +257,9 @@ class Entry:
     boot_id: str
 
     @classmethod
-    def of_this_process(cls, nbytes: int, what: str, *, holds: bool = False) -> Entry:
+    def of_this_process(cls, nbytes: int, what: str, *, holds: bool = False) -> LedgerEntry:
         now, pid = time.time(), os.getpid()
-        started = start_of(pid)
+        started = process_start(pid)
         assert started is not None
         return cls(uuid.uuid4().hex[:8], nbytes, what, holds, now, now, host_id(), pid, started, boot_id())
 
@@ -272,7 +272,7 @@ class Entry:
         """
         if self.host != host_id():
             return time.time() - self.renewed > FORGET_SECONDS
-        return self.boot_id != boot_id() or start_of(self.pid) != self.started
+        return self.boot_id != boot_id() or process_start(self.pid) != self.started
 
     @property
     def here(self) -> bool:
@@ -285,11 +285,11 @@ class Entry:
         return f"pid {self.pid}{'' if self.host == host_id() else f' on {self.host}'} ({self.what})"
 
 
-def dump(entries: list[Entry]) -> bytes:
+def dump(entries: list[LedgerEntry]) -> bytes:
     return (json.dumps({"schema": SCHEMA, "entries": [asdict(e) for e in entries]}, indent=1) + "\n").encode()
 
 
-def parse(data: bytes) -> list[Entry]:
+def parse(data: bytes) -> list[LedgerEntry]:
     """Parse the entries of a ledger. Raises ValueError, with the reason, for anything that `dump` does not write."""
     try:
         content = json.loads(data)
@@ -306,12 +306,12 @@ def parse(data: bytes) -> list[Entry]:
     return entries
 
 
-def salvage(data: bytes) -> list[Entry]:
+def salvage(data: bytes) -> list[LedgerEntry]:
     """Find all intact entries in a damaged ledger."""
     return list({entry.id: entry for entry in _salvaged(data.decode(errors="replace"))}.values())
 
 
-def _salvaged(text: str) -> Iterator[Entry]:
+def _salvaged(text: str) -> Iterator[LedgerEntry]:
     position = text.find("{")
     while position >= 0:
         with suppress(ValueError, RecursionError):
@@ -319,12 +319,12 @@ def _salvaged(text: str) -> Iterator[Entry]:
         position = text.find("{", position + 1)
 
 
-def _entry(value: Any) -> Entry:
-    if not isinstance(value, dict) or value.keys() != {f.name for f in fields(Entry)}:
+def _entry(value: Any) -> LedgerEntry:
+    if not isinstance(value, dict) or value.keys() != {f.name for f in fields(LedgerEntry)}:
         raise ValueError("an entry has missing or unknown fields")
-    for field in fields(Entry):
+    for field in fields(LedgerEntry):
         kind, found = str(field.type), value[field.name]
         fits = isinstance(found, TYPES[kind]) and isinstance(found, bool) == (kind == "bool")
         if not fits or (kind == "int" and found < 0) or (kind == "float" and not 0 <= found < math.inf):
             raise ValueError(f"an entry's '{field.name}' is {found!r}")
-    return Entry(**value)
+    return LedgerEntry(**value)

@@ -17,7 +17,7 @@ from wgpu_lora.names.spelling import flag
 from wgpu_lora.untrusted_patterns import first_matches
 
 
-def read_fitting(
+def read_adapter_for(
     config: ModelConfig, adapter: Path | str, model: str = "the model", contents: Mapping[str, bytes] | None = None
 ) -> tuple[AdapterConfig, dict[str, tuple[np.ndarray, ...]]]:
     """Reads a PEFT adapter of a model, as `formats.peft.read_adapter` does.
@@ -30,7 +30,7 @@ def read_fitting(
         contents: of the adapter's files by name, if they are in memory.
 
     Raises:
-        UserError: the adapter cannot be read or does not fit (`check_fits`), or has a module under two names.
+        UserError: the adapter cannot be read or does not fit (`check_adapter_shapes`), or has a module under two names.
         NotFiniteError: a value is NaN or infinite.
     """
     said, stored = read_adapter(adapter, contents)
@@ -40,7 +40,7 @@ def read_fitting(
         if ours in matrices:
             raise UserError(f"The adapter {adapter} holds {ours} under two names: save it again, or use another.")
         matrices[ours] = stored[theirs]
-    check_fits(config, matrices, adapter, model)
+    check_adapter_shapes(config, matrices, adapter, model)
     return said if matrices.keys() == stored.keys() else _renamed(said, names, config), matrices
 
 
@@ -58,11 +58,13 @@ def _renamed(said: AdapterConfig, names: Mapping[str, str], config: ModelConfig)
 
     ranks = {pattern: int(rank) for pattern, rank in patterns(said.rank, said.r).items()}
     alphas = patterns(said.alpha, said.lora_alpha)
-    targets = stated(names.values(), config)
+    targets = target_modules_text(names.values(), config)
     return replace(said, target_modules=targets, rank_pattern=ranks, alpha_pattern=alphas)
 
 
-def check_fits(config: ModelConfig, matrices: Matrices, adapter: Path | str, model: str = "the model") -> None:
+def check_adapter_shapes(
+    config: ModelConfig, matrices: Matrices, adapter: Path | str, model: str = "the model"
+) -> None:
     """Raises UserError unless every module of an adapter is one that the model allows, with the right shape."""
     for module, (a, b, *magnitude) in matrices.items():
         have, need = (b.shape[0], a.shape[1]), config.lora_modules.get(module)
@@ -73,7 +75,8 @@ def check_fits(config: ModelConfig, matrices: Matrices, adapter: Path | str, mod
             )
         if need is None:
             raise UserError(
-                f"The adapter {adapter} does not fit {model}: it has {module}, but {_what_there_is(config, module)}: "
+                f"The adapter {adapter} does not fit {model}: it has {module}, but "
+                f"{available_modules(config, module)}: "
                 "use the model that it was trained on."
             )
         if have != need:
@@ -89,7 +92,7 @@ def check_fits(config: ModelConfig, matrices: Matrices, adapter: Path | str, mod
             )
 
 
-def _what_there_is(config: ModelConfig, module: str) -> str:
+def available_modules(config: ModelConfig, module: str) -> str:
     inside = module.startswith(tuple(f"{config.path(i)}." for i in range(config.num_hidden_layers)))
     if module.startswith(f"{config.LAYERS}.") and not inside:
         return f"the model has only {config.num_hidden_layers} layers"
@@ -107,7 +110,7 @@ def target_names(target_modules: str) -> tuple[str, ...] | None:
     return tuple(name.strip() for name in target_modules.split(",") if name.strip())
 
 
-def targeted(target_modules: str, config: ModelConfig) -> list[str]:
+def resolve_target_modules(target_modules: str, config: ModelConfig) -> list[str]:
     """The paths of the targeted modules, in the model's order.
 
     Args:
@@ -170,7 +173,7 @@ def expression(modules: Collection[str], config: ModelConfig) -> str:
     return "|".join(map(re.escape, modules))
 
 
-def stated(modules: Collection[str], config: ModelConfig) -> tuple[str, ...] | str:
+def target_modules_text(modules: Collection[str], config: ModelConfig) -> tuple[str, ...] | str:
     """target_modules for adapter_config.json that make PEFT choose exactly these modules: names or an expression."""
     return expression(modules, config) if config.TEXT_TYPES else shortest(modules, config)
 

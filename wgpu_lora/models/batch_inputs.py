@@ -123,7 +123,7 @@ class StepInputs:
         slot_ranges, places = np.zeros((slots, 2), np.uint32), np.zeros((len(segments), 2), np.int64)
         owners = [slots if segment.slot is None else segment.slot for segment in segments]
         order = sorted(range(len(segments)), key=owners.__getitem__)
-        placing = Placing(size)
+        placing = ForkPlacement(size)
         targets, target_rows, count = [], [], 0
         for number, rows in zip(order, placing.add([segments[i] for i in order]), strict=True):
             segment = segments[number]
@@ -136,7 +136,7 @@ class StepInputs:
                 target_rows.append(rows[picked])
                 targets.append(segment.labels[1:][picked])
             if segment.slot is not None:
-                extend(slot_ranges[segment.slot], rows.min(), rows.max() + 1)
+                extend_range(slot_ranges[segment.slot], rows.min(), rows.max() + 1)
             places[number] = count, count + picked.size
             count += picked.size
         write(device, self.ids, ids)
@@ -174,7 +174,7 @@ def _padded(parts: list[np.ndarray], size: int, filler: float) -> np.ndarray:
     return np.concatenate([joined, np.full(size - joined.size, filler)])
 
 
-class Sequenced(Protocol):
+class HasTokens(Protocol):
     """What is placed: a sequence of tokens, of which the first `prefix` are those of the sequence before."""
 
     @property
@@ -184,7 +184,7 @@ class Sequenced(Protocol):
     def prefix(self) -> int: ...
 
 
-class Placing:
+class ForkPlacement:
     """Places in a batch of `size` rows; what is not placed is padding, which only sees itself."""
 
     def __init__(self, size: int):
@@ -201,7 +201,7 @@ class Placing:
             lengths=0 * row + 1,
         )
 
-    def add(self, sequences: Sequence[Sequenced]) -> Iterator[np.ndarray]:
+    def add(self, sequences: Sequence[HasTokens]) -> Iterator[np.ndarray]:
         """Place sequences behind those already placed; gives the rows of each one's tokens, int64 [len].
 
         In a fork, the second sequence must follow the first.
@@ -253,6 +253,6 @@ class Placing:
         return rows.keys[fork : taken.stop]
 
 
-def extend(span: np.ndarray, start: int, stop: int) -> None:
+def extend_range(span: np.ndarray, start: int, stop: int) -> None:
     """Extend the range [start, stop), empty at first."""
     span[:] = (start, stop) if span[1] == 0 else (min(span[0], start), max(span[1], stop))

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from wgpu_lora.gpu.tensor import Storage, Tensor, joined, persistent
+from wgpu_lora.gpu.tensor import Storage, Tensor, persistent, share_storage
 from wgpu_lora.models.batch_inputs import StepInputs
 from wgpu_lora.models.kv_cache import LayerCache
-from wgpu_lora.models.layer_context import Adapters, Block, Layer
+from wgpu_lora.models.layer_context import Adapters, LayerContext, LayerWeights
 from wgpu_lora.models.model_config import BIAS, KEPT, MATRIX, VECTOR, ModelConfig, module_of
 from wgpu_lora.ops.embedding import embed
 from wgpu_lora.ops.linear import Linear
@@ -27,7 +27,7 @@ class Decoder:
     config: ModelConfig
     base_dtype: str
     embedding: DenseWeight
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: DenseWeight
 
@@ -52,7 +52,7 @@ class Decoder:
         def vector(shape: tuple[int, ...], name: str) -> Tensor:
             return persistent(shape, "f32", "base", name)
 
-        def layer(i: int) -> Layer:
+        def layer(i: int) -> LayerWeights:
             path, parameters = config.path(i), config.layer(i)
             vectors = {n: vector(p.shape, f"{path}.{n}") for n, p in parameters.items() if p.kind in (BIAS, VECTOR)}
             linears = {}
@@ -67,7 +67,7 @@ class Decoder:
                 linears |= _stored_together({module: linears[module] for module in stack}, max_binding)
             weights = of_layer([item.weight for item in linears.values()])
             pairs = zip(linears.items(), weights, strict=True)
-            return Layer(path, {module: Linear(weight, item.bias) for (module, item), weight in pairs}, vectors)
+            return LayerWeights(path, {module: Linear(weight, item.bias) for (module, item), weight in pairs}, vectors)
 
         shape = (config.vocab_size, config.hidden_size)
         tied, cap = config.tie_word_embeddings, config.logit_cap()
@@ -112,7 +112,7 @@ class Decoder:
         """
         x = embed(rec, inputs.ids, self.embedding, scale=self.config.embedding_scale(self.embedding.dtype))
         for i, layer in enumerate(self.layers):
-            block = Block(rec, layer, inputs, adapters, caches[i] if caches else None)
+            block = LayerContext(rec, layer, inputs, adapters, caches[i] if caches else None)
             x = rec.checkpoint(partial(self.config.block, block, i), x)
         return rmsnorm(rec, x, self.final_norm, self.config.rms_norm_eps)
 
@@ -123,6 +123,6 @@ def _stored_together(linears: dict[str, Linear[Weight]], max_binding: int) -> di
     biases = [item.bias for item in linears.values() if item.bias]
     together: Sequence[Tensor | None] = [item.bias for item in linears.values()]
     if len(biases) == len(linears):
-        together = joined(biases, f"{biases[0].name} and others")
+        together = share_storage(biases, f"{biases[0].name} and others")
     pairs = zip(linears, weights, together, strict=True)
     return {module: Linear(weight, bias) for module, weight, bias in pairs}

@@ -22,7 +22,7 @@ Adapters = Mapping[str, Trained]  # by module: 'model.layers.0.self_attn.q_proj'
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerWeights:
     """A layer's frozen matrices by module ('self_attn.q_proj') and vectors by name ('input_layernorm.weight')."""
 
     path: str  # 'model.layers.0'
@@ -31,11 +31,11 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerContext:
     """A layer in a recording. `cache` is None in training and evaluation."""
 
     rec: Recorder
-    layer: Layer
+    layer: LayerWeights
     inputs: StepInputs
     adapters: Adapters
     cache: LayerCache | None

@@ -20,7 +20,7 @@ from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint, WeightSource
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.device_errors import advising
+from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.gpu.program import allocate, missing_bytes, release
 from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.decoder import Decoder
@@ -74,7 +74,7 @@ class LoadedModel:
             )
         return notes
 
-    @advising()
+    @with_option_advice()
     def load_weights(self, events: Events = SILENT) -> None:
         """Streams the weights onto the device, unless they are loaded already.
 

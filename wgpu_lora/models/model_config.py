@@ -20,7 +20,7 @@ from wgpu_lora.formats.gguf.gguf_layout import PLAIN_LAYOUT, Layout
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models import config_fields
 from wgpu_lora.models.kv_cache import CacheTensor
-from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.row_inputs import RowInput, Table
 
 if TYPE_CHECKING:
@@ -125,14 +125,14 @@ class ModelConfig(ABC):
         """
 
     def stacks(self, index: int) -> Sequence[Sequence[str]]:
-        """Modules of a layer that read the same x, as the block passes them to `Block.projects`: up to three each.
+        """Modules of a layer that read the same x, as the block passes them to `LayerContext.projects` (up to 3).
 
         Their matrices are stored together, if their formats allow it, so that one dispatch multiplies them.
         """
         return ()
 
     @abstractmethod
-    def block(self, block: Block, index: int, x: Tensor) -> Tensor:
+    def block(self, block: LayerContext, index: int, x: Tensor) -> Tensor:
         """Records a layer's forward pass, x [T, hidden_size] -> [T, hidden_size].
 
         Without training (`block.rec.training`), x may be overwritten.

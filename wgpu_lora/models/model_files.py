@@ -11,7 +11,7 @@ import numpy as np
 from wgpu_lora.data.gguf_tokenizer import read_tokenizer
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint, Stored
+from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint, GGUFTensor
 from wgpu_lora.formats.gguf.gguf_header import Header, read_header
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
@@ -120,7 +120,7 @@ def open_weights(header: Header, config: ModelConfig) -> GGUFCheckpoint:
     """The file's weights under Hugging Face's names. Raises UserError as `GGUFCheckpoint` does."""
     names = gguf_names(config)
     tensors = {
-        name: Stored(names[name], item.shape, item.layout, item.kind == TABLE)
+        name: GGUFTensor(names[name], item.shape, item.layout, item.kind == TABLE)
         for name, item in config.parameters.items()
     }
     return GGUFCheckpoint(header, tensors, config.gguf().passed_over(header))

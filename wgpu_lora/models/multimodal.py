@@ -25,7 +25,7 @@ TEXT_PART = TensorNames(
 )
 
 
-class Composite:
+class TextPart:
     """A mix-in, before the text part's class. Modules are those of the class that transformers makes of config.json,
     `...ForConditionalGeneration`, which are also PEFT's; checkpoints may have other names (`STORED`)."""
 

@@ -38,13 +38,13 @@ class ConstantWeight(Weight, Protocol):
         """The codes with these constants, as files store them. dtype: of the constants, f32 or f16."""
 
 
-def constants_of(weight: Weight) -> ConstantWeight | None:
+def quant_constants(weight: Weight) -> ConstantWeight | None:
     """The weight, if it has constants that can be trained."""
     return weight if isinstance(weight, ConstantWeight) else None
 
 
 @dataclass(frozen=True)
-class ConstantSet:
+class QuantConstants:
     """The constants of some matrices of a model, in one slot. `declare` allocates nothing.
 
     used: pages like params, which the products read: the parameters themselves, or rounded to f16 (see `snap`).
@@ -60,7 +60,7 @@ class ConstantSet:
     names: Mapping[str, Place]
 
     @classmethod
-    def declare(cls, weights: Mapping[str, ConstantWeight], max_binding: int) -> ConstantSet:
+    def declare(cls, weights: Mapping[str, ConstantWeight], max_binding: int) -> QuantConstants:
         """Raises BindingTooLarge if a constant of one matrix does not fit a binding."""
         limit = max(1, max_binding // (4 * BLOCK * PAGE_BLOCKS)) * PAGE_BLOCKS
         used, names = [0], {}

@@ -19,7 +19,7 @@ from wgpu_lora.ops.loss import token_logprobs
 from wgpu_lora.ops.recorder import Recorder
 
 
-class Pass(Protocol):
+class ForwardPass(Protocol):
     """A recorded forward pass."""
 
     program: Program
@@ -27,10 +27,10 @@ class Pass(Protocol):
     def storages(self) -> set[Storage]: ...
 
 
-P = TypeVar("P", bound=Pass)
+P = TypeVar("P", bound=ForwardPass)
 
 
-class Passes(Generic[P]):
+class ForwardPasses(Generic[P]):
     """Forward passes by the number of tokens that they take, ascending. They keep no activations."""
 
     def __init__(self, passes: dict[int, P]):
@@ -89,7 +89,7 @@ class Forward:
         return self.inputs.storages() | self.program.persistent_storages()
 
 
-class Scorer(Passes[Forward]):
+class Scorer(ForwardPasses[Forward]):
     """Scores segments with adapters that it does not train, or with the base model alone.
 
     Args:

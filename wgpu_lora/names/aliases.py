@@ -42,7 +42,7 @@ def aliases_of(known: Collection[str]) -> dict[str, str]:
     return found
 
 
-def instead(name: str, known: Collection[str]) -> str | None:
+def foreign_option_advice(name: str, known: Collection[str]) -> str | None:
     """The advice for an option of other programs, as a sentence.
 
     None if there is no advice for this or a similar name, or only advice that names options this command lacks.
@@ -118,7 +118,7 @@ def real_names(
         typed = str(key).replace("-", "_")
         name = others.get(typed, typed)
         if name not in known:
-            sentence = instead(typed, [*known, "recipe"])
+            sentence = foreign_option_advice(typed, [*known, "recipe"])
             if sentence:
                 raise UserError(f"{where}: {sentence}")
             raise UserError(f"{where} has an unknown {what} '{key}': {advice(typed, known, otherwise)}")

@@ -1,7 +1,7 @@
 """Spelling of options in messages: --max-length on the command line, max_length in Python.
 
 Code that takes options from the command line or a file sets a naming while it uses them; the default is Python's.
-Messages spell options with `flag`, `setting` and `either`.
+Messages spell options with `flag`, `setting` and `any_option`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def settings(values: Mapping[str, Any]) -> str:
     return _CURRENT.get().between.join(setting(name, value) for name, value in values.items())
 
 
-def either(*names: str) -> str:
+def any_option(*names: str) -> str:
     """Alternative options: `--a or --b`. Options with the same spelling appear once."""
     return " or ".join(dict.fromkeys(map(flag, names)))
 
@@ -78,7 +78,7 @@ def naming(new: Naming) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def renamed(names: Mapping[str, str], base: Naming | None = None) -> Naming:
+def with_renamed_options(names: Mapping[str, str], base: Naming | None = None) -> Naming:
     """A variant of a naming (default: the current one) in which some options have other names."""
     of = base or _CURRENT.get()
     return Naming(

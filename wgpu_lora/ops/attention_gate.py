@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, In, InOut, Out, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, In, InOut, Out, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import put_columns, take_columns
 from wgpu_lora.ops.recorder import Recorder
 
-PER_VALUE: dict[str, Any] = {"grid": lambda c: one_per(c.size)}
+PER_VALUE: dict[str, Any] = {"grid": lambda c: linear_grid(c.size)}
 
 
 @kernel("gate_forward.wgsl", lib=("linear", "logistic"), **PER_VALUE)

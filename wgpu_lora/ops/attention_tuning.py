@@ -10,7 +10,7 @@ import numpy as np
 
 from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import Variants, cdiv
-from wgpu_lora.gpu.reference_values import stored
+from wgpu_lora.gpu.reference_values import random_values
 from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
 
 CHECKED = 32  # queries and keys of the cut that is checked, approximately
@@ -89,11 +89,11 @@ class AttentionTuning:
         return float(c["rows"] * keys * c["kv_heads"] * c["group"] * c["dim"])
 
     def cut(self, c: Constants, tiling: Tiling) -> Constants:
-        rows = reference_values.fewer(c["rows"], lcm(CHECKED, held_rows(tiling)))
+        rows = reference_values.cut_size(c["rows"], lcm(CHECKED, held_rows(tiling)))
         return (
             c
             | {"rows": rows}
-            | ({"keys": rows + reference_values.fewer(c["keys"] - c["rows"], CHECKED)} if "keys" in c else {})
+            | ({"keys": rows + reference_values.cut_size(c["keys"] - c["rows"], CHECKED)} if "keys" in c else {})
         )
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
@@ -107,7 +107,7 @@ class AttentionTuning:
             **dict.fromkeys(("k", "v", "dk", "dv"), (keys, c["kv_heads"], c["dim"])),
             "lse": (rows, heads),
         }
-        arrays = {name: stored(rng, "f32", *shape) for name, shape in shapes.items() if name in present}
+        arrays = {name: random_values(rng, "f32", *shape) for name, shape in shapes.items() if name in present}
         arrays |= {"stats": stats.astype(np.float32), "ranges": ranges.astype(np.uint32)}
         return {name: arrays[name] for name in present}
 
@@ -117,15 +117,15 @@ HELD = 16  # copies of the scores that a reference holds, approximately
 
 
 def some_queries(arrays: Arrays, c: Constants) -> reference_values.Part | None:
-    if not reference_values.costly(HELD * TUNING.work(c), {}):
+    if not reference_values.is_expensive(HELD * TUNING.work(c), {}):
         return None
-    rows = reference_values.picks(c["rows"], reference_values.ROWS)
-    return reference_values.some_rows(arrays, "q y dy dq lse stats ranges", c["rows"], rows), {**c, "rows": rows.size}
+    rows = reference_values.evenly_spaced(c["rows"], reference_values.ROWS)
+    return reference_values.select_rows(arrays, "q y dy dq lse stats ranges", c["rows"], rows), {**c, "rows": rows.size}
 
 
 def one_head(arrays: Arrays, c: Constants) -> reference_values.Part | None:
     """A part with the first key head and its query heads."""
-    if not reference_values.costly(HELD * TUNING.work(c), {}):
+    if not reference_values.is_expensive(HELD * TUNING.work(c), {}):
         return None
     rows, heads = c["rows"], c["kv_heads"]
     kept = {n: a if n == "ranges" else a.reshape(rows, heads, -1)[:, 0] for n, a in arrays.items()}

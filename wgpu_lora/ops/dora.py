@@ -24,7 +24,7 @@ from wgpu_lora.gpu.kernel import (
     by_subgroup,
     cdiv,
     kernel,
-    one_per,
+    linear_grid,
     row_grid,
 )
 from wgpu_lora.gpu.tensor import Tensor
@@ -39,7 +39,7 @@ def slots_of(ranges: Any, first_row: int, rows: int) -> list[slice]:
     return [slice(a, b) for a, b in (ranges.reshape(-1, 2).astype(int) - first_row).clip(0, rows)]
 
 
-@kernel("magnitude_scale.wgsl.j2", grid=lambda c: one_per(c.rows * c.cols), lib=("linear",))
+@kernel("magnitude_scale.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear",))
 def magnitude_scale(
     u: In,
     gain: Fixed,
@@ -62,7 +62,7 @@ def magnitude_scale(
     return y.reshape(rows, cols) + found if accumulate else found
 
 
-@kernel("magnitude_partial.wgsl.j2", grid=lambda c: one_per(c.slots * c.chunks * c.cols), lib=("linear",))
+@kernel("magnitude_partial.wgsl.j2", grid=lambda c: linear_grid(c.slots * c.chunks * c.cols), lib=("linear",))
 def magnitude_partial(
     dy: In,
     u: In,
@@ -84,7 +84,7 @@ def magnitude_partial(
     return found
 
 
-@kernel("magnitude_gradient.wgsl", grid=lambda c: one_per(c.slots * c.cols), lib=("linear",))
+@kernel("magnitude_gradient.wgsl", grid=lambda c: linear_grid(c.slots * c.cols), lib=("linear",))
 def magnitude_gradient(
     partial: In, norm: Fixed, gradient: InOut, *, cols: U32, slots: U32, chunks: U32, stride: U32, slot_stride: U32
 ) -> Any:
@@ -104,7 +104,7 @@ def gram(a: Fixed, y: Out, *, rows: U32, cols: U32) -> Any:
     return matrix @ matrix.T
 
 
-@kernel("adapted_norm.wgsl.j2", grid=lambda c: one_per(c.rows), lib=("linear",))
+@kernel("adapted_norm.wgsl.j2", grid=lambda c: linear_grid(c.rows), lib=("linear",))
 def adapted_norm(
     p: In,
     gram: In,

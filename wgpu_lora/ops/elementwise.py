@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, Flag, Grid, In, InOut, Kernel, Out, Place, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, Flag, Grid, In, InOut, Kernel, Out, Place, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.ops.recorder import Recorder
 
 
 def by_quads(c: Any) -> Grid:
-    return one_per(c.size // 4 if c.size % 4 == 0 else c.size)
+    return linear_grid(c.size // 4 if c.size % 4 == 0 else c.size)
 
 
 def loads(capabilities: Capabilities, c: Any) -> list[Tiling]:
@@ -62,7 +62,7 @@ def _gelu_share(g: np.ndarray) -> np.ndarray:
     return share
 
 
-@kernel("add.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+@kernel("add.wgsl", grid=lambda c: linear_grid(c.size), lib=("linear",))
 def add_forward(a: In, b: In, y: Out, *, size: U32) -> Any:
     """y = a + b."""
     return a + b
@@ -74,7 +74,7 @@ def copy(x: In, y: Out, *, size: U32) -> Any:
     return x
 
 
-@kernel("fill.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+@kernel("fill.wgsl", grid=lambda c: linear_grid(c.size), lib=("linear",))
 def fill(y: Out, *, size: U32, value: F32 = 0.0) -> Any:
     """y = value."""
     return np.full(size, value)
@@ -88,7 +88,7 @@ def pcg(v: np.ndarray) -> np.ndarray:
     return (word >> 22) ^ word
 
 
-@kernel("dropout.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "dropout"))
+@kernel("dropout.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear", "dropout"))
 def dropout_apply(
     x: In, draws: Fixed, y: InOut, *, rows: U32, cols: U32, module: Place[U32], accumulate: Flag = False
 ) -> Any:
@@ -124,14 +124,14 @@ def _gated(rec: Recorder, gate: Tensor, up: Tensor, forward: Kernel, back: Kerne
     return y
 
 
-@kernel("dropout_split.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "dropout"))
+@kernel("dropout_split.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear", "dropout"))
 def dropout_split(x: In, draws: Fixed, dropped: Out, rest: Out, *, rows: U32, cols: U32, module: Place[U32]) -> Any:
     """dropped = x keep / (1 - p), as in `dropout_apply`, and rest = x - dropped."""
     dropped = dropout_apply(x, draws, np.zeros((rows, cols)), rows=rows, cols=cols, module=module)
     return dropped, x.reshape(rows, cols) - dropped
 
 
-@kernel("dropout_join.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "dropout"))
+@kernel("dropout_join.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear", "dropout"))
 def dropout_join(
     dropped: In, draws: Fixed, rest: In, x: InOut, *, rows: U32, cols: U32, module: Place[U32], accumulate: Flag = False
 ) -> Any:
@@ -172,13 +172,13 @@ def residual(rec: Recorder, x: Tensor, branch: Tensor) -> Tensor:
     return y
 
 
-@kernel("take_columns.wgsl", grid=lambda c: one_per(c.rows * c.width), lib=("linear",))
+@kernel("take_columns.wgsl", grid=lambda c: linear_grid(c.rows * c.width), lib=("linear",))
 def take_columns(x: In, y: Out, *, rows: Dim, cols: U32, width: U32, first: U32) -> Any:
     """y[r] = x[r, first : first + width]."""
     return x.reshape(rows, cols)[:, first : first + width]
 
 
-@kernel("put_columns.wgsl", grid=lambda c: one_per(c.rows * c.width), lib=("linear",))
+@kernel("put_columns.wgsl", grid=lambda c: linear_grid(c.rows * c.width), lib=("linear",))
 def put_columns(x: In, y: InOut, *, rows: Dim, cols: U32, width: U32, first: U32) -> Any:
     """y[r, first : first + width] = x[r]."""
     result: np.ndarray = y.reshape(rows, cols).copy()

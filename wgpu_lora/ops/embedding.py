@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Place, Word, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Place, Word, kernel, linear_grid
 from wgpu_lora.gpu.reference_values import Part
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
@@ -48,7 +48,7 @@ def rows_asked_for(arrays: Arrays, c: Constants, size: str = "count") -> Part:
     return {**arrays, "ids": renamed, "table": table}, {**c, "first": 0, size: used.size}
 
 
-@kernel("embedding.wgsl.j2", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "half"), part=rows_asked_for)
+@kernel("embedding.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear", "half"), part=rows_asked_for)
 def embedding_rows(
     ids: Fixed, table: Fixed, y: InOut, *, rows: U32, cols: U32, first: Place[U32], count: U32, b_type: Word = "f32",
     scale: F32 = 1.0,
@@ -61,7 +61,7 @@ def embedding_rows(
     return result
 
 
-@kernel("gather_rows.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear",))
+@kernel("gather_rows.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear",))
 def gather_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any:
     """y[r] = x[rows_of[r]], unchanged if rows_of[r] is 0xffffffff."""
     result, index = y.reshape(rows, cols).copy(), rows_of.reshape(-1).astype(np.int64)
@@ -70,7 +70,7 @@ def gather_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any
     return result
 
 
-@kernel("scatter_rows.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear",))
+@kernel("scatter_rows.wgsl", grid=lambda c: linear_grid(c.rows * c.cols), lib=("linear",))
 def scatter_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any:
     """y[rows_of[r]] = x[r], skipped if rows_of[r] is 0xffffffff."""
     result, index = y.reshape(-1, cols).copy(), rows_of.reshape(-1).astype(np.int64)
@@ -92,13 +92,13 @@ def embed(rec: Recorder, ids: Tensor, table: Table, name: str = "embedded", scal
 Dispatch = Callable[..., None]
 
 
-@kernel("cap_logits.wgsl", grid=lambda c: one_per(c.size), lib=("linear", "tanh"))
+@kernel("cap_logits.wgsl", grid=lambda c: linear_grid(c.size), lib=("linear", "tanh"))
 def cap_logits(logits: InOut, *, size: U32, cap: F32) -> Any:
     """logits = cap tanh(logits / cap)."""
     return cap * np.tanh(logits / cap)
 
 
-@kernel("cap_gradient.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+@kernel("cap_gradient.wgsl", grid=lambda c: linear_grid(c.size), lib=("linear",))
 def cap_gradient(x: In, logits: In, y: Out, *, size: U32, cap: F32) -> Any:
     """y = x (1 - (logits / cap)^2): the derivatives x by capped logits, by those before the cap."""
     return np.where(x == 0, 0.0, x * (1 - (logits / cap) ** 2))

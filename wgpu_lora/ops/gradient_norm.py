@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, by_subgroup, kernel, row_grid
-from wgpu_lora.gpu.reference_values import some_blocks
+from wgpu_lora.gpu.reference_values import select_blocks
 from wgpu_lora.gpu.struct import struct_columns
 
 BLOCK = 1024  # values; each slot's tensors are padded to whole blocks
@@ -30,7 +30,7 @@ class Clip:
     "square_sums.wgsl.j2",
     grid=row_grid(lambda c: c.blocks),
     variants=by_subgroup,
-    part=some_blocks("x sums", BLOCK),
+    part=select_blocks("x sums", BLOCK),
 )
 def square_sums(x: In, sums: Out, *, blocks: U32) -> Any:
     """sums[b] = sum of the squares of block b."""

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, In, Out, Word, by_subgroup, kernel, one_per, row_grid
+from wgpu_lora.gpu.kernel import U32, Dim, In, Out, Word, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.tensor import ALIGNMENT, Tensor
 from wgpu_lora.ops.recorder import Recorder
 
@@ -25,7 +25,7 @@ def to_half(x: In, y: Out, scale: Out = None, *, rows: U32, cols: U32, kind: Wor
     return (x / factor[:, None]).astype(np.float16).astype(np.float64), factor
 
 
-@kernel("from_half.wgsl.j2", grid=lambda c: one_per(c.size // 2), lib=("linear", "half"))
+@kernel("from_half.wgsl.j2", grid=lambda c: linear_grid(c.size // 2), lib=("linear", "half"))
 def from_half(x: In, y: Out, scale: In = None, *, size: Dim, cols: U32, kind: Word) -> Any:
     """y = x; from f16, y = x scale[r] for each row of `cols` values: the inverse of `to_half`. size is even."""
     return x if scale is None else (x.reshape(-1, cols) * scale.reshape(-1, 1)).reshape(-1)

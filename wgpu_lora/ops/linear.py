@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from wgpu_lora.gpu.kernel import Dim, Fixed, In, InOut, kernel, one_per
-from wgpu_lora.gpu.tensor import Tensor, align, whole
+from wgpu_lora.gpu.kernel import Dim, Fixed, In, InOut, kernel, linear_grid
+from wgpu_lora.gpu.tensor import Tensor, align, spanning
 from wgpu_lora.ops.elementwise import dropout_apply, fill
 from wgpu_lora.ops.lora import LoraSlots, LowRank
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn
@@ -157,7 +157,7 @@ def linears(
     together = _together(rec, layers, loras)
     ys = rec.temps(*((rows, weight.out_features) for weight in weights), name="linears")
     rec.save_for_backward(*ys)
-    all_ys = whole(ys)
+    all_ys = spanning(ys)
     if not (together and all_ys):
         for layer, lora, y in zip(layers, loras, ys, strict=True):
             linear(rec, x, layer, lora, y)
@@ -180,7 +180,7 @@ def linears(
             return
         dx, accumulate = rec.gradient_target(x)
         if rec.compute_dtype != "f16":
-            all_dys = whole(dys)
+            all_dys = spanning(dys)
             assert all_dys is not None, "the gradients of a stack are regions of one storage"
             product.backward(rec, all_dys, dx, accumulate, low)
             return
@@ -222,7 +222,7 @@ def _together(
 ) -> tuple[FrozenProduct, Tensor | None, LoraSlots | None] | None:
     """The product with all layers, their biases and their adapters; None if they take several dispatches."""
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias]
-    of, bias = [one for one in loras if one], whole(biases) if len(biases) == len(layers) else None
+    of, bias = [one for one in loras if one], spanning(biases) if len(biases) == len(layers) else None
     product = weights[0].product(weights[1:]) if isinstance(weights[0], Fusing) and len(weights) > 1 else None
     alike = all(one.stack is of[0].stack and not one.draws for one in of) and (not of or of[0].stack.size == len(of))
     fits = product and (not biases or bias) and (not of or product.adds(rec, bool(biases)))
@@ -294,7 +294,7 @@ def frozen_low_rank(rec: Recorder, x: Tensor, y: Tensor, lora: LoraSlots) -> Non
         rec.node(backward, inputs=[x], outputs=[y])
 
 
-@kernel("input_squares.wgsl", grid=lambda c: one_per(c.cols), lib=("linear",))
+@kernel("input_squares.wgsl", grid=lambda c: linear_grid(c.cols), lib=("linear",))
 def input_squares(x: In, count: Fixed, squares: InOut, *, rows: Dim, first: Dim, cols: Dim) -> Any:
     """squares[c] += the sum of x[r, c]^2 over the rows in use.
 
@@ -305,7 +305,7 @@ def input_squares(x: In, count: Fixed, squares: InOut, *, rows: Dim, first: Dim,
 
 
 @dataclass
-class Observed:
+class MeasuredMatrix:
     """A frozen matrix whose inputs are summed up as it is multiplied; it is not stacked with others.
 
     count: u32 [1], the rows of the batch in use. squares: f32 [in], is added to.

@@ -136,12 +136,12 @@ def tensors_of(low: LowRank | None) -> tuple[Tensor, ...]:
     return (low.h, low.factor, low.ranges) if low else ()
 
 
-def columns_of(low: LowRank | None) -> dict[str, Any]:
+def forward_constants(low: LowRank | None) -> dict[str, Any]:
     """The constants of a forward product."""
-    return {**steps_of(low), "adapted_parts": low.parts} if low else {}
+    return {**backward_constants(low), "adapted_parts": low.parts} if low else {}
 
 
-def steps_of(low: LowRank | None) -> dict[str, Any]:
+def backward_constants(low: LowRank | None) -> dict[str, Any]:
     """The constants of a backward product."""
     if low is None:
         return {}

@@ -23,7 +23,20 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, Place, by_subgroup, kernel, one_per, row_grid
+from wgpu_lora.gpu.kernel import (
+    F32,
+    U32,
+    Fixed,
+    Flag,
+    In,
+    InOut,
+    Out,
+    Place,
+    by_subgroup,
+    kernel,
+    linear_grid,
+    row_grid,
+)
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import add_forward, fill
 from wgpu_lora.ops.embedding import Table, cap_gradient, embed, gather_rows, head_logits, scatter_rows
@@ -71,7 +84,7 @@ def softmax_chunk(
     return logits, state, rescale, kept
 
 
-@kernel("target_logprobs.wgsl", grid=lambda c: one_per(c.rows), lib=("linear",))
+@kernel("target_logprobs.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
 def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32) -> Any:
     """logprobs = target's logit - (m + log(sum)), from the state of `softmax_chunk`; 0 for rows >= count[0]."""
     top, total, picked, _ = state.reshape(rows, 4).T

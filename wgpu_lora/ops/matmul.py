@@ -18,7 +18,7 @@ from wgpu_lora.ops.matmul_tuning import (
     product_part,
     tilings,
 )
-from wgpu_lora.ops.matrix_stack import ALL_PARTS, by_columns, by_steps, sizes
+from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, sizes
 
 Columns = tuple[np.ndarray, np.ndarray]
 FILE = "matmul/product.wgsl.j2"
@@ -136,7 +136,9 @@ def matmul_nt(
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in matmul_nt.bindings}
-        return by_columns(matmul_nt, arrays, c, {"b": ([k * size for size in sizes(c, "n")], ITEM_BYTES[b_type])})
+        return forward_reference(
+            matmul_nt, arrays, c, {"b": ([k * size for size in sizes(c, "n")], ITEM_BYTES[b_type])}
+        )
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
     product = operand(left, m, k, a_scale) @ b.reshape(n, k).T
     product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
@@ -181,7 +183,9 @@ def matmul_nn(
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in matmul_nn.bindings}
-        return by_steps(matmul_nn, arrays, c, {"b": ([n * size for size in sizes(c, "k")], ITEM_BYTES[b_type])})
+        return backward_reference(
+            matmul_nn, arrays, c, {"b": ([n * size for size in sizes(c, "k")], ITEM_BYTES[b_type])}
+        )
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
     product = operand(left, m, k, a_scale) @ b.reshape(k, n)
     product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)

@@ -11,7 +11,7 @@ import numpy as np
 
 from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.kernel import Variants, cdiv
-from wgpu_lora.gpu.reference_values import stored
+from wgpu_lora.gpu.reference_values import random_values
 from wgpu_lora.gpu.tensor import ITEM_BYTES
 from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
 from wgpu_lora.ops.matrix_stack import factor_region, joined, region, sizes, split
@@ -91,8 +91,8 @@ def dense_operand(c: Constants, rng: np.random.Generator) -> Arrays:
     if c["stacked"]:
         one, name = (c["k"], "n") if c["form"] == "nt" else (c["n"], "k")
         parts = [region(one * size, ITEM_BYTES[c["b_type"]]) for size in sizes(c, name)]
-        return {"b": stored(rng, c["b_type"], sum(parts))}
-    return {"b": stored(rng, c["b_type"], *((c["n"], c["k"]) if c["form"] == "nt" else (c["k"], c["n"])))}
+        return {"b": random_values(rng, c["b_type"], sum(parts))}
+    return {"b": random_values(rng, c["b_type"], *((c["n"], c["k"]) if c["form"] == "nt" else (c["k"], c["n"])))}
 
 
 def block(tiling: Tiling) -> tuple[int, int]:
@@ -128,11 +128,11 @@ class MatmulTuning:
         by_columns, by_steps = c["stacked"] and c["form"] == "nt", c["stacked"] and c["form"] == "nn"
         steps, flat = sum(region(m * k) for k in sizes(c, "k")), by_columns and not c["gated"]
         arrays = {
-            "a": stored(rng, c["a_type"], *((steps,) if by_steps else (m, c["k"] + c.get("a_skip", 0)))),
-            "y": stored(rng, "f32", *((sum(region(m * n) for n in columns),) if flat else (m, width))),
-            "bias": stored(rng, "f32", sum(map(region, columns)) if by_columns else width),
-            "row_scale": stored(rng, "f32", m),
-            "a_scale": stored(rng, "f32", m),
+            "a": random_values(rng, c["a_type"], *((steps,) if by_steps else (m, c["k"] + c.get("a_skip", 0)))),
+            "y": random_values(rng, "f32", *((sum(region(m * n) for n in columns),) if flat else (m, width))),
+            "bias": random_values(rng, "f32", sum(map(region, columns)) if by_columns else width),
+            "row_scale": random_values(rng, "f32", m),
+            "a_scale": random_values(rng, "f32", m),
             "count": np.array([m], np.uint32),
             **self.operand(c, rng),
             **(_factors(c, rng) if c["rank"] else {}),
@@ -159,7 +159,7 @@ def _factors(c: Constants, rng: np.random.Generator) -> Arrays:
     """h, and the factors of two slots that share the rows."""
     m, stride = c["m"], c["stride"]
     ranges = np.array([[0, m // 2], [m // 2, m]], np.uint32) + np.uint32(c["first_row"])
-    h, factor = stored(rng, "f32", m, c["rank"] + c["h_skip"]), stored(rng, "f32", 2, stride)
+    h, factor = random_values(rng, "f32", m, c["rank"] + c["h_skip"]), random_values(rng, "f32", 2, stride)
     return {"h": h, "factor": factor, "ranges": ranges}
 
 
@@ -181,14 +181,18 @@ class LoraTuning:
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
         """Arrays with the rows divided evenly among the slots."""
         m, n, k, slots = c["m"], c["n"], c["k"], c["slots"]
-        stacked = stored(rng, "f32", slots, c["stride"])
+        stacked = random_values(rng, "f32", slots, c["stride"])
         if c["form"] == "tn":
-            a, b = (stored(rng, "f32", k, size) for size in (m + c["a_skip"], n + c["b_skip"]))
+            a, b = (random_values(rng, "f32", k, size) for size in (m + c["a_skip"], n + c["b_skip"]))
             arrays = {"a": a, "b": b, "y": stacked}
         else:
             wide = n + c["y_skip"]
-            arrays = {"a": stored(rng, "f32", m, k + c["a_skip"]), "b": stacked, "y": stored(rng, "f32", m, wide)}
-            arrays["scale"] = stored(rng, "f32", slots, wide)
+            arrays = {
+                "a": random_values(rng, "f32", m, k + c["a_skip"]),
+                "b": stacked,
+                "y": random_values(rng, "f32", m, wide),
+            }
+            arrays["scale"] = random_values(rng, "f32", slots, wide)
         bounds = np.linspace(0, c[self.rows], slots + 1).astype(np.uint32)
         arrays["ranges"] = np.stack([bounds[:-1], bounds[1:]], axis=1) + np.uint32(c["first_row"])
         return {name: arrays[name] for name in present}
@@ -204,7 +208,7 @@ def _fewer(c: Constants, tiling: Tiling) -> Constants:
     rows, columns = block(tiling)
     steps = {"m": rows, "n": columns, "k": tiling.span * tiling.slices}
     names = [(name, steps[name[0]]) for name in ("m", "n", "n1", "n2", "k", "k1", "k2") if name in c]
-    return c | {name: reference_values.fewer(c[name], 2 * lcm(CHECKED, step)) for name, step in names}
+    return c | {name: reference_values.cut_size(c[name], 2 * lcm(CHECKED, step)) for name, step in names}
 
 
 def product_part(columns: TakeColumns) -> reference_values.TakePart:
@@ -216,25 +220,27 @@ def product_part(columns: TakeColumns) -> reference_values.TakePart:
 
     def take(arrays: Arrays, c: Constants) -> reference_values.Part | None:
         m, n, k = c["m"], sum(sizes(c, "n")), sum(sizes(c, "k"))
-        if not reference_values.costly(m * n * k, arrays, n * k):
+        if not reference_values.is_expensive(m * n * k, arrays, n * k):
             return None
-        rows = reference_values.picks(m, reference_values.ROWS)
+        rows = reference_values.evenly_spaced(m, reference_values.ROWS)
         if c.get("gated"):
-            return _of_picked_rows(reference_values.some_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows)
+            return _of_picked_rows(
+                reference_values.select_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows
+            )
         if c["stacked"]:
             which, counts = ("y", sizes(c, "n")) if c["form"] == "nt" else ("a", sizes(c, "k"))
             views = split(arrays[which], [m * count for count in counts])
             picked = {which: joined([view.reshape(m, -1)[rows] for view in views])}
             arrays = {
-                **reference_values.some_rows({n: a for n, a in arrays.items() if n != which}, ROWS_OF, m, rows),
+                **reference_values.select_rows({n: a for n, a in arrays.items() if n != which}, ROWS_OF, m, rows),
                 **picked,
             }
             c = {**c, "m": rows.size}
             return _of_picked_rows(arrays, c, m, rows)
         arrays, c = _of_picked_rows(
-            reference_values.some_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows
+            reference_values.select_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows
         )
-        blocks = reference_values.picks(cdiv(n, BLOCK), reference_values.COLUMN_BLOCKS)
+        blocks = reference_values.evenly_spaced(cdiv(n, BLOCK), reference_values.COLUMN_BLOCKS)
         each = np.flatnonzero(np.isin(np.arange(n) // BLOCK, blocks))
         b = columns(arrays, c, each)
         if b is None:

@@ -60,12 +60,14 @@ def joined(parts: Sequence[np.ndarray], item_bytes: int = 4) -> np.ndarray:
     return whole
 
 
-def by_columns(kernel: Any, arrays: dict[str, Any], c: dict[str, Any], of_b: Mapping[str, Any]) -> np.ndarray:
+def forward_reference(kernel: Any, arrays: dict[str, Any], c: dict[str, Any], of_b: Mapping[str, Any]) -> np.ndarray:
     """The reference of a stack's forward product: that of each part. of_b: b's tensors -> (sizes, item bytes)."""
     ns, m, rank = sizes(c, "n"), c["m"], c["rank"]
     if c["gated"]:
         y = np.zeros(sum(region(m * n) for n in ns))
-        gate, up = split(by_columns(kernel, {**arrays, "y": y}, {**c, "gated": False}, of_b), [m * n for n in ns])
+        gate, up = split(
+            forward_reference(kernel, {**arrays, "y": y}, {**c, "gated": False}, of_b), [m * n for n in ns]
+        )
         found: np.ndarray = gate / (1 + np.exp(-gate)) * up
         return found.reshape(m, ns[0])
     result: np.ndarray = arrays["y"].reshape(-1).copy()
@@ -86,8 +88,8 @@ def by_columns(kernel: Any, arrays: dict[str, Any], c: dict[str, Any], of_b: Map
     return result
 
 
-def by_steps(kernel: Any, arrays: dict[str, Any], c: dict[str, Any], of_b: Mapping[str, Any]) -> Any:
-    """The reference of a stack's backward product: the sum of those of the parts. of_b: as in `by_columns`."""
+def backward_reference(kernel: Any, arrays: dict[str, Any], c: dict[str, Any], of_b: Mapping[str, Any]) -> Any:
+    """The reference of a stack's backward product: the sum of those of the parts. of_b: as in `forward_reference`."""
     ks = sizes(c, "k")
     views = {"a": split(arrays["a"], [c["m"] * k for k in ks])}
     views |= {name: split(arrays[name], counts, size) for name, (counts, size) in of_b.items()}

@@ -17,7 +17,7 @@ from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, align
 ALIGNMENT_ROWS = ALIGNMENT // 4  # row blocks of a multiple of this many f32 rows start at aligned offsets
 
 
-class Kept:
+class SharedTensors:
     """Tensors that are computed once, by `program`, and shared by recorders, instead of computed before each use."""
 
     def __init__(self, device: Device):
@@ -45,7 +45,7 @@ class Recorder:
         training: bool = False,
         recompute: bool = False,
         compute_dtype: str = "f32",
-        kept: Kept | None = None,
+        kept: SharedTensors | None = None,
     ):
         self.program = program
         self.kept = kept

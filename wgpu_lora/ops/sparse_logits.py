@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Place, Word, by_subgroup, kernel, one_per, row_grid
-from wgpu_lora.gpu.reference_values import Part, picks, some_rows
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Place, Word, by_subgroup, kernel, linear_grid, row_grid
+from wgpu_lora.gpu.reference_values import Part, evenly_spaced, select_rows
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
 from wgpu_lora.ops.embedding import Table, rows_asked_for
@@ -26,7 +26,7 @@ def _here(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int) 
     return row, s, columns[row, s]
 
 
-@kernel("pick_logits.wgsl.j2", grid=lambda c: one_per(c.rows * c.kept), lib=("linear",))
+@kernel("pick_logits.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.kept), lib=("linear",))
 def pick_logits(
     logits: In, ids: In, count: Fixed, picked: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]
 ) -> Any:
@@ -37,7 +37,7 @@ def pick_logits(
     return result
 
 
-@kernel("hide_logits.wgsl.j2", grid=lambda c: one_per(c.rows * c.kept), lib=("linear",))
+@kernel("hide_logits.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.kept), lib=("linear",))
 def hide_logits(ids: In, count: Fixed, logits: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]) -> Any:
     """logits[r, ids[r, s] - first] = LOWEST for ids in [first, first + cols) and r < count[0]."""
     row, _, column = _here(ids, count, rows, cols, first)
@@ -48,7 +48,7 @@ def hide_logits(ids: In, count: Fixed, logits: InOut, *, rows: Dim, kept: Dim, c
 
 @kernel(
     "support_product.wgsl.j2",
-    grid=lambda c: one_per(c.rows * c.cols),
+    grid=lambda c: linear_grid(c.rows * c.cols),
     lib=("linear", "half"),
     part=partial(rows_asked_for, size="size"),
 )
@@ -80,8 +80,8 @@ PART_ROWS = 64  # calls with more rows are checked in part
 def _some(arrays: Arrays, c: Constants) -> Part | None:
     if c["rows"] <= PART_ROWS:
         return None
-    picked = picks(c["rows"], PART_ROWS)
-    return some_rows(arrays, "logits values ids best best_ids", c["rows"], picked), {**c, "rows": picked.size}
+    picked = evenly_spaced(c["rows"], PART_ROWS)
+    return select_rows(arrays, "logits values ids best best_ids", c["rows"], picked), {**c, "rows": picked.size}
 
 
 @kernel("top_k.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=_some)

@@ -19,7 +19,7 @@ from wgpu_lora.proof.proof_context import FACTS, Finding, NotRun, Proof, finetun
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.training_log import LOG, read_log
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 # Difference of two devices' logits over the largest logit. Sums in another order cause about 1e-6; a weight between two
 # NF4 codes that is rounded to the other one causes more.
@@ -152,7 +152,7 @@ def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
     if first == last:
         beside = "evaluate ran afterwards on the same device, since no other is used"
     return (
-        f"{counted(len(training.log), 'step')} took {seconds:.0f} s on device {first}; {beside} "
+        f"{count_noun(len(training.log), 'step')} took {seconds:.0f} s on device {first}; {beside} "
         f"({ran[worst]['device']['name']} by its own account); its loss {losses[worst]:.6f} is within "
         f"{apart[worst]:.0e} (allowed {DEVICE_TOLERANCE:.0e}) of the {before:.6f} measured on device {first} before "
         "training with the same model, adapter and data"
@@ -166,17 +166,17 @@ def losses_fall(proof: Proof, finding: Finding) -> str:
     stopped, taken = "no run.json", len(losses)
     if training.record:
         stopped, taken = training.record.stop_reason, training.record.state.step
-    fault = f"training stopped after {counted(len(losses), 'step')}: {training.said}"
+    fault = f"training stopped after {count_noun(len(losses), 'step')}: {training.said}"
     finding.expect(stopped not in ("non-finite", "diverged"), fault)
     # Lines with other values than finite numbers count as damaged, and are not read.
-    fault = f"the log has finite numbers for {len(losses)} of {counted(taken, 'step')} only"
+    fault = f"the log has finite numbers for {len(losses)} of {count_noun(taken, 'step')} only"
     finding.expect([line["step"] for line in training.log] == list(range(1, taken + 1)), fault)
     if finding.faults:
         return ""
     if training.code:
         raise NotRun(f"fine-tuning ended with exit code {training.code} (check 3)")
     if len(losses) < FEWEST:
-        raise NotRun(f"{counted(len(losses), 'step')} are too few: give a recipe with {FEWEST} or more")
+        raise NotRun(f"{count_noun(len(losses), 'step')} are too few: give a recipe with {FEWEST} or more")
     seen, count = proof.seen_rows
     name = "the loss of eval_data" if seen else "the held-out loss"
     tenth = len(losses) // 10
@@ -271,7 +271,7 @@ def gradients_agree(proof: Proof, finding: Finding) -> str:
 def resuming_is_exact(proof: Proof, finding: Finding) -> str:
     """Continues the run from a checkpoint, in a new process and directory, and compares the results of both."""
     training = proof.trained()
-    log, saved = training.log, run_checkpoint.found(training.directory / run_checkpoint.STEPS)
+    log, saved = training.log, run_checkpoint.list_checkpoints(training.directory / run_checkpoint.STEPS)
     if len(saved) < 2 or saved[-1][0] != len(log):
         raise NotRun("the run kept no checkpoint before its last step: give a recipe with smaller save_steps")
     (step, kept), (final_step, final) = saved[-2:]

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 from wgpu_lora.proof.proof_context import Finding, NotRun, Proof
 from wgpu_lora.proof.watched_workers import UNREADABLE
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 PACKAGE = "wgpu-lora"
 
@@ -40,7 +40,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         mapped.setdefault(f"{name} ({pid})", set()).update(libraries)
     judged = {name: classify(paths, os.environ.get("LD_PRELOAD", "")) for name, paths in mapped.items()}
     paths = sorted(set().union(*mapped.values()))
-    native = ours(paths)
+    native = package_libraries(paths)
     naming, unread = look_into(native)
     opened = {name: account["opened"] for name, account in said.items()}
     modules = {*sys.modules, *(module for account in said.values() for module in account["modules"])}
@@ -85,8 +85,9 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         raise NotRun("there is no device (check 1), so no process had a reason to use CUDA")
     driver = f" except {len(explained)} mapped beside NVIDIA's Vulkan driver" if explained else ""
     return (
-        f"{len(paths)} libraries in {counted(len(looked_at), 'process', 'processes')}, examined {looks} times: none "
-        f"belongs to CUDA{driver}; {counted(len(said), 'child process', 'child processes')} opened none through ctypes "
+        f"{len(paths)} libraries in {count_noun(len(looked_at), 'process', 'processes')}, examined {looks} times: none "
+        f"belongs to CUDA{driver}; {count_noun(len(said), 'child process', 'child processes')} opened none through "
+        "ctypes "
         f"or cffi, {len(native)} native libraries of installed packages name none, none of {len(requirements)} "
         "requirements belongs to CUDA, and nvcc was not run"
     )
@@ -175,7 +176,7 @@ def is_cuda(opened: str) -> bool:
     return any(kind.match(name + ending) for kind in (TOOLKIT, DRIVER) for ending in ("", ".so", ".dll"))
 
 
-def ours(mapped: Iterable[str]) -> list[str]:
+def package_libraries(mapped: Iterable[str]) -> list[str]:
     """The libraries of installed packages among mapped ones, except NVIDIA's; and wgpu-native wherever it is."""
 
     def installed(path: str) -> bool:

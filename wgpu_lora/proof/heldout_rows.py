@@ -16,7 +16,7 @@ from wgpu_lora.data.source import strict_rows
 SAID = ("role", "content", "tool_calls")  # of a message
 
 
-def seen_rows(train: Path, heldout: Path) -> tuple[int, int]:
+def count_leaked_rows(train: Path, heldout: Path) -> tuple[int, int]:
     """(rows of `heldout` with the content of a row of `train`, rows of `heldout`).
 
     Raises:

@@ -15,15 +15,15 @@ from wgpu_lora.data import training_data
 from wgpu_lora.data.row_files import FileSource
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
-from wgpu_lora.proof.heldout_rows import seen_rows
+from wgpu_lora.proof.heldout_rows import count_leaked_rows
 from wgpu_lora.proof.watched_workers import Children
 from wgpu_lora.train.finetune import with_demo_data
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.records import RUN, RunRecord
 from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Refused(UserError):
     """--devices cannot be followed, so there is nothing to prove."""
 
 
-def once(make: Callable[[Proof], T]) -> Callable[[Proof], T]:
+def computed_once(make: Callable[[Proof], T]) -> Callable[[Proof], T]:
     """A method that runs once. If a worker fails in it, the first caller fails, and for others it raises NotRun."""
 
     def get(proof: Proof) -> T:
@@ -67,7 +67,7 @@ class Proof:
     allow_unconfined: bool = False
     made: dict[str, Any] = field(default_factory=dict)
 
-    @once
+    @computed_once
     def devices(self) -> dict[str, Any]:
         """The result of jobs.devices. Raises Refused if --devices cannot be followed."""
         found: dict[str, Any] = self.children.run(
@@ -92,7 +92,7 @@ class Proof:
             return f"--require-discrete {self.discrete}, but the devices could not be listed: {error}"
         if used >= self.discrete:
             return None
-        gpus = counted(used, "discrete GPU is", "discrete GPUs are")
+        gpus = count_noun(used, "discrete GPU is", "discrete GPUs are")
         return f"--require-discrete {self.discrete} is not met: {gpus} used"
 
     def used(self) -> list[int]:
@@ -104,7 +104,7 @@ class Proof:
     def device(self, index: int) -> dict[str, Any]:
         return self.devices()["devices"][index]
 
-    @once
+    @computed_once
     def training(self) -> Training:
         """The fine-tuning run, whether it succeeded or not."""
         return train(self.children, self.recipe, self.args, self.out / "run", self.used())
@@ -119,7 +119,7 @@ class Proof:
     @cached_property
     def seen_rows(self) -> tuple[int, int]:
         """How many of the held-out rows are training rows too, and how many there are."""
-        return seen_rows(Path(str(self.args.data)), Path(str(self.args.eval_data)))
+        return count_leaked_rows(Path(str(self.args.data)), Path(str(self.args.eval_data)))
 
 
 def hardware(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def read_recipe(recipe: str) -> tuple[TrainingArguments, Path]:
     Raises:
         UserError: it cannot be read, has no held-out data, has data that are not files, or has another base_dtype.
     """
-    args, path = gather({}, recipe, "The command line")
+    args, path = resolve_options({}, recipe, "The command line")
     assert path
     args = with_demo_data(args)
     assert args.data

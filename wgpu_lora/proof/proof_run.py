@@ -49,7 +49,7 @@ from wgpu_lora.proof.watched_workers import Children
 from wgpu_lora.report.html_page import render as render_page
 from wgpu_lora.report.line_chart import Chart, Line, line_chart
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 from wgpu_lora.worker.worker import WorkerFailed
 
 # Each notes figures and faults, and returns what it found if there is no fault.
@@ -81,7 +81,7 @@ def on_devices(found: dict[str, Any]) -> str:
     kinds: dict[str, list[str]] = {}
     for device in hardware(found):
         kinds.setdefault(device["kind"], []).append(device["name"])
-    said = " and ".join(f"{counted(len(of), f'{kind} device')} ({', '.join(of)})" for kind, of in kinds.items())
+    said = " and ".join(f"{count_noun(len(of), f'{kind} device')} ({', '.join(of)})" for kind, of in kinds.items())
     if not said or "discrete" in kinds:
         return said
     had = any(device["kind"] == "discrete" for device in found["devices"])

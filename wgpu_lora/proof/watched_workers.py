@@ -42,7 +42,7 @@ def libraries(pid: int) -> set[str]:
 
 
 @dataclass
-class Seen:
+class ProcessRecord:
     """A process: its command line, all libraries that were ever mapped, and how many looks found any."""
 
     pid: int
@@ -57,7 +57,7 @@ class Watcher(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.seen: dict[psutil.Process, Seen] = {}
+        self.seen: dict[psutil.Process, ProcessRecord] = {}
         self._done = threading.Event()
 
     def run(self) -> None:
@@ -65,7 +65,7 @@ class Watcher(threading.Thread):
             self.look()
             self._done.wait(PERIOD)
 
-    def stop(self) -> list[Seen]:
+    def stop(self) -> list[ProcessRecord]:
         self._done.set()
         if self.is_alive():
             self.join()
@@ -77,7 +77,7 @@ class Watcher(threading.Thread):
             try:
                 # Each time: between fork and exec, a child has its parent's command line.
                 command = process.cmdline()
-                found = self.seen.setdefault(process, Seen(process.pid, process.ppid(), command))
+                found = self.seen.setdefault(process, ProcessRecord(process.pid, process.ppid(), command))
                 found.command = command or found.command
                 if not UNREADABLE and (mapped := libraries(process.pid)):
                     found.libraries |= mapped
@@ -87,7 +87,7 @@ class Watcher(threading.Thread):
 
 
 @contextmanager
-def witness(path: str, heard: list[tuple[str, Sequence[Any]]]) -> Iterator[None]:
+def record_own_process(path: str, heard: list[tuple[str, Sequence[Any]]]) -> Iterator[None]:
     """Around all of a child's work; writes its modules, libraries mapped and opened, and commands run to a file.
 
     heard: the list that an audit hook appends all EVENTS to.

@@ -21,17 +21,17 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_list import DeviceInfo, choose, list_devices, native_version
-from wgpu_lora.gpu.reference_values import nmse, widened
+from wgpu_lora.gpu.reference_values import as_float64, nmse
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.infer import Generator
 from wgpu_lora.infer.answers import tokenizer_of
-from wgpu_lora.infer.named_adapters import on_device
+from wgpu_lora.infer.named_adapters import adapters_on_device
 from wgpu_lora.memory_leases.ledger import device_key
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.proof.heldout_rows import request_of, rows_of, shown
-from wgpu_lora.train.finetune import prepare_job, read_run
+from wgpu_lora.train.finetune import prepare_job, prepare_run
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.adapter_run import AdapterRun
@@ -40,7 +40,7 @@ from wgpu_lora.train.session.batch import Batch
 from wgpu_lora.train.session.session import Session
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.job_process import EventWriter
 
 JOBS = ("devices:devices", "generate:generate", "generate:answers", "trained:clock", "trained:gradients")
 
@@ -54,7 +54,7 @@ AT_ONCE = 2  # devices that are used by default
 TOLERANCE = 1e-9  # mean squared error of an f32 product over its mean square; rounding alone gives about 1e-13
 
 
-def devices(port: Port, *, select: str | None, discrete: int = 0) -> dict[str, Any]:
+def devices(port: EventWriter, *, select: str | None, discrete: int = 0) -> dict[str, Any]:
     """The devices, the hardware behind each, the indices of those used, and the error of a product on each of these.
 
     select: indices or names, separated by commas; `refused` says what is wrong with it.
@@ -95,7 +95,7 @@ def multiply(index: int) -> dict[str, Any]:
     arrays = {"a": a, "b": b, "y": np.zeros((32, 48), np.float32)}
     single = SingleKernel(device, matmul_nt, arrays, {"m": 32, "n": 48, "k": 64, **matmul_nt.defaults})
     single.run()
-    error = nmse(single.outputs()[0], widened(a) @ widened(b).T)
+    error = nmse(single.outputs()[0], as_float64(a) @ as_float64(b).T)
     single.free()
     return {"error": error, "fine": error < TOLERANCE}
 
@@ -104,10 +104,10 @@ PROMPTS, SHORT = 4, 48  # rows that are continued, by how many tokens
 KEPT = 16  # positions of each answer whose logits are kept whole
 
 
-def generate(port: Port, *, options: dict[str, Any], device: int, arrays: str) -> dict[str, Any]:
+def generate(port: EventWriter, *, options: dict[str, Any], device: int, arrays: str) -> dict[str, Any]:
     """Logits go to the .npz file `arrays`, one [positions, vocab] for each prompt; the rest is returned."""
     args, model = opened(options, device)
-    heldout = read_run(args, model).heldout
+    heldout = prepare_run(args, model).heldout
     assert heldout, "a proof's recipe has held-out data"
     prompts = [prompt_of_row(row) for row in heldout.rows[:PROMPTS]]
     logits: list[list[np.ndarray]] = [[] for _ in prompts]
@@ -134,7 +134,7 @@ def generate(port: Port, *, options: dict[str, Any], device: int, arrays: str) -
 
 
 def answers(
-    port: Port, *, options: dict[str, Any], device: int, adapter: str | None, allow_unconfined: bool = False
+    port: EventWriter, *, options: dict[str, Any], device: int, adapter: str | None, allow_unconfined: bool = False
 ) -> list[dict[str, Any]]:
     """Answers every held-out request with an adapter, or without, and runs each answer against its unit check."""
     args, model = opened(options, device)
@@ -165,7 +165,7 @@ def generator_for(
 ) -> Iterator[Generator]:
     capacity = min(max(map(len, prompts)) + new_tokens, model.config.max_position_embeddings)
     with (
-        on_device(model, [adapter] if adapter else []) as adapters,
+        adapters_on_device(model, [adapter] if adapter else []) as adapters,
         Generator(model, adapters, capacity, min(BATCH, len(prompts))) as generator,
     ):
         yield generator
@@ -213,7 +213,7 @@ def reopened(directory: str, device: int) -> Iterator[tuple[Session, AdapterRun,
         session.close()
 
 
-def clock(port: Port, *, directory: str, device: int) -> dict[str, Any]:
+def clock(port: EventWriter, *, directory: str, device: int) -> dict[str, Any]:
     """Median device and host seconds of the run's first step, and its loss, which is in the run's log too."""
     with reopened(directory, device) as (session, run, steps, units):
         run.place_initial(session)
@@ -240,7 +240,7 @@ def clock(port: Port, *, directory: str, device: int) -> dict[str, Any]:
         }
 
 
-def gradients(port: Port, *, directory: str, device: int) -> dict[str, Any]:
+def gradients(port: EventWriter, *, directory: str, device: int) -> dict[str, Any]:
     """The recorded gradients of the run's program next to central differences of its loss L.
 
     For a random direction v of a matrix W: L(W + v) - L(W - v), measured and extrapolated to its linear part, and as

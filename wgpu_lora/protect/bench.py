@@ -17,7 +17,7 @@ from wgpu_lora.bench.brick_results import Writer, header
 from wgpu_lora.bench.overhead import ORDERS, RAW_FIRST, VERIFIED, ZEROIZED, Row, Segment, row_of
 from wgpu_lora.bench.overhead_results import SCHEMA, result_file
 from wgpu_lora.bench.training_runs import Work, prepared
-from wgpu_lora.bench.training_step import TRAINING, own_words
+from wgpu_lora.bench.training_step import TRAINING, benchmark_option_names
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.gpu.device import Device
@@ -34,7 +34,7 @@ from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 STABILITY: dict[str, Any] = {"compute_dtype": "bf16", "learning_rate": 5e-5, "max_grad_norm": 1.0}  # as published
 ROWS, SAVE_STEPS = 64, 50  # of a shape: rows of its data, and steps between checkpoints
@@ -88,7 +88,7 @@ def bench_protected(
     rows: list[Row] = []
     with (
         Writer(file) as writer,  # refused now, if it cannot be written
-        own_words(TRAINING),
+        benchmark_option_names(TRAINING),
         tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place,
         Bench.opened(measuring, Path(place), opened) as bench,
     ):
@@ -143,7 +143,7 @@ class Bench:
         work = self.measuring.work
         if not work.shape:
             return Path(self.model.name).name  # no paths
-        layers = f", {counted(work.layers, 'layer')}" if work.layers else ""
+        layers = f", {count_noun(work.layers, 'layer')}" if work.layers else ""
         return f"{work.shape} (synthetic weights{layers})"
 
     # -- segments ------------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from typing import Any
 
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.report.finished_runs import SPEEDS, Run
-from wgpu_lora.train.memory import readable
+from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.stop_reasons import OUTCOMES, STOP_TEXT
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 OWN = ("output", "resume", "overwrite", "run_log", "report_to")  # options that do not affect what is trained
 ABSENT = "not recorded"
@@ -55,7 +55,7 @@ def costs(run: Run) -> Facts:
         "time": span(state.seconds),
         "trained tokens": f"{state.tokens:,}",
         "trained parameters": f"{run.record.trainable_parameters:,}",
-        "peak device memory": readable(run.record.memory.peak),
+        "peak device memory": format_bytes(run.record.memory.peak),
         **{f"{kind} tokens/s": f"{speeds[kind]:,.0f}" if kind in speeds else "not logged" for kind in SPEEDS},
         "device": f"{device.name}, {device.backend}",
     }
@@ -117,7 +117,7 @@ def compare(runs: Sequence[Run]) -> tuple[Rows, Rows]:
     return differing, alike
 
 
-def verdict(runs: Sequence[Run]) -> str:
+def best_run_sentence(runs: Sequence[Run]) -> str:
     """Which run's last held-out loss is the lowest, or why that cannot be said; empty for a single run."""
     if len(runs) < 2:
         return ""
@@ -130,7 +130,9 @@ def verdict(runs: Sequence[Run]) -> str:
         return "" if known else f"No run has a held-out loss ({flag('eval_data')}) to compare."
     lowest = min(loss for loss, *_ in known)
     best = [name for loss, name, _ in known if loss == lowest]
-    return f"{listed(best)} {'has' if len(best) == 1 else 'have'} the lowest held-out loss at the end, {lowest:.4f}."
+    return (
+        f"{join_words(best)} {'has' if len(best) == 1 else 'have'} the lowest held-out loss at the end, {lowest:.4f}."
+    )
 
 
 def summary(run: Run) -> str:

@@ -16,9 +16,9 @@ from wgpu_lora.report.html_page import TEMPLATES, render
 from wgpu_lora.report.line_chart import Chart, Line, line_chart
 from wgpu_lora.report.run_charts import Bar
 from wgpu_lora.train.data_statistics import Choice, RowStatistics
-from wgpu_lora.train.memory import readable
+from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.time_estimate import Projection
-from wgpu_lora.words import share
+from wgpu_lora.words import percent
 
 BINS = 60  # of the histogram
 _BEGIN = b"<!doctype html>"
@@ -60,7 +60,7 @@ def render_page(
         "rows": f"{len(found.lengths):,}",
         "held-out rows": f"{found.heldout:,}",
         "tokens": f"{found.total:,}",
-        "trained tokens": f"{found.trained:,} ({share(found.trained / found.total)})",
+        "trained tokens": f"{found.trained:,} ({percent(found.trained / found.total)})",
     }
     if found.saved is not None:
         facts["positions that packing saves"] = f"{found.saved:.1%}, at {found.own.max_length:,} tokens a row"
@@ -145,6 +145,6 @@ def _larger(record: Mapping[str, Any], price: float | None) -> list[str]:
         str(record["shape"]),
         span(record["seconds"]),
         cost,
-        "not possible" if peak is None else readable(peak),
+        "not possible" if peak is None else format_bytes(peak),
         fits,
     ]

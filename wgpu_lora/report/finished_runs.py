@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bench.step_profile import described
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.train.adapter_tasks import tasks_of_request
@@ -69,7 +69,7 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
             raise UserError(f"The run in {given[number]} is given twice: leave one of them out.")
     names = [place.name for place in places]
     apart = names if len(set(names)) == len(names) else [str(directory) for directory in given]
-    shown = [printable(name.encode("utf-8", "replace").decode()) for name in apart]  # some names are not text
+    shown = [escape_unprintable(name.encode("utf-8", "replace").decode()) for name in apart]  # some names are not text
     return [_read(name, directory) for name, directory in zip(shown, given, strict=True)]
 
 
@@ -167,7 +167,7 @@ def nothing_in(directory: Path) -> UserError:
     return UserError(f"{directory} holds no finished run (there is no {RUN}): give a run's {flag('output')}{advice}.")
 
 
-def left_out(directories: Sequence[Path]) -> list[Path]:
+def missing_members(directories: Sequence[Path]) -> list[Path]:
     """Runs that were trained together with the given ones, but are not given themselves."""
     places, found = {directory.resolve() for directory in directories}, dict[Path, Path]()
     for directory in directories:

@@ -10,7 +10,7 @@ from wgpu_lora.names.spelling import flag
 from wgpu_lora.report import comparison_tables
 from wgpu_lora.report.finished_runs import ADVICE, Run
 from wgpu_lora.report.html_page import TEMPLATES, render
-from wgpu_lora.report.run_charts import axes_of, kernels, memory, memory_bars, plots, unlike
+from wgpu_lora.report.run_charts import axes_of, kernels, lengths_differ, memory, memory_bars, plots
 
 PAGE = "report.html"
 
@@ -38,9 +38,9 @@ def render_report(runs: Sequence[Run]) -> str:
         losses=table(runs, comparison_tables.losses),
         costs=table(runs, comparison_tables.costs),
         record=comparison_tables.record,
-        verdict=comparison_tables.verdict(runs),
+        verdict=comparison_tables.best_run_sentence(runs),
         axes=axes_of(runs),
-        log=unlike(runs),
+        log=lengths_differ(runs),
         plots=plots(runs),
         memory=list(held),
         memory_rows=[(group, *(f"{size:,}" for size in sizes)) for group, sizes in held.items()],

@@ -9,7 +9,7 @@ from wgpu_lora.report.finished_runs import SPEEDS, Run
 from wgpu_lora.report.line_chart import COLOURS, Chart, Line, line_chart, parts, smoothed
 from wgpu_lora.track.hardware import Status
 from wgpu_lora.track.hardware.sampler import LOW, SPAN, held_back
-from wgpu_lora.train.memory import readable
+from wgpu_lora.train.memory import format_bytes
 
 KERNELS = 12  # most kernels that are shown
 LONG = 50  # fewest points of a line that is smoothed
@@ -63,7 +63,7 @@ def axes_of(runs: Sequence[Run]) -> dict[str, str]:
     return axes | ({"progress": "per cent of the run"} if len(runs) > 1 else {})
 
 
-def unlike(runs: Sequence[Run]) -> bool:
+def lengths_differ(runs: Sequence[Run]) -> bool:
     """Whether the longest run has so many steps that the shortest would be hardly visible."""
     last = [run.log[-1]["step"] for run in runs if run.log]
     return bool(last) and max(last) > UNLIKE * max(1, min(last))
@@ -142,8 +142,8 @@ def memory_bars(runs: Sequence[Run]) -> list[Bar]:
     largest = max(sum(run.record.memory.groups.values()) for run in runs)
     for run in runs:
         held = run.record.memory.groups
-        sizes = [(size, groups.index(group), f"{group}: {readable(size)}") for group, size in held.items()]
-        bars.append(Bar.of(run.name, readable(sum(held.values())), largest, sizes))
+        sizes = [(size, groups.index(group), f"{group}: {format_bytes(size)}") for group, size in held.items()]
+        bars.append(Bar.of(run.name, format_bytes(sum(held.values())), largest, sizes))
     return bars
 
 

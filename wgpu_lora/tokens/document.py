@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import object_of
+from wgpu_lora.bounded import object_with_unique_keys
 from wgpu_lora.tokens.components import (
     DECODERS,
     MAX_ID,
@@ -63,7 +63,7 @@ def read_document(path: Path, added_tokens: Sequence[Mapping[str, Any]] = ()) ->
         data = file.read(path.stat().st_size)
     require(sum(map(data.count, (b"[", b"{", b","))) <= MAX_VALUES, f"it has more than {MAX_VALUES:,} values")
     try:
-        stated = json.loads(data.decode(), object_pairs_hook=object_of, parse_constant=_no_constant)
+        stated = json.loads(data.decode(), object_pairs_hook=object_with_unique_keys, parse_constant=_no_constant)
     except RecursionError:
         raise DocumentError("it is nested too deeply") from None
     except ValueError as error:

@@ -1,6 +1,6 @@
 """runs.jsonl, the log of all runs of a user: a JSON object per line, appended under a lock and never rewritten.
 
-A line has the id of its run and some fields of `Entry`; later lines of the same id add to them or replace them.
+A line has the id of its run and some fields of `RunEntry`; later lines of the same id add to them or replace them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import lock_file
 from wgpu_lora.names.choices import RUN_STATUSES
-from wgpu_lora.process_identity import boot_id, host_id, start_of
+from wgpu_lora.process_identity import boot_id, host_id, process_start
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.typed_json import typed
@@ -39,7 +39,7 @@ def data_directory() -> Path:
     return Path(named) if named else Path(user_data_dir("wgpu-lora"))
 
 
-def wanted(asked: bool = True) -> bool:
+def run_log_enabled(asked: bool = True) -> bool:
     """Whether runs are logged: the user's choice, unless WGPU_LORA_NO_RUN_LOG turns it off everywhere."""
     return asked and not os.environ.get("WGPU_LORA_NO_RUN_LOG")
 
@@ -48,7 +48,7 @@ def wanted(asked: bool = True) -> bool:
 class Runs:
     """The runs of a log, the oldest first, and the number of lines that cannot be read."""
 
-    entries: list[Entry]
+    entries: list[RunEntry]
     damaged: int
 
 
@@ -114,7 +114,7 @@ class RunLog:
         entries = []
         for facts in folded.values():
             try:
-                entries.append(typed(Entry, facts))
+                entries.append(typed(RunEntry, facts))
             except ValueError:  # its first line is lost, or not ours
                 damaged += 1
         return Runs(sorted(entries, key=lambda entry: entry.date), damaged)  # of a second: in the order of lines
@@ -133,7 +133,7 @@ def _facts(line: bytes) -> dict[str, Any] | None:
     return facts if isinstance(facts.get("id"), str) else None
 
 
-def facts_of(entry: Entry) -> dict[str, Any]:
+def facts_of(entry: RunEntry) -> dict[str, Any]:
     """All fields of an entry as JSON values."""
     found: dict[str, Any] = json.loads(
         to_json({item.name: getattr(entry, item.name) for item in fields(entry)}, default=vars)
@@ -167,14 +167,14 @@ class Process:
     @classmethod
     def this(cls) -> Process:
         pid = os.getpid()
-        return cls(host_id(), boot_id(), pid, start_of(pid))
+        return cls(host_id(), boot_id(), pid, process_start(pid))
 
     @property
     def dead(self) -> bool:
         """Whether it has ended; False for processes of other hosts, which are not visible."""
         if self.host != host_id():
             return False
-        return self.boot != boot_id() or start_of(self.pid) != self.started
+        return self.boot != boot_id() or process_start(self.pid) != self.started
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class DataFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class RunEntry:
     """A run as the log has it after its last line.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.track.run_log import FAILED, KILLED, Entry
+from wgpu_lora.track.run_log import FAILED, KILLED, RunEntry
 
 COLUMNS = (
     "id", "date", "kind", "model", "data", "output", "status", "loss", "improved", "time", "tokens", "name", "goal",
@@ -24,7 +24,7 @@ NONE = "-"
 OWN = ("output", "resume", "overwrite", "goal", "notes", "run_log")  # options that do not affect results
 
 
-def cells(entry: Entry) -> tuple[str, ...]:
+def cells(entry: RunEntry) -> tuple[str, ...]:
     """An entry's row, by COLUMNS."""
     losses = entry.losses
     shown = [number(loss) for loss in (losses.initial, losses.final) if loss is not None]
@@ -60,7 +60,7 @@ def card(row: Sequence[str]) -> list[str]:
     return [line for names in CARD if (line := ", ".join(known[name] for name in names if name in known))]
 
 
-def style(entry: Entry) -> str | None:
+def style(entry: RunEntry) -> str | None:
     return "red" if entry.status in (FAILED, KILLED) else None
 
 
@@ -86,12 +86,12 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())
 
 
-def facts(entry: Entry) -> dict[str, str]:
+def facts(entry: RunEntry) -> dict[str, str]:
     """All that is known of a run, by labels; options last."""
     return {**_origin(entry), **results(entry), **_options(entry)}
 
 
-def compared(before: Entry, after: Entry) -> list[tuple[str, str, str]]:
+def compared(before: RunEntry, after: RunEntry) -> list[tuple[str, str, str]]:
     """What differs between two runs: (label, of the first, of the second). Results are there even if they are equal."""
     shown = []
     for table, always in ((_origin, False), (_options, False), (results, True)):
@@ -103,7 +103,7 @@ def compared(before: Entry, after: Entry) -> list[tuple[str, str, str]]:
     return shown
 
 
-def _origin(entry: Entry) -> dict[str, str]:
+def _origin(entry: RunEntry) -> dict[str, str]:
     git, data, held = entry.git, entry.data, entry.eval_data
     return _said(
         {
@@ -129,7 +129,7 @@ def _origin(entry: Entry) -> dict[str, str]:
     )
 
 
-def results(entry: Entry) -> dict[str, str]:
+def results(entry: RunEntry) -> dict[str, str]:
     losses = entry.losses
     better = losses.improvement
     return {"status": entry.status} | _said(
@@ -162,7 +162,7 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def _options(entry: Entry) -> dict[str, str]:
+def _options(entry: RunEntry) -> dict[str, str]:
     config = {name: value for name, value in entry.config.items() if name not in OWN}
     return _said({f"--{name.replace('_', '-')}": value for name, value in sorted(config.items())}, "{!s}")
 
@@ -190,7 +190,7 @@ class Filter:
     name: str | None = None
     since: datetime | None = None
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: RunEntry) -> bool:
         return (
             self.status in (None, entry.status)
             and (self.kind is None or self.kind in (entry.kind, entry.kind.partition(" ")[0]))
@@ -202,7 +202,7 @@ class Filter:
         )
 
 
-def date_of(entry: Entry) -> datetime:
+def date_of(entry: RunEntry) -> datetime:
     """When a run began; the beginning of time if its entry does not say so."""
     try:
         found = datetime.fromisoformat(entry.date)
@@ -237,7 +237,7 @@ def since(text: str, at: datetime | None = None) -> datetime:
         ) from None
 
 
-def find(entries: Sequence[Entry], name: str) -> Entry:
+def find(entries: Sequence[RunEntry], name: str) -> RunEntry:
     """The entry of an id, of the beginning or end of one, or the last one.
 
     Raises:

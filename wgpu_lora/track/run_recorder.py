@@ -17,20 +17,20 @@ from wgpu_lora.track.run_log import (
     FINISHED,
     INTERRUPTED,
     RUNNING,
-    Entry,
     Losses,
     Process,
+    RunEntry,
     RunLog,
     facts_of,
     git_state,
     new_id,
     now,
-    wanted,
+    run_log_enabled,
 )
 
 
 @dataclass(frozen=True)
-class Remarks:
+class RunNotes:
     """What a command says about the runs that it starts. log: whether they are logged."""
 
     goal: str | None = None
@@ -38,20 +38,20 @@ class Remarks:
     log: bool = True
 
 
-_REMARKS: ContextVar[Remarks] = ContextVar("remarks", default=Remarks())  # noqa: B039 (frozen)
+_REMARKS: ContextVar[RunNotes] = ContextVar("remarks", default=RunNotes())  # noqa: B039 (frozen)
 
 
 @contextmanager
 def remarks(goal: str | None = None, notes: str | None = None, log: bool = True) -> Iterator[None]:
     """What is recorded in the block has this goal and these notes."""
-    token = _REMARKS.set(Remarks(goal, notes, log))
+    token = _REMARKS.set(RunNotes(goal, notes, log))
     try:
         yield
     finally:
         _REMARKS.reset(token)
 
 
-def current_remarks() -> Remarks:
+def current_remarks() -> RunNotes:
     return _REMARKS.get()
 
 
@@ -61,9 +61,9 @@ class Recording:
     entry: the run's first line. asked: whether the user wants it to be logged.
     """
 
-    def __init__(self, entry: Entry, asked: bool = True):
+    def __init__(self, entry: RunEntry, asked: bool = True):
         self.entry = entry
-        self._log = RunLog() if wanted(asked) else None
+        self._log = RunLog() if run_log_enabled(asked) else None
         self._append(facts_of(entry))
 
     @classmethod
@@ -74,7 +74,7 @@ class Recording:
         """
         said = current_remarks()
         facts = {"goal": said.goal, "notes": said.notes, **facts}
-        entry = Entry(
+        entry = RunEntry(
             id=resumed or new_id(),
             date=now(),
             resumed=now() if resumed else None,
@@ -87,7 +87,7 @@ class Recording:
             **facts,
         )
         logged = asked and said.log
-        return cls(replace(entry, git=git_state()) if wanted(logged) and "git" not in facts else entry, logged)
+        return cls(replace(entry, git=git_state()) if run_log_enabled(logged) and "git" not in facts else entry, logged)
 
     def end(self, status: str, losses: Losses | None = None, **facts: Any) -> None:
         """Log how it ended; `facts` are fields of Entry."""

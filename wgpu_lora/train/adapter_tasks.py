@@ -13,10 +13,10 @@ from wgpu_lora.bounded import check_links, is_path, read_toml
 from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
-from wgpu_lora.names.spelling import IN_FILE, flag, naming, renamed
+from wgpu_lora.names.spelling import IN_FILE, flag, naming, with_renamed_options
 from wgpu_lora.train.options.option_fields import DISTILLATION, PREFERENCES
 from wgpu_lora.train.options.training_arguments import PATHS, TrainingArguments, from_values
-from wgpu_lora.train.run.resume import found_from
+from wgpu_lora.train.run.resume import resolve_recorded_path
 
 # Keys of an [[adapter]] table, and the corresponding training options.
 OPTIONS = {
@@ -76,7 +76,7 @@ class AdapterTask:
             )
         if {"eval_data", "eval_split"} & self.options.keys():  # its own held-out rows take precedence
             base = replace(base, validation_split=None)
-        own = from_values(self.options, f"The adapter {self.name}", base, renamed(KEYS, IN_FILE))
+        own = from_values(self.options, f"The adapter {self.name}", base, with_renamed_options(KEYS, IN_FILE))
         batches = round(given * self.weight) if given else None
         return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=batches)
 
@@ -187,8 +187,8 @@ def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask
         task = task_of({k: v for k, v in said.items() if k != "options"}, f"The record in {home}")
         began_in, known = request.get("directory"), {k: v for k, v in options.items() if k in OPTIONS.values()}
         known = {**task.options, **known}  # version 0.1.0 stored the objective beside the options
-        known |= {name: found_from(began_in, known[name]) for name in PATHS if known.get(name)}
-        data = found_from(began_in, task.data) or task.data
+        known |= {name: resolve_recorded_path(began_in, known[name]) for name in PATHS if known.get(name)}
+        data = resolve_recorded_path(began_in, task.data) or task.data
         checkpoint = os.path.relpath(os.path.normpath(home / task.checkpoint))
         tasks.append(replace(task, data=data, checkpoint=checkpoint, options=known))
     return tasks

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.data import UNTRAINED, Prepared, Row, Sample, Source, StreamDecoder, Tokenizer
+from wgpu_lora.data import UNTRAINED, Row, Sample, Source, StreamDecoder, TokenizedData, Tokenizer
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
-from wgpu_lora.data.source import Place, Problem, Rows
+from wgpu_lora.data.source import BadRow, RowPlace, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_files import ModelFiles
@@ -21,7 +21,7 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.teacher_setup import with_template_date
 from wgpu_lora.train.run.trained_options import fit_length, shortened
 from wgpu_lora.train.session.data_stream import DataStream, group_lengths
-from wgpu_lora.train.training_data import fitted, prepared_for, read_rows, sources_of
+from wgpu_lora.train.training_data import default_batches, prepared_for, read_rows, sources_of
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 SHORTEST, LENGTHS = 64, 8  # tokens of the smallest --max-length that is tried, and how many are
@@ -94,12 +94,12 @@ def row_statistics(args: TrainingArguments, model: LoadedModel) -> RowStatistics
     args, _ = fit_length(args, model.config.max_position_embeddings)
     formats = _counting(formats_of(objective_of(args)), counts)
     whole, heldout = read_rows(replace(args, max_length=_WHOLE), model, sources_of(args), formats)
-    own = choice_of(args, whole)
+    own = packing_estimate(args, whole)
     others = []
     for length in _lengths(whole, args.length, model.config.max_position_embeddings):
         for packing in (True, False):
             try:
-                others.append(choice_of(replace(args, max_length=length, packing=packing), whole))
+                others.append(packing_estimate(replace(args, max_length=length, packing=packing), whole))
             except UserError:  # no row has trained tokens left
                 continue
     return RowStatistics(
@@ -114,10 +114,10 @@ def row_statistics(args: TrainingArguments, model: LoadedModel) -> RowStatistics
     )
 
 
-def choice_of(args: TrainingArguments, whole: Prepared) -> Choice:
+def packing_estimate(args: TrainingArguments, whole: TokenizedData) -> Choice:
     """What options make of rows that were not cut. Raises UserError if no row is left."""
     rows = shortened(whole, args)
-    filled, _ = fitted(args, group_lengths(rows), members=objective_of(args).parts)
+    filled, _ = default_batches(args, group_lengths(rows), members=objective_of(args).parts)
     stream = DataStream(rows, filled)
     epoch = stream.epoch(0)
     batches = [batch for step in epoch for batch in step]
@@ -130,18 +130,18 @@ def choice_of(args: TrainingArguments, whole: Prepared) -> Choice:
         trained=kept / whole.trained_tokens,
         steps=len(epoch),
         tokens=sum(stream.lengths[sample] for batch in batches for sample in batch),
-        positions=positions_of(stream, batches),
+        positions=padded_tokens(stream, batches),
     )
 
 
-def positions_of(stream: DataStream, batches: Sequence[Sequence[int]]) -> int:
+def padded_tokens(stream: DataStream, batches: Sequence[Sequence[int]]) -> int:
     """Positions of batches, whose programs are recorded for a few sizes."""
     sizes = stream.buckets()
     needed = [sum(stream.lengths[sample] for sample in batch) for batch in batches]
     return sum(next((size for size in sizes if size >= tokens), sizes[-1]) for tokens in needed)
 
 
-def _lengths(whole: Prepared, own: int, positions: int) -> list[int]:
+def _lengths(whole: TokenizedData, own: int, positions: int) -> list[int]:
     """Powers of two around the lengths of the rows, and the run's own maximum."""
     longest = min(positions, max(whole.lengths))
     powers = [SHORTEST]
@@ -181,7 +181,7 @@ class RowPreview:
     them or was changed. refusal: why nothing is trained on, or None.
     """
 
-    place: Place
+    place: RowPlace
     rows: list[list[Token]]
     notes: list[str]
     refusal: str | None = None
@@ -209,7 +209,7 @@ def preview_rows(
 
 
 def _preview(args: TrainingArguments, model: ModelFiles, one: _OneRow) -> RowPreview:
-    if isinstance(one.row, Problem):
+    if isinstance(one.row, BadRow):
         return RowPreview(one.place, [], [], one.row.reason)
     try:
         prepared = prepared_for(args, model, one)
@@ -241,8 +241,8 @@ class _OneRow:
     """A source of a single row of another one."""
 
     source: Source
-    place: Place
-    row: dict[str, Any] | Problem
+    place: RowPlace
+    row: dict[str, Any] | BadRow
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Source
 from wgpu_lora.errors import StorageError, UserError, reason
-from wgpu_lora.events import SILENT, Events, Passing
-from wgpu_lora.gpu.tuner import Tuner, wanted
+from wgpu_lora.events import SILENT, EventForwarder, Events
+from wgpu_lora.gpu.tuner import Tuner, tuning_enabled
 from wgpu_lora.gpu.tuning_cache import Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.locks import check_output, lock_file
@@ -24,40 +24,40 @@ from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.loaded_model import LoadedModel, open_model, table_dtype
 from wgpu_lora.models.parameters import ParameterSet
-from wgpu_lora.models.quant_constants import ConstantSet
+from wgpu_lora.models.quant_constants import QuantConstants
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.activation_storage import Saving
 from wgpu_lora.track.trackers import check_libraries
-from wgpu_lora.train.data_parallel.leader import Sharing, check_shared
+from wgpu_lora.train.data_parallel.leader import DataParallelLeader, check_shared
 from wgpu_lora.train.init_methods import offsets
 from wgpu_lora.train.loop.trainer import StepKeeper, Trainer
 from wgpu_lora.train.memory import Replan, check_adapters, check_memory, options_that_fit
-from wgpu_lora.train.objective_eval import loss_of, unrounded
+from wgpu_lora.train.objective_eval import open_unrounded_model, unrounded_loss
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.objective import Objective
 from wgpu_lora.train.optimizers import optimizer_of
-from wgpu_lora.train.options.training_arguments import OUTPUT, PLAN, TrainingArguments
+from wgpu_lora.train.options.training_arguments import LENGTH_OPTIONS, OUTPUT, TrainingArguments
 from wgpu_lora.train.run import disk_space, run_checkpoint
 from wgpu_lora.train.run.adapter_init import (
-    adapter_of,
-    check_base,
+    check_reference_base,
     check_residual,
     frozen_adapter,
-    starting_at_reference,
+    init_from_reference,
+    initial_adapter,
 )
 from wgpu_lora.train.run.adapter_run import AdapterRun
-from wgpu_lora.train.run.checkpoint_store import PLAIN, Storage
+from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.records import PipelineRecord, RunRecord
-from wgpu_lora.train.run.resume import plan_of, refuse_used, resume_note
-from wgpu_lora.train.run.run_checkpoint import Subject
-from wgpu_lora.train.run.run_tracking import following
+from wgpu_lora.train.run.resume import check_output_free, planned_options, resume_note
+from wgpu_lora.train.run.run_checkpoint import Trainable
+from wgpu_lora.train.run.run_tracking import track_runs
 from wgpu_lora.train.run.stop_reasons import Requests
 from wgpu_lora.train.run.teacher_setup import check_caches, live_teacher, with_cached_length, with_template_date
 from wgpu_lora.train.run.trained_options import fit_length, shortened
-from wgpu_lora.train.run.trained_weights import Adapter, QuantScales
+from wgpu_lora.train.run.trained_weights import Adapter, TrainableQuantScales
 from wgpu_lora.train.session.data_stream import DataStream, group_lengths, quarters
 from wgpu_lora.train.session.session import Session
-from wgpu_lora.train.training_data import fitted, read_rows, sources_of
+from wgpu_lora.train.training_data import default_batches, read_rows, sources_of
 
 LOCK = ".lock"
 Record = TypeVar("Record", RunRecord, PipelineRecord)  # its result
@@ -114,7 +114,9 @@ class Job(Generic[Record]):
             what = f"finetune {self.directories()[-1]}"
             seconds = args.wait_seconds()
             stack.enter_context(claim(self.session.device, need, what, budget, seconds, events, self._beside))
-            events = Passing(events, stack.enter_context(following(self.runs, info, self.record_directory(), events)))
+            events = EventForwarder(
+                events, stack.enter_context(track_runs(self.runs, info, self.record_directory(), events))
+            )
             try:
                 for run in self.runs:
                     run.prepare_directory()
@@ -134,7 +136,7 @@ class Job(Generic[Record]):
     def tuner(self) -> Tuner | None:
         """The tuner of kernel tilings; None if the run is resumed or uses the defaults."""
         args = self.run.args
-        return Tuner(self.session.device, retune=args.retune) if wanted(args.tune) and not args.resume else None
+        return Tuner(self.session.device, retune=args.retune) if tuning_enabled(args.tune) and not args.resume else None
 
     def choose_tilings(self, events: Events) -> Choices:
         """The tilings of the run's kernels, timed unless they are known. Raises UserError if a kernel has none."""
@@ -171,7 +173,7 @@ class Job(Generic[Record]):
 
     def newest_state(self) -> Path | None:
         """What the job would be resumed from, as it is on the disk."""
-        found = run_checkpoint.newest(self.run.directory, self.run.storage)
+        found = run_checkpoint.latest_checkpoint(self.run.directory, self.run.storage)
         return found and self.run.storage.place(found)
 
     def begin(self, events: Events) -> None:
@@ -212,13 +214,13 @@ def locked(directory: Path) -> Iterator[None]:
 class FinetuneJob(Job[RunRecord]):
     """The run of a single adapter, in slot 0. sharing: with helpers on other devices."""
 
-    sharing: Sharing | None = None
+    sharing: DataParallelLeader | None = None
 
     def begin(self, events: Events) -> None:
         run, session = self.run, self.session
         if run.args.rounded_from and run.heldout and not run.resumed_from:
-            before = evaluating_session(unrounded(run.args, session.device, session.model.config), run)
-            run.state.unrounded_eval_loss = loss_of(before, run, events)
+            before = evaluating_session(open_unrounded_model(run.args, session.device, session.model.config), run)
+            run.state.unrounded_eval_loss = unrounded_loss(before, run, events)
 
     def finish(self, events: Events) -> RunRecord:
         trainer = Trainer(self.session, self.runs, StepKeeper(self.run), events)
@@ -245,8 +247,8 @@ def prepare_job(
     *,
     planning: bool = False,
     rows: Mapping[str, Source] | None = None,
-    storage: Storage = PLAIN,
-    sharing: Sharing | None = None,
+    storage: CheckpointStore = PLAIN_FILES,
+    sharing: DataParallelLeader | None = None,
 ) -> FinetuneJob:
     """Read the data and the model's files, and record the programs. Allocates nothing on the device.
 
@@ -264,26 +266,26 @@ def prepare_job(
     if not planning:
         check_libraries(args.report_to)
     if not (planning or args.resume):
-        refuse_used(args.directory, storage, args.overwrite)  # before reading data, and again under the lock
+        check_output_free(args.directory, storage, args.overwrite)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
-    args = as_stored(args, model)
+    args = with_stored_dtype(args, model)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
-    run = read_run(args, model, rows=rows, storage=storage)
-    recorded = shared_session if sharing else single_session
+    run = prepare_run(args, model, rows=rows, storage=storage)
+    recorded = prepare_shared_session if sharing else prepare_single_session
 
     def replan(changes: Mapping[str, Any]) -> int:
-        other = with_options(run, changes)
-        return recorded(declared_as(model, other.args.base_dtype), other).memory().guarded
+        other = replan_run(run, changes)
+        return recorded(with_base_dtype(model, other.args.base_dtype), other).memory().guarded
 
     return FinetuneJob(recorded(model, run), [run], replan, sharing)
 
 
-def as_stored(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
+def with_stored_dtype(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
     """The options with the base format that the model is stored in, if it is."""
     return replace(args, base_dtype=model.config.packed) if model.config.packed else args
 
 
-def read_run(
+def prepare_run(
     args: TrainingArguments,
     model: LoadedModel,
     slot: int = 0,
@@ -291,7 +293,7 @@ def read_run(
     weight: float = 1.0,
     rows: Mapping[str, Source] | None = None,
     own: Collection[str] = (),
-    storage: Storage = PLAIN,
+    storage: CheckpointStore = PLAIN_FILES,
 ) -> AdapterRun:
     """Prepare one slot's run: rows, batches, adapter and starting point.
 
@@ -308,19 +310,19 @@ def read_run(
     reference = None
     if path := objective.reference_path:
         reference = frozen_adapter(path, model.config)
-        check_base(path, model.name, model.checkpoint.digest())
-    args, begins = starting_at_reference(args, objective)
-    args, subject = subject_of(args, model, storage)
+        check_reference_base(path, model.name, model.checkpoint.digest())
+    args, begins = init_from_reference(args, objective)
+    args, subject = trainable_for(args, model, storage)
     if args.rounded_from and args.train == "quant-scales":
-        unrounded(args, model.device, model.config)
+        open_unrounded_model(args, model.device, model.config)
     prepared, heldout = read_rows(args, model, sources)
     cached = check_caches(args, model, prepared, heldout)
     teacher = live_teacher(args, model)
     args = replace(args, learning_rate=args.rate)
-    args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
+    args, note = default_batches(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
-    chosen = {"length": length, "batches": note, "adapter": begins, "note": _unreferenced(args, objective)}
-    notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own, storage)
+    chosen = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}
+    notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _resume_notes(stream, own, storage)
     use = f"use {flag('eval_data')} or {flag('validation_split')}"
     for option in ("eval_steps", "rounded_from"):
         if (value := getattr(args, option)) and not heldout:
@@ -332,7 +334,7 @@ def read_run(
     )
 
 
-def _unreferenced(args: TrainingArguments, objective: Objective) -> str:
+def _reference_note(args: TrainingArguments, objective: Objective) -> str:
     """A note on the reference of a run that starts from an adapter; '' if there is nothing to say."""
     if not objective.reference or objective.reference_path or not args.init_adapter:
         return ""
@@ -340,18 +342,20 @@ def _unreferenced(args: TrainingArguments, objective: Objective) -> str:
     return f"the reference is the base model alone, not the initial adapter (that would be {advice})"
 
 
-def _standing(stream: DataStream, own: Collection[str], storage: Storage) -> list[str]:
+def _resume_notes(stream: DataStream, own: Collection[str], storage: CheckpointStore) -> list[str]:
     """A note on where a resumed run continues; empty for a new run."""
-    newest = run_checkpoint.newest(stream.args.directory, storage) if stream.args.resume else None
+    newest = run_checkpoint.latest_checkpoint(stream.args.directory, storage) if stream.args.resume else None
     if not newest:
         return []
     state, identity = run_checkpoint.check(newest, storage)
-    planned = plan_of(identity["options"], stream.args, newest, storage)
-    extensible = storage is PLAIN  # a protected run's options are attested
-    return [f"resumed: {resume_note(state, planned, stream, [name for name in PLAN if name in own], extensible)}"]
+    planned = planned_options(identity["options"], stream.args, newest, storage)
+    extensible = storage is PLAIN_FILES  # a protected run's options are attested
+    return [
+        f"resumed: {resume_note(state, planned, stream, [name for name in LENGTH_OPTIONS if name in own], extensible)}"
+    ]
 
 
-def with_options(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:
+def replan_run(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:
     """The same run with changed options, for planning."""
     args = replace(run.args, **changes)
     if args.length == run.args.length:
@@ -360,7 +364,7 @@ def with_options(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:
     return replace(run, args=args, stream=DataStream(shortened(run.stream.prepared, args), args), heldout=heldout)
 
 
-def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
+def with_base_dtype(model: LoadedModel, base_dtype: str) -> LoadedModel:
     """The same model with another base dtype, for planning. A model that is stored in a base format keeps it."""
     decoder = model.decoder
     if decoder.base_dtype == base_dtype or model.config.packed:
@@ -370,13 +374,13 @@ def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
     return replace(model, decoder=other, weights_loaded=False)
 
 
-def subject_of(
-    args: TrainingArguments, model: LoadedModel, storage: Storage = PLAIN
-) -> tuple[TrainingArguments, Subject]:
+def trainable_for(
+    args: TrainingArguments, model: LoadedModel, storage: CheckpointStore = PLAIN_FILES
+) -> tuple[TrainingArguments, Trainable]:
     """What a run trains, and the options updated to match. Raises UserError if it does not fit the model."""
     if args.train == "quant-scales":
-        return args, QuantScales.of(args, model)
-    args, adapter, initial = adapter_of(args, model.config, storage)
+        return args, TrainableQuantScales.of(args, model)
+    args, adapter, initial = initial_adapter(args, model.config, storage)
     check_residual(args, model)
     spec = SlotSpec.of(adapter, initial)
     if offsets(args.init_lora_weights):
@@ -384,34 +388,34 @@ def subject_of(
     return args, Adapter(args, adapter, spec, initial)
 
 
-def trained_by(model: LoadedModel, subjects: Sequence[Subject]) -> ParameterSet:
+def trainable_parameters(model: LoadedModel, subjects: Sequence[Trainable]) -> ParameterSet:
     """The parameters of these slots."""
     first, *_ = subjects
-    if isinstance(first, QuantScales):
-        return ConstantSet.declare(first.weights, model.device.max_binding)
+    if isinstance(first, TrainableQuantScales):
+        return QuantConstants.declare(first.weights, model.device.max_binding)
     adapters = [subject for subject in subjects if isinstance(subject, Adapter)]
     return AdapterSet.declare(model.config, [adapter.spec for adapter in adapters], model.device.max_binding)
 
 
-def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int | None = None) -> Session:
+def prepare_session(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int | None = None) -> Session:
     """The session of the runs, a slot each; other settings are taken from the first run's options.
 
     Args:
         batch_tokens: maximum tokens of a batch that slots share.
     """
     buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
-    return _session(model, runs, trained_by(model, [run.subject for run in runs]), buckets, buckets[-1])
+    return _session(model, runs, trainable_parameters(model, [run.subject for run in runs]), buckets, buckets[-1])
 
 
-def single_session(model: LoadedModel, run: AdapterRun) -> Session:
+def prepare_single_session(model: LoadedModel, run: AdapterRun) -> Session:
     """The session of one run."""
-    return session_of(model, [run])
+    return prepare_session(model, [run])
 
 
-def shared_session(model: LoadedModel, run: AdapterRun) -> Session:
+def prepare_shared_session(model: LoadedModel, run: AdapterRun) -> Session:
     """The session of a data-parallel run, with programs for parts of its batches."""
     check_shared(run.args)
-    return session_of(model, [run], run.stream.buckets()[-1])
+    return prepare_session(model, [run], run.stream.buckets()[-1])
 
 
 def evaluating_session(model: LoadedModel, run: AdapterRun) -> Session:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from psutil import virtual_memory
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.adapter_modules import targeted
+from wgpu_lora.models.adapter_modules import resolve_target_modules
 from wgpu_lora.names.spelling import flag, setting, settings
 from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT, base_format
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.memory_leases import Budget
@@ -29,7 +29,7 @@ Fitting = Callable[[Mapping[str, Any]], int | None]  # the same, but None if it 
 
 
 @dataclass(frozen=True)
-class Way:
+class Suggestion:
     """Options that make a run fit, and its peak with them, in bytes."""
 
     options: str
@@ -44,10 +44,10 @@ def check_memory(peak: int, base: int, budget: Budget, args: TrainingArguments, 
     available = budget.bytes
     if available is None or peak <= available:
         return
-    need = f"This run needs {both(peak)} of device memory, but the budget is {readable(available)} "
+    need = f"This run needs {format_bytes_exact(peak)} of device memory, but the budget is {format_bytes(available)} "
     need += f"({budget.source})"
     found = options_that_fit(available, args, replan)
-    advice = f"it would fit with {found}" if found else without_a_way(base, available, args, replan)
+    advice = f"it would fit with {found}" if found else no_fit_advice(base, available, args, replan)
     raise UserError(f"{need}: {advice}.")
 
 
@@ -56,7 +56,7 @@ def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budge
     if any(args.train == "quant-scales" for args in runs):
         return
     available = max(virtual_memory().total, budget.bytes or 0)  # smaller excesses are left to the plan
-    modules = {module for args in runs for module in targeted(args.target_modules, config)}
+    modules = {module for args in runs for module in resolve_target_modules(args.target_modules, config)}
     # Parameters and gradients in float32, and the optimizer's state; all slots use the largest rank.
     each = 8 + max(sum(state.bytes_per_parameter for state in optimizer_of(args).state) for args in runs)
     a_rank = math.ceil(each * len(runs) * sum(sum(config.lora_modules[module]) for module in modules))
@@ -64,12 +64,13 @@ def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budge
     if rank * a_rank > available:
         advice = f"lower it to at most {available // a_rank:,}" if available >= a_rank else "choose a smaller model"
         raise UserError(
-            f"{setting('lora_r', rank)} needs {readable(rank * a_rank)} of device memory for the adapter's training "
-            f"alone, but only {readable(available)} is available: {advice}."
+            f"{setting('lora_r', rank)} needs {format_bytes(rank * a_rank)} of device memory for the adapter's "
+            "training "
+            f"alone, but only {format_bytes(available)} is available: {advice}."
         )
 
 
-def without_a_way(base: int, available: int, args: TrainingArguments, replan: Replan) -> str:
+def no_fit_advice(base: int, available: int, args: TrainingArguments, replan: Replan) -> str:
     """Advice if no option makes a run fit."""
     smaller = f"lower {flag('lora_r')}, or choose a smaller model"
     if base > available and "base_dtype" not in _savings(args):
@@ -83,10 +84,12 @@ def without_a_way(base: int, available: int, args: TrainingArguments, replan: Re
 
 def options_that_fit(available: int, args: TrainingArguments, replan: Replan) -> str:
     """Options that make the run fit, as text with their bytes; empty if there are none."""
-    return ", or with ".join(f"{way.options} ({way.peak:,} bytes)" for way in ways_to_fit(available, args, replan))
+    return ", or with ".join(
+        f"{way.options} ({way.peak:,} bytes)" for way in fitting_suggestions(available, args, replan)
+    )
 
 
-def ways_to_fit(available: int, args: TrainingArguments, replan: Replan) -> list[Way]:
+def fitting_suggestions(available: int, args: TrainingArguments, replan: Replan) -> list[Suggestion]:
     """Options that make the run fit, each sufficient by itself; if none is, all of them together, with rows as long as
     then fit."""
 
@@ -118,12 +121,12 @@ def _savings(args: TrainingArguments) -> dict[str, Any]:
     return found | ({"base_dtype": DEFAULT_FORMAT} if smaller else {})
 
 
-def _way(changes: Mapping[str, Any], fitting: Fitting) -> Way | None:
+def _way(changes: Mapping[str, Any], fitting: Fitting) -> Suggestion | None:
     peak = fitting(changes)
-    return None if peak is None else Way(settings(changes), peak)
+    return None if peak is None else Suggestion(settings(changes), peak)
 
 
-def _largest_batch(args: TrainingArguments, fitting: Fitting, changes: Mapping[str, Any]) -> Way | None:
+def _largest_batch(args: TrainingArguments, fitting: Fitting, changes: Mapping[str, Any]) -> Suggestion | None:
     """The most rows per batch that fit, fewer than now, beside other options; None if not even one does."""
     found, fits, too_many = None, 0, args.batching[1]
     middle = 1
@@ -139,7 +142,7 @@ def _largest_batch(args: TrainingArguments, fitting: Fitting, changes: Mapping[s
     return found
 
 
-def _longest_rows(args: TrainingArguments, fitting: Fitting, changes: Mapping[str, Any]) -> Way | None:
+def _longest_rows(args: TrainingArguments, fitting: Fitting, changes: Mapping[str, Any]) -> Suggestion | None:
     """Rows of half the current length, or a quarter and so on, one per batch."""
     length = args.length // 2
     while length >= SHORTEST:
@@ -150,19 +153,19 @@ def _longest_rows(args: TrainingArguments, fitting: Fitting, changes: Mapping[st
     return None
 
 
-def readable(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """Bytes as readable text: 1.5 GiB."""
     value, unit = float(nbytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
             break
         value, unit = value / 1024, larger
-    return counted(nbytes, "byte") if unit == "bytes" else f"{value:,.1f} {unit}"
+    return count_noun(nbytes, "byte") if unit == "bytes" else f"{value:,.1f} {unit}"
 
 
-def both(nbytes: int) -> str:
+def format_bytes_exact(nbytes: int) -> str:
     """1.5 GiB (1,610,612,736 bytes); just the bytes below 1 KiB."""
-    return readable(nbytes) if abs(nbytes) < 1024 else f"{readable(nbytes)} ({nbytes:,} bytes)"
+    return format_bytes(nbytes) if abs(nbytes) < 1024 else f"{format_bytes(nbytes)} ({nbytes:,} bytes)"
 
 
 @dataclass(frozen=True)

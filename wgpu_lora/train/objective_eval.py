@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bounded import read_json
-from wgpu_lora.data import Prepared, Source
+from wgpu_lora.data import Source, TokenizedData
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.gpu.device import Device
@@ -20,10 +20,10 @@ from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.train.objectives import OBJECTIVES, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
-from wgpu_lora.train.run.adapter_init import adapter_of, frozen_adapter
+from wgpu_lora.train.run.adapter_init import frozen_adapter, initial_adapter
 from wgpu_lora.train.run.adapter_run import Run
 from wgpu_lora.train.run.records import RUN
-from wgpu_lora.train.run.resume import found_from
+from wgpu_lora.train.run.resume import resolve_recorded_path
 from wgpu_lora.train.run.run_checkpoint import METADATA
 from wgpu_lora.train.run.teacher_setup import checked_cache, live_teacher
 from wgpu_lora.train.session.data_stream import DataStream, heldout_options
@@ -78,7 +78,7 @@ def _trained(adapter: Path) -> dict[str, Any]:
             said = _said(record.get("options"))
             for option in ("reference_adapter", *TEACHER, "eval_teacher_cache"):
                 if path := said.get(option):
-                    said[option] = found_from(record.get("directory"), path)
+                    said[option] = resolve_recorded_path(record.get("directory"), path)
             from_values(said, name)
         except UserError:
             continue
@@ -97,7 +97,7 @@ def _said(options: Any) -> dict[str, Any]:
 
 
 def evaluate_objective(
-    model: LoadedModel, prepared: Prepared, args: TrainingArguments, events: Events = SILENT
+    model: LoadedModel, prepared: TokenizedData, args: TrainingArguments, events: Events = SILENT
 ) -> dict[str, float]:
     """The loss and the metrics of an adapter (`init_adapter`), or of the base model alone, on samples.
 
@@ -108,7 +108,7 @@ def evaluate_objective(
         UserError: the options or the adapter are unsuitable, or the device has no room.
     """
     objective, config = objective_of(args), model.config
-    args, shape, matrices = adapter_of(args, config)
+    args, shape, matrices = initial_adapter(args, config)
     stream = DataStream(prepared, args)
     frozen = frozen_adapter(objective.reference_path, config) if objective.reference_path else None
     teacher = live_teacher(args, model)
@@ -139,7 +139,7 @@ def evaluate_objective(
     return found
 
 
-def unrounded(args: TrainingArguments, device: Device, config: ModelConfig) -> LoadedModel:
+def open_unrounded_model(args: TrainingArguments, device: Device, config: ModelConfig) -> LoadedModel:
     """The declared model that --rounded-from names.
 
     Raises:
@@ -155,7 +155,7 @@ def unrounded(args: TrainingArguments, device: Device, config: ModelConfig) -> L
     return model
 
 
-def loss_of(session: Session, run: Run, events: Events = SILENT) -> float | None:
+def unrounded_loss(session: Session, run: Run, events: Events = SILENT) -> float | None:
     """The loss on a run's held-out rows in a session without training, which is closed; None if it is not finite."""
     assert run.heldout
     device, model = session.device, session.model

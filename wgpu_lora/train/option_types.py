@@ -144,29 +144,29 @@ def own_option(default: Any, text: str, *, within: Range | None = None, choices:
     return option(default, "", text, within=within, choices=choices)
 
 
-def created(kind: type[T], options: Any, selected_by: str) -> T:
+def from_options(kind: type[T], options: Any, selected_by: str) -> T:
     """Create an objective or optimizer from training options: those that its fields are named after, and its own."""
     shared = {item.name for item in fields(kind)} & {item.name for item in fields(options)}  # type: ignore[arg-type]
-    return kind(**{name: getattr(options, name) for name in shared}, **_given(kind, options, selected_by))
+    return kind(**{name: getattr(options, name) for name in shared}, **_parse_args(kind, options, selected_by))
 
 
-def checked(kind: type, options: Any, selected_by: str) -> str | None:
+def normalized_args(kind: type, options: Any, selected_by: str) -> str | None:
     """The given own options in a form that is the same for the same values; None if all have their defaults.
 
     Raises:
         UserError: a name is unknown or given twice, or a value is invalid.
     """
-    given, usual = _given(kind, options, selected_by), {item.name: item.default for item in fields(kind)}
-    return as_text({name: given[name] for name in usual if name in given and given[name] != usual[name]}) or None
+    given, usual = _parse_args(kind, options, selected_by), {item.name: item.default for item in fields(kind)}
+    return format_args({name: given[name] for name in usual if name in given and given[name] != usual[name]}) or None
 
 
-def as_text(values: Mapping[str, Any]) -> str:
+def format_args(values: Mapping[str, Any]) -> str:
     """NAME=VALUE,..."""
     said = {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
     return ",".join(f"{name}={value}" for name, value in said.items())
 
 
-def _given(kind: type, options: Any, selected_by: str) -> dict[str, Any]:
+def _parse_args(kind: type, options: Any, selected_by: str) -> dict[str, Any]:
     option, known = OWN_OPTIONS[selected_by], {item.name for item in fields(options)}
     own = {item.name: item for item in fields(kind) if item.name not in known}
     found: dict[str, Any] = {}

@@ -18,11 +18,19 @@ from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.adapter_tasks import AdapterTask, check_apart, named_apart, request_of
-from wgpu_lora.train.finetune import Job, as_stored, declared_as, locked, read_run, session_of, with_options
+from wgpu_lora.train.finetune import (
+    Job,
+    locked,
+    prepare_run,
+    prepare_session,
+    replan_run,
+    with_base_dtype,
+    with_stored_dtype,
+)
 from wgpu_lora.train.loop.slot_policy import POLICIES, make_policy, policy_state
 from wgpu_lora.train.loop.trainer import Trainer
 from wgpu_lora.train.memory import check_adapters
-from wgpu_lora.train.options.training_arguments import FREE_ON_RESUME, PLAN, TrainingArguments
+from wgpu_lora.train.options.training_arguments import CHANGEABLE_ON_RESUME, LENGTH_OPTIONS, TrainingArguments
 from wgpu_lora.train.run import run_checkpoint, training_log
 from wgpu_lora.train.run.adapter_run import AdapterRun, memory_of
 from wgpu_lora.train.run.pipeline_state import (
@@ -34,7 +42,7 @@ from wgpu_lora.train.run.pipeline_state import (
     write_pipeline_state,
 )
 from wgpu_lora.train.run.records import AdapterLosses, AdapterRecord, PipelineRecord, RunRecord
-from wgpu_lora.train.run.resume import refuse_used
+from wgpu_lora.train.run.resume import check_output_free
 from wgpu_lora.train.run.run_checkpoint import LAST, NEXT, remove_run, sweep_run
 from wgpu_lora.train.run.run_state import STATE, read_state
 from wgpu_lora.train.run.stop_reasons import FINISHED, OUTCOMES, RESUMABLE
@@ -112,16 +120,16 @@ def prepare_pipeline(
         state = _recovered(home, tasks)
     elif not planning:
         for directory in apart([home, *(Path(task.checkpoint) for task in tasks)]):
-            refuse_used(directory, overwrite=args.overwrite)
+            check_output_free(directory, overwrite=args.overwrite)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
-    args = with_template_date(as_stored(args, model), model)
-    per_task = [with_template_date(as_stored(one, model), model, args.template_date) for one in per_task]
+    args = with_template_date(with_stored_dtype(args, model), model)
+    per_task = [with_template_date(with_stored_dtype(one, model), model, args.template_date) for one in per_task]
     args, _ = fit_length(args, model.config.max_position_embeddings)
     check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
     # An adapter of a resumed pipeline without a checkpoint starts from the beginning.
     starts = [task.name in state.steps for task in tasks]
     runs = [
-        read_run(replace(one, resume=resumed), model, slot, task.name, task.weight, task.rows, task.options)
+        prepare_run(replace(one, resume=resumed), model, slot, task.name, task.weight, task.rows, task.options)
         for slot, (task, one, resumed) in enumerate(zip(tasks, per_task, starts, strict=True))
     ]
     if schedule == "priority-val-loss":
@@ -161,11 +169,11 @@ def prepare_pipeline(
     state.request = {**said, "adapters": request_of(tasks, home)}
 
     def replan(changes: Mapping[str, Any]) -> int:
-        others = [with_options(run, changes) for run in runs]
+        others = [replan_run(run, changes) for run in runs]
         most = _batch_tokens(others, schedule, batch_tokens)
-        return session_of(declared_as(model, others[0].args.base_dtype), others, most).memory().guarded
+        return prepare_session(with_base_dtype(model, others[0].args.base_dtype), others, most).memory().guarded
 
-    return PipelineJob(session_of(model, runs, tokens), runs, replan, home, schedule, tokens, args, state)
+    return PipelineJob(prepare_session(model, runs, tokens), runs, replan, home, schedule, tokens, args, state)
 
 
 def _home(args: TrainingArguments, tasks: Sequence[AdapterTask]) -> Path:
@@ -230,7 +238,7 @@ def _whole(identity: dict[str, Any]) -> dict[str, Any]:
 
 def _fixed(args: TrainingArguments) -> dict[str, Any]:
     """The options that may not change when a pipeline is resumed."""
-    return {k: v for k, v in args.as_dict().items() if k not in FREE_ON_RESUME and k not in PLAN}
+    return {k: v for k, v in args.as_dict().items() if k not in CHANGEABLE_ON_RESUME and k not in LENGTH_OPTIONS}
 
 
 def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
@@ -259,7 +267,11 @@ def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
     for name, step in state.steps.items():
         run_checkpoint.sweep_run(directories[name])
         last, following = directories[name] / LAST, directories[name] / NEXT
-        if following.is_dir() and not run_checkpoint.fault(following) and read_state(following)[0].step == step:
+        if (
+            following.is_dir()
+            and not run_checkpoint.checkpoint_damage(following)
+            and read_state(following)[0].step == step
+        ):
             replace_directory(following, last)
         if not last.is_dir() or run_checkpoint.check(last)[0].step != step:
             raise UserError(

@@ -39,7 +39,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return values
 
 
-def gather(
+def resolve_options(
     given: Mapping[str, Any], recipe: str | None, where: str, demo: bool = True, beside: str | None = None
 ) -> tuple[TrainingArguments, Path | None]:
     """The given options, over those of a recipe or of a resumed run; also the recipe's path.

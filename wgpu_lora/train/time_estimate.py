@@ -15,7 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.memory_leases import budget_bytes, claim
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.train.data_statistics import positions_of
+from wgpu_lora.train.data_statistics import padded_tokens
 from wgpu_lora.train.finetune import Job
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.session.data_stream import Step
@@ -66,7 +66,7 @@ def check_price(price_per_hour: float | None) -> None:
         raise UserError(f"{flag('price_per_hour')} must be 0 or more, not {price_per_hour:g}.")
 
 
-def measure(job: Job[Any], events: Events = SILENT) -> Projection:
+def project_time(job: Job[Any], events: Events = SILENT) -> Projection:
     """Load the weights, take a few steps of a run with one adapter, and project its time. Nothing is written.
 
     Raises:
@@ -89,10 +89,10 @@ def measure(job: Job[Any], events: Events = SILENT) -> Projection:
         heldout = _heldout(job)
     epoch = run.stream.epoch(0)
     total = run.stream.total_steps()
-    whole = positions_of(run.stream, [batch for step in epoch for batch in step]) * total / len(epoch)
+    whole = padded_tokens(run.stream, [batch for step in epoch for batch in step]) * total / len(epoch)
     spent = sum(seconds for _, seconds in taken)
     samples = [sample for step, _ in taken for sample in step.samples]
-    timed = sum(positions_of(run.stream, step.micro_batches) for step, _ in taken)
+    timed = sum(padded_tokens(run.stream, step.micro_batches) for step, _ in taken)
     training = args.target_seconds or spent / timed * whole
     compiling = {} if args.target_seconds else {COMPILATION: compilation}  # a target includes it
     stages = {PREPARATION: preparation, **compiling, TRAINING: training}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from wgpu_lora.data import Prepared, Sample, Source, hold_out, prepare, training_data
+from wgpu_lora.data import Sample, Source, TokenizedData, split_validation, tokenize_source, training_data
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded_model import LoadedModel
@@ -14,7 +14,7 @@ from wgpu_lora.models.model_files import ModelFiles
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import ROWS_PER_BATCH, TrainingArguments
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 
 def sources_of(args: TrainingArguments, rows: Mapping[str, Source] | None = None) -> tuple[Source, Source | None]:
@@ -41,7 +41,7 @@ def read_rows(
     model: LoadedModel,
     sources: tuple[Source, Source | None],
     formats: RowFormats[Sample] | None = None,
-) -> tuple[Prepared, Prepared | None]:
+) -> tuple[TokenizedData, TokenizedData | None]:
     """Training rows, and held-out rows if there are any.
 
     Args:
@@ -53,13 +53,13 @@ def read_rows(
     training, held_out = sources
     prepared = prepared_for(args, model, training, formats)
     if args.validation_split is not None:
-        return hold_out(prepared, args.validation_split, args.seed)
+        return split_validation(prepared, args.validation_split, args.seed)
     return prepared, prepared_for(args, model, held_out) if held_out else None
 
 
 def prepared_for(
     args: TrainingArguments, model: LoadedModel | ModelFiles, source: Source, formats: RowFormats[Sample] | None = None
-) -> Prepared:
+) -> TokenizedData:
     """The samples that the objective trains on.
 
     Args:
@@ -70,7 +70,7 @@ def prepared_for(
     """
     objective = objective_of(args)
     cut = objective.cut()
-    prepared = prepare(
+    prepared = tokenize_source(
         source,
         model.tokenizer,
         max_length=args.length,
@@ -90,7 +90,7 @@ FEW = 32  # steps per epoch: with fewer, batch options that were not given are a
 ROWS = (8, 4, 2)  # rows per step that are then tried, until there are that many steps
 
 
-def fitted(
+def default_batches(
     args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0, members: int = 1
 ) -> tuple[TrainingArguments, str]:
     """Fill in packing, rows per batch and batches per step if not given; also returns a note if the data are small.
@@ -113,19 +113,18 @@ def fitted(
         return sum(lengths) / (a_batch * batches) < FEW
 
     what = "row" if members == 1 else "pair"
-    note, small = "", f"since the data are small ({counted(len(lengths), what)}, {sum(lengths):,} tokens)"
+    note, small = "", f"since the data are small ({count_noun(len(lengths), what)}, {sum(lengths):,} tokens)"
     least = math.ceil(1 / weight)
     if None in said and few(accumulation):
         if packing and said[2] is None:
             accumulation = next((n for n in (2, 1) if n >= least and not few(n)), least)
-            note = (
-                f"{counted(max(1, round(accumulation * weight)), 'packed batch', 'packed batches')} per step, {small}"
-            )
+            packed = count_noun(max(1, round(accumulation * weight)), "packed batch", "packed batches")
+            note = f"{packed} per step, {small}"
         if few(accumulation) and not args.packing:
             packing = False
             rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * longest, weight)
             batches = accumulation if said[2] else max(1, round(accumulation * weight))
-            note = f"{counted(min(rows * batches, len(lengths)), what)} per step, not packed, {small}"
+            note = f"{count_noun(min(rows * batches, len(lengths)), what)} per step, not packed, {small}"
     if said[2] is None:
         accumulation = max(1, round(accumulation * weight))
     filled = replace(args, packing=packing, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)

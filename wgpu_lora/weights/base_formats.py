@@ -20,7 +20,7 @@ BASE_FORMATS: Registry[BaseFormat] = Registry(
         "f32": "wgpu_lora.weights.dense:F32",
         **{name: f"wgpu_lora.weights.lowbit.lowbit:{name.upper()}" for name in KINDS.values()},
     },
-    others=(PATTERN, "wgpu_lora.weights.lowbit.lowbit:named"),
+    others=(PATTERN, "wgpu_lora.weights.lowbit.lowbit:lowbit_format"),
 )
 DEFAULT_FORMAT = next(iter(BASE_FORMATS))
 

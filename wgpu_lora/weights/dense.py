@@ -11,11 +11,11 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, align, joined, persistent, whole
+from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, align, persistent, share_storage, spanning
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.ops.half_precision import gradient_operand, matmul_operand
 from wgpu_lora.ops.linear import FrozenMatrix
-from wgpu_lora.ops.lora import LowRank, columns_of, steps_of, tensors_of
+from wgpu_lora.ops.lora import LowRank, backward_constants, forward_constants, tensors_of
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
 from wgpu_lora.ops.matrix_stack import sizes_of
 from wgpu_lora.ops.recorder import Recorder
@@ -81,7 +81,9 @@ class DenseWeight:
         alike = len(weights) == 1 + len(others) and all(len(weight.parts) == 1 for weight in weights)
         if not alike or sum(align(tensor.nbytes) for tensor in tensors) > max_binding:
             return None
-        return [DenseWeight((tensor,), self.dtype) for tensor in joined(tensors, f"{tensors[0].name} and others")]
+        return [
+            DenseWeight((tensor,), self.dtype) for tensor in share_storage(tensors, f"{tensors[0].name} and others")
+        ]
 
     def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
         return [self, *others]
@@ -89,7 +91,7 @@ class DenseWeight:
     def product(self, others: Sequence[FrozenMatrix]) -> DenseProduct | None:
         matrices = [self, *others]
         tensors = [part for matrix in matrices if isinstance(matrix, DenseWeight) for part in matrix.parts]
-        b = whole(tensors) if len(tensors) == len(matrices) else None
+        b = spanning(tensors) if len(tensors) == len(matrices) else None
         return DenseProduct(tuple(part.shape[0] for part in tensors), self.in_features, b, self.dtype) if b else None
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
@@ -161,13 +163,17 @@ class DenseProduct:
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
         shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs)}
         types = {"a_type": kind, "b_type": self.dtype, "accumulate": accumulate, "gated": gated}
-        rec.dispatch(matmul_nt, a, self.b, y, bias, None, scale, *tensors_of(low), **shape, **types, **columns_of(low))
+        rec.dispatch(
+            matmul_nt, a, self.b, y, bias, None, scale, *tensors_of(low), **shape, **types, **forward_constants(low)
+        )
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
         a, scale, kind = gradient_operand(rec, dy, self.outs)
         shape = {"m": dx.size // self.in_features, "n": self.in_features, **sizes_of("k", self.outs)}
         types = {"a_type": kind, "b_type": self.dtype, "accumulate": accumulate}
-        rec.dispatch(matmul_nn, a, self.b, dx, None, None, scale, *tensors_of(low), **shape, **types, **steps_of(low))
+        rec.dispatch(
+            matmul_nn, a, self.b, dx, None, None, scale, *tensors_of(low), **shape, **types, **backward_constants(low)
+        )
 
 
 def _rows_as(source: MatrixSource, name: str, dtype: str, start: int, stop: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.typed_json import typed
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 from wgpu_lora.worker.job_kinds import KINDS, Kind
 
 SCHEMA = 1  # of jobs and of events
@@ -85,7 +85,7 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
     missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
     if missing:
         raise UserError(
-            f"{job.where} lacks {listed([repr(name) for name in missing])}: the job {job.kind!r} requires it."
+            f"{job.where} lacks {join_words([repr(name) for name in missing])}: the job {job.kind!r} requires it."
         )
     for name in given.keys() & named.keys():
         try:

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TextIO, get_type_hints
 
 from wgpu_lora.bounded import parse_object
-from wgpu_lora.closed_streams import lasting
+from wgpu_lora.closed_streams import discard_when_closed
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.names.spelling import IN_JSON, naming
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.run.stop_reasons import Requests
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 from wgpu_lora.worker.job_file import SCHEMA, arguments, checked, read_job
 from wgpu_lora.worker.job_kinds import KINDS
 
@@ -37,7 +37,7 @@ class Ended:
     said: str
 
 
-class Port(Events):
+class EventWriter(Events):
     """Writes the events of a job: an object per line with the schema, the event's name, the time in seconds since the
     epoch, and the event's values, named after the parameters of the methods of Events."""
 
@@ -82,7 +82,7 @@ class Port(Events):
 
 
 def _answer(side: Any, line: str) -> dict[str, Any]:
-    """The answer of a function of `side` to a request. Raises UserError as `Port.answer` does."""
+    """The answer of a function of `side` to a request. Raises UserError as `EventWriter.answer` does."""
     methods = {name: run for name, run in inspect.getmembers(side, inspect.isroutine) if not name.startswith("_")}
     request = parse_object(line.encode("utf-8", "replace"), "The request on standard input", cure="correct it")
     name = request.pop("request", None)
@@ -105,7 +105,7 @@ def _taken(name: str, method: Callable[..., Any], request: dict[str, Any]) -> di
 def _telling(name: str) -> Any:
     names = list(inspect.signature(getattr(Events, name)).parameters)[1:]
 
-    def tell(self: Port, *values: Any) -> None:
+    def tell(self: EventWriter, *values: Any) -> None:
         facts = dict(zip(names, values, strict=True))
         whole = len(names) == 1 and is_dataclass(values[0]) and not isinstance(values[0], type)
         self.emit(name, **(asdict(values[0]) if whole else facts))
@@ -114,7 +114,7 @@ def _telling(name: str) -> Any:
 
 
 for _name in [name for name in vars(Events) if not name.startswith("_")]:
-    setattr(Port, _name, _telling(_name))
+    setattr(EventWriter, _name, _telling(_name))
 
 
 def _plain(value: Any) -> Any:
@@ -131,7 +131,7 @@ def work(source: str) -> int:
         UserError, KeyboardInterrupt or any other exception that ended the job, after its `error` event.
     """
     with _only_events() as out:
-        port = Port(out, None if source == "-" else sys.stdin)
+        port = EventWriter(out, None if source == "-" else sys.stdin)
         try:
             job = read_job(source)
             run = KINDS[job.kind]
@@ -161,13 +161,13 @@ def _only_events() -> Iterator[TextIO]:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as kept:
         os.dup2(2, 1)
         try:
-            yield lasting(kept)
+            yield discard_when_closed(kept)
         finally:
             sys.stdout.flush()
             os.dup2(kept.fileno(), 1)
 
 
-class Asked(Requests):
+class TrainingRequests(Requests):
     """The requests `stop` and `end`. names: of a pipeline's adapters; None for a single run, which has no name."""
 
     def __init__(self, names: Collection[str] | None = None):
@@ -175,7 +175,7 @@ class Asked(Requests):
         self._names = names
 
     def side(self) -> _Side:
-        """The functions that answer, for `Port.listen`."""
+        """The functions that answer, for `EventWriter.listen`."""
         return _Side(self, self._names)
 
 
@@ -194,6 +194,6 @@ class _Side:
     def end(self, adapter: str | None = None) -> dict[str, Any]:
         """End an adapter after the current step, with its results."""
         if self._names is not None and adapter not in self._names:
-            raise UserError(f"There is no adapter {adapter!r:.60} to end: choose one of {listed([*self._names])}.")
+            raise UserError(f"There is no adapter {adapter!r:.60} to end: choose one of {join_words([*self._names])}.")
         self._requests.end(None if self._names is None else adapter)
         return {"request": "end", "adapter": adapter}

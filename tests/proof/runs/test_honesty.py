@@ -19,11 +19,11 @@ import pytest
 from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.errors import UserError
 from wgpu_lora.proof.checks import resuming_is_exact
-from wgpu_lora.proof.cuda_check import look_into, no_cuda, ours
-from wgpu_lora.proof.heldout_rows import request_of, seen_rows, shown
+from wgpu_lora.proof.cuda_check import look_into, no_cuda, package_libraries
+from wgpu_lora.proof.heldout_rows import count_leaked_rows, request_of, shown
 from wgpu_lora.proof.proof_context import Check, Result
 from wgpu_lora.proof.proof_run import carry_out, prove, render
-from wgpu_lora.proof.watched_workers import EVENTS, Children, command_of, witness
+from wgpu_lora.proof.watched_workers import EVENTS, Children, command_of, record_own_process
 from wgpu_lora.proof.worker_jobs import prompt_of
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.training_log import LOG
@@ -106,7 +106,7 @@ def test_a_page_shows_what_there_is() -> None:
 def test_a_witness_hears_ctypes_and_cffi(tmp_path: Path) -> None:
     heard: list[Any] = []
     sys.addaudithook(lambda event, said: heard.append((event, said)) if event in EVENTS else None)
-    with witness(str(tmp_path / "said.json"), heard):
+    with record_own_process(str(tmp_path / "said.json"), heard):
         with pytest.raises(OSError, match="libcuda"):
             ctypes.CDLL("libcuda.so.1-no")
         with pytest.raises(OSError, match="libcudart"):
@@ -126,7 +126,9 @@ def test_our_native_libraries_are_searched_and_nvidia_s_are_not(tmp_path: Path) 
     paths = {name: folder / name for name in ("a.so", "b.so", "libnvidia-x.so", "empty.so")}
     for path, content in zip(paths.values(), (b"\0", b"xlibcudart.so", b"libcuda", b""), strict=True):
         path.write_bytes(content)
-    mine = ours([*map(str, paths.values()), "/usr/lib/libc.so", "/usr/lib/libwgpu_native.so", str(folder / "gone.so")])
+    mine = package_libraries(
+        [*map(str, paths.values()), "/usr/lib/libc.so", "/usr/lib/libwgpu_native.so", str(folder / "gone.so")]
+    )
     assert [Path(path).name for path in mine] == ["a.so", "b.so", "empty.so", "gone.so", "libwgpu_native.so"]
     found, unread = look_into(mine[:-1])
     assert found == {str(paths["b.so"]): ["libcuda", "libcudart"]}
@@ -141,8 +143,8 @@ def test_held_out_rows_are_compared_by_what_they_say(tmp_path: Path) -> None:
     files = [tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"]
     for file, rows in zip(files, ([row("a"), row("c")], [row(" a ", check="x"), row("d")]), strict=True):
         file.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    assert seen_rows(*files) == (1, 2)
-    assert seen_rows(DEMO_HELDOUT.with_name("train.jsonl"), DEMO_HELDOUT)[0] == 0
+    assert count_leaked_rows(*files) == (1, 2)
+    assert count_leaked_rows(DEMO_HELDOUT.with_name("train.jsonl"), DEMO_HELDOUT)[0] == 0
 
 
 def test_requests_are_all_before_the_last_answer_and_take_template_options() -> None:

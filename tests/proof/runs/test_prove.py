@@ -23,7 +23,7 @@ from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
 from wgpu_lora.models.architectures import load_config
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.run.adapter_init import adapter_of
+from wgpu_lora.train.run.adapter_init import initial_adapter
 
 PROVE = [sys.executable, "-c", "import sys; from wgpu_lora.cli import main; sys.exit(main(['prove', *sys.argv[1:]]))"]
 LINUX = pytest.mark.skipif(
@@ -130,7 +130,7 @@ def test_a_learning_rate_of_zero_fails(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_poisoned_adapter_fails(tmp_path: Path) -> None:
     config = load_config(Path(QWEN2))
-    _, adapter, initial = adapter_of(TrainingArguments(lora_r=4), config)
+    _, adapter, initial = initial_adapter(TrainingArguments(lora_r=4), config)
     tensors = {tensor_name(key, which): m for key, pair in initial.items() for which, m in zip("AB", pair, strict=True)}
     next(iter(tensors.values()))[0, 0] = np.nan
     write_adapter(tmp_path / "poisoned", tensors, adapter)

@@ -26,7 +26,7 @@ from support.fuzz.mutators import of_json, of_parts, of_rows, of_safetensors, of
 from support.fuzz.tokenizers import of_tokenizer
 from support.preferences import Preferences
 from wgpu_lora.assets import DEMO_MODEL as DEMO
-from wgpu_lora.data import Tokenizer, gguf_tokenizer, prepare, sandbox, template, tokenizer
+from wgpu_lora.data import Tokenizer, gguf_tokenizer, sandbox, template, tokenize_source, tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats import peft_adapter, peft_config
 from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
@@ -180,10 +180,10 @@ def rows(place: Path) -> Run:
         for name in ("rows.csv", "rows.json"):
             (place / name).write_bytes(data)
         with suppress(UserError):
-            prepare(place / "rows.csv", found, max_length=32)
+            tokenize_source(place / "rows.csv", found, max_length=32)
         with suppress(UserError):
-            prepare(place / "rows.csv", found, max_length=32, formats=Preferences.formats, parts=2)
-        prepare(place / "rows.json", found, max_length=32)
+            tokenize_source(place / "rows.csv", found, max_length=32, formats=Preferences.formats, parts=2)
+        tokenize_source(place / "rows.json", found, max_length=32)
 
     return run
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from support.kernels import NONE, Arrays, add, normal, poison, synthetic, u32
 from wgpu_lora.gpu.kernel import Kernel
-from wgpu_lora.gpu.reference_values import widened
+from wgpu_lora.gpu.reference_values import as_float64
 from wgpu_lora.ops import attention
 
 
@@ -52,7 +52,7 @@ def attend(
 
     def gradients(kernel: Kernel, rng: np.random.Generator) -> Arrays:
         arrays = {**synthetic(kernel, rng, {**shape, "keys": keys}), "ranges": ranges}
-        wide = {name: widened(arrays[name]) for name in ("q", "k", "v", "ranges")}
+        wide = {name: as_float64(arrays[name]) for name in ("q", "k", "v", "ranges")}
         y, lse = attention.attention_forward(**wide, y=None, lse=None, keys=keys, **shape)
         delta = (y.reshape(rows, heads, dim) * arrays["dy"]).sum(axis=2)
         stats = np.stack([lse.reshape(rows, heads), delta], axis=2).astype(np.float32)

@@ -9,7 +9,7 @@ import numpy as np
 from support.kernels import NONE, Arrays, add, normal, poison
 from wgpu_lora.bench import device_ceilings
 from wgpu_lora.gpu.kernel import cdiv
-from wgpu_lora.gpu.reference_values import stored, widened
+from wgpu_lora.gpu.reference_values import as_float64, random_values
 from wgpu_lora.ops import elementwise, embedding, rope
 from wgpu_lora.ops import elementwise as columns
 from wgpu_lora.ops import embedding as capped
@@ -153,7 +153,7 @@ rotate(5, 3, 0, 20, norm=False)  # q in a storage of its own
 def table(b_type: str, rows: int = 29, cols: int = 7, first: int = 3, count: int = 5, scale: float = 1.0) -> None:
     def make(rng: np.random.Generator) -> Arrays:
         ids = rng.integers(0, first + count + 3, rows, np.uint32)
-        return {"ids": ids, "table": stored(rng, b_type, count, cols), "y": normal(rng, rows, cols)}
+        return {"ids": ids, "table": random_values(rng, b_type, count, cols), "y": normal(rng, rows, cols)}
 
     add(embedding.embedding_rows, make, rows=rows, cols=cols, first=first, count=count, b_type=b_type, scale=scale)
 
@@ -185,12 +185,12 @@ add(
 
 
 def absmax_of(w: np.ndarray) -> np.ndarray:
-    return nf4.nf4_absmax(widened(w), None, size=w.size).astype(np.float32)
+    return nf4.nf4_absmax(as_float64(w), None, size=w.size).astype(np.float32)
 
 
 def encode(b_type: str, rows: int, size_in: int, first: int, out: int) -> None:
     def make(rng: np.random.Generator) -> Arrays:
-        w = stored(rng, b_type, rows, size_in)
+        w = random_values(rng, b_type, rows, size_in)
         w.reshape(-1)[64:128] = 0  # a block of zeros
         codes = rng.integers(0, 2**32, (cdiv(size_in, 8), out), np.uint32)
         return {"w": w, "absmax": absmax_of(w), "codes": codes}
@@ -202,7 +202,7 @@ for kind, size in (("f32", 64 * 67 + 13), ("bf16", 5), ("f16", 64 * 3 + 1)):
     table(kind, scale=7.25 if kind == "bf16" else 1.0)
     add(
         nf4.nf4_absmax,
-        lambda rng, n=size, t=kind: {"w": stored(rng, t, n), "absmax": poison(cdiv(n, 64))},
+        lambda rng, n=size, t=kind: {"w": random_values(rng, t, n), "absmax": poison(cdiv(n, 64))},
         size=size,
         b_type=kind,
     )

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from support.kernels import SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
-from wgpu_lora.gpu.reference_values import stored
+from wgpu_lora.gpu.reference_values import random_values
 from wgpu_lora.ops import gradient_norm, half_precision, loss, norm, sparse_logits
 from wgpu_lora.train.objectives import sft
 
@@ -128,7 +128,7 @@ rounded("f16", 37, 74)
 
 def restored(kind: str, rows: int, cols: int) -> None:
     def make(rng: np.random.Generator) -> Arrays:
-        arrays = {"x": stored(rng, kind, rows, cols), "y": poison(rows, cols)}
+        arrays = {"x": random_values(rng, kind, rows, cols), "y": poison(rows, cols)}
         return {**arrays, "scale": 2.0 ** rng.integers(-90, 90, rows).astype(np.float32)} if kind == "f16" else arrays
 
     add(half_precision.from_half, make, size=rows * cols, cols=cols, kind=kind)

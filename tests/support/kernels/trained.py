@@ -7,12 +7,12 @@ import numpy as np
 from support.kernels import Arrays, add, normal, poison, u32
 from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.ops.trained_matrix import snap_f16
-from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, entries, word_rows
+from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, table_size, word_rows
 from wgpu_lora.weights.lowbit.lowbit_training import SLICE, codes_gradient, codes_gradient_sum
 
 
 def gradient(out: int, size_in: int, columns: int, first: int, bits: int, group: int) -> None:
-    sums = entries(bits) or (0 if group else 1)
+    sums = table_size(bits) or (0 if group else 1)
 
     def make(rng: np.random.Generator) -> Arrays:
         count = constant_count(out, size_in, bits, group)

@@ -7,12 +7,12 @@ import numpy as np
 from wgpu_lora.bench.brick import Context, Extra, SessionWorkload, new_bytes
 from wgpu_lora.bench.reference_check import Checked, check
 from wgpu_lora.bench.timing import Timings
-from wgpu_lora.bench.training_step import SlotStep, largest, make_up
+from wgpu_lora.bench.training_step import SlotStep, fill_with_random_state, largest
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import clock_of
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.memory_leases import budget_bytes
-from wgpu_lora.models.adapter_modules import ALL, targeted
+from wgpu_lora.models.adapter_modules import ALL, resolve_target_modules
 from wgpu_lora.train.session.session import Session
 
 FEW, MANY = 3, 8  # adapters
@@ -132,7 +132,9 @@ class MultiAdapterMemory(SessionWorkload):
         self.clock = clock_of(context.device)
         self.keys = {"slots": float(FEW), "allocated_layers": float(fits or 1)}
         config = self._cut.config
-        self.keys["adapted_sizes"] = float(sum(sum(config.lora_modules[path]) for path in targeted(QV, config)))
+        self.keys["adapted_sizes"] = float(
+            sum(sum(config.lora_modules[path]) for path in resolve_target_modules(QV, config))
+        )
 
     def _need(self, layers: int) -> int:
         context = self._whole.with_layers(layers)
@@ -155,7 +157,7 @@ class MultiAdapterMemory(SessionWorkload):
                 session.close()
 
     def check(self, rng: np.random.Generator) -> Checked:
-        make_up(self._few, rng)
+        fill_with_random_state(self._few, rng)
         return check(self._few.optimizer.program)
 
     def run(self) -> float:

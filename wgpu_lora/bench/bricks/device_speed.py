@@ -7,7 +7,7 @@ import numpy as np
 from wgpu_lora.bench.brick import Context, Extra, SessionWorkload
 from wgpu_lora.bench.reference_check import Checked
 from wgpu_lora.bench.timing import Timings, repeat
-from wgpu_lora.bench.training_step import SlotStep, make_up
+from wgpu_lora.bench.training_step import SlotStep, fill_with_random_state
 
 ADAPTERS = 3
 ROW = 64  # tokens per row
@@ -47,7 +47,7 @@ class DeviceSpeed(SessionWorkload):
         seconds while their times vary."""
         rng = np.random.default_rng(0)
         for session in self.sessions:
-            make_up(session, rng)
+            fill_with_random_state(session, rng)
         for step in self.steps.values():
             step.fill_random(rng)
         self.run()  # compiles

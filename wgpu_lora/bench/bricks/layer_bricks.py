@@ -18,7 +18,7 @@ from wgpu_lora.models.batch_inputs import StepInputs, Tables
 from wgpu_lora.models.blocks.attention_block import KeyRanges
 from wgpu_lora.models.blocks.transformer_block import Transformer
 from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.layer_context import Adapters, Block
+from wgpu_lora.models.layer_context import Adapters, LayerContext
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.published_shapes import cut
 from wgpu_lora.models.row_inputs import Rows
@@ -87,7 +87,7 @@ def of_layer(name: str, context: Context) -> Workload:
     x = workload.tracked((tokens, config.hidden_size))
 
     def record(rec: Recorder, bound: Adapters) -> Tensor:
-        return config.block(Block(rec, decoder.layers[0], inputs, bound, None), 0, x)
+        return config.block(LayerContext(rec, decoder.layers[0], inputs, bound, None), 0, x)
 
     workload.record_backward(record(workload.rec, adapters.bind(inputs) if adapters else {}))
     beside = workload.again(lambda rec: record(rec, {}), x) if adapters else []

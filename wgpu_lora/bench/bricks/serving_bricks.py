@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.bench.brick import Context, Extra, Workload
-from wgpu_lora.bench.reference_check import Checked, check, poison
+from wgpu_lora.bench.reference_check import Checked, check, fill_with_nan
 from wgpu_lora.bench.timing import Timings, run_seconds
 from wgpu_lora.bench.training_step import adapter_set, fill_adapters
 from wgpu_lora.errors import UserError
@@ -109,11 +109,11 @@ class Serving(Workload):
         for program in (recorded.kept, recorded.head, *(step.program for step in steps)):
             program.build(arena)
         for storage in {state.last.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
-            poison(device, storage.buffer)
+            fill_with_nan(device, storage.buffer)
         check(recorded.kept, found)
         for step, (positions, sequences, picked) in steps.items():
             for buffer in arena.buffers:
-                poison(device, buffer)
+                fill_with_nan(device, buffer)
             ids = rng.integers(0, self._context.config.vocab_size, positions.size)
             step.upload(ids, positions, sequences, positions + 1, self._slots, picked)
             check(step.program, found)

@@ -13,12 +13,12 @@ from wgpu_lora.data.row_files import FileSource
 from wgpu_lora.distill.teacher_cache import CACHE
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
-from wgpu_lora.train.options.training_arguments import FREE_ON_RESUME, TrainingArguments
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.options.training_arguments import CHANGEABLE_ON_RESUME, TrainingArguments
+from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.run_checkpoint import BEST
 
 # Options that do not change the result; of those that are free on resuming, the others name what does.
-WITHOUT_EFFECT = FREE_ON_RESUME - {
+WITHOUT_EFFECT = CHANGEABLE_ON_RESUME - {
     "data",
     "split",
     "dataset_config",
@@ -56,7 +56,7 @@ class Finetune(Stage):
         return ["recipe", *(field.name for field in fields(TrainingArguments))]
 
     def arguments(self, **more: Any) -> TrainingArguments:
-        return gather({**self.given, **more}, self.recipe, self.where, demo=False)[0]
+        return resolve_options({**self.given, **more}, self.recipe, self.where, demo=False)[0]
 
     def facts(self) -> dict[str, Any]:
         args = self.arguments()
@@ -85,7 +85,7 @@ class Finetune(Stage):
         from wgpu_lora.train.run import run_checkpoint
         from wgpu_lora.train.run.stop_reasons import exit_code
 
-        resume = {"resume": True} if resuming and run_checkpoint.newest(output) else {}
+        resume = {"resume": True} if resuming and run_checkpoint.latest_checkpoint(output) else {}
         job = prepare_job(self.arguments(output=str(output), **resume))
         with watch.training(job) as events:
             record = job.train(events)

@@ -13,7 +13,7 @@ from wgpu_lora.export.gguf_export import FILE_TYPES, export_models
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 from wgpu_lora.models.model_files import config_of
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Gguf(Stage):
         stage = super().of(values, where)
         for kind in stage.quantize:
             if kind not in FILE_TYPES:
-                raise UserError(f"{where}: '{kind:.40}' is no type of GGUF files: choose of {listed([*FILE_TYPES])}.")
+                raise UserError(
+                    f"{where}: '{kind:.40}' is no type of GGUF files: choose of {join_words([*FILE_TYPES])}."
+                )
         if not stage.quantize or len(set(stage.quantize)) < len(stage.quantize):
             raise UserError(f"{where}: 'quantize' must list types, each once.")
         if not stage.stem or Path(stage.stem).name != stage.stem or stage.stem.startswith("."):

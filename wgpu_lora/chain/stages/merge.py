@@ -13,7 +13,7 @@ from wgpu_lora.export.adapter_merge import DTYPES, merge_adapter
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 from wgpu_lora.models.model_files import config_of
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Merge(Stage):
     def of(cls, values: Mapping[str, Any], where: str) -> Self:
         stage = super().of(values, where)
         if stage.dtype not in DTYPES:
-            raise UserError(f"{where}: 'dtype' is {stage.dtype!r:.40}, but must be one of {listed([*DTYPES])}.")
+            raise UserError(f"{where}: 'dtype' is {stage.dtype!r:.40}, but must be one of {join_words([*DTYPES])}.")
         return stage
 
     def files(self, download: bool) -> Iterator[Path]:

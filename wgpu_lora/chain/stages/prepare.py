@@ -12,7 +12,7 @@ from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.curation.curate import Progress
 from wgpu_lora.data.curation.curation_files import find_inputs
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Prepare(Stage):
 
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
         def tell(progress: Progress) -> None:
-            text = f"preparing {progress.name}: {counted(progress.rows, 'row')}"
+            text = f"preparing {progress.name}: {count_noun(progress.rows, 'row')}"
             watch.reading(text, progress.bytes / 1e6, progress.total / 1e6 or None)
 
         self._check_place(output.parent.resolve())

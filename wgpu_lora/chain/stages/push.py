@@ -11,7 +11,7 @@ from typing import Any, Self
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.chain.stage import Stage, Watch
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.hub_upload import Upload, check_repo_name, joined, prepare
+from wgpu_lora.formats.hub_upload import Upload, check_repo_name, merge_uploads, prepare
 from wgpu_lora.formats.hub_upload import push as send
 from wgpu_lora.formats.model_cards import CARD
 
@@ -76,4 +76,4 @@ class Push(Stage):
     def _upload(self) -> Upload:
         folders = {Path(place).name: prepare(Path(place)) for place in self.adapters}
         roots = [prepare(Path(place)) for place in self.files_of]
-        return joined(folders, roots, Path(self.card, CARD) if self.card else None)
+        return merge_uploads(folders, roots, Path(self.card, CARD) if self.card else None)

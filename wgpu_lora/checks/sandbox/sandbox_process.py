@@ -32,11 +32,11 @@ ENTRY = "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.checks.san
 SOMETHING_ELSE = "the answer's process sent something other than a result"
 
 
-class EndedError(Exception):
+class ProcessEnded(Exception):
     """The process ended, timed out, or sent invalid or too much data; the text says why."""
 
 
-class TimedOutError(EndedError):
+class TimedOutError(ProcessEnded):
     """The process exceeded its time."""
 
 
@@ -78,11 +78,11 @@ def confinement(allow_unconfined: bool = False) -> Confinement:
     Raises:
         UserError: it cannot confine them, and `allow_unconfined` is not given.
     """
-    with Process("", 1.0, allow_unconfined) as process:
+    with SandboxProcess("", 1.0, allow_unconfined) as process:
         return process.confinement
 
 
-class Process:
+class SandboxProcess:
     """A confined process for one answer: `send` the answer and the calls, then get the results in order with `next`.
 
     Or `start` it, and `say` one line after the other.
@@ -119,7 +119,7 @@ class Process:
             self.close()
             raise
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> SandboxProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -150,7 +150,7 @@ class Process:
         """
         kind, what = self._hear()
         if not isinstance(kind, str) or not isinstance(what, str):
-            raise EndedError(SOMETHING_ELSE)
+            raise ProcessEnded(SOMETHING_ELSE)
         return kind, what
 
     def _wait_until(self, seconds: float) -> None:
@@ -168,14 +168,14 @@ class Process:
             except queue.Empty:
                 raise TimedOutError(f"no answer in {self._seconds:g} s") from None
             if not chunk:
-                raise EndedError(self._end())
+                raise ProcessEnded(self._end())
             self._rest += chunk
         line = bytes(self._rest[:end])
         del self._rest[: end + 1]
         try:
             kind, what = json.loads(line)
         except (ValueError, TypeError, RecursionError):
-            raise EndedError(SOMETHING_ELSE) from None
+            raise ProcessEnded(SOMETHING_ELSE) from None
         return kind, what
 
     def close(self) -> None:
@@ -214,8 +214,8 @@ class Process:
         try:
             kind, found = self._hear()
             if kind != "confined":
-                raise EndedError(str(found))
-        except EndedError as error:
+                raise ProcessEnded(str(found))
+        except ProcessEnded as error:
             raise UserError(
                 f"The process for a model's code cannot be started ({error}): check that {sys.executable} -I -S runs."
             ) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from wgpu_lora.bench.brick_results import BROKEN, HOLDS, NOISY, Comparison, Result
 from wgpu_lora.bench.device_ceilings import Ceilings
-from wgpu_lora.words import counted, share
+from wgpu_lora.words import count_noun, percent
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.result_comparison import Figure
@@ -41,8 +41,8 @@ def cells(result: Result) -> tuple[str, ...]:
         duration(result.seconds),
         f"{result.cv:.0%}",
         rate(result.gbs, "B/s") if of_memory else rate(result.gflops, "FLOP/s"),
-        share(result.budget["reached"]),
-        "none" if asked is None else share(asked),
+        percent(result.budget["reached"]),
+        "none" if asked is None else percent(asked),
         VERDICTS[result.verdict],
     )
 
@@ -59,13 +59,13 @@ def noise_text(result: Result) -> str:
     """The reason why a result is noisy."""
     if result.impossible:
         return f"{result.impossible[0]} is negative, which only noise explains: measure again"
-    return f"{counted(result.iterations, 'timing')} vary by {result.cv:.1%}, the limit is {result.cv_asked:.0%}"
+    return f"{count_noun(result.iterations, 'timing')} vary by {result.cv:.1%}, the limit is {result.cv_asked:.0%}"
 
 
 def details(result: Result) -> str:
     """Facts that are not in the table: the clock, the error, and the brick's own figures."""
     clock = "the device's clock" if result.clock == "timestamps" else "the host's clock"
-    said = [f"{counted(result.iterations, 'run')} by {clock}"]
+    said = [f"{count_noun(result.iterations, 'run')} by {clock}"]
     said.append(f"the middle 60% from {duration(result.p20)} to {duration(result.p80)}")
     if result.reference:
         part = " (the largest kernels in part)" if result.reference["in_part"] else ""
@@ -79,7 +79,7 @@ def _figure(name: str, value: float) -> str:
     if name == "frozen_seconds":
         return f"the frozen matmuls take {duration(value)}"
     if name == "added_share":
-        return f"the adapters add {share(value)} to that" if value >= 0 else "what the adapters add is lost in noise"
+        return f"the adapters add {percent(value)} to that" if value >= 0 else "what the adapters add is lost in noise"
     return f"{name.replace('_', ' ')} {value:,.4g}"
 
 
@@ -106,10 +106,10 @@ def comparing_cells(label: str, figures: Sequence[Figure | None], ratio: bool) -
 
 def figure(one: Figure) -> str:
     """A figure with its unit."""
-    from wgpu_lora.train.memory import readable
+    from wgpu_lora.train.memory import format_bytes
 
     if one.unit == "s":
         return duration(one.value)
     if one.unit == "bytes":
-        return readable(int(one.value))
+        return format_bytes(int(one.value))
     return f"{one.value:,.4g}{one.unit}" if one.unit == "/s" else f"{one.value:,.6g}"

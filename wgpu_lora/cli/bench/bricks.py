@@ -17,7 +17,7 @@ from wgpu_lora.cli.bench.max_batch import max_batch
 from wgpu_lora.cli.bench.training import training
 from wgpu_lora.cli.command import USED, Command, Group, dashes
 from wgpu_lora.cli.console import Bar, console, is_terminal, line, table
-from wgpu_lora.cli.parameters import BaseDtype, Device, Goal, InRunLog, Notes, choice, refuse_idle
+from wgpu_lora.cli.parameters import BaseDtype, Device, Goal, InRunLog, Notes, choice, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.names.choices import COMPUTE_DTYPES
@@ -212,23 +212,29 @@ def bricks(
             "Give exactly one of --brick NAME, --all and --list, or a command: compare, max-batch, training."
         )
     if listing:
-        refuse_idle(ctx, ctx.params.keys() - {"listing"}, "with --list")
+        refuse_unused(ctx, ctx.params.keys() - {"listing"}, "with --list")
         return _list()
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise UserError(f"--time-limit is {time_limit:g}: give a number of seconds greater than 0.")
     if shape and model:  # checked before a device is opened
         raise UserError("--model and --shape are both given: leave one of them out.")
     from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
-    from wgpu_lora.gpu.tuner import wanted
+    from wgpu_lora.gpu.tuner import tuning_enabled
     from wgpu_lora.track.run_recorder import remarks
 
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
     taken = {option for name in names for option in load_contract(name).options}
     untuned = set() if "tune" in taken else {"retune"}
-    refuse_idle(ctx, set(OPTIONS) - taken | untuned, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
-    if retune and not wanted(tune):
+    refuse_unused(ctx, set(OPTIONS) - taken | untuned, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
+    if retune and not tuning_enabled(tune):
         raise UserError("--retune does nothing with --no-tune or WGPU_LORA_NO_TUNE: leave one of them out.")
-    sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune), "retune": retune}
+    sizes = {
+        "tokens": tokens,
+        "rank": rank,
+        "compute_dtype": compute_dtype,
+        "tune": tuning_enabled(tune),
+        "retune": retune,
+    }
     with remarks(goal, notes, run_log):
         context = _context(device, shape, model, layers, base_dtype, sizes)
         return _measure(context, None if everything else names, time_limit, json)

@@ -13,7 +13,7 @@ from wgpu_lora.cli.parameters import BaseDtype, Device, Goal, InRunLog, Notes
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.brick_results import Writer
@@ -55,12 +55,12 @@ def max_batch(
     """
     from wgpu_lora.bench.batch_search import Batches, find_max_batch
     from wgpu_lora.bench.brick_results import Writer
-    from wgpu_lora.bench.training_step import ROW, chosen_model, own_words
+    from wgpu_lora.bench.training_step import ROW, benchmark_option_names, chosen_model
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.track.run_recorder import remarks
     from wgpu_lora.train.options.training_arguments import TrainingArguments
 
-    with own_words(ROW):
+    with benchmark_option_names(ROW):
         args = TrainingArguments(max_length=tokens, lora_r=rank, base_dtype=base_dtype, compute_dtype=compute_dtype)
     batches = Batches(args, most, memory_limit, time_limit, _sizes(batch_sizes))
     with Writer(json) as writer, remarks(goal, notes, run_log):
@@ -98,21 +98,21 @@ def _largest(summary: Record) -> str:
     if not planned:
         return f"none fits {bound}"
     if confirmed == planned:
-        return f"{counted(planned, 'row')} {bound}; a step of them ran"
+        return f"{count_noun(planned, 'row')} {bound}; a step of them ran"
     if summary["not_run"] is None:
-        return f"{counted(confirmed, 'row')} {bound}; {planned:,} by the plan"
-    return f"{counted(planned, 'row')} by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
+        return f"{count_noun(confirmed, 'row')} {bound}; {planned:,} by the plan"
+    return f"{count_noun(planned, 'row')} by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
 
 
 def _best(record: Record) -> list[tuple[str, str]]:
     fastest = record["fastest"]
     if not fastest:
         return []
-    rows = counted(fastest["batch"], "row")
+    rows = count_noun(fastest["batch"], "row")
     said = [("fastest", f"{rows} {_way(fastest)}: {fastest['tokens_per_second']:,.0f} tokens/s")]
     for pair in record["checkpointing"][-1:]:
         time = "" if pair["time"] is None else f"{pair['time']:.2f} times the time and "
-        rows, verb = counted(pair["batch"], "row"), "takes" if pair["batch"] == 1 else "take"
+        rows, verb = count_noun(pair["batch"], "row"), "takes" if pair["batch"] == 1 else "take"
         said.append(
             ("compared", f"with gradient checkpointing, {rows} {verb} {time}{pair['memory']:.2f} times the memory")
         )
@@ -131,12 +131,12 @@ class _Noted(Events):
             device = record["device"]
             line("device", f"{device['name']}, {device['driver']}, {device['backend']}")
         elif record["kind"] == "batch" and record["step_seconds"] is not None:
-            rows = counted(record["batch"], "row")
+            rows = count_noun(record["batch"], "row")
             line("measured", f"{rows} {_way(record)}: {record['step_seconds']:.4f} s per step")
 
 
 def _cells(row: Record) -> tuple[str, ...]:
-    from wgpu_lora.train.memory import readable
+    from wgpu_lora.train.memory import format_bytes
 
     def number(name: str, form: str) -> str:
         return "" if row[name] is None else format(row[name], form)
@@ -147,8 +147,8 @@ def _cells(row: Record) -> tuple[str, ...]:
         f"{number('step_seconds', '.4f')}{'*' * (row['warmup'] == 0)}",
         number("tokens_per_second", ",.0f"),
         number("loss", ".4f"),
-        "" if row["planned"] is None else readable(row["planned"]),
-        "" if row["allocated"] is None else readable(row["allocated"]),
+        "" if row["planned"] is None else format_bytes(row["planned"]),
+        "" if row["allocated"] is None else format_bytes(row["allocated"]),
         row["status"],
     )
 

@@ -59,7 +59,7 @@ def profile(
         check_file(Path(trace), "--trace")
     from wgpu_lora.bench.brick_results import header
     from wgpu_lora.bench.step_profile import SCHEMA, described, profile_step, write_trace
-    from wgpu_lora.bench.training_step import TRAINING, TrainingStep, chosen_model, own_words
+    from wgpu_lora.bench.training_step import TRAINING, TrainingStep, benchmark_option_names, chosen_model
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.train.run.records import RunRecord
 
@@ -67,7 +67,7 @@ def profile(
         raise UserError(f"--run and {'--model' if model else '--shape'} are both given: leave one of them out.")
     record = RunRecord.read(run) if run else None
     sizes = {"base_dtype": base_dtype, "batch": batch, "tokens": tokens, "rank": rank}
-    with own_words(TRAINING):
+    with benchmark_option_names(TRAINING):
         args = _arguments(ctx, record, sizes | {"gradient_checkpointing": gradient_checkpointing})
         model, device = (args.model, device or args.device) if record else (model, device)
         opened = chosen_model(model, shape, layers, OpenedDevice(device), args.base_dtype)

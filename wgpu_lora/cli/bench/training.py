@@ -12,11 +12,11 @@ from wgpu_lora.cli import parameters
 from wgpu_lora.cli.bench import BaseDtypeOr, ComputeDtypeOr, File, Layers, Model, RankOr, Shape, TokensOr
 from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.cli.finetune import speed
-from wgpu_lora.cli.parameters import Device, Goal, InRunLog, Notes, refuse_idle
+from wgpu_lora.cli.parameters import Device, Goal, InRunLog, Notes, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.train.run.stop_reasons import FINISHED
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.brick_results import Writer
@@ -82,7 +82,7 @@ def training(
     work = Work(recipe, shape, layers, training_options(options))
     limit, shapes = _share(max_spread), LARGER if project else ()
     if search_batch:
-        refuse_idle(ctx, {"max_spread", "project", "summary"}, "with --search-batch")
+        refuse_unused(ctx, {"max_spread", "project", "summary"}, "with --search-batch")
     with Writer(json) as records, Writer(summary, "--summary") as report, remarks(goal, notes, run_log):
         if search_batch:
             return _show_pairs(search_pairs(work, repeat, _Noted(records)))
@@ -123,25 +123,25 @@ def _show_header(record: Record) -> None:
     line("device", f"{device['name']}, {device['driver']}, {device['backend']}")
     if "options" in work:  # of a training
         recipe, shape = work["recipe"], work.get("shape")
-        name = f"recipe {recipe}" if recipe else f"shape {shape}, {counted(work['layers'], 'layer')}"
+        name = f"recipe {recipe}" if recipe else f"shape {shape}, {count_noun(work['layers'], 'layer')}"
         line("work", f"{name}; not counted: {record['excluded']}")
 
 
 def _show_run(record: Record) -> None:
-    from wgpu_lora.train.memory import readable
+    from wgpu_lora.train.memory import format_bytes
 
     number = record["number"] + 1
     if record["error"]:
-        done = f"{record['done_steps']:,} of {counted(record['planned_steps'], 'step')}"
+        done = f"{record['done_steps']:,} of {count_noun(record['planned_steps'], 'step')}"
         line("run", f"{number}: failed after {done}: {record['error']}")
         return
-    memory = f"{readable(record['peak_allocated'])} of {readable(record['peak_planned'])} planned"
+    memory = f"{format_bytes(record['peak_allocated'])} of {format_bytes(record['peak_planned'])} planned"
     line(
         "run",
         f"{number}: {record['seconds']:.2f} s, {record['samples_per_second']:,.2f} samples/s, "
         f"{speed(record['trained_tokens_per_second'], record['tokens_per_second'], 1.0)}, "
         f"loss {_number(record['final_loss'])}, memory {memory}; "
-        f"{record['done_steps']:,} of {counted(record['planned_steps'], 'step')}: {record['stop_reason']}",
+        f"{record['done_steps']:,} of {count_noun(record['planned_steps'], 'step')}: {record['stop_reason']}",
     )
 
 
@@ -158,7 +158,7 @@ def _show_summary(record: Record) -> None:
 
 
 def _show_pairs(found: Record) -> int:
-    from wgpu_lora.train.memory import readable
+    from wgpu_lora.train.memory import format_bytes
 
     pairs, fastest = found["pairs"], found["fastest"]
     first = next((pair["samples_per_second"] for pair in pairs if pair["samples_per_second"]), None)
@@ -168,7 +168,7 @@ def _show_pairs(found: Record) -> int:
             str(pair["accumulation"]),
             _number(pair["samples_per_second"]),
             f"{pair['samples_per_second'] / first:.3f}" if first and pair["samples_per_second"] else "",
-            "" if pair["peak_planned"] is None else readable(pair["peak_planned"]),
+            "" if pair["peak_planned"] is None else format_bytes(pair["peak_planned"]),
             pair["status"],
         )
         for pair in pairs
@@ -208,13 +208,13 @@ class _Noted(Events):
 
 
 def _projection(record: Record) -> tuple[str, ...]:
-    from wgpu_lora.train.memory import readable
+    from wgpu_lora.train.memory import format_bytes
 
     peak = record["peak_planned"]
     return (
         record["shape"],
         record["grade"],
-        "not possible" if peak is None else readable(peak),
+        "not possible" if peak is None else format_bytes(peak),
         f"{record['times_the_operations']:.1f} x",
         f"{record['samples_per_second']:.3g}",
         f"{record['tokens_per_second']:.3g}",

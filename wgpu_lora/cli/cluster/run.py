@@ -8,7 +8,7 @@ import typer
 
 from wgpu_lora.cli.cluster.options import Address, ClusterToml, Dashboard, Detach, Here, run_options, with_run_options
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig
-from wgpu_lora.cli.parameters import note_idle, training_options
+from wgpu_lora.cli.parameters import training_options, warn_unused
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 
@@ -23,7 +23,7 @@ def _run(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: 
     what = target(values["address"], values["file"], values["local"])
     options = run_options(ctx, values, what.file)
     tasks = gather_tasks(given, recipe, values["adapters"] or [], values["adapters_config"], what.file, options.shared)
-    note_idle(given, shared_arguments(given, recipe, what.file))
+    warn_unused(given, shared_arguments(given, recipe, what.file))
     return run_tasks(what, tasks, options, detach=values["detach"], dashboard=values["dashboard"])
 
 

@@ -24,8 +24,8 @@ from wgpu_lora.cluster.facts import RunRequest, Task, to_plain
 from wgpu_lora.cluster.node.layout import cluster_root
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import program
-from wgpu_lora.signals import handled
-from wgpu_lora.words import counted, listed
+from wgpu_lora.signals import on_end_signal
+from wgpu_lora.words import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.client.local import Local
@@ -64,7 +64,7 @@ def run_tasks(
             if ray.running and not ray.accepted:
                 end_unused(lambda: not ray.shared or _all_done(cluster))
             raise
-        line("run", f"{run}: {counted(len(tasks), 'adapter')}")
+        line("run", f"{run}: {count_noun(len(tasks), 'adapter')}")
         if detach:
             say_how(what, run)
             return 0
@@ -97,9 +97,9 @@ def _request(
 
     nodes = surveyed(cluster, own_versions(), what.here)
     devices = sum(len(node.devices) for node in nodes)
-    line("cluster", f"{counted(devices, 'device')} of {counted(len(nodes), 'host')}: {listed_hosts(nodes)}")
+    line("cluster", f"{count_noun(devices, 'device')} of {count_noun(len(nodes), 'host')}: {listed_hosts(nodes)}")
     if what.file and (gone := missing_hosts(nodes, what.file)):
-        names = listed(gone[:MOST], max(0, len(gone) - MOST))
+        names = join_words(gone[:MOST], max(0, len(gone) - MOST))
         line("missing", f"{names}: the run goes on without; '{program()} cluster up{what.words()}' starts it again")
     return request_of(cluster, nodes, tasks, options, sweep)
 
@@ -113,7 +113,7 @@ def submit(cluster: Bridge, request: RunRequest, what: Target, ray: HereRay) -> 
         UserError: the run is refused.
     """
     signals: list[int] = []
-    with handled(signals.append):
+    with on_end_signal(signals.append):
         run = str(cluster.coordinator("submit", to_plain(request), seconds=SUBMIT_SECONDS)["run"])
         ray.accepted = True
     if signals:
@@ -190,7 +190,10 @@ def _devices_here() -> dict[str, float]:
 
     line("ray", "starting on this machine")
     if left := unfinished(cluster_root() / DIRECTORY):
-        line("goes on", f"{listed(left[:MOST], max(0, len(left) - MOST))}, of a Ray that was ended here: see 'attach'")
+        line(
+            "goes on",
+            f"{join_words(left[:MOST], max(0, len(left) - MOST))}, of a Ray that was ended here: see 'attach'",
+        )
     return advertised(node_devices(""))
 
 

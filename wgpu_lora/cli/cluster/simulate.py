@@ -10,7 +10,7 @@ import typer
 
 from wgpu_lora.cli.console import duration, line, print_json
 from wgpu_lora.cli.parameters import Json
-from wgpu_lora.words import counted, share
+from wgpu_lora.words import count_noun, percent
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.placement.simulation.run import Outcome
@@ -60,9 +60,9 @@ def simulate(
     line("makespan", duration(outcome.makespan))
     line("bound", f"{duration(outcome.bound)}, before which no placement can have ended all of them")
     line("ratio", f"{outcome.makespan / outcome.bound:.3f}")
-    again = f"{share(outcome.lost_share)} of the tokens trained again"
-    line("failures", f"{counted(outcome.failures, 'unit')} moved, {again}")
-    line("joined", f"{counted(outcome.joined, 'placement')} of adapters in pipelines")
+    again = f"{percent(outcome.lost_share)} of the tokens trained again"
+    line("failures", f"{count_noun(outcome.failures, 'unit')} moved, {again}")
+    line("joined", f"{count_noun(outcome.joined, 'placement')} of adapters in pipelines")
     middle, longest = median(outcome.decisions) * 1e3, max(outcome.decisions) * 1e3
     count = len(outcome.decisions)
     line("decisions", f"{count:,}, median {middle:.1f} ms, longest {longest:.1f} ms of processor time")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.cluster.options import Address, ClusterToml, Here
 from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.console import table as made_table
@@ -54,7 +54,7 @@ def show(seen: Snapshot) -> None:
         columns = ("device", "name", "backend", "state", "jobs", "tokens/s", "free", "of", "speed", "leases")
         rows = [_device(one, hosts.get(one.facts.address, one.facts.address)) for one in seen.devices]
         left = ("device", "name", "backend", "state", "jobs", "leases")
-        console().print(made_table(columns, [[Text(printable(cell)) for cell in row] for row in rows], left))
+        console().print(made_table(columns, [[Text(escape_unprintable(cell)) for cell in row] for row in rows], left))
     else:
         line("devices", "none")
     for view in seen.devices:
@@ -66,7 +66,7 @@ def show(seen: Snapshot) -> None:
         print()
         of_runs = ("run", "by", "began", "adapters", "tokens/s", "results")
         rows = [_run(run, [task for task in seen.tasks if task.run == run.name]) for run in seen.runs[-RUNS:]]
-        cells = [[Text(printable(cell)) for cell in row] for row in rows]
+        cells = [[Text(escape_unprintable(cell)) for cell in row] for row in rows]
         console().print(made_table(of_runs, cells, (*of_runs[:4], "results")))
     _explain(seen)
     if seen.events:
@@ -91,7 +91,7 @@ def _explain(seen: Snapshot) -> None:
 
 
 def _device(view: DeviceView, host: str) -> list[str]:
-    from wgpu_lora.train.memory import readable
+    from wgpu_lora.train.memory import format_bytes
 
     facts = view.facts
     return [
@@ -101,8 +101,8 @@ def _device(view: DeviceView, host: str) -> list[str]:
         view.state,
         ", ".join(view.units),
         "" if view.tokens_per_second is None else f"{view.tokens_per_second:,.0f}",
-        "" if facts.free is None else readable(facts.free),
-        "" if facts.budget is None else readable(facts.budget),
+        "" if facts.free is None else format_bytes(facts.free),
+        "" if facts.budget is None else format_bytes(facts.budget),
         "" if facts.speed is None else f"{facts.speed:,.0f}",
         "; ".join(lease.partition(" (")[0] for lease in facts.leases),  # without what for, which is long
     ]

@@ -19,7 +19,7 @@ from wgpu_lora.cli.cluster.options import (
     run_options,
     with_run_options,
 )
-from wgpu_lora.cli.parameters import is_given, note_idle, option_parameter, training_options
+from wgpu_lora.cli.parameters import is_given, option_parameter, training_options, warn_unused
 from wgpu_lora.cluster.spec.sweep_options import SWEEP, SweepOptions
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
@@ -61,7 +61,7 @@ def _sweep(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values
     what = target(values["address"], values["file"], values["local"])
     options = run_options(ctx, values, what.file)
     args = shared_arguments(given, recipe, what.file)
-    note_idle(given.keys() - grid.values.keys(), args)
+    warn_unused(given.keys() - grid.values.keys(), args)
     root = what.file.data_root if what.file else None
     tasks = sweep_tasks(grid, sweep, args, root, options.shared)
     return run_tasks(what, tasks, options, sweep=sweep, detach=values["detach"], dashboard=values["dashboard"])

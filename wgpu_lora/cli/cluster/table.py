@@ -8,14 +8,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.cluster.reasons import reasons, why_of
 from wgpu_lora.cli.console import OFTEN, console, duration, is_terminal, line
 from wgpu_lora.cli.console import table as made_table
 from wgpu_lora.cli.training_progress import Trend
 from wgpu_lora.cluster.client.follow import Followed
 from wgpu_lora.cluster.facts import Line, Snapshot, TaskView
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 TREND = 10  # bars of a loss
 ROWS = 24  # without a terminal's height
@@ -111,15 +111,18 @@ class Table:
             *[why for _, why in reasons(snapshot.tasks)[:REASONS]],
             self._below,
         ]
-        table.caption, table.caption_justify = Text("\n".join(printable(text) for text in lines if text)), "left"
+        table.caption, table.caption_justify = (
+            Text("\n".join(escape_unprintable(text) for text in lines if text)),
+            "left",
+        )
         return table
 
     def _row(self, task: TaskView, places: Mapping[str, str]) -> list[str]:
         trend = self._trends.get(task.name)
         return [
-            printable(task.name),
+            escape_unprintable(task.name),
             state_of(task),
-            printable(places.get(task.device or "", task.device or "")),
+            escape_unprintable(places.get(task.device or "", task.device or "")),
             steps_of(task),
             *numbers_of(task),
             trend.bars(TREND) if trend else "",
@@ -150,7 +153,7 @@ class Table:
     def _tell(self, events: Sequence[Line]) -> None:
         for event in events:
             clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-            self._print("event", f"{clock} {printable(event.text)}")
+            self._print("event", f"{clock} {escape_unprintable(event.text)}")
 
     def _print(self, label: str, text: str) -> None:
         """A line that stays, above the table if there is one."""
@@ -170,7 +173,7 @@ def places_of(snapshot: Snapshot) -> dict[str, str]:
 
 def state_of(task: TaskView) -> str:
     """A task's state; while it takes no steps, what it does."""
-    doing = printable(task.progress.doing)
+    doing = escape_unprintable(task.progress.doing)
     return doing if task.state in ("pending", "running", "starting", "moving") and doing else task.state
 
 
@@ -216,7 +219,7 @@ def summary(tasks: Sequence[TaskView]) -> str:
 
 def kept(task: str, why: str) -> str:
     """That a result could not be written here, in a line."""
-    return printable(f"{task}: its result stays on the cluster: {why}")
+    return escape_unprintable(f"{task}: its result stays on the cluster: {why}")
 
 
 def report(followed: Followed) -> None:
@@ -233,13 +236,13 @@ def report(followed: Followed) -> None:
     rows = [
         [
             str(rank),
-            printable(view.name),
+            escape_unprintable(view.name),
             *[f"{view.params.get(name, '')}" for name in params],
             view.state,
             steps_of(view),
             *numbers_of(view)[:2],
             "" if view.progress.best_eval_loss is None else f"{view.progress.best_eval_loss:.4f}",
-            printable(view.output),
+            escape_unprintable(view.output),
         ]
         for rank, view in enumerate(views, 1)
     ]
@@ -251,7 +254,7 @@ def report(followed: Followed) -> None:
         line(state, why)
     moved = [view.name for view in views if view.attempts > 1]
     if moved:
-        names = listed(moved[:5], max(0, len(moved) - 5))
+        names = join_words(moved[:5], max(0, len(moved) - 5))
         line("moved", f"{names} began again from the last copy, on this device or another")
     for name, why in followed.wrong.items():
         line("kept", kept(name, why))

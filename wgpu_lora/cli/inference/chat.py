@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, TensorBar, console, folded, is_terminal
-from wgpu_lora.cli.inference.line_reader import Reader, unmarked
+from wgpu_lora.cli.inference.line_reader import Reader, hide_typed_keys
 from wgpu_lora.cli.inference.sampling_options import (
     EnableThinking,
     MaxNewTokens,
@@ -29,12 +29,12 @@ from wgpu_lora.cli.inference.sampling_options import (
     TopP,
     for_stdout,
 )
-from wgpu_lora.cli.inference.slash_commands import Commands
+from wgpu_lora.cli.inference.slash_commands import SlashCommands
 from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Model
 from wgpu_lora.errors import UserError
-from wgpu_lora.signals import ENDING, handled
+from wgpu_lora.signals import ENDING, on_end_signal
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.chat import Chat
@@ -99,11 +99,11 @@ def run_chat(
     if sys.stdin is None:
         raise UserError("There is no input to read messages from: run it in a terminal, or pipe messages in.")
     from wgpu_lora.infer.chat import Chat
-    from wgpu_lora.infer.generation_options import settings_of
+    from wgpu_lora.infer.generation_options import generation_options
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.models.loaded_model import open_model
 
-    settings = settings_of(options, "The command line")
+    settings = generation_options(options, "The command line")
     adapters = named_adapters(adapter)
     names = list(slots_of(adapters, compare)) if adapters or compare else [BASE]
     opened = open_model(model_of(adapters, model), device, base_dtype)
@@ -113,20 +113,20 @@ def run_chat(
             raise UserError("The model has no chat template, so it cannot use a system prompt: leave it out.")
         talk.open()
     with talk:
-        return Talk(talk).run()
+        return ChatSession(talk).run()
 
 
-class Talk:
+class ChatSession:
     """A chat at a terminal or on a pipe."""
 
     def __init__(self, chat: Chat):
         self.chat, self.reader = chat, Reader()
-        self.commands = Commands(chat, self.say)
+        self.commands = SlashCommands(chat, self.say)
         self.answering = self.stopped = False
 
     def say(self, text: str) -> None:
         """Print a line that is not part of an answer: on the terminal, or to stderr in a pipe."""
-        text = printable(text, "\n")
+        text = escape_unprintable(text, "\n")
         print(folded(text) if self._seen else text, file=sys.stdout if self._seen else sys.stderr, flush=True)
 
     @property
@@ -135,7 +135,7 @@ class Talk:
 
     def run(self) -> int:
         if self.reader.typed:
-            names = listed([*self.chat.lanes])
+            names = join_words([*self.chat.lanes])
             self.say(f"{self.chat.model.name}, answered by {names}. /help lists the commands; Ctrl-D exits.")
         if not self.chat.templated:
             why = (
@@ -199,7 +199,7 @@ class Talk:
         self.answering, self.stopped = True, False
         try:
             pieces = chat.retry(lambda: self.stopped) if again else chat.ask(text, lambda: self.stopped)
-            with unmarked():
+            with hide_typed_keys():
                 if len(chat.lanes) == 1:
                     self._show_one(pieces)
                 else:
@@ -269,5 +269,5 @@ class Talk:
                 handler(number, None)
             raise KeyboardInterrupt
 
-        with handled(act):
+        with on_end_signal(act):
             yield

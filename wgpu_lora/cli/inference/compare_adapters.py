@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import console, is_terminal, line
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.infer import Evaluation
@@ -33,11 +33,11 @@ def show_answers(answers: Mapping[str, Answer]) -> None:
 
     shown = console()
     for name, answer in answers.items():
-        end = Text(f"{counted(len(answer.token_ids), 'token')}, {answer.stop_reason}", "dim")
-        title = Text(printable(name), "bold")
+        end = Text(f"{count_noun(len(answer.token_ids), 'token')}, {answer.stop_reason}", "dim")
+        title = Text(escape_unprintable(name), "bold")
         shown.print(
             Panel(
-                Text(printable(answer.text, "\n\t")),
+                Text(escape_unprintable(answer.text, "\n\t")),
                 title=title,
                 title_align="left",
                 subtitle=end,
@@ -61,7 +61,7 @@ def show_losses(losses: Mapping[str, Evaluation]) -> None:
     for name, found in losses.items():
         others = [found.metrics.get(metric) for metric in shown] or [found.perplexity]
         values = ["" if value is None else f"{value:.4f}" for value in others]
-        table.add_row(Text(printable(name)), f"{found.loss:.6f}", *values, f"{found.tokens:,}")
+        table.add_row(Text(escape_unprintable(name)), f"{found.loss:.6f}", *values, f"{found.tokens:,}")
     console().print(table)
     rows, seconds = next(iter(losses.values())).rows, sum(found.seconds for found in losses.values())
     line("over", f"{rows:,} rows in {seconds:.1f} s")

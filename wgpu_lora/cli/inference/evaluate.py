@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
 from wgpu_lora.cli.inference.compare_adapters import as_rows, show_losses
 from wgpu_lora.cli.inference.sampling_options import MaxNewTokens, Seed, TopP
@@ -26,14 +26,14 @@ from wgpu_lora.cli.parameters import (
     Model,
     Notes,
     choice,
-    refuse_idle,
+    refuse_unused,
 )
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.choices import OVERFLOW
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 OF_LOSSES = ("objective", "max_length", "on_overflow", "completion_only_loss", "skip_bad_rows", "teacher",
              "teacher_adapter", "teacher_cache")  # fmt: skip
@@ -123,9 +123,9 @@ def evaluate(
     """
     options: dict[str, Any]
     if pass_at_k is None:
-        refuse_idle(ctx, OF_CHECKS, "without --pass-at-k")
+        refuse_unused(ctx, OF_CHECKS, "without --pass-at-k")
     else:
-        refuse_idle(ctx, OF_LOSSES, "with --pass-at-k")
+        refuse_unused(ctx, OF_LOSSES, "with --pass-at-k")
         from wgpu_lora.cli.inference.pass_at_k import evaluate_checks
 
         chosen = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
@@ -148,7 +148,7 @@ def evaluate(
     from wgpu_lora.api import evaluate as measure
     from wgpu_lora.api import evaluate_several, load
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
-    from wgpu_lora.train.run.trained_options import check_rows, fit_rows
+    from wgpu_lora.train.run.trained_options import check_rows, evaluation_rows
 
     adapters = named_adapters(adapter or [])
     several = compare or len(adapters) > 1
@@ -167,7 +167,7 @@ def evaluate(
     try:
         check_rows(given)  # before anything is opened
         opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
-        rows = fit_rows(given, list(adapters.values()), opened.config.max_position_embeddings)
+        rows = evaluation_rows(given, list(adapters.values()), opened.config.max_position_embeddings)
         options |= {name: getattr(rows, name) for name in given}
         if rows.note and not as_json:
             line("note", rows.note)
@@ -198,7 +198,7 @@ def evaluate(
             line("loss", f"{found.loss:.6f}{after}")
             for name, value in found.metrics.items():
                 line("metric", f"{name} {value:.6f}")
-            tokens, over = counted(found.tokens, "trained token"), counted(found.rows, "row")
+            tokens, over = count_noun(found.tokens, "trained token"), count_noun(found.rows, "row")
             line("over", f"{tokens} in {over}, in {found.seconds:.1f} s")
     if not as_json:
         line("data", next(iter(losses.values())).data)
@@ -207,5 +207,5 @@ def evaluate(
 
 
 def _fail(message: str) -> int:
-    print(f"wgpu-lora: {printable(message)}", file=sys.stderr)
+    print(f"wgpu-lora: {escape_unprintable(message)}", file=sys.stderr)
     return 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, TensorBar, is_terminal, print_json
 from wgpu_lora.cli.inference.compare_adapters import as_rows, show_answers
 from wgpu_lora.cli.inference.sampling_options import (
@@ -25,14 +25,14 @@ from wgpu_lora.cli.inference.sampling_options import (
     TopP,
     for_stdout,
 )
-from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, refuse_idle
+from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.answers import Answer
-    from wgpu_lora.infer.generation_options import Settings
+    from wgpu_lora.infer.generation_options import GenerationOptions
     from wgpu_lora.infer.prompt_file import Request
     from wgpu_lora.models.loaded_model import LoadedModel
 
@@ -103,14 +103,14 @@ def generate(
 
         return run_chat(model, adapter or [], compare, settings, None, device, base_dtype)
     if temperature == 0:
-        refuse_idle(ctx, DRAWING, "at --temperature 0, which takes the most likely token")
+        refuse_unused(ctx, DRAWING, "at --temperature 0, which takes the most likely token")
     if output or prompts:
-        refuse_idle(ctx, ("as_json",), "with --output or --prompts, whose answers are JSONL")
+        refuse_unused(ctx, ("as_json",), "with --output or --prompts, whose answers are JSONL")
     if prompt and prompts:
         raise UserError("--prompt and --prompts cannot be combined: give one of them.")
     from wgpu_lora.atomic import check_new, write_new_bytes
     from wgpu_lora.infer.answers import answer_table, tokenizer_of
-    from wgpu_lora.infer.generation_options import settings_of
+    from wgpu_lora.infer.generation_options import generation_options
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt_file import Request, kept_on_failure, read_requests, to_jsonl
     from wgpu_lora.infer.prompts import check_text, prompt_notes
@@ -118,7 +118,7 @@ def generate(
     from wgpu_lora.strict_json import to_json
 
     # Check the options before anything is opened.
-    chosen = settings_of(settings, "The command line")
+    chosen = generation_options(settings, "The command line")
     if batch_size is not None and batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, not {batch_size}.")
     if prompts:
@@ -161,7 +161,7 @@ def generate(
             if output:
                 write_new_bytes(output, to_jsonl(rows), "--output")
     if output:
-        _note(f"{counted(len(rows), 'answer')} written to {output}")
+        _note(f"{count_noun(len(rows), 'answer')} written to {output}")
     elif prompts:
         print("\n".join(map(to_json, rows)), flush=True)
     elif as_json:
@@ -190,7 +190,7 @@ class _Collected(TensorBar):
         self._requests, self._several, self._rows = requests, several, rows
 
     def answering(self, done: int, total: int, tokens: int) -> None:
-        self._bar.advance(f"answering, {counted(tokens, 'token')} so far", to=done, total=total)
+        self._bar.advance(f"answering, {count_noun(tokens, 'token')} so far", to=done, total=total)
 
     def answered(self, number: int, name: str | None, answer: Answer) -> None:
         from wgpu_lora.infer.prompt_file import row_of
@@ -199,7 +199,12 @@ class _Collected(TensorBar):
 
 
 def _answer_one(
-    model: LoadedModel, request: Request, adapters: dict[str, Path], settings: Settings, as_json: bool, bar: Bar
+    model: LoadedModel,
+    request: Request,
+    adapters: dict[str, Path],
+    settings: GenerationOptions,
+    as_json: bool,
+    bar: Bar,
 ) -> None:
     """Stream a single answer, or print it as JSON."""
     from wgpu_lora.infer.answers import answer_slots
@@ -234,7 +239,7 @@ def _titled(requests: list[Request], found: list[dict[str, Answer]], several: bo
 
 
 def _note(text: str) -> None:
-    print(f"wgpu-lora: {printable(text)}", file=sys.stderr, flush=True)
+    print(f"wgpu-lora: {escape_unprintable(text)}", file=sys.stderr, flush=True)
 
 
 def _piped() -> str:

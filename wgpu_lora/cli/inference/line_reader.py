@@ -88,7 +88,7 @@ class Reader:
 
 
 @contextmanager
-def unmarked() -> Iterator[None]:
+def hide_typed_keys() -> Iterator[None]:
     """Do not echo typed keys, including ^C, into the output; the next prompt shows them."""
     try:
         import termios

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, TensorBar, console, line, print_json, table
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import counted, listed
+from wgpu_lora.words import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.checks.pass_at_k import PassRates, Sample
@@ -43,18 +43,18 @@ def evaluate_checks(
     from wgpu_lora.checks.coding_problems import read_problems
     from wgpu_lora.checks.pass_at_k import check_settings, measure, parse_ks
     from wgpu_lora.data import heldout_data
-    from wgpu_lora.infer.generation_options import settings_of
+    from wgpu_lora.infer.generation_options import generation_options
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt_file import kept_on_failure, to_jsonl
     from wgpu_lora.models.loaded_model import open_model
     from wgpu_lora.track.run_recorder import remarks
-    from wgpu_lora.train.run.trained_options import fit_rows
+    from wgpu_lora.train.run.trained_options import evaluation_rows
 
     # Check everything before a model is opened.
     ks = parse_ks(pass_at_k, samples)
     if settings["temperature"] is None:
         settings["temperature"] = 0.0 if samples == 1 else WARM
-    check_settings(settings_of(settings, "The command line"), samples)
+    check_settings(generation_options(settings, "The command line"), samples)
     if not 0 < options["timeout"] <= LONGEST:
         raise UserError(f"--timeout must be above 0 and at most {LONGEST:,.0f} seconds, not {options['timeout']:g}.")
     if options["batch"] is not None and options["batch"] < 1:
@@ -69,7 +69,7 @@ def evaluate_checks(
     opened = open_model(model_of(adapters, model), *opening)
     if settings["enable_thinking"] is None:  # as in training
         limit = opened.config.max_position_embeddings
-        settings["enable_thinking"] = fit_rows({}, list(adapters.values()), limit).enable_thinking
+        settings["enable_thinking"] = evaluation_rows({}, list(adapters.values()), limit).enable_thinking
     found: list[Sample] = []
     config = {**settings, "pass_at_k": pass_at_k, "samples": samples, "timeout": options["timeout"]}
     with (
@@ -83,7 +83,7 @@ def evaluate_checks(
             problems,
             ks,
             samples,
-            settings_of(settings, "The command line"),
+            generation_options(settings, "The command line"),
             adapters,
             slots,
             found=found,
@@ -106,7 +106,7 @@ def evaluate_checks(
     else:
         _show(rates, ks)
         if output:
-            line("written", f"{counted(len(rates.samples), 'answer')} to {output}")
+            line("written", f"{count_noun(len(rates.samples), 'answer')} to {output}")
     return 0
 
 
@@ -146,24 +146,28 @@ class _Shown(TensorBar):
     """A bar of loaded tensors, then of checked answers."""
 
     def answering(self, done: int, total: int, tokens: int) -> None:
-        self._bar.advance(f"checking answers, {counted(tokens, 'token')} so far", to=done, total=total)
+        self._bar.advance(f"checking answers, {count_noun(tokens, 'token')} so far", to=done, total=total)
 
 
 def _show(rates: PassRates, ks: Sequence[int]) -> None:
     outcomes = list(next(iter(rates.rates.values())).outcomes)
     rows = [
-        [printable(name), *(f"{rate.pass_at_k[k]:.1%}" for k in ks), *(f"{n:,}" for n in rate.outcomes.values())]
+        [
+            escape_unprintable(name),
+            *(f"{rate.pass_at_k[k]:.1%}" for k in ks),
+            *(f"{n:,}" for n in rate.outcomes.values()),
+        ]
         for name, rate in rates.rates.items()
     ]
     console().print(table(["name", *(f"pass@{k}" for k in ks), *outcomes], rows, left=["name"]))
     first = next(iter(rates.rates.values()))
-    each = counted(first.samples, "sample")
+    each = count_noun(first.samples, "sample")
     form = "continued as text" if rates.completion else "asked in a chat"
-    line("over", f"{counted(first.rows, 'row')}, {each} each, {form}, in {rates.seconds:.1f} s")
+    line("over", f"{count_noun(first.rows, 'row')}, {each} each, {form}, in {rates.seconds:.1f} s")
     line("answers", f"ran under {rates.confinement}")
     if rates.confinement.unenforced:
-        line("note", f"this system did not enforce limits of {listed(rates.confinement.unenforced)}")
+        line("note", f"this system did not enforce limits of {join_words(rates.confinement.unenforced)}")
 
 
 def _note(text: str) -> None:
-    print(f"wgpu-lora: {printable(text)}", file=sys.stderr, flush=True)
+    print(f"wgpu-lora: {escape_unprintable(text)}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import is_terminal
 from wgpu_lora.cli.parameters import THINKING, choice
 
@@ -52,7 +52,7 @@ NARROW = 36  # columns; narrower answers are shown one below the other
 
 def for_stdout(text: str) -> str:
     """Text from a model, without control characters on a terminal, and unchanged in a pipe."""
-    return printable(text, "\n\t") if is_terminal(sys.stdout) else text
+    return escape_unprintable(text, "\n\t") if is_terminal(sys.stdout) else text
 
 
 class SideBySide:
@@ -74,7 +74,7 @@ class SideBySide:
             self._console.print(self._grid())
 
     def add(self, name: str, piece: str) -> None:
-        self.texts[name] += printable(piece, "\n\t")
+        self.texts[name] += escape_unprintable(piece, "\n\t")
         self._live.update(self._grid())
 
     def _grid(self) -> Any:
@@ -83,7 +83,7 @@ class SideBySide:
         from rich.text import Text
 
         panels = [
-            Panel(Text(text), title=Text(printable(name), "bold"), title_align="left")
+            Panel(Text(text), title=Text(escape_unprintable(name), "bold"), title_align="left")
             for name, text in self.texts.items()
         ]
         grid = Table.grid(expand=True)

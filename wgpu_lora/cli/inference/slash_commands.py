@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import counted, listed
+from wgpu_lora.words import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.chat import Chat
@@ -34,7 +34,7 @@ block. Ctrl-C stops an answer.
 To send a message that begins with a slash, type two."""
 
 
-class Commands:
+class SlashCommands:
     """The commands of a chat; `say` prints a line. Each raises UserError if it cannot be carried out."""
 
     def __init__(self, chat: Chat, say: Callable[[str], None]):
@@ -82,7 +82,7 @@ class Commands:
             return self._adapters(rest)
         names = list(dict.fromkeys(name for text in _words(rest) for name in self._named(text)))
         self.chat.select(names)
-        self.say(f"{listed(names)} answer{'s' if len(names) == 1 else ''} from now on")
+        self.say(f"{join_words(names)} answer{'s' if len(names) == 1 else ''} from now on")
 
     def _named(self, text: str) -> list[str]:
         """The names that a word stands for; a directory is loaded first."""
@@ -118,10 +118,10 @@ class Commands:
         self.say("the system message is set" if text else "there is no system message")
 
     def _set(self, rest: str) -> None:
-        from wgpu_lora.infer.generation_options import Settings, parsed, settings_of
+        from wgpu_lora.infer.generation_options import GenerationOptions, generation_options, parsed
         from wgpu_lora.names.aliases import aliases_of
 
-        names = [f.name for f in fields(Settings) if f.name != "system"]
+        names = [f.name for f in fields(GenerationOptions) if f.name != "system"]
         name, _, value = rest.partition(" ")
         name = name.strip("-").replace("-", "_")
         name = aliases_of(names).get(name, name)
@@ -131,7 +131,7 @@ class Commands:
                 self.say(f"{one} = {_shown(now)}")
             return
         if name not in names:
-            settings_of({name: None}, "/set")  # lists the settings
+            generation_options({name: None}, "/set")  # lists the settings
             raise UserError("Set the system message with /system TEXT.")
         if not value.strip():
             self.say(f"{name} = {_shown(current[name])}")
@@ -167,7 +167,7 @@ class Commands:
         data, before = to_jsonl(rows), self._saved.get(path.absolute())
         write_new_bytes(path, data, "/save", replacing=before)
         self._saved[path.absolute()] = data
-        self.say(f"saved {counted(len(rows), 'row')} in {path}")
+        self.say(f"saved {count_noun(len(rows), 'row')} in {path}")
 
     def _load(self, rest: str) -> None:
         from wgpu_lora.infer.chat import read_conversations
@@ -188,7 +188,7 @@ class Commands:
         self.chat.reset(messages[:cut])
         self._saved.clear()
         left = "" if cut == len(messages) else "; messages after the last answer are left out"
-        self.say(f"continuing from row {row} of {len(found):,}, {counted(cut, 'message')}{left}")
+        self.say(f"continuing from row {row} of {len(found):,}, {count_noun(cut, 'message')}{left}")
 
 
 def _shown(value: object) -> str:

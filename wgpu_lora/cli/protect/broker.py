@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 
 PolicyOption = Annotated[Path, typer.Option(metavar="FILE", help="policy.toml: what evidence must state.")]
@@ -57,7 +57,7 @@ def broker(
         port,
         tls,
         state,
-        lambda text: typer.echo(printable(text, "\n")),
+        lambda text: typer.echo(escape_unprintable(text, "\n")),
         requests_per_minute,
     )
     return 0

@@ -11,7 +11,7 @@ import typer
 from wgpu_lora.cli.console import is_terminal, line, print_json
 from wgpu_lora.cli.parameters import Json
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 OFFLINE = "Release a data key by files"
 
@@ -84,8 +84,8 @@ def seal(
             }
         )
         return 0
-    rows = "" if record.rows is None else f", {counted(record.rows, 'row')}"
-    line("sealed", f"{sealed}, {record.bytes:,} bytes{rows}, to {counted(len(record.recipients), 'recipient')}")
+    rows = "" if record.rows is None else f", {count_noun(record.rows, 'row')}"
+    line("sealed", f"{sealed}, {record.bytes:,} bytes{rows}, to {count_noun(len(record.recipients), 'recipient')}")
     line("sha256", record.sha256, whole=True)
     return 0
 

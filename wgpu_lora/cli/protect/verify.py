@@ -12,7 +12,7 @@ import typer
 from wgpu_lora.cli.console import line, print_json
 from wgpu_lora.cli.parameters import Json
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import counted, listed
+from wgpu_lora.words import count_noun, join_words
 
 
 def verify(
@@ -51,8 +51,10 @@ def verify(
     for failure in result.failures:
         line("failed", failure.line())
     if result.not_applied:
-        line("unchecked", f"not restricted by the policy, or without a value to check: {listed(result.not_applied)}")
-    checked = counted(len(result.applied), "rule")
+        line(
+            "unchecked", f"not restricted by the policy, or without a value to check: {join_words(result.not_applied)}"
+        )
+    checked = count_noun(len(result.applied), "rule")
     failed = {failure.rule for failure in result.failures}
     line("result", f"passed: {checked}" if result.passed else f"refused: {len(failed)} of {checked} failed")
     return 0 if result.passed else 1

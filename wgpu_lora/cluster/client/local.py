@@ -27,7 +27,7 @@ from wgpu_lora.cluster.launcher import processes
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.locks import lock_file
 from wgpu_lora.process_identity import boot_id
-from wgpu_lora.signals import deferred
+from wgpu_lora.signals import end_signal_delayed
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.typed_json import typed
 
@@ -79,7 +79,7 @@ class Local:
 
     def end(self) -> None:
         """End all of its processes, the jobs among them, and remove its files; a signal meanwhile acts afterwards."""
-        with deferred():
+        with end_signal_delayed():
             processes.end(self.mark)
             shutil.rmtree(self.place, ignore_errors=True)
 

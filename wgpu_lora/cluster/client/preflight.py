@@ -30,7 +30,7 @@ from wgpu_lora.cluster.placement.types import Place
 from wgpu_lora.cluster.spec.paths import HERE
 from wgpu_lora.cluster.spec.run_options import RunOptions
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import counted, listed
+from wgpu_lora.words import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.spec.sweep_options import SweepOptions
@@ -109,8 +109,8 @@ def _eval_device(nodes: Sequence[NodeFacts], given: str | None, refusals: Refusa
     found = exact or part
     if len(found) != 1:
         names = [f"{device.key} ({device.name}) on {node.host}" for node, device in devices]
-        known = listed(names[:MOST_HOSTS], max(0, len(names) - MOST_HOSTS))
-        which = "no device of the cluster" if not found else f"{counted(len(found), 'device')} of the cluster"
+        known = join_words(names[:MOST_HOSTS], max(0, len(names) - MOST_HOSTS))
+        which = "no device of the cluster" if not found else f"{count_noun(len(found), 'device')} of the cluster"
         refusals.add(f"--eval-device {given} names {which}: give a key or more of the name; there are {known}.")
         return None
     if len(devices) == 1:
@@ -202,7 +202,7 @@ def _with_data(
 def _lacks(path: str, hosts: Sequence[NodeFacts], why: str, users: Sequence[str], shared: bool) -> str:
     if shared:
         return f"The shared folder {path} is missing on {listed_hosts(hosts)}: mount it there, or leave --shared out."
-    of = f"of {users[0]}" + (f" and {counted(len(users) - 1, 'other')}" if len(users) > 1 else "")
+    of = f"of {users[0]}" + (f" and {count_noun(len(users) - 1, 'other')}" if len(users) > 1 else "")
     if os.path.exists(path):
         return (
             f"{path} {of} is on this machine, but {listed_hosts(hosts)} cannot read it: put it into a folder that all "

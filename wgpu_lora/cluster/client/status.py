@@ -8,7 +8,7 @@ from wgpu_lora.cluster.client.asking import Asking
 from wgpu_lora.cluster.client.follow import snapshot_of
 from wgpu_lora.cluster.facts import DeviceView, RunView, Snapshot, to_plain
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 MOST = 5  # names that a sentence lists
 
@@ -24,7 +24,7 @@ def chosen_run(cluster: Asking, name: str | None) -> RunView:
     if name is not None:
         if name in known:
             return known[name]
-        said = listed([*known][-MOST:], max(0, len(known) - MOST)) if known else "none"
+        said = join_words([*known][-MOST:], max(0, len(known) - MOST)) if known else "none"
         raise UserError(f"The cluster knows no run '{name}': its runs are {said}.")
     due = {task.run for task in seen.tasks if not task.fetched}
     found = [run for run in seen.runs if not run.over or run.name in due]
@@ -32,7 +32,7 @@ def chosen_run(cluster: Asking, name: str | None) -> RunView:
         return found[0]
     if not found:
         raise UserError("No run goes on in this cluster: 'wgpu-lora cluster status' shows those that have ended.")
-    names = listed([run.name for run in found[-MOST:]], max(0, len(found) - MOST))
+    names = join_words([run.name for run in found[-MOST:]], max(0, len(found) - MOST))
     raise UserError(f"Several runs go on in this cluster: name one of {names}.")
 
 
@@ -42,7 +42,7 @@ def chosen_device(snapshot: Snapshot, given: str) -> DeviceView:
     if len(found) == 1:
         return found[0]
     names = [place_of(snapshot, one) for one in snapshot.devices]
-    known = listed(names[:MOST], max(0, len(names) - MOST)) if names else "none"
+    known = join_words(names[:MOST], max(0, len(names) - MOST)) if names else "none"
     what = "several devices" if found else "no device"
     raise UserError(f"{given} names {what} of the cluster: give HOST:INDEX; there are {known}.")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from wgpu_lora.cluster.client.asking import Asking
 from wgpu_lora.cluster.client.refusals import Refusals
 from wgpu_lora.cluster.facts import NodeFacts, Versions, from_plain
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.spec.file import ClusterFile
@@ -76,4 +76,4 @@ def _address(host: HostSpec) -> str | None:
 def listed_hosts(nodes: Sequence[NodeFacts]) -> str:
     """The names of hosts, of which there may be many."""
     names = [node.host for node in nodes]
-    return listed(names[:MOST_HOSTS], len(names) - MOST_HOSTS if len(names) > MOST_HOSTS else 0)
+    return join_words(names[:MOST_HOSTS], len(names) - MOST_HOSTS if len(names) > MOST_HOSTS else 0)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wgpu_lora.cluster.client import local
-from wgpu_lora.process_identity import start_of
+from wgpu_lora.process_identity import process_start
 
 _NUMBERS = itertools.count()
 
@@ -18,7 +18,7 @@ _NUMBERS = itertools.count()
 def using() -> Iterator[None]:
     """Count this program among those that use the local Ray, also before it runs. Raises UserError."""
     with local.locked() as directory:
-        mine = _users(directory) / f"{os.getpid()}-{start_of(os.getpid())}-{next(_NUMBERS)}"
+        mine = _users(directory) / f"{os.getpid()}-{process_start(os.getpid())}-{next(_NUMBERS)}"
         mine.parent.mkdir(exist_ok=True)
         mine.touch()
     try:
@@ -42,7 +42,7 @@ def _others(directory: Path) -> bool:
     for file in _users(directory).iterdir() if _users(directory).is_dir() else ():
         pid, _, rest = file.name.partition("-")
         started = rest.partition("-")[0]
-        if not pid.isdecimal() or str(start_of(int(pid))) != started:
+        if not pid.isdecimal() or str(process_start(int(pid))) != started:
             file.unlink(missing_ok=True)
         elif int(pid) != os.getpid():
             found = True

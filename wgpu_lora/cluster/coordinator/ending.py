@@ -5,7 +5,7 @@ from __future__ import annotations
 from wgpu_lora.cluster.coordinator import fleet, units
 from wgpu_lora.cluster.coordinator.state import State, UnitState
 from wgpu_lora.cluster.facts import Report
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 FAILURES = 3  # of a task in a row, without a newer copy
 KILLS = 10  # likewise, from outside: a machine that has too little memory kills for ever
@@ -68,5 +68,5 @@ def _again(state: State, unit: UnitState, said: str, now: float) -> None:
         unit.copy = None
         units.wait(state, unit, now, said)
     else:
-        times = counted(max(len(tasks[0].failed_on), tasks[0].killed), "time")
+        times = count_noun(max(len(tasks[0].failed_on), tasks[0].killed), "time")
         units.give_up(state, unit, f"interrupted {times} in a row without a new checkpoint, at last since {said}")

@@ -10,7 +10,7 @@ from wgpu_lora.cluster.coordinator.choosing import Refusals
 from wgpu_lora.cluster.coordinator.state import Requests, RunState, State, TaskState
 from wgpu_lora.cluster.facts import RunRequest
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import counted, listed
+from wgpu_lora.words import count_noun, join_words
 
 MOST = 5  # names that a sentence lists
 RETAIN_SECONDS = 7 * 86400.0  # how long results wait for somebody to fetch them
@@ -31,7 +31,7 @@ def add(state: State, requests: Requests, request: RunRequest, now: float) -> No
         units.new_unit(state, request.name, [task.name])
     teaching.add(state, request)
     by = f", by {request.by}" if request.by else ""
-    state.say(now, f"{request.name}: {counted(len(request.tasks), 'adapter')} to train{by}")
+    state.say(now, f"{request.name}: {count_noun(len(request.tasks), 'adapter')} to train{by}")
 
 
 def check(state: State, requests: Requests, request: RunRequest) -> None:
@@ -61,7 +61,7 @@ def check(state: State, requests: Requests, request: RunRequest) -> None:
     if found:
         more = [f"and {len(found) - MOST_REFUSALS:,} more"] if len(found) > MOST_REFUSALS else []
         raise UserError(
-            f"{counted(len(found), 'adapter')} of run '{request.name}' cannot be placed on the cluster's devices:",
+            f"{count_noun(len(found), 'adapter')} of run '{request.name}' cannot be placed on the cluster's devices:",
             [*found[:MOST_REFUSALS], *more],
         )
 
@@ -97,7 +97,7 @@ def cancel(state: State, run: str, task: str | None, now: float) -> None:
         raise UserError(f"No run '{run}' is known: 'wgpu-lora cluster status' lists all runs.")
     if task is not None and f"{run}/{task}" not in state.tasks:
         names = [one.name for one in state.tasks.values() if one.run == run]
-        known = listed(names[:MOST], max(0, len(names) - MOST))
+        known = join_words(names[:MOST], max(0, len(names) - MOST))
         raise UserError(f"Run '{run}' has no adapter '{task}': its adapters are {known}.")
     ours = [one for one in tasks_of(state, run) if not one.over and task in (None, one.name)]
     for one in ours:

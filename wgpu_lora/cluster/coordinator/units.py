@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from wgpu_lora.cluster.coordinator.state import State, TaskState, UnitState
 from wgpu_lora.cluster.facts import Copy, Progress
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 ENDINGS = {"finished": "finished", "stopped": "stopped", "stopped early": "stopped", "failed": "failed"}
 
@@ -154,5 +154,5 @@ def _has_results(unit: UnitState, task: TaskState) -> bool:
 
 def called(unit: UnitState) -> str:
     """A unit's tasks, for people."""
-    names = listed(unit.tasks[:3], max(0, len(unit.tasks) - 3))
+    names = join_words(unit.tasks[:3], max(0, len(unit.tasks) - 3))
     return f"{unit.run}: {names if len(unit.tasks) == 1 else f'the pipeline of {names}'}"

@@ -11,8 +11,8 @@ from wgpu_lora.cluster.devices.speed import cached
 from wgpu_lora.cluster.facts import DeviceFacts
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.memory_leases import Entry, Ledger, budget_bytes, device_key, device_memory
-from wgpu_lora.train.memory import readable
+from wgpu_lora.memory_leases import Ledger, LedgerEntry, budget_bytes, device_key, device_memory
+from wgpu_lora.train.memory import format_bytes
 
 
 def node_devices(address: str) -> list[DeviceFacts]:
@@ -66,5 +66,5 @@ def _leases(ledger: Ledger) -> tuple[int, list[str], bool]:
     return sum(entry.bytes for entry in entries), [_said(entry) for entry in entries], True
 
 
-def _said(entry: Entry) -> str:
-    return f"{readable(entry.bytes)} by {entry.who}"
+def _said(entry: LedgerEntry) -> str:
+    return f"{format_bytes(entry.bytes)} by {entry.who}"

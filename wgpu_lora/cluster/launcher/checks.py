@@ -17,7 +17,7 @@ from wgpu_lora.cluster.launcher.ssh import last_line, node_command, run
 from wgpu_lora.cluster.spec.file import ClusterFile
 from wgpu_lora.cluster.spec.hosts import HostSpec
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 CHECK_SECONDS = 90.0  # a first start of Python there, and a digest of the package
 AT_ONCE = 16
@@ -99,7 +99,7 @@ def for_all(hosts: Sequence[HostSpec], work: Any, failed: str) -> list[Any]:
         raise UserError(refused[0])
     if refused:
         more = [f"... and {len(refused) - MOST_SHOWN:,} more"] if len(refused) > MOST_SHOWN else []
-        raise UserError(f"{counted(len(refused), 'host')} {failed}:", [*refused[:MOST_SHOWN], *more])
+        raise UserError(f"{count_noun(len(refused), 'host')} {failed}:", [*refused[:MOST_SHOWN], *more])
     return found
 
 

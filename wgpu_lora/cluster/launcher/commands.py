@@ -18,7 +18,7 @@ from wgpu_lora.cluster.launcher.token import new_token, token_of
 from wgpu_lora.cluster.spec.file import ClusterFile
 from wgpu_lora.cluster.spec.hosts import HostSpec
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.words import counted, listed
+from wgpu_lora.words import count_noun, join_words
 
 UP_SECONDS, DOWN_SECONDS, PORTS_SECONDS = 400.0, 180.0, 60.0
 RAY = [sys.executable, "-P", "-m", "ray.scripts.scripts"]
@@ -44,7 +44,7 @@ def up(spec: ClusterFile, say: Say) -> None:
     strangers = [one.host.host for one in checked if one.running not in (None, start)]
     if strangers:  # their head has gone, and they would never find the new one
         raise UserError(
-            f"{listed(strangers)} still {'runs' if len(strangers) == 1 else 'run'} what an earlier start of "
+            f"{join_words(strangers)} still {'runs' if len(strangers) == 1 else 'run'} what an earlier start of "
             f"{spec.name} left: run 'wgpu-lora cluster down -f {spec.path}' first."
         )
     missing = [one.host for one in checked if not one.running]
@@ -139,11 +139,12 @@ def _report(spec: ClusterFile, checked: list[Checked], say: Say) -> None:
         if found["public"] and everywhere:
             say(
                 "Warning",
-                f"{host.host} has the public address {listed(found['public'])}, and Ray listens on all interfaces, on "
-                f"ports {listed(everywhere)}: close them with a firewall, as docs/cluster-hosts.md shows.",
+                f"{host.host} has the public address {join_words(found['public'])}, and Ray listens on all "
+                "interfaces, on "
+                f"ports {join_words(everywhere)}: close them with a firewall, as docs/cluster-hosts.md shows.",
             )
     head = f"{spec.head.host}, {address_of(spec, spec.head)}:{ports_of(spec)['gcs']}"
-    say(spec.name, f"is up: {counted(len(hosts), 'host')}; head {head}")
+    say(spec.name, f"is up: {count_noun(len(hosts), 'host')}; head {head}")
 
 
 def _ports_of(spec: ClusterFile, host: HostSpec) -> dict[str, Any]:

@@ -68,8 +68,8 @@ class Standing:
     def resume(self, directory: Path) -> None:
         """Begin with what the checkpoints in a unit's directory say."""
         for name in self.names:
-            newest = run_checkpoint.newest(directory / ADAPTERS / name)
-            if newest is None or run_checkpoint.fault(newest):
+            newest = run_checkpoint.latest_checkpoint(directory / ADAPTERS / name)
+            if newest is None or run_checkpoint.checkpoint_damage(newest):
                 continue
             state, _ = read_state(newest)
             self.saved[name] = state.step

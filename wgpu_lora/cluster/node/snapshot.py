@@ -74,7 +74,11 @@ class Snapshots:
 
     def _files(self, ended: bool) -> Iterator[Path]:
         for root in self._roots():
-            old = [] if ended else [place for _, place in run_checkpoint.found(root / run_checkpoint.STEPS)[:-KEPT]]
+            old = (
+                []
+                if ended
+                else [place for _, place in run_checkpoint.list_checkpoints(root / run_checkpoint.STEPS)[:-KEPT]]
+            )
             for path in walked(root):
                 if not any(place in path.parents for place in old):
                     yield path
@@ -92,10 +96,12 @@ class Snapshots:
         """Check all checkpoints of a snapshot; returns the steps of the newest ones by task."""
         steps = {}
         for run in sorted((target / ADAPTERS).iterdir()) if (target / ADAPTERS).is_dir() else ():
-            places = [p for _, p in run_checkpoint.found(run / run_checkpoint.STEPS)] + run_checkpoint.results_of(run)
+            places = [
+                p for _, p in run_checkpoint.list_checkpoints(run / run_checkpoint.STEPS)
+            ] + run_checkpoint.results_of(run)
             for place in places:
                 self._check_checkpoint(place)
-            if newest := run_checkpoint.newest(run):
+            if newest := run_checkpoint.latest_checkpoint(run):
                 steps[run.name] = read_state(newest)[0].step
         if (target / PIPELINE / STATE).is_file():
             steps |= self._check_pipeline(target)
@@ -105,7 +111,7 @@ class Snapshots:
         """Check a checkpoint by its manifest, whose digests are remembered for the list of files."""
         if any(self._key(path) not in self._known for path in place.iterdir()):
             try:
-                if wrong := run_checkpoint.fault(place):
+                if wrong := run_checkpoint.checkpoint_damage(place):
                     raise MovedOn(f"{place.name}: {wrong}")
             except UserError as error:
                 raise MovedOn(str(error)) from error
@@ -149,4 +155,4 @@ def walked(root: Path) -> Iterator[Path]:
 
 
 def _is_at(place: Path, step: int) -> bool:
-    return place.is_dir() and not run_checkpoint.fault(place) and read_state(place)[0].step == step
+    return place.is_dir() and not run_checkpoint.checkpoint_damage(place) and read_state(place)[0].step == step

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from wgpu_lora.cluster.placement.types import Place
-from wgpu_lora.train.memory import both, readable
+from wgpu_lora.train.memory import format_bytes, format_bytes_exact
 
 
 def refusal(task: str, needed: Mapping[str, int], places: Sequence[Place], devices: int = 1) -> str | None:
@@ -33,8 +33,9 @@ def refusal(task: str, needed: Mapping[str, int], places: Sequence[Place], devic
         return f"Adapter '{task}' fits only on devices that are out of use, such as {_named(out)}, which is {out.out}."
     nearest = max(able, key=lambda place: (_most(place) / needed[place.plan_class], place.id))
     return (
-        f"Adapter '{task}' needs {both(needed[nearest.plan_class])} of device memory, but the nearest device, "
-        f"{_named(nearest)}, has {readable(int(_most(nearest)))}."
+        f"Adapter '{task}' needs {format_bytes_exact(needed[nearest.plan_class])} of device memory, but the nearest "
+        "device, "
+        f"{_named(nearest)}, has {format_bytes(int(_most(nearest)))}."
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from wgpu_lora.cluster.facts import Task
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 LOCK, PROBE = ".lock", ".test"  # of the same length
 MOST = 3  # files that a sentence names
@@ -102,7 +102,7 @@ def _check_free(task: Task) -> None:
         ) from None
     if held:
         raise UserError(
-            f"The output directory {path} of {task.name} is not empty (it has {listed(held)}): choose another "
+            f"The output directory {path} of {task.name} is not empty (it has {join_words(held)}): choose another "
             "directory, or move it away."
         )
 

@@ -10,7 +10,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import nearest
 from wgpu_lora.names.spelling import IN_FILE, naming
 from wgpu_lora.typed_json import read_as
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ def check_keys(values: Mapping[str, Any], known: Collection[str], where: str) ->
         if key not in known:
             with naming(IN_FILE):
                 meant = nearest(key.replace("-", "_"), known)
-            text = f"did you mean {' or '.join(meant)}?" if meant else f"choose among {listed([*known])}."
+            text = f"did you mean {' or '.join(meant)}?" if meant else f"choose among {join_words([*known])}."
             raise UserError(f"{where} has an unknown key {key!a:.60}: {text}")
 
 

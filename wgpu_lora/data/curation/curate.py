@@ -39,17 +39,17 @@ from wgpu_lora.data.curation.row_edits import (
     Read,
     Row,
     examples_only,
-    plain_row,
-    reason_against,
+    json_row,
+    rejection_reason,
 )
 from wgpu_lora.data.json_values import canonical, row_digest
 from wgpu_lora.data.row_formats import RowFormats
-from wgpu_lora.data.source import NoRowsError, Place, Problem
-from wgpu_lora.data.validation_split import held_out, key_of
+from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace
+from wgpu_lora.data.validation_split import row_key, validation_mask
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 _TOLD = 0.1  # seconds between calls of `watch`
 _SPOOL, _GROUPS, _SEEN = ".spool", ".groups", ".seen"  # temporary files
@@ -90,14 +90,14 @@ def prepare_files(
             raise UserError(f"{setting('preferences_from', pattern)} matches none of the inputs: check the pattern.")
     with new_directory(output, flag("output"), replace=True) as place:
         refuse_output(output, options.overwrite)  # a killed process may have moved it away
-        facts = _Preparing(inputs, options, place, watch).run()
+        facts = Curation(inputs, options, place, watch).run()
         text = to_json(facts, indent=1, ensure_ascii=False) + "\n"
         write_bytes_atomic(place / REPORT, text.encode())
         refuse_output(output, options.overwrite)  # a program without our locks may have made it
     return facts
 
 
-class _Preparing:
+class Curation:
     def __init__(self, inputs: Inputs, options: Preparation, place: Path, watch: Watch) -> None:
         self.inputs, self.options, self.place, self.watch = inputs, options, place, watch
         self.counts, self.notes = Counts(), list(inputs.notes)
@@ -129,7 +129,7 @@ class _Preparing:
 
     def _input(self, number: int, repeats: Duplicates) -> None:
         source, path = self.inputs.sources[number], self.inputs.paths[number]
-        self.counts.inputs.append(OfInput(source.path))
+        self.counts.inputs.append(InputCounts(source.path))
         own = self.options.preferences_from
         formats = ROWS if not own or matches(source.path, own) else examples_only(own)
         empty = path is not None and not self.inputs.sizes[number]
@@ -155,9 +155,9 @@ class _Preparing:
         self.watch(Progress(read, sum(self.inputs.sizes), self.counts.rows, self.inputs.sources[number].name))
 
     def _row(
-        self, number: int, place: Place, row: Row | Problem, formats: RowFormats[Read], repeats: Duplicates
+        self, number: int, place: RowPlace, row: Row | BadRow, formats: RowFormats[Read], repeats: Duplicates
     ) -> None:
-        if isinstance(row, Problem):
+        if isinstance(row, BadRow):
             self._reject(place, row.reason, row.content)
             return
         given = row
@@ -165,7 +165,7 @@ class _Preparing:
             row, edited = self._edited(row)
             read = formats.read(row)
             options = self.options
-            wrong = reason_against(read, options.enable_thinking, options.drop_thinking, options.max_characters)
+            wrong = rejection_reason(read, options.enable_thinking, options.drop_thinking, options.max_characters)
             row, line = self._encoded(row)
             repeated = None if wrong else repeats.add(read, number, place.number)
         except UserError as error:
@@ -203,7 +203,7 @@ class _Preparing:
         try:
             return row, encoded(row)
         except TypeError:
-            row, dropped = plain_row(row, ROWS.columns)
+            row, dropped = json_row(row, ROWS.columns)
             self.counts.dropped_columns.update(dropped)
             return row, encoded(row)
 
@@ -211,14 +211,14 @@ class _Preparing:
         """The key of the rows that a row is held out with: those of its group, or those equal to it."""
         name = self.options.group_by
         if name is None:
-            return key_of(row_digest(canonical(row)))
+            return row_key(row_digest(canonical(row)))
         value = row.get(name)
         if value is None:
             self.counts.ungrouped += 1
-            return key_of(row_digest(canonical(row)))
-        return key_of(row_digest(b"group " + canonical(value)))
+            return row_key(row_digest(canonical(row)))
+        return row_key(row_digest(b"group " + canonical(value)))
 
-    def _reject(self, place: Place, reason: str, row: Any) -> None:
+    def _reject(self, place: RowPlace, reason: str, row: Any) -> None:
         told = {"file": self.counts.inputs[-1].name, **_at(place), "reason": reason}
         try:
             text = to_json({**told, "content": row}, default=repr)
@@ -247,9 +247,11 @@ class _Preparing:
         if name is not None and self.counts.ungrouped == rows:
             raise UserError(f"No row has {name!r}: give {flag('group_by')} the name of a column, such as 'id'.")
         if self.counts.ungrouped:
-            self.notes.append(f"{counted(self.counts.ungrouped, 'row')} without {name!r}: each is a group of its own")
+            self.notes.append(
+                f"{count_noun(self.counts.ungrouped, 'row')} without {name!r}: each is a group of its own"
+            )
         keys, self.groups = np.frombuffer(self.groups, np.uint64), array("Q")
-        valid = held_out(keys, share or 0.0, self.options.seed)
+        valid = validation_mask(keys, share or 0.0, self.options.seed)
         del keys
         train, held = Lines(self.place / TRAIN), Lines(self.place / VALID)
         spool = self.place / self.spool
@@ -276,10 +278,10 @@ class _Preparing:
         repeated = sum(counts.duplicates.values())
         told = [f"{count:,} rejected: {reason}" for reason, count in counts.facts()["reasons"].items()][:5]
         told += [f"{repeated:,} removed as duplicates"] if repeated else []
-        raise UserError(f"{what}, of {counted(counts.rows, 'row')}; nothing was written.", told)
+        raise UserError(f"{what}, of {count_noun(counts.rows, 'row')}; nothing was written.", told)
 
 
-def _at(place: Place) -> dict[str, Any]:
+def _at(place: RowPlace) -> dict[str, Any]:
     """The place of a row: a line of text, or the number of a row, with its first line if it has one."""
     first = {} if place.line is None else {"line": place.line}
     return {place.unit: place.number, **first}
@@ -291,7 +293,7 @@ _VARYING = re.compile(r"'(?:[^'\\]|\\.)*'|(?<!UTF-)\d[\d,]*")
 
 
 @dataclass
-class OfInput:
+class InputCounts:
     """Counts of one input. out: rows that were written."""
 
     name: str
@@ -310,7 +312,7 @@ class Counts:
     values that JSON cannot hold, by column. ungrouped: examples without the column that rows are held out by.
     """
 
-    inputs: list[OfInput] = field(default_factory=list)
+    inputs: list[InputCounts] = field(default_factory=list)
     _whole: dict[str, str] = field(default_factory=dict)  # a reason with its details, if all rows have the same
     formats: Counter[str] = field(default_factory=Counter)
     duplicates: Counter[str] = field(default_factory=Counter)

@@ -22,7 +22,7 @@ from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.words import counted, listed
+from wgpu_lora.words import count_noun, join_words
 
 REPORT, REJECTED, SCHEMA = "report.json", "rejected.jsonl", "wgpu-lora-data/1"
 _SHOWN = 5  # names in a note
@@ -73,7 +73,7 @@ def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ())
             found.sources.append(file_source(path))
     if not found.sources:
         why = f" ({'; '.join(found.notes)})" if found.notes else ""
-        raise UserError(f"There is nothing to read in {listed(names)}{why}: give files of rows.")
+        raise UserError(f"There is nothing to read in {join_words(names)}{why}: give files of rows.")
     return found
 
 
@@ -150,8 +150,8 @@ def _is_known(path: Path) -> bool:
 
 def _note_others(others: Sequence[str], where: str, found: Inputs) -> None:
     if others:
-        shown = listed(others[:_SHOWN], max(0, len(others) - _SHOWN))
-        found.notes.append(f"{counted(len(others), 'file')} {where} without the suffix of a format: {shown}")
+        shown = join_words(others[:_SHOWN], max(0, len(others) - _SHOWN))
+        found.notes.append(f"{count_noun(len(others), 'file')} {where} without the suffix of a format: {shown}")
 
 
 def _unreadable(error: OSError) -> None:

@@ -22,7 +22,7 @@ from wgpu_lora.installation import pip_line
 from wgpu_lora.names.spelling import flag
 
 
-class Repeated(NamedTuple):
+class Duplicate(NamedTuple):
     """A duplicate. source, number: of the first row with that content; alike: similarity of a near duplicate."""
 
     how: str
@@ -34,11 +34,11 @@ class Repeated(NamedTuple):
 class Duplicates:
     """The rows so far; `seen` is None if duplicates are kept."""
 
-    def __init__(self, options: Preparation, seen: Seen | None, near: Near | None) -> None:
+    def __init__(self, options: Preparation, seen: SeenContents | None, near: NearDuplicates | None) -> None:
         self._exactly = options.duplicates == "exact"
         self._seen, self._near = seen, near
 
-    def add(self, read: Read, source: int, number: int) -> Repeated | None:
+    def add(self, read: Read, source: int, number: int) -> Duplicate | None:
         """Add a row; None unless it repeats another."""
         if self._seen is None:
             return None
@@ -46,9 +46,9 @@ class Duplicates:
         exact, normal = digest(parts), [normal(part) for part in parts]
         key = exact if self._exactly else digest(normal)
         if found := self._seen.add(key, exact[:8], source, number):
-            return Repeated(EXACT if found[0] else NORMALIZED, *found[1:])
+            return Duplicate(EXACT if found[0] else NORMALIZED, *found[1:])
         if self._near and (near := self._near.add(read.kind, shingles(normal), source, number)):
-            return Repeated(NEAR, *near[1:], near[0])
+            return Duplicate(NEAR, *near[1:], near[0])
         return None
 
 
@@ -60,8 +60,8 @@ def duplicates(path: Path, options: Preparation) -> Iterator[Duplicates]:
         return
     try:
         with database(path) as connection:
-            near = None if options.near_duplicates is None else Near(connection, options.near_duplicates)
-            yield Duplicates(options, Seen(connection), near)
+            near = None if options.near_duplicates is None else NearDuplicates(connection, options.near_duplicates)
+            yield Duplicates(options, SeenContents(connection), near)
     finally:
         path.unlink(missing_ok=True)
 
@@ -147,7 +147,7 @@ def database(path: Path) -> Iterator[sqlite3.Connection]:
         connection.close()
 
 
-class Seen:
+class SeenContents:
     """Contents by their digests, with the place of the first row that has each."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
@@ -184,7 +184,7 @@ COMPARED = 512  # rows that a row is compared with, at most: texts made from one
 _SEED = 1  # of the permutations
 
 
-class Near:
+class NearDuplicates:
     """Signatures of rows. threshold: least estimated Jaccard similarity of near duplicates."""
 
     def __init__(self, connection: sqlite3.Connection, threshold: float) -> None:

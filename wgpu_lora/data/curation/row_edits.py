@@ -19,7 +19,7 @@ from wgpu_lora.data.thinking import FIELDS, mark_of
 from wgpu_lora.data.tokenizer import MAX_TEXT
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 _SYSTEM = ("system", "developer")
 _ASSISTANT = ("assistant", "gpt")
@@ -110,7 +110,7 @@ def _role(message: Row) -> Any:
 _UNTRAINED = -100
 
 
-def reason_against(read: Read, thinks: bool | None, dropped: bool, most: int | None) -> str | None:
+def rejection_reason(read: Read, thinks: bool | None, dropped: bool, most: int | None) -> str | None:
     """Why a row is rejected; None if it is kept.
 
     Args:
@@ -167,7 +167,7 @@ def _texts(example: Example) -> list[str]:
             return []
 
 
-def plain_row(row: Row, needed: Collection[str]) -> tuple[Row, list[str]]:
+def json_row(row: Row, needed: Collection[str]) -> tuple[Row, list[str]]:
     """The row as JSON has it, and the columns that were dropped, such as images.
 
     needed: columns that the formats read; their values are checked when they are read.
@@ -225,7 +225,7 @@ Row = dict[str, Any]
 
 def examples_only(patterns: Sequence[str]) -> RowFormats[Read]:
     """The formats, for files that may not give pairs and labelled answers, since they do not match the patterns."""
-    those = listed([repr(pattern) for pattern in patterns])
+    those = join_words([repr(pattern) for pattern in patterns])
 
     def refusing(form: RowFormat[Read]) -> RowFormat[Read]:
         def read(row: Fields) -> Read:

@@ -17,7 +17,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.gguf_header import Header, TensorInfo
-from wgpu_lora.formats.gguf.gguf_layout import PLAIN_LAYOUT, Layout, file_shape, gather
+from wgpu_lora.formats.gguf.gguf_layout import PLAIN_LAYOUT, Layout, file_shape, read_rows_in_order
 from wgpu_lora.formats.safetensors_checkpoint import EDGE_BYTES
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _GROUP_VALUES = 1 << 16  # values decoded at a time; the library's groups of 16 
 
 
 @dataclass(frozen=True)
-class Stored:
+class GGUFTensor:
     """A parameter in the file: its name there and its shape.
 
     table: an embedding or LM head, which is not quantised on loading.
@@ -52,7 +52,7 @@ class GGUFCheckpoint:
         UserError: a tensor is missing, unknown, of the wrong shape, or of a type that cannot be decoded.
     """
 
-    def __init__(self, header: Header, tensors: Mapping[str, Stored], passed_over: str = ""):
+    def __init__(self, header: Header, tensors: Mapping[str, GGUFTensor], passed_over: str = ""):
         self.path, self._stored_as = header.path, tensors
         self._tensors = _checked(header, tensors, re.compile(passed_over))
 
@@ -153,7 +153,7 @@ class GGUFCheckpoint:
         if layout.rows is None or start == stop:
             return self._stored(name, start, stop)
         places = np.argsort(layout.row_index(count))[start:stop]
-        return gather(partial(self._stored, name), places)
+        return read_rows_in_order(partial(self._stored, name), places)
 
     def _stored(self, name: str, start: int, stop: int) -> np.ndarray:
         info = self._tensors[name]
@@ -165,7 +165,7 @@ class GGUFCheckpoint:
         return found.reshape(stop - start, row_bytes)
 
 
-def _checked(header: Header, tensors: Mapping[str, Stored], passed_over: re.Pattern[str]) -> dict[str, TensorInfo]:
+def _checked(header: Header, tensors: Mapping[str, GGUFTensor], passed_over: re.Pattern[str]) -> dict[str, TensorInfo]:
     """The tensors by the model's names. Raises UserError (see `GGUFCheckpoint`)."""
     path, found = header.path, {}
     for name, stored in tensors.items():

@@ -19,7 +19,7 @@ class Order(Protocol):
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class InterleavedHalves:
     """The halves of each head are interleaved, so that the pairs that are rotated are neighbours."""
 
     heads: int
@@ -98,7 +98,7 @@ def file_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if len(shape) < 3 else (shape[0], shape[-1])
 
 
-def gather(read: Callable[[int, int], np.ndarray], rows: np.ndarray) -> np.ndarray:
+def read_rows_in_order(read: Callable[[int, int], np.ndarray], rows: np.ndarray) -> np.ndarray:
     """The given rows, in their order, by reading runs of rows: `read(start, stop)`."""
     if (np.diff(rows) == 1).all():  # the usual order, without a copy
         return read(int(rows[0]), int(rows[-1]) + 1)

@@ -25,7 +25,7 @@ from wgpu_lora.models.blocks.transformer_block import (
 )
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 from wgpu_lora.models.config_fields import boolean, whole
-from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.model_config import VECTOR, Parameter
 from wgpu_lora.models.rotary_embedding import positive
 from wgpu_lora.ops.elementwise import residual
@@ -105,7 +105,7 @@ class Gemma(Transformer):
         found[f"{AFTER_MLP}.weight"] = replace(hidden, gguf="post_ffw_norm")
         return {name: replace(item, offset=1.0) if item.kind == VECTOR else item for name, item in found.items()}
 
-    def block(self, block: Block, index: int, x: Tensor) -> Tensor:
+    def block(self, block: LayerContext, index: int, x: Tensor) -> Tensor:
         eps = self.rms_norm_eps
         attended = self._attention(index).record(block, block.norm(x, ATTENTION_NORM, eps))
         branch = block.norm(attended, AFTER_ATTENTION, eps)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.architectures.gemma2 import Gemma, GemmaGGUF
 from wgpu_lora.models.blocks.attention_block import Attention
-from wgpu_lora.models.multimodal import TEXT_PART, Composite
+from wgpu_lora.models.multimodal import TEXT_PART, TextPart
 from wgpu_lora.models.rotary_embedding import Rope, RopeScaling, RopeTable, parse_rope, stated_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -58,7 +58,7 @@ class Gemma3Text(Gemma):
         return usual if self.sliding_windows[index] is None else replace(usual, rope=self._local)
 
 
-class Gemma3(Composite, Gemma3Text):
+class Gemma3(TextPart, Gemma3Text):
     TRANSFORMERS = "Gemma3ForConditionalGeneration"
     TEXT_TYPES = ("gemma3_text",)
     # Published files state only what differs from these.

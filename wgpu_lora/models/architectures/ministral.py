@@ -17,7 +17,7 @@ from wgpu_lora.models.blocks.attention_block import Attention
 from wgpu_lora.models.blocks.transformer_block import Transformer, layer_types, stated_window
 from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
 from wgpu_lora.models.config_fields import whole
-from wgpu_lora.models.multimodal import TEXT_PART, Composite
+from wgpu_lora.models.multimodal import TEXT_PART, TextPart
 from wgpu_lora.models.rotary_embedding import DEFAULT_THETA, RopeTable, positive, stated_rope
 
 
@@ -120,7 +120,7 @@ class Ministral3(Transformer):
         return replace(super()._attention(index), query_rope=self._query_rope)
 
 
-class Mistral3(Composite, Ministral3):
+class Mistral3(TextPart, Ministral3):
     TRANSFORMERS = "Mistral3ForConditionalGeneration"
     AUTO_CLASS = "AutoModelForImageTextToText"
     TEXT_TYPES = ("mistral", "ministral3")

@@ -8,7 +8,7 @@ import numpy as np
 
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.kv_cache import CacheTensor
-from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.rotary_embedding import RopeTable
 from wgpu_lora.models.row_inputs import Rows
 from wgpu_lora.ops.attention import attention
@@ -72,13 +72,13 @@ class Attention:
         """The modules that read the same x."""
         return () if self.fused else tuple(f"{self.name}.{module}" for module in ("q_proj", "k_proj", "v_proj"))
 
-    def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor:
+    def record(self, block: LayerContext, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given."""
         y = self.attend(block, *self._project(block, x))
         y = y.reshape(y.shape[0], y.shape[1] * y.shape[2])
         return block.project(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)
 
-    def attend(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, block: LayerContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Records the heads' outputs [T, heads, head_dim] from q, and k and v [T, kv_heads, head_dim] (see `rope`)."""
         rec, inputs, norm = block.rec, block.inputs, None
         if self.qk_eps is not None:
@@ -92,13 +92,13 @@ class Attention:
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return attention(rec, q, k, v, ranges, self.num_key_value_heads, scale, self.cap)
 
-    def _project(self, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, block: LayerContext, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, head_dim], and k and v [T, kv_heads, head_dim], in one storage if it fits a binding."""
         parts = self._split(block, x, self.fused) if self.fused else block.projects(x, self.stack())
         q, k, v = (part.reshape(part.shape[0], part.shape[1] // self.head_dim, self.head_dim) for part in parts)
         return q, k, v
 
-    def _split(self, block: Block, x: Tensor, heads: int) -> list[Tensor]:
+    def _split(self, block: LayerContext, x: Tensor, heads: int) -> list[Tensor]:
         """q, k and v of one matrix, in blocks of rows and a storage each if they exceed a binding."""
         rec, rows = block.rec, x.shape[0]
         widths = [count * self.head_dim for count in (heads, self.num_key_value_heads, self.num_key_value_heads)]
@@ -118,7 +118,7 @@ class Attention:
 class GatedAttention(Attention):
     """q_proj has a query and a gate [2, head_dim] for each head; o_proj reads the head's output times sigmoid(gate)."""
 
-    def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor:
+    def record(self, block: LayerContext, x: Tensor, onto: Tensor | None = None) -> Tensor:
         both, k, v = block.projects(x, self.stack())
         heads = both.shape[1] // (2 * self.head_dim)
         q = query_part(block.rec, both, heads)

@@ -9,7 +9,7 @@ import numpy as np
 from wgpu_lora.formats.gguf.gguf_layout import Layout, Tiled
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.kv_cache import CacheTensor
-from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.model_config import KEPT, MATRIX, Parameter
 from wgpu_lora.models.row_inputs import NOWHERE, Rows
 from wgpu_lora.ops.delta_net.causal_conv import causal_conv
@@ -90,7 +90,7 @@ class DeltaNet:
         matrices = CacheTensor((self.value_heads, self.key_dim, self.value_dim), per_sequence=True)
         return {"inputs": CacheTensor((self.taps - 1, self.columns), per_sequence=True), "state": matrices}
 
-    def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor:
+    def record(self, block: LayerContext, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given."""
         rec, rows, vectors = block.rec, x.shape[0], block.layer.vectors
         runs = block.inputs.rows[Runs()]

@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.gguf_layout import PLAIN_LAYOUT, Layout, Neighbours
+from wgpu_lora.formats.gguf.gguf_layout import PLAIN_LAYOUT, InterleavedHalves, Layout
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.blocks.attention_block import Attention, KeyRanges
 from wgpu_lora.models.config_fields import boolean, whole
 from wgpu_lora.models.kv_cache import CacheTensor
-from wgpu_lora.models.layer_context import Block
+from wgpu_lora.models.layer_context import LayerContext
 from wgpu_lora.models.model_config import BIAS, MATRIX, ModelConfig, Parameter
 from wgpu_lora.models.rotary_embedding import (
     DEFAULT_THETA,
@@ -46,7 +46,7 @@ class Biases(NamedTuple):
 class Mixer(Protocol):
     """What mixes the tokens of a sequence in a layer."""
 
-    def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor: ...
+    def record(self, block: LayerContext, x: Tensor, onto: Tensor | None = None) -> Tensor: ...
 
     def cache(self) -> Mapping[str, CacheTensor]: ...
 
@@ -194,7 +194,7 @@ class Transformer(ModelConfig):
         q, kv = self.num_attention_heads * self.head_dim, kv_heads * self.head_dim
         turned, kv_turned = PLAIN_LAYOUT, PLAIN_LAYOUT
         if self.GGUF_INTERLEAVES:
-            turned, kv_turned = Layout(Neighbours(self.num_attention_heads)), Layout(Neighbours(kv_heads))
+            turned, kv_turned = Layout(InterleavedHalves(self.num_attention_heads)), Layout(InterleavedHalves(kv_heads))
         found = {f"{ATTENTION_NORM}.weight": Parameter((hidden,), gguf="attn_norm")}
         qkv: Linears = (
             ("self_attn.q_proj", (q, hidden), self.attention_bias, "attn_q", turned),
@@ -227,7 +227,7 @@ class Transformer(ModelConfig):
         stacks = self._attention(index).stack(), self._mlp.stack()
         return [stack for stack in stacks if stack]
 
-    def block(self, block: Block, index: int, x: Tensor) -> Tensor:
+    def block(self, block: LayerContext, index: int, x: Tensor) -> Tensor:
         rec, eps, mixer = block.rec, self.rms_norm_eps, self._mixer(index)
         if not rec.training:  # x is not needed again, so the residual is added in place
             mixer.record(block, block.norm(x, ATTENTION_NORM, eps), x)
@@ -317,7 +317,7 @@ class GatedMLP:
         """The modules that read the same x."""
         return () if self.fused else (f"{self.name}.gate_proj", f"{self.name}.up_proj")
 
-    def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor:
+    def record(self, block: LayerContext, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given, in row blocks if it is large."""
         y = onto or block.rec.temp(x.shape, name="mlp")
         for start, stop in block.rec.row_blocks(x.shape[0], 2 * self.inner):  # gate and up are in one storage
@@ -329,7 +329,7 @@ class GatedMLP:
             block.project(activated, f"{self.name}.down_proj", y.rows(start, stop), start, accumulate=onto is not None)
         return y
 
-    def _fused(self, block: Block, x: Tensor, first_row: int) -> Tensor:
+    def _fused(self, block: LayerContext, x: Tensor, first_row: int) -> Tensor:
         both = block.project(x, f"{self.name}.gate_up_proj", first_row=first_row)
         parts = block.rec.temps(*[(x.shape[0], self.inner)] * 2, name="gate and up")
         split_columns(block.rec, both, parts)

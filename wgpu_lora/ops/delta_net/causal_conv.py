@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
 
 NOWHERE = 0xFFFFFFFF
 Shape = dict[str, Any]
-PER_VALUE: Shape = {"grid": lambda c: one_per(c.rows * c.cols), "lib": ("linear", "logistic")}
+PER_VALUE: Shape = {"grid": lambda c: linear_grid(c.rows * c.cols), "lib": ("linear", "logistic")}
 
 
 def _before(x: np.ndarray, runs: np.ndarray, back: int, state: np.ndarray | None) -> np.ndarray:

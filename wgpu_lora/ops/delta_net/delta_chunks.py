@@ -26,7 +26,7 @@ from wgpu_lora.gpu.kernel import (
     by_subgroup,
     cdiv,
     kernel,
-    one_per,
+    linear_grid,
     row_grid,
 )
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
@@ -169,7 +169,7 @@ def delta_mix(
     return result
 
 
-@kernel("delta/scaled.wgsl.j2", grid=lambda c: one_per(c.rows * c.heads * c.dim), lib=("linear",))
+@kernel("delta/scaled.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.heads * c.dim), lib=("linear",))
 def delta_scaled(
     x: In,
     beta: In,
@@ -190,7 +190,7 @@ def delta_scaled(
     return result
 
 
-@kernel("delta/group_sum.wgsl.j2", grid=lambda c: one_per(c.rows * c.heads * c.dim), lib=("linear",))
+@kernel("delta/group_sum.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.heads * c.dim), lib=("linear",))
 def delta_group_sum(
     x: In,
     x2: In = None,

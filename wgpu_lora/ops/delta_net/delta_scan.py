@@ -19,7 +19,7 @@ from wgpu_lora.gpu.kernel import (
     by_subgroup,
     cdiv,
     kernel,
-    one_per,
+    linear_grid,
     row_grid,
 )
 from wgpu_lora.ops.delta_net.delta_chunks import CHUNK, block, of_block, over_chunks, pieces, scalars, tiles
@@ -179,7 +179,7 @@ def delta_flow(runs: Fixed, states: In, dstates: In, y: Out, *, rows: U32, heads
     return result
 
 
-@kernel("delta/gates.wgsl.j2", grid=lambda c: one_per(cdiv(c.rows, CHUNK) * c.heads), lib=("linear", "logistic"))
+@kernel("delta/gates.wgsl.j2", grid=lambda c: linear_grid(cdiv(c.rows, CHUNK) * c.heads), lib=("linear", "logistic"))
 def delta_gates(
     runs: Fixed, a: In, b: In, a_log: Fixed, dt_bias: Fixed, beta: Out, decay: Out, *, rows: Dim, heads: U32
 ) -> Any:
@@ -194,7 +194,7 @@ def delta_gates(
 
 @kernel(
     "delta/gates_backward.wgsl.j2",
-    grid=lambda c: one_per(cdiv(c.rows, CHUNK) * c.heads),
+    grid=lambda c: linear_grid(cdiv(c.rows, CHUNK) * c.heads),
     lib=("linear", "logistic"),
 )
 def delta_gates_backward(
@@ -225,7 +225,7 @@ def delta_gates_backward(
     return result
 
 
-@kernel("delta/beta_gradient.wgsl.j2", grid=lambda c: one_per(c.rows * c.heads), lib=("linear", "logistic"))
+@kernel("delta/beta_gradient.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.heads), lib=("linear", "logistic"))
 def delta_beta_gradient(
     b: In, sums: In, db: InOut, *, rows: Dim, first: Place[Dim], heads: U32, value_heads: U32
 ) -> Any:

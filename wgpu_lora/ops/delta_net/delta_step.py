@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, InOut, Out, cdiv, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, InOut, Out, cdiv, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.ops.delta_net.causal_conv import NOWHERE, causal_conv_forward, causal_conv_state
@@ -29,7 +29,7 @@ def padded(heads: int) -> int:
 
 @kernel(
     "delta/inputs.wgsl",
-    grid=lambda c: one_per(c.rows * (c.cols + padded(c.heads))),
+    grid=lambda c: linear_grid(c.rows * (c.cols + padded(c.heads))),
     lib=("linear", "logistic"),
 )
 def delta_inputs(
@@ -74,7 +74,9 @@ def slices(capabilities: Capabilities, c: Any) -> list[Tiling]:
     return [Tiling(lanes=c.value_dim // 4 * n, slices=n) for n in counts]
 
 
-@kernel("delta/tokens.wgsl.j2", grid=lambda c: one_per(c.rows * c.value_heads, 1), lib=("logistic",), variants=slices)
+@kernel(
+    "delta/tokens.wgsl.j2", grid=lambda c: linear_grid(c.rows * c.value_heads, 1), lib=("logistic",), variants=slices
+)
 def delta_tokens(
     runs: Fixed,
     x: In,

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import httpx
 
-from wgpu_lora.bounded import parse_object, printable
+from wgpu_lora.bounded import escape_unprintable, parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.broker.loopback import is_loopback, resolve
 from wgpu_lora.protect.broker.release import read_release
@@ -46,7 +46,7 @@ class BrokerClient:
     def __init__(
         self, url: str, broker_key: PublicKey, ca: Path | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        self._said, self._key, self._sleep = printable(url)[:200], broker_key, sleep
+        self._said, self._key, self._sleep = escape_unprintable(url)[:200], broker_key, sleep
         parts, host = _parsed(url, self._said)
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if parts.scheme == "http":
@@ -107,7 +107,7 @@ class BrokerClient:
                     self._wait(pause)
                     pause *= 2
                     continue
-                said = printable(str(error))[:200] or type(error).__name__
+                said = escape_unprintable(str(error))[:200] or type(error).__name__
                 raise UserError(f"The broker at {self._said} cannot be reached ({said}): check that it runs.") from None
             if status in BUSY and left and repeated:
                 self._wait(pause)
@@ -142,7 +142,7 @@ class BrokerClient:
         if not isinstance(error, str):
             raise UserError(f"The broker at {self._said} answers with the status {status}: check the URL.")
         lines = [_line(failure) for failure in failures[:100]] if isinstance(failures, list) else []
-        raise (RefusedByBroker if status in DECIDED else UserError)(printable(error)[:500], lines)
+        raise (RefusedByBroker if status in DECIDED else UserError)(escape_unprintable(error)[:500], lines)
 
     def _wait(self, seconds: float) -> None:
         self._sleep(seconds)
@@ -150,7 +150,7 @@ class BrokerClient:
 
 def _line(failure: Any) -> str:
     parts = failure if isinstance(failure, dict) else {}
-    rule, expected, found = (printable(str(parts.get(name)))[:200] for name in ("rule", "expected", "found"))
+    rule, expected, found = (escape_unprintable(str(parts.get(name)))[:200] for name in ("rule", "expected", "found"))
     return f"{rule}: expected {expected}, found {found}"
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self
 
 from filelock import FileLock, Timeout
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import lock_file
 from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
@@ -61,7 +61,8 @@ class Broker:
     ) -> None:
         if data_key is not None and data_key.recipient not in policy.recipients:
             raise UserError(
-                f"The policy '{printable(policy.name)}' does not allow {data_key.recipient}, the data key, among the "
+                f"The policy '{escape_unprintable(policy.name)}' does not allow {data_key.recipient}, the data key, "
+                "among the "
                 "recipients: add it to 'recipients' in [release], or give the right key."
             )
         self.policy, self._signing, self._data_key, self._tell = policy, signing, data_key, tell
@@ -165,7 +166,7 @@ class Broker:
         known = self._state.jobs.get(name)
         facts = {
             "request": "release",
-            "job": printable(name)[:MAX_NAME],
+            "job": escape_unprintable(name)[:MAX_NAME],
             "evidence_sha256": evidence.sha256,
             "session": evidence.signing.keyid,
         }

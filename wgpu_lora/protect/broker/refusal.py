@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.policies.result import Failure
 
@@ -27,7 +27,7 @@ class Refused(UserError):
 
 def listed(failure: Failure) -> dict[str, str]:
     """A failure for logs and answers. Values from evidence are untrusted: they are shortened and made printable."""
-    return {name: printable(value)[:LONGEST] for name, value in failure.as_dict().items()}
+    return {name: escape_unprintable(value)[:LONGEST] for name, value in failure.as_dict().items()}
 
 
 def in_words(failure: dict[str, Any]) -> str:

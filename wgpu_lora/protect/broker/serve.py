@@ -18,7 +18,7 @@ from wgpu_lora.protect.broker.app import make_app
 from wgpu_lora.protect.broker.decide import Broker
 from wgpu_lora.protect.broker.limits import PER_MINUTE, Rate
 from wgpu_lora.protect.broker.loopback import is_loopback, resolve
-from wgpu_lora.signals import handled
+from wgpu_lora.signals import on_end_signal
 
 CONNECTIONS = 64  # at the same time; further ones get the status 503
 CONNECTION_SECONDS = 30.0  # that a connection may last
@@ -85,7 +85,7 @@ def serve(
         server = _Server(config)
         scheme, name = "https" if tls else "http", f"[{host}]" if ":" in host else host
         tell(f"Listening on {scheme}://{name}:{sockets[0].getsockname()[1]}")
-        with handled(lambda number: setattr(server, "should_exit", True)):
+        with on_end_signal(lambda number: setattr(server, "should_exit", True)):
             asyncio.run(server.serve(sockets))
     finally:
         for one in sockets:

@@ -18,7 +18,7 @@ from wgpu_lora.protect.evidence.chain import DamagedError, Entry
 from wgpu_lora.protect.evidence.log import NAME, read_log
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import PublicKey
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 SIGNED = "its last session signed that the run"
 ENDED = {
@@ -154,5 +154,5 @@ def _say_sessions(
             found.claimed.append(f"the claims of {which} about its software and device ({level})")
     versions = [session.claims.get("package", {}).get("version") for session in sessions]
     if any(versions):
-        found.claimed.append(f"its version, wgpu-lora {listed(sorted(set(map(str, versions))))}")
+        found.claimed.append(f"its version, wgpu-lora {join_words(sorted(set(map(str, versions))))}")
     found.claimed.append(UNPROVABLE)

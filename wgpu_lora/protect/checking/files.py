@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.protect.checking.findings import Findings, digest_in, digest_of, small_file
 from wgpu_lora.protect.checking.sessions import ENDS, Session
 from wgpu_lora.protect.evidence import envelope, signing, statement
 from wgpu_lora.protect.evidence.log import CLEANUP, CLEANUP_KIND, NAME
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 # Stages whose subjects the run itself sealed.
 MADE = ("started", "checkpoint", "evaluated", "finished", "failed", "interrupted")
@@ -52,7 +52,8 @@ def check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None
     }
     if others:
         found.claimed.append(
-            f"nothing about files that the evidence does not cover: {printable(listed(sorted(others)))[:400]}"
+            "nothing about files that the evidence does not cover: "
+            f"{escape_unprintable(join_words(sorted(others)))[:400]}"
         )
     with found.part(JOB):
         copy = digest_in(run, JOB)
@@ -92,4 +93,4 @@ def _check_record(record: dict[str, object], what: str, found: Findings) -> None
         if not isinstance(record.get(name), list) or not record[name]:
             found.fail(f"the cleanup record of {what} does not say what was {name.replace('_', ' ')}")
     if record.get("complete") is not True:
-        found.fail(f"the cleanup of {what} is not complete: {printable(str(record.get('not_wiped')))[:200]}")
+        found.fail(f"the cleanup of {what} is not complete: {escape_unprintable(str(record.get('not_wiped')))[:200]}")

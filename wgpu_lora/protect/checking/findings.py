@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.bounded import is_path, leads_out, printable
+from wgpu_lora.bounded import escape_unprintable, is_path, links_outside
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.evidence.chain import read_bytes
 
@@ -26,7 +26,7 @@ class Findings:
     failures: list[str] = field(default_factory=list)
 
     def fail(self, said: str) -> None:
-        self.failures.append(printable(said))
+        self.failures.append(escape_unprintable(said))
 
     def expect(self, what: str, found: Any, expected: Any) -> bool:
         """Fail unless two values are equal; of mappings and lists, each part that differs is named."""
@@ -93,7 +93,7 @@ def digest_in(directory: Path, name: str) -> str | None:
         raise UserError(f"{name!a:.80} is not the name of a file of the run: restore the log.")
     if not path.exists():
         return None
-    if not path.is_file() or leads_out(path, directory):
+    if not path.is_file() or links_outside(path, directory):
         raise UserError(f"{path} is not a regular file of the run: restore it.")
     try:
         return file_digest(path)

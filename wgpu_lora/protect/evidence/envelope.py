@@ -17,7 +17,7 @@ from in_toto_attestation.v1.statement import STATEMENT_TYPE_URI, Statement
 from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import UnverifiedSignatureError, VerificationError
 
-from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object, printable
+from wgpu_lora.bounded import MAX_JSON_BYTES, escape_unprintable, parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
 
@@ -107,7 +107,7 @@ def _read(data: bytes) -> Envelope:
         if _write(envelope) != data:
             raise ValueError("it is not written as this package does")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        why = printable(str(error))[:200]
+        why = escape_unprintable(str(error))[:200]
         raise EnvelopeError(f"A signed statement cannot be read ({why}): get the original file.") from None
     return envelope
 
@@ -131,7 +131,7 @@ def _parse_statement(payload: bytes) -> dict[str, Any]:
             if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
                 raise ValueError("the SHA-256 of a subject is not 64 hexadecimal digits")
     except (ValueError, TypeError, LookupError, RecursionError, json_format.Error) as error:
-        why = printable(str(error))[:200]
+        why = escape_unprintable(str(error))[:200]
         raise EnvelopeError(f"The signed content is no in-toto statement ({why}): get the original file.") from None
     return fields
 

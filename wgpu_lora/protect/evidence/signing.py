@@ -17,7 +17,7 @@ from pathlib import Path
 from model_signing import verifying
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.evidence import envelope
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
@@ -74,11 +74,11 @@ def verify_model(directory: Path, public: PublicKey) -> None:
             other = []
             with suppress(Exception):
                 other = _other_files(directory)
-            said = printable(str(error))[:200] or type(error).__name__
+            said = escape_unprintable(str(error))[:200] or type(error).__name__
         else:
             said = ""
     if other or said:
-        what = f"{', '.join(map(printable, other[:10]))} {'is' if len(other) == 1 else 'are'} not as signed"
+        what = f"{', '.join(map(escape_unprintable, other[:10]))} {'is' if len(other) == 1 else 'are'} not as signed"
         raise UserError(
             f"{directory / NAME} does not verify the files of {directory} ({what if other else said}): open the sealed "
             "adapter anew."

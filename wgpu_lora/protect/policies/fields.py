@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from pyrage import RecipientError
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.protect.sealed.streams import parse_recipient
 from wgpu_lora.typed_json import Check, Positive, Text, typed
 
@@ -58,7 +58,7 @@ def shown(value: Any) -> str:
         text = str(value) if isinstance(value, int | float) else repr(value)
     except ValueError:  # Python refuses to print very large integers
         text = "an integer of thousands of digits"
-    text = printable(text)
+    text = escape_unprintable(text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 

@@ -14,13 +14,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import parse_toml, printable, toml_bytes
+from wgpu_lora.bounded import escape_unprintable, parse_toml, toml_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.policies import fields
 from wgpu_lora.protect.policies.fields import Field, WrongValue
 from wgpu_lora.protect.policies.rules import RULES
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import listed
+from wgpu_lora.words import join_words
 
 DAY = 86_400
 MOST_NAMED = 20  # names in a message
@@ -152,10 +152,10 @@ def _complete(found: Mapping[tuple[str, str], Any], where: str) -> None:
 
 
 def _name(text: str) -> str:
-    return printable(text)[:60]
+    return escape_unprintable(text)[:60]
 
 
 def _meant(name: str, known: Collection[str]) -> str:
     """The end of a sentence about an unknown name."""
     close = get_close_matches(name, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"use {listed([*known][:MOST_NAMED])}."
+    return f"did you mean '{close[0]}'?" if close else f"use {join_words([*known][:MOST_NAMED])}."

@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from wgpu_lora.bounded import printable
+from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.protect.attestation import tpm
 from wgpu_lora.protect.policies.appraisal import failures_of
 from wgpu_lora.protect.policies.fields import DIGEST, WrongValue
@@ -79,7 +79,7 @@ def _written(line: Line, facts: Mapping[str, Any]) -> str:
     try:
         value = KINDS[line.section, line.key].read(line.value)
     except WrongValue as error:
-        return f"# {line.key} is left out: {printable(str(error))}."
+        return f"# {line.key} is left out: {escape_unprintable(str(error))}."
     text = f"{line.key} = {toml(line.value)}"
     if line.key in TABLES:
         text = "\n".join(

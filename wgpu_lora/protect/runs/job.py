@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from wgpu_lora.assets import asset_dir
-from wgpu_lora.bounded import check_path, is_name, parse_toml, printable, toml_bytes
+from wgpu_lora.bounded import check_path, escape_unprintable, is_name, parse_toml, toml_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.names.spelling import IN_FILE, flag, naming
@@ -33,7 +33,13 @@ from wgpu_lora.protect.sealed.files import ARCHIVE
 from wgpu_lora.protect.sealed.keys import PublicKey
 from wgpu_lora.protect.sealed.streams import parse_recipients
 from wgpu_lora.strict_json import to_json
-from wgpu_lora.train.options.training_arguments import FREE_ON_RESUME, PATHS, TrainingArguments, from_values, named
+from wgpu_lora.train.options.training_arguments import (
+    CHANGEABLE_ON_RESUME,
+    PATHS,
+    TrainingArguments,
+    from_values,
+    named,
+)
 from wgpu_lora.train.resolve_options import find_recipe, recipe_arguments
 from wgpu_lora.typed_json import Check, Text, read_as
 
@@ -53,7 +59,7 @@ REFUSED = {
     "resume": "it is given on the command line",
     "overwrite": "its evidence is never removed",
 }
-LOCAL = {*PATHS, *FREE_ON_RESUME}  # options of this machine, which claims leave out
+LOCAL = {*PATHS, *CHANGEABLE_ON_RESUME}  # options of this machine, which claims leave out
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class Job:
     @property
     def recipe_sha256(self) -> str:
         """Of the stated options that affect what is trained, as JSON with sorted keys; in hexadecimal."""
-        kept = {name: value for name, value in sorted(self.stated.items()) if name not in FREE_ON_RESUME}
+        kept = {name: value for name, value in sorted(self.stated.items()) if name not in CHANGEABLE_ON_RESUME}
         return hashlib.sha256(to_json(kept).encode()).hexdigest()
 
     @property
@@ -149,7 +155,8 @@ def read(path: str | Path) -> Job:
     for name, table in tables.items():
         if name not in SECTIONS or not isinstance(table, dict):
             raise UserError(
-                f"{where} has an unknown entry '{printable(name)[:60]}': its sections are [protected] and [training]."
+                f"{where} has an unknown entry '{escape_unprintable(name)[:60]}': its sections are [protected] and "
+                "[training]."
             )
     own = read_as(_Stated, tables.get("protected", {}), f"{where}, [protected]")
     parse_recipients(own.recipients)

@@ -15,10 +15,10 @@ from typing import Any
 from filelock import Timeout
 
 from wgpu_lora.bounded import read_bytes
-from wgpu_lora.data.memory_rows import MemorySource
+from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.data.row_counts import SKIPPED, skipped_rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import SILENT, Evaluating, Events, Passing
+from wgpu_lora.events import SILENT, Evaluating, EventForwarder, Events
 from wgpu_lora.gpu.buffer_wipe import Wiper
 from wgpu_lora.locks import check_output, lock_file
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
@@ -34,12 +34,12 @@ from wgpu_lora.protect.runs.storage import ADAPTER, SealedStorage
 from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.keys import SessionKeys
 from wgpu_lora.protect.sealed.streams import TamperedError, unseal_bytes
-from wgpu_lora.signals import handled
+from wgpu_lora.signals import on_end_signal
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.train.run.resume import refuse_used
-from wgpu_lora.words import counted
+from wgpu_lora.train.run.resume import check_output_free
+from wgpu_lora.words import count_noun
 
 LOCK = ".session.lock"
 Watch = Callable[[FinetuneJob], AbstractContextManager[Events]]
@@ -92,7 +92,7 @@ def finetune(
     with ExitStack() as stack:
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # it would end the process without a cleanup
-            stack.enter_context(handled(_interrupt))
+            stack.enter_context(on_end_signal(_interrupt))
         host = harden()
         stack.callback(host.restore)
         for sentence in host.facts["not_protected"]:
@@ -103,7 +103,7 @@ def finetune(
         stack.callback(keys.wipe)
         log = opened_log(job, keys, resume)
         if log is None:
-            refuse_used(job.output)
+            check_output_free(job.output)
         model = model or open_model(job.arguments.model or "demo", job.arguments.device, job.arguments.base_dtype)
         wiper = stack.enter_context(Wiper(model.device))
         beginning = Beginning(job, keys, host, log, say)
@@ -116,7 +116,7 @@ def finetune(
             ending.error = error
             raise
         finally:
-            with handled(lambda number: None):  # the cleanup is not interrupted
+            with on_end_signal(lambda number: None):  # the cleanup is not interrupted
                 ending.run()
         assert ending.record is not None
         facts, spent = ending.cleanup_facts, ending.session.spent if ending.session else []
@@ -141,7 +141,7 @@ def _train(session: Session, model: LoadedModel, ending: Ending, watch: Watch | 
         )
         log.append("leftovers", {"files": left, "log_bytes": log.cut})
     storage.check_newest()
-    newest = run_checkpoint.newest(job.output, storage)
+    newest = run_checkpoint.latest_checkpoint(job.output, storage)
     args = job.arguments
     if newest:
         args = replace(args, resume=True)
@@ -163,7 +163,7 @@ def _train(session: Session, model: LoadedModel, ending: Ending, watch: Watch | 
     _say_start(session, storage, newest, kept)
     session.check_expired()
     with watch(prepared) if watch else nullcontext(SILENT) as events:
-        return prepared.train(Passing(events, _Logged(session)))
+        return prepared.train(EventForwarder(events, _Logged(session)))
 
 
 def _opened(session: Session, cleanup: Cleanup) -> tuple[dict[str, Any], dict[Path, Mapping[str, bytes]]]:
@@ -183,7 +183,7 @@ def _opened(session: Session, cleanup: Cleanup) -> tuple[dict[str, Any], dict[Pa
         if role == "init_adapter":
             initial[path] = archive.unpack(content)
         else:
-            sources[role] = MemorySource(content, path.name, attested[role])
+            sources[role] = SealedRows(content, path.name, attested[role])
     return sources, initial
 
 
@@ -206,20 +206,22 @@ def _check_limits(session: Session, prepared: FinetuneJob) -> None:
     release, rows = session.release, _trained(prepared)
     if release.min_rows is not None and rows < release.min_rows:
         raise UserError(
-            f"The data leave {counted(rows, 'row')} to train on, and the release asks for at least {release.min_rows:,}"
+            f"The data leave {count_noun(rows, 'row')} to train on, and the release asks for at least "
+            f"{release.min_rows:,}"
             ": raise max_length, or ask the data owner."
         )
     most, planned = release.max_steps, prepared.run.args.max_steps
     if most is not None and not 0 < planned <= most:
         raise UserError(
-            f"The release allows at most {counted(most, 'step')}, and the job's max_steps is {planned}: lower it."
+            f"The release allows at most {count_noun(most, 'step')}, and the job's max_steps is {planned}: lower it."
         )
     stated = {item["role"]: item.get("rows") for item in session.claims["job"]["data"]}
     found = prepared.run.stream.prepared.account.examples
     held_out = prepared.run.heldout
     if stated["data"] is not None and stated["data"] != found and not (held_out and "eval_data" not in stated):
         raise UserError(
-            f"{session.job.data} holds {counted(found, 'row')}, but its record says {stated['data']:,}: seal it again."
+            f"{session.job.data} holds {count_noun(found, 'row')}, but its record says {stated['data']:,}: seal it "
+            "again."
         )
 
 

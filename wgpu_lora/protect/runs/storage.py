@@ -30,7 +30,7 @@ from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.files import ARCHIVE
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 from wgpu_lora.protect.sealed.streams import TamperedError, seal_bytes, unseal_bytes
-from wgpu_lora.train.run.checkpoint_store import Storage
+from wgpu_lora.train.run.checkpoint_store import CheckpointStore
 from wgpu_lora.train.run.run_checkpoint import METADATA, NAME, STEPS
 
 ADAPTER = f"adapter{ARCHIVE}"
@@ -42,7 +42,7 @@ _BESIDE = re.compile(r"job\.toml|evidence-[0-9]+\.json|release-[0-9]+\.jwt|(clea
 UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 
 
-class SealedStorage(Storage):
+class SealedStorage(CheckpointStore):
     """The sealed files of one session.
 
     Args:

@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from wgpu_lora.bounded import is_path, printable
+from wgpu_lora.bounded import escape_unprintable, is_path
 from wgpu_lora.errors import UserError
 
 BLOCK = tarfile.BLOCKSIZE  # 512 bytes: members are padded to it, and two of zeros end an archive
@@ -109,7 +109,8 @@ def check_member(name: str) -> None:
     parts = name.split("/")
     if not is_path(name) or any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in name:
         raise UserError(
-            f"The archive holds the name '{printable(name):.80}', which is not a plain relative path: do not open it."
+            f"The archive holds the name '{escape_unprintable(name):.80}', which is not a plain relative path: do not "
+            "open it."
         )
 
 
@@ -122,7 +123,7 @@ def _check_all(names: list[str]) -> None:
     taken = set(names)
     for name in names:
         if any(str(parent) in taken for parent in PurePosixPath(name).parents):
-            raise UserError(f"The archive holds {printable(name):.80} below a file: do not open it.")
+            raise UserError(f"The archive holds {escape_unprintable(name):.80} below a file: do not open it.")
 
 
 def _walk(directory: Path, top: Path) -> Iterator[tuple[str, int | None]]:
@@ -150,12 +151,15 @@ def _header(name: str, size: int | None) -> bytes:
         info.type, info.mode = tarfile.DIRTYPE, 0o700
     if info.size > MAX_MEMBER_BYTES:
         raise UserError(
-            f"{printable(name):.80} is longer than {MAX_MEMBER_BYTES:,} bytes, more than an archive can hold: split it."
+            f"{escape_unprintable(name):.80} is longer than {MAX_MEMBER_BYTES:,} bytes, more than an archive can "
+            "hold: split it."
         )
     try:
         return info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "strict")
     except ValueError:
-        raise UserError(f"{printable(name):.80} is too long a name for an archive (ustar): shorten it.") from None
+        raise UserError(
+            f"{escape_unprintable(name):.80} is too long a name for an archive (ustar): shorten it."
+        ) from None
 
 
 def _members(data: memoryview) -> Iterator[tuple[str, memoryview | None]]:

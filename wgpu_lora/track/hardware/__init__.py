@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from wgpu_lora.gpu.device_list import DeviceInfo
 from wgpu_lora.registry import Registry
 
-SOURCES: Registry[Find] = Registry(
+SOURCES: Registry[FindSource] = Registry(
     {
         "amdgpu": "wgpu_lora.track.hardware.amdgpu:find",
         "nvml": "wgpu_lora.track.hardware.nvml:find",
@@ -17,7 +17,7 @@ SOURCES: Registry[Find] = Registry(
 )
 
 
-def find(info: DeviceInfo) -> Read | None:
+def find(info: DeviceInfo) -> ReadStatus | None:
     """What reads the status of a device; None if nothing here can, or if it cannot be told from others."""
     return next((read for name in SOURCES if (read := SOURCES[name](info))), None)
 
@@ -37,8 +37,8 @@ class Status:
     memory: float | None = None
 
 
-Read = Callable[[], Status]
-Find = Callable[[DeviceInfo], Read | None]
+ReadStatus = Callable[[], Status]
+FindSource = Callable[[DeviceInfo], ReadStatus | None]
 GIB = 2.0**30
 
 

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.track.hardware import GIB, Read, Status, scaled
+from wgpu_lora.track.hardware import GIB, ReadStatus, Status, scaled
 
 VENDOR = 0x1002
 DRM, FDINFO = Path("/sys/class/drm"), Path("/proc/self/fdinfo")
 
 
-def find(info: DeviceInfo, drm: Path = DRM, fdinfo: Path = FDINFO) -> Read | None:
+def find(info: DeviceInfo, drm: Path = DRM, fdinfo: Path = FDINFO) -> ReadStatus | None:
     """The card of the device's id; of several, the one that this process has open."""
     if info.vendor_id != VENDOR:
         return None

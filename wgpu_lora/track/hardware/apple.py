@@ -9,14 +9,14 @@ import sys
 from typing import Any
 
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.track.hardware import GIB, Read, Status, scaled
+from wgpu_lora.track.hardware import GIB, ReadStatus, Status, scaled
 
 IOREG = ("/usr/sbin/ioreg", "-a", "-r", "-d", "1", "-c", "IOAccelerator")
 POWERMETRICS = ("/usr/bin/powermetrics", "-n", "1", "-i", "200", "--samplers", "gpu_power", "-f", "plist")
 SECONDS = 5.0
 
 
-def find(info: DeviceInfo) -> Read | None:
+def find(info: DeviceInfo) -> ReadStatus | None:
     if sys.platform != "darwin" or not info.name.startswith("Apple"):
         return None
     root = os.geteuid() == 0

@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import Any
 
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.track.hardware import GIB, Read, Status, scaled
+from wgpu_lora.track.hardware import GIB, ReadStatus, Status, scaled
 
 VENDOR = 0x10DE
 TEMPERATURE_GPU = 0  # NVML_TEMPERATURE_GPU
 
 
-def find(info: DeviceInfo) -> Read | None:
+def find(info: DeviceInfo) -> ReadStatus | None:
     """The card of the device's PCI id, else of its name; of several, the one that this process runs on."""
     if info.vendor_id != VENDOR:
         return None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.track.hardware import Read, Status, find
+from wgpu_lora.track.hardware import ReadStatus, Status, find
 
 INTERVAL = 3.0  # seconds between samples
 KEPT = 2400  # samples: two hours
@@ -28,7 +28,7 @@ class Sampler:
     """Samples from `start` to `stop`. A device that cannot be read has no samples, and nothing is said."""
 
     def __init__(
-        self, info: DeviceInfo, interval: float = INTERVAL, source: Callable[[DeviceInfo], Read | None] = find
+        self, info: DeviceInfo, interval: float = INTERVAL, source: Callable[[DeviceInfo], ReadStatus | None] = find
     ):
         self._info, self._interval, self._source = info, interval, source
         self._samples: deque[Sample] = deque(maxlen=KEPT)

@@ -52,22 +52,22 @@ def place_parameters(session: Session, arrays: Arrays) -> None:
     _write(session.device, "parameters", session.trained.params, arrays)
 
 
-def frozen(session: Session) -> dict[str, np.ndarray]:
+def read_offsets(session: Session) -> dict[str, np.ndarray]:
     """What is computed from the base when a run begins and then stays: the offsets of adapters that have one."""
     return _read(session.device, "offset", _offsets(session))
 
 
-def place_frozen(session: Session, arrays: Arrays) -> None:
-    """Upload what `frozen` returned. Raises ValueError if it is of another session."""
+def write_offsets(session: Session, arrays: Arrays) -> None:
+    """Upload what `read_offsets` returned. Raises ValueError if it is of another session."""
     _write(session.device, "offset", _offsets(session), arrays)
 
 
-def sums(session: Session) -> dict[str, np.ndarray]:
+def read_gradients(session: Session) -> dict[str, np.ndarray]:
     """Gradients and totals since `Session.begin`."""
     return _read(session.device, "sums", _summed(session))
 
 
-def place_sums(session: Session, arrays: Arrays) -> None:
+def write_gradients(session: Session, arrays: Arrays) -> None:
     """Replace gradients and totals. Raises ValueError if they are of another session."""
     _write(session.device, "sums", _summed(session), arrays)
 
@@ -78,7 +78,7 @@ def clear_gradients(session: Session) -> None:
         session.device.write(page.storage.buffer, np.zeros(page.storage.nbytes // 4, np.float32))
 
 
-def added(first: Arrays, others: Sequence[Arrays]) -> dict[str, np.ndarray]:
+def sum_gradients(first: Arrays, others: Sequence[Arrays]) -> dict[str, np.ndarray]:
     """The sums of all, in f32 and in this order, so that the same members give the same bits."""
     found = {name: values.copy() for name, values in first.items()}
     for other in others:
@@ -87,8 +87,8 @@ def added(first: Arrays, others: Sequence[Arrays]) -> dict[str, np.ndarray]:
     return found
 
 
-def usable(session: Session, arrays: Arrays) -> bool:
-    """Whether arrays have the form of this session's `sums`, and finite values."""
+def is_valid_gradient(session: Session, arrays: Arrays) -> bool:
+    """Whether arrays have the form of this session's `read_gradients`, and finite values."""
     return _sizes_of(arrays) == _sizes("sums", _summed(session)) and finite(arrays)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.train.data_parallel import gradient_messages
-from wgpu_lora.train.data_parallel.remote_worker import Answer, Helper, Link
+from wgpu_lora.train.data_parallel.remote_worker import Answer, Link, RemoteWorker
 
 if TYPE_CHECKING:
     from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -39,7 +39,7 @@ def check_shared(args: TrainingArguments) -> None:
 
 
 @dataclass(frozen=True)
-class SharedStep:
+class StepPart:
     """A step of a run, of which members compute parts. estimate: of the whole step (`Objective.estimate`), if any."""
 
     session: Session
@@ -48,7 +48,7 @@ class SharedStep:
     estimate: float | None = None
 
     @classmethod
-    def estimated(cls, session: Session, run: Run, step: Step) -> SharedStep:
+    def estimated(cls, session: Session, run: Run, step: Step) -> StepPart:
         """The step with its estimate, which needs passes over all of its mismatched rows."""
         if not run.stream.objective.mismatched:
             return cls(session, run, step)
@@ -74,7 +74,7 @@ class SharedStep:
         }
 
 
-class Sharing:
+class DataParallelLeader:
     """The helpers of a run with one slot. Nothing waits for them to come: each takes part from the first step at which
     it is there.
 
@@ -84,8 +84,8 @@ class Sharing:
     """
 
     def __init__(self, links: Sequence[Link], code: str = ""):
-        self._helpers = {number: Helper(link) for number, link in enumerate(links, 1)}
-        self._shares, self._code = Shares(), code
+        self._helpers = {number: RemoteWorker(link) for number, link in enumerate(links, 1)}
+        self._shares, self._code = LoadBalance(), code
         self._barred: set[int] = set()  # helpers whose values cannot be used
         self._took: dict[int, float] = {}  # each member's share of the last step
 
@@ -107,9 +107,9 @@ class Sharing:
                 session.accumulate(groups)
             return
         sizes = [run.stream.lengths[sample] for sample in step.samples]
-        spans = dict(zip(members, divided(sizes, self._shares.of(members)), strict=True))
+        spans = dict(zip(members, split_by_share(sizes, self._shares.of(members)), strict=True))
         tokens = {member: sum(sizes[slice(*span)]) for member, span in spans.items()}
-        shared = SharedStep.estimated(session, run, step)
+        shared = StepPart.estimated(session, run, step)
         asked = [member for member in members[1:] if tokens[member]]
         self._ask(shared, {member: spans[member] for member in asked}, tokens)
         begin = time.monotonic()
@@ -133,27 +133,29 @@ class Sharing:
                 helper.late = None
         return [member for member, helper in self._helpers.items() if helper.ready() and member not in self._barred]
 
-    def _ask(self, shared: SharedStep, spans: Mapping[int, Span], tokens: Mapping[int, int]) -> None:
+    def _ask(self, shared: StepPart, spans: Mapping[int, Span], tokens: Mapping[int, int]) -> None:
         parameters = gradient_messages.parameters(shared.session)
         for member, span in spans.items():
             helper, said, arrays = self._helpers[member], shared.question(span), parameters
             if helper.new:
                 self._shares.forget(member)
                 said["run"] = {**shared.run.identity(), "code": self._code}
-                arrays = {**parameters, **gradient_messages.frozen(shared.session)}
+                arrays = {**parameters, **gradient_messages.read_offsets(shared.session)}
             helper.ask(gradient_messages.message(said, arrays), tokens[member])
 
     def _add(
-        self, shared: SharedStep, spans: Mapping[int, Span], answers: Mapping[int, Answer | None]
+        self, shared: StepPart, spans: Mapping[int, Span], answers: Mapping[int, Answer | None]
     ) -> dict[int, Answer]:
         """Add the helpers' sums, and compute here what is missing; returns the answers that were added."""
         session = shared.session
         found = {
-            m: answer for m, answer in answers.items() if answer and gradient_messages.usable(session, answer.arrays)
+            m: answer
+            for m, answer in answers.items()
+            if answer and gradient_messages.is_valid_gradient(session, answer.arrays)
         }
         for member in answers.keys() - found.keys():
             shared.accumulate(spans[member])
-        own = gradient_messages.sums(session)
+        own = gradient_messages.read_gradients(session)
         for member, answer in answers.items():
             if answer and member in found:
                 self._shares.took(member, self._helpers[member].tokens, answer.seconds)
@@ -165,8 +167,8 @@ class Sharing:
                     stacklevel=1,
                 )
         if found:
-            gradient_messages.place_sums(
-                session, gradient_messages.added(own, [answer.arrays for answer in found.values()])
+            gradient_messages.write_gradients(
+                session, gradient_messages.sum_gradients(own, [answer.arrays for answer in found.values()])
             )
         return found
 
@@ -180,7 +182,7 @@ FIRST, FIRST_GRACE = 10.0, 30.0  # likewise before the member was timed: multipl
 Span = tuple[int, int]  # [begin, end) among the samples of a step
 
 
-def divided(sizes: Sequence[int], shares: Sequence[float]) -> list[Span]:
+def split_by_share(sizes: Sequence[int], shares: Sequence[float]) -> list[Span]:
     """A span for each member, in order, with about its share of the tokens; the last ends with the step.
 
     Spans follow each other, so that micro-batches are cut at most once per member, and are cut between samples only.
@@ -197,7 +199,7 @@ def divided(sizes: Sequence[int], shares: Sequence[float]) -> list[Span]:
 
 
 @dataclass
-class Shares:
+class LoadBalance:
     """The shares of members, by number; the leader is 0."""
 
     _seconds: dict[int, deque[float]] = field(default_factory=dict)  # per token, of each member's recent parts

@@ -31,7 +31,7 @@ class Answer:
     seconds: float
 
 
-class Helper:
+class RemoteWorker:
     """A helper at the other end of a link. A thread of its own sends and receives, so that nobody waits for it who does
     not want to."""
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Progress:
+class SlotProgress:
     """A run in training. `ended` is the reason for its end, None while it has work.
 
     eval_steps: steps between held-out losses if the options do not give them; 0 means after every epoch.
@@ -40,7 +40,7 @@ class Progress:
     _written: dict[str, Any] = field(default_factory=dict)  # the last one in the log
 
     def __post_init__(self) -> None:
-        state, self.clock = self.run.state, Clock(self.run)
+        state, self.clock = self.run.state, TrainingClock(self.run)
         self._steps: Iterator[Step] = self.run.stream.steps(state.epoch, state.index)
         self.step = next(self._steps)
 
@@ -228,7 +228,7 @@ LEAST_SHARE = 0.01  # of the peak, at the beginning of a warm-up by time: no ste
 
 
 @dataclass
-class Clock:
+class TrainingClock:
     """The clock of one session of a run; what the next session continues from is in the run's state."""
 
     run: Run

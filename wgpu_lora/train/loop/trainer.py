@@ -12,11 +12,11 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from wgpu_lora.data import pack
-from wgpu_lora.events import Evaluating, Events, Passing
-from wgpu_lora.signals import handled
-from wgpu_lora.train.data_parallel.leader import Sharing
+from wgpu_lora.events import Evaluating, EventForwarder, Events
+from wgpu_lora.signals import on_end_signal
+from wgpu_lora.train.data_parallel.leader import DataParallelLeader
 from wgpu_lora.train.loop.slot_policy import Policy, Standing, Synchronized
-from wgpu_lora.train.loop.slot_progress import CHECKPOINT, Progress
+from wgpu_lora.train.loop.slot_progress import CHECKPOINT, SlotProgress
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.disk_space import FULL, release
@@ -83,7 +83,7 @@ class Trainer:
     step: int = 0
     signal: str | None = None
     records: dict[int, RunRecord] = field(default_factory=dict)
-    sharing: Sharing | None = None
+    sharing: DataParallelLeader | None = None
     requests: Requests = field(default_factory=Requests)
     _stop: threading.Event = field(default_factory=threading.Event)
     _asked: bool = False  # whether `events.step` stopped it
@@ -91,7 +91,7 @@ class Trainer:
     _full: OSError | None = None  # what was written when the disk was full, before the reserve was released
 
     def __post_init__(self) -> None:
-        self.all = [Progress(run, self.session, self.policy.eval_steps, events=self.events) for run in self.runs]
+        self.all = [SlotProgress(run, self.session, self.policy.eval_steps, events=self.events) for run in self.runs]
 
     def train(self) -> dict[int, RunRecord]:
         """Train to the end and write all results; returns `records`.
@@ -132,7 +132,7 @@ class Trainer:
                 with suppress(_Interrupted):  # it is measured when the run is resumed
                     self._write(partial(progress.measure_start, _Interruptible(self)))
 
-    def _live(self) -> list[Progress]:
+    def _live(self) -> list[SlotProgress]:
         """The slots with work left; ends the others if not done yet."""
         reasons = {p.run.slot: p.reason_to_end() or self._asked_to_end(p.run) for p in self.all if not p.ended}
         self._retire({slot: reason for slot, reason in reasons.items() if reason})
@@ -141,7 +141,7 @@ class Trainer:
     def _asked_to_end(self, run: AdapterRun) -> str | None:
         return "request" if self.requests.ending(run.name) else None
 
-    def _take(self, live: list[Progress]) -> None:
+    def _take(self, live: list[SlotProgress]) -> None:
         """Take one optimizer step of the slots that the policy chooses; one that would diverge is not updated."""
         device, optimizer = self.session.device, self.session.optimizer
         slots = self.policy.choose([Standing(p.run.slot, p.run.state) for p in live])
@@ -193,7 +193,7 @@ class Trainer:
             self._full = error
             return write()
 
-    def _sound(self, progress: Progress) -> bool:
+    def _sound(self, progress: SlotProgress) -> bool:
         """Whether a slot's rows are at fault, not its weights: the previous step's rows still give finite gradients."""
         self._accumulate(self._packed(progress.previous_batches()))
         return self.session.optimizer.finite(self.session.device, progress.run.slot)
@@ -204,7 +204,7 @@ class Trainer:
         for groups in self.session.estimated(batches):
             self.session.accumulate(groups)
 
-    def _batches(self, chosen: list[Progress]) -> list[list[Group]]:
+    def _batches(self, chosen: list[SlotProgress]) -> list[list[Group]]:
         """The groups of a step: a run's own batches, or those of several slots packed together."""
         return self._packed([batch for progress in chosen for batch in progress.micro_batches()])
 
@@ -215,7 +215,7 @@ class Trainer:
         lengths = [group.tokens for group in groups]
         return [[groups[i] for i in bin] for bin in pack(lengths, range(len(lengths)), max(self.session.steps))]
 
-    def _after(self, progress: Progress) -> None:
+    def _after(self, progress: SlotProgress) -> None:
         if progress.heldout_due():
             progress.measure_heldout(self.events)
         result = self._write(progress.logged)
@@ -258,11 +258,11 @@ class Trainer:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        with handled(lambda number: self.stop(signal.Signals(number).name)):
+        with on_end_signal(lambda number: self.stop(signal.Signals(number).name)):
             yield
 
 
-class _Interruptible(Passing):
+class _Interruptible(EventForwarder):
     """Aborts measuring a held-out loss as soon as a run is interrupted."""
 
     def __init__(self, trainer: Trainer):

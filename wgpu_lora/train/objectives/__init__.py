@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.registry import Registry
-from wgpu_lora.train.option_types import created
+from wgpu_lora.train.option_types import from_options
 
 if TYPE_CHECKING:
     from wgpu_lora.data.examples import Sample
@@ -29,7 +29,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
 
 def objective_of(args: Any) -> Objective:
     """The objective that TrainingArguments select."""
-    return created(OBJECTIVES[args.objective], args, "objective")
+    return from_options(OBJECTIVES[args.objective], args, "objective")
 
 
 def formats_of(objective: Objective) -> RowFormats[Sample]:

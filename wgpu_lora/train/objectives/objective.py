@@ -16,7 +16,7 @@ from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.distill.teacher_logits import TeacherRows
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
-from wgpu_lora.models.batch_inputs import Segment, extend
+from wgpu_lora.models.batch_inputs import Segment, extend_range
 from wgpu_lora.ops.loss import Sweep
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.sparse_logits import NO_ID
@@ -155,7 +155,7 @@ class Scoring:
                     values[self.weights][start:stop] = group.weight
                     if self.values:
                         values[self.values][start:stop] = group.value
-                    extend(values[self.ranges][group.slot], start, stop)
+                    extend_range(values[self.ranges][group.slot], start, stop)
             if self.groups:
                 self._upload_group(values, at, group, place)
             if self.teacher:
@@ -177,7 +177,7 @@ class Scoring:
         if tensors.reference:
             assert group.reference is not None, "the group's reference is not known"
             values[tensors.reference][at] = group.reference
-        extend(values[tensors.ranges][group.slot], at, at + 1)
+        extend_range(values[tensors.ranges][group.slot], at, at + 1)
 
 
 @dataclass(frozen=True)

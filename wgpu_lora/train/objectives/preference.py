@@ -12,7 +12,7 @@ from wgpu_lora.data import Row
 from wgpu_lora.data.preference_formats import PAIRS
 from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Kernel, Out, by_subgroup, kernel, one_per, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Kernel, Out, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.tensor import Tensor, align
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.elementwise import fill
@@ -24,7 +24,7 @@ PAIR_METRICS = (
 )  # fmt: skip
 # Of the kernels that compute a loss for each group: `stride` is the number of groups, rounded up so that the metrics,
 # f32 [metrics, stride], are tensors at aligned offsets.
-BY_GROUP: dict[str, Any] = {"grid": lambda c: one_per(c.stride), "lib": ("linear", "logistic")}
+BY_GROUP: dict[str, Any] = {"grid": lambda c: linear_grid(c.stride), "lib": ("linear", "logistic")}
 BY_PAIR: dict[str, Any] = {**BY_GROUP, "lib": (*BY_GROUP["lib"], "pairs")}
 
 

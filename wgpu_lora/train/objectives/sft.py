@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Fixed, In, Out, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, Fixed, In, Out, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.objectives.objective import Objective, Score, Scoring
 
 
-@kernel("objectives/sft.wgsl", grid=lambda c: one_per(c.rows), lib=("linear",))
+@kernel("objectives/sft.wgsl", grid=lambda c: linear_grid(c.rows), lib=("linear",))
 def sft_loss(logprobs: In, weights: Fixed, losses: Out, *, rows: U32) -> Any:
     """losses = -logprobs; 0 for tokens of weight 0."""
     return np.where(weights.reshape(-1) != 0, -logprobs.reshape(-1), 0)

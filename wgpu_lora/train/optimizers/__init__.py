@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.registry import Registry
-from wgpu_lora.train.option_types import created
+from wgpu_lora.train.option_types import from_options
 
 if TYPE_CHECKING:
     from wgpu_lora.train.optimizers.update_rule import UpdateRule
@@ -25,7 +25,7 @@ OPTIMIZERS: Registry[type[UpdateRule]] = Registry(
 
 def optimizer_of(args: Any) -> UpdateRule:
     """The optimizer that TrainingArguments select."""
-    return created(OPTIMIZERS[args.optim], args, "optim")
+    return from_options(OPTIMIZERS[args.optim], args, "optim")
 
 
 def name_of(rule: UpdateRule) -> str:

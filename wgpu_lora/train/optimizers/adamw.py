@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, one_per, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
-from wgpu_lora.train.optimizers.update_rule import Page, Plain, State, diverging, part_of, updated
+from wgpu_lora.train.optimizers.update_rule import Page, PlainState, State, apply_update, find_diverged, slot_slice
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AdamW:
     """AdamW, with the names and defaults of transformers' TrainingArguments."""
 
     state: ClassVar[tuple[State, ...]] = (State("first_moment"), State("second_moment", least=0.0))
-    kept: ClassVar[Any] = Plain
+    kept: ClassVar[Any] = PlainState
     Hyper: ClassVar[type] = Hyper
 
     weight_decay: float = 0.0
@@ -64,7 +64,7 @@ class AdamW:
         program.dispatch(adamw, *page.tensors, size=page.size)
 
 
-def adamw_moved(h: Any, params: Any, g: Any, first_moment: Any, second_moment: Any) -> tuple[Any, Any, Any]:
+def adamw_step(h: Any, params: Any, g: Any, first_moment: Any, second_moment: Any) -> tuple[Any, Any, Any]:
     """New (parameters, first moment, second moment)."""
     m = h.beta1 * first_moment + h.rest1 * g
     v = h.beta2 * second_moment + h.rest2 * g**2
@@ -73,7 +73,7 @@ def adamw_moved(h: Any, params: Any, g: Any, first_moment: Any, second_moment: A
 
 
 MOMENTS = "first_moment second_moment"
-PART = part_of(*MOMENTS.split())
+PART = slot_slice(*MOMENTS.split())
 
 
 @kernel(
@@ -101,10 +101,12 @@ def adamw_check(
 ) -> Any:
     """diverged[b] = 1 if `adamw` would make a parameter of block b larger than limit, or any value non-finite."""
     moments = first_moment, second_moment
-    return diverging(adamw_moved, Hyper, params, grads, moments, block_owners[:blocks], hyper, report)
+    return find_diverged(adamw_step, Hyper, params, grads, moments, block_owners[:blocks], hyper, report)
 
 
-@kernel("optimizers/update.wgsl.j2", grid=lambda c: one_per(c.size // 4), lib=("linear",), structs=(Hyper,), part=PART)
+@kernel(
+    "optimizers/update.wgsl.j2", grid=lambda c: linear_grid(c.size // 4), lib=("linear",), structs=(Hyper,), part=PART
+)
 def adamw(
     params: InOut,
     grads: InOut,
@@ -120,4 +122,4 @@ def adamw(
     states: Word = MOMENTS,
 ) -> Any:
     """AdamW on the clipped gradient; zeroes gradients and skips gated slots. size is a multiple of 4, as blocks are."""
-    return updated(adamw_moved, Hyper, params, grads, (first_moment, second_moment), block_owners, hyper, report)
+    return apply_update(adamw_step, Hyper, params, grads, (first_moment, second_moment), block_owners, hyper, report)

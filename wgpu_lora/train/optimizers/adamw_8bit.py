@@ -9,7 +9,7 @@ from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgr
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
-from wgpu_lora.train.optimizers.adamw import MOMENTS, AdamW, Hyper, adamw_moved
+from wgpu_lora.train.optimizers.adamw import MOMENTS, AdamW, Hyper, adamw_step
 from wgpu_lora.train.optimizers.eight_bit import EightBit, diverging_8bit, some_records, updated_8bit
 from wgpu_lora.train.optimizers.update_rule import EIGHT_BIT, Page, State
 
@@ -55,7 +55,7 @@ def adamw_8bit_check(
     states: Word = MOMENTS,
 ) -> Any:
     """diverged[b] = 1 if `adamw_8bit` would make a parameter of block b larger than limit, or any value non-finite."""
-    return diverging_8bit(adamw_moved, Hyper, 2, params, grads, codes, values, places, hyper, report)
+    return diverging_8bit(adamw_step, Hyper, 2, params, grads, codes, values, places, hyper, report)
 
 
 @kernel(
@@ -80,4 +80,4 @@ def adamw_8bit(
     states: Word = MOMENTS,
 ) -> Any:
     """`adamw` with its state in records (eight_bit.py): decoded, updated, and encoded with new scales."""
-    return updated_8bit(adamw_moved, Hyper, 2, params, grads, codes, values, places, hyper, report)
+    return updated_8bit(adamw_step, Hyper, 2, params, grads, codes, values, places, hyper, report)

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, one_per, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
-from wgpu_lora.train.optimizers.adamw import MOMENTS, PART, AdamW, Hyper, adamw_moved
-from wgpu_lora.train.optimizers.update_rule import Page, State, diverging, owned, updated
+from wgpu_lora.train.optimizers.adamw import MOMENTS, PART, AdamW, Hyper, adamw_step
+from wgpu_lora.train.optimizers.update_rule import Page, State, apply_update, find_diverged, slot_blocks
 
 BF16_MAX = 3.3895313892515355e38
 
@@ -76,10 +76,12 @@ def adamw_bf16_check(
 ) -> Any:
     """diverged[b] = 1 if `adamw_bf16` would make a parameter of block b larger than limit, or any value non-finite."""
     moments, owners = (first_moment, second_moment), block_owners[:blocks]
-    return diverging(adamw_moved, Hyper, params, grads, moments, owners, hyper, report, BF16_MAX)
+    return find_diverged(adamw_step, Hyper, params, grads, moments, owners, hyper, report, BF16_MAX)
 
 
-@kernel("optimizers/update.wgsl.j2", grid=lambda c: one_per(c.size // 4), lib=("linear",), structs=(Hyper,), part=PART)
+@kernel(
+    "optimizers/update.wgsl.j2", grid=lambda c: linear_grid(c.size // 4), lib=("linear",), structs=(Hyper,), part=PART
+)
 def adamw_bf16(
     params: InOut,
     grads: InOut,
@@ -96,8 +98,8 @@ def adamw_bf16(
 ) -> Any:
     """`adamw` with stochastically rounded moments."""
     moments = first_moment, second_moment
-    params, zeroed, m, v = updated(adamw_moved, Hyper, params, grads, moments, block_owners, hyper, report)
-    _, go, h, _ = owned(Hyper, block_owners, hyper, report, params.size)
+    params, zeroed, m, v = apply_update(adamw_step, Hyper, params, grads, moments, block_owners, hyper, report)
+    _, go, h, _ = slot_blocks(Hyper, block_owners, hyper, report, params.size)
     before = (bits(first_moment) >> np.uint32(16)) | (bits(second_moment) & np.uint32(0xFFFF0000))
     random = pcg(bits(grads) ^ pcg(before ^ bits(h.step)))
     m = np.where(go, rounded(m, random & np.uint32(0xFFFF)), first_moment)

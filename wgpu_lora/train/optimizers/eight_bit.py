@@ -18,7 +18,7 @@ import numpy as np
 
 from wgpu_lora.gpu import reference_values
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.reference_values import Part, picks, some_rows
+from wgpu_lora.gpu.reference_values import Part, evenly_spaced, select_rows
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.tiling import Arrays, Constants
 from wgpu_lora.models.parameters import ParameterSet, Place
@@ -28,9 +28,9 @@ from wgpu_lora.train.optimizers.update_rule import (
     QUANT_BLOCK,
     Moved,
     State,
-    diverging,
+    apply_update,
+    find_diverged,
     laid_out,
-    updated,
     wrong_values,
 )
 
@@ -92,7 +92,7 @@ def updated_8bit(
     places = places.reshape(-1, 4)
     old, owners = unpacked(codes, values, places, states), places[:, 0]
     before, kept = params, np.repeat(places[:, 3] != UNKEPT, BLOCK)
-    params, zeroed, *new = updated(moved, record, params, grads, old, owners, hyper, report)
+    params, zeroed, *new = apply_update(moved, record, params, grads, old, owners, hyper, report)
     params = np.where(kept, params, before)
     fine = report.reshape(-1, 4)[:, 2] != 0
     go = fine[np.where(owners == NO_OWNER, 0, owners // 2)]
@@ -105,7 +105,7 @@ def diverging_8bit(
     """The reference of a check. rest: hyper, report."""
     places = places.reshape(-1, 4)
     old, owners = unpacked(codes, values, places, states), np.where(places[:, 3] == UNKEPT, NO_OWNER, places[:, 0])
-    return diverging(moved, record, params, grads, old, owners, *rest)
+    return find_diverged(moved, record, params, grads, old, owners, *rest)
 
 
 def some_records(arrays: Arrays, c: Constants) -> Part | None:
@@ -113,7 +113,7 @@ def some_records(arrays: Arrays, c: Constants) -> Part | None:
     count, states = c["blocks"], len(c["states"].split())
     if count <= reference_values.PAGE_BLOCKS:
         return None
-    picked = picks(count, reference_values.PAGE_BLOCKS)
+    picked = evenly_spaced(count, reference_values.PAGE_BLOCKS)
     places = arrays["places"].reshape(-1, 4)[picked].astype(np.int64)
     codes, values, moved = [np.zeros(4, np.uint8)], [np.zeros(1, np.float32)], places.copy()
     word, value = 1, 1
@@ -126,7 +126,7 @@ def some_records(arrays: Arrays, c: Constants) -> Part | None:
             word += code_words(states)
         values.append(arrays["values"][first_value:][: record_values(states, bool(wide))])
         value += values[-1].size
-    kept = some_rows(arrays, "params grads diverged", count, picked)
+    kept = select_rows(arrays, "params grads diverged", count, picked)
     kept |= {"codes": np.concatenate(codes), "values": np.concatenate(values)}
     return {**kept, "places": moved.astype(np.uint32)}, {**c, "blocks": picked.size}
 

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, one_per, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
-from wgpu_lora.train.optimizers.update_rule import Page, Plain, State, diverging, part_of, updated
+from wgpu_lora.train.optimizers.update_rule import Page, PlainState, State, apply_update, find_diverged, slot_slice
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Lion:
     """Lion, with the betas of transformers' TrainingArguments, as there."""
 
     state: ClassVar[tuple[State, ...]] = (State("momentum"),)
-    kept: ClassVar[Any] = Plain
+    kept: ClassVar[Any] = PlainState
     Hyper: ClassVar[type] = Hyper
 
     weight_decay: float = 0.0
@@ -62,7 +62,7 @@ def lion_moved(h: Any, params: Any, g: Any, momentum: Any) -> tuple[Any, Any]:
     return moved, h.beta2 * momentum + h.rest2 * g
 
 
-PART = part_of("momentum")
+PART = slot_slice("momentum")
 
 
 @kernel(
@@ -88,10 +88,12 @@ def lion_check(
     states: Word = "momentum",
 ) -> Any:
     """diverged[b] = 1 if `lion` would make a parameter of block b larger than limit, or any value non-finite."""
-    return diverging(lion_moved, Hyper, params, grads, (momentum,), block_owners[:blocks], hyper, report)
+    return find_diverged(lion_moved, Hyper, params, grads, (momentum,), block_owners[:blocks], hyper, report)
 
 
-@kernel("optimizers/update.wgsl.j2", grid=lambda c: one_per(c.size // 4), lib=("linear",), structs=(Hyper,), part=PART)
+@kernel(
+    "optimizers/update.wgsl.j2", grid=lambda c: linear_grid(c.size // 4), lib=("linear",), structs=(Hyper,), part=PART
+)
 def lion(
     params: InOut,
     grads: InOut,
@@ -106,4 +108,4 @@ def lion(
     states: Word = "momentum",
 ) -> Any:
     """Lion on the clipped gradient; zeroes gradients and skips gated slots. size is a multiple of 4, as blocks are."""
-    return updated(lion_moved, Hyper, params, grads, (momentum,), block_owners, hyper, report)
+    return apply_update(lion_moved, Hyper, params, grads, (momentum,), block_owners, hyper, report)

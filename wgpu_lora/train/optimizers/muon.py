@@ -10,15 +10,15 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, by_subgroup, kernel, one_per, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.reference_values import some_blocks
+from wgpu_lora.gpu.reference_values import select_blocks
 from wgpu_lora.gpu.struct import struct_columns
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.ops.gradient_norm import BLOCK, MAX_PARAMETER, NO_OWNER
-from wgpu_lora.train.optimizers.update_rule import Page, Plain, State, owned
+from wgpu_lora.train.optimizers.update_rule import Page, PlainState, State, slot_blocks
 from wgpu_lora.train.option_types import Range, own_option
 
 EPS = 1e-7  # the least norm of a direction
@@ -37,12 +37,12 @@ class Hyper:
     original: F32
 
 
-PART = some_blocks("grads momentum block_owners direction", BLOCK)
+PART = select_blocks("grads momentum block_owners direction", BLOCK)
 
 
 def moments(grads: Any, momentum: Any, block_owners: Any, hyper: Any, report: Any) -> tuple[Any, Any, Any, Any]:
     """(whether it has an owner, whether it is updated, new momentum, direction) of each value."""
-    used, go, h, factor = owned(Hyper, block_owners, hyper, report, grads.size)
+    used, go, h, factor = slot_blocks(Hyper, block_owners, hyper, report, grads.size)
     g = grads * factor
     m = momentum + h.rest * (g - momentum)
     return used, go, m, np.where(h.nesterov != 0, g + h.momentum * (m - g), m)
@@ -50,7 +50,7 @@ def moments(grads: Any, momentum: Any, block_owners: Any, hyper: Any, report: An
 
 @kernel(
     "optimizers/muon_direction.wgsl",
-    grid=lambda c: one_per(c.size // 4),
+    grid=lambda c: linear_grid(c.size // 4),
     lib=("linear", "muon"),
     structs=(Hyper,),
     part=PART,
@@ -65,7 +65,7 @@ def muon_direction(
 
 @kernel(
     "optimizers/muon_momentum.wgsl",
-    grid=lambda c: one_per(c.size // 4),
+    grid=lambda c: linear_grid(c.size // 4),
     lib=("linear", "muon"),
     structs=(Hyper,),
     part=PART,
@@ -100,7 +100,7 @@ def muon_gram(direction: In, homes: Fixed, firsts: Fixed, gram: Out, *, matrices
     return found
 
 
-@kernel("optimizers/muon_normalise.wgsl", grid=lambda c: one_per(c.matrices * c.rank * c.rank), lib=("linear",))
+@kernel("optimizers/muon_normalise.wgsl", grid=lambda c: linear_grid(c.matrices * c.rank * c.rank), lib=("linear",))
 def muon_normalise(gram: In, y: Out, norms: Out, *, matrices: U32, rank: U32, eps: F32 = EPS) -> Any:
     """norms = max(sqrt(trace(gram)), eps); y = gram / norms^2."""
     gram = gram.reshape(matrices, rank, rank)
@@ -108,14 +108,14 @@ def muon_normalise(gram: In, y: Out, norms: Out, *, matrices: U32, rank: U32, ep
     return gram / norms[:, None, None] ** 2, norms
 
 
-@kernel("optimizers/muon_product.wgsl", grid=lambda c: one_per(c.matrices * c.rank * c.rank), lib=("linear",))
+@kernel("optimizers/muon_product.wgsl", grid=lambda c: linear_grid(c.matrices * c.rank * c.rank), lib=("linear",))
 def muon_product(x: In, z: In, y: Out, *, matrices: U32, rank: U32, a: F32 = 0.0, b: F32 = 0.0, c: F32 = 1.0) -> Any:
     """y = a I + b x + c x z, for each matrix [rank, rank]."""
     x, z = (values.reshape(matrices, rank, rank) for values in (x, z))
     return a * np.eye(rank) + b * x + c * (x @ z)
 
 
-def stepped(
+def muon_step(
     params: Any, direction: Any, q: Any, norms: Any, homes: Any, hyper: Any, rank: int
 ) -> Iterator[tuple[int, slice, np.ndarray]]:
     """(slot, place in the page, new parameters) of each matrix."""
@@ -135,7 +135,7 @@ def stepped(
 
 @kernel(
     "optimizers/muon.wgsl.j2",
-    grid=lambda c: one_per(c.blocks * BLOCK),
+    grid=lambda c: linear_grid(c.blocks * BLOCK),
     lib=("linear", "muon"),
     structs=(Hyper,),
 )
@@ -154,7 +154,7 @@ def muon(
 ) -> Any:
     """p = p (1 - lr wd) - lr scale (q x) / norm, by matrix; skips gated slots."""
     found, fine = params.copy(), report.reshape(-1, 4)[:, 2] != 0
-    for slot, place, new in stepped(params, direction, q, norms, homes, hyper, rank):
+    for slot, place, new in muon_step(params, direction, q, norms, homes, hyper, rank):
         found[place] = new if fine[slot] else params[place]
     return found
 
@@ -183,13 +183,13 @@ def muon_check(
 ) -> Any:
     """diverged[b] = 1 if `muon` would make a parameter of block b larger than limit, or a value non-finite."""
     bad, fine = np.zeros(params.size, bool), report.reshape(-1, 4)[:, 2] != 0
-    for slot, place, new in stepped(params, direction, q, norms, homes, hyper, rank):
+    for slot, place, new in muon_step(params, direction, q, norms, homes, hyper, rank):
         with np.errstate(invalid="ignore"):
             bad[place] = (~(np.abs(new) <= limit) | ~np.isfinite(direction[place])) & fine[slot]
     return bad.reshape(blocks, BLOCK).any(axis=1).astype(np.float64)
 
 
-class WithMatrices(Plain):
+class MatrixState(PlainState):
     """Each page has two tables besides its states: homes u32 [blocks, 8], the matrix of each block (`Home` in
     shaders/lib/muon.wgsl), and firsts u32 [matrices], the first block of each.
 
@@ -245,7 +245,7 @@ class Muon:
     """
 
     state: ClassVar[tuple[State, ...]] = (State("momentum"),)
-    kept: ClassVar[Any] = WithMatrices
+    kept: ClassVar[Any] = MatrixState
     Hyper: ClassVar[type] = Hyper
 
     weight_decay: float = 0.0

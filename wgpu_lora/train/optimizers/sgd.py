@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, one_per, row_grid
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, by_subgroup, kernel, linear_grid, row_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
-from wgpu_lora.train.optimizers.update_rule import Page, Plain, State, diverging, part_of, updated
+from wgpu_lora.train.optimizers.update_rule import Page, PlainState, State, apply_update, find_diverged, slot_slice
 from wgpu_lora.train.option_types import Range, own_option
 
 
@@ -29,7 +29,7 @@ class Hyper:
 class SGD:
     """SGD. Its weight decay is added to the gradient, as in PyTorch, and without momentum it keeps no state."""
 
-    kept: ClassVar[Any] = Plain
+    kept: ClassVar[Any] = PlainState
     Hyper: ClassVar[type] = Hyper
 
     weight_decay: float = 0.0
@@ -64,7 +64,7 @@ def sgd_moved(h: Any, params: Any, g: Any, momentum: Any = 0.0) -> tuple[Any, An
     return params - h.learning_rate * step, m
 
 
-PART = part_of("momentum")
+PART = slot_slice("momentum")
 
 
 @kernel(
@@ -91,10 +91,12 @@ def sgd_check(
 ) -> Any:
     """diverged[b] = 1 if `sgd` would make a parameter of block b larger than limit, or any value non-finite."""
     kept = () if momentum is None else (momentum,)
-    return diverging(sgd_moved, Hyper, params, grads, kept, block_owners[:blocks], hyper, report)
+    return find_diverged(sgd_moved, Hyper, params, grads, kept, block_owners[:blocks], hyper, report)
 
 
-@kernel("optimizers/update.wgsl.j2", grid=lambda c: one_per(c.size // 4), lib=("linear",), structs=(Hyper,), part=PART)
+@kernel(
+    "optimizers/update.wgsl.j2", grid=lambda c: linear_grid(c.size // 4), lib=("linear",), structs=(Hyper,), part=PART
+)
 def sgd(
     params: InOut,
     grads: InOut,
@@ -110,4 +112,4 @@ def sgd(
 ) -> Any:
     """SGD on the clipped gradient; zeroes gradients and skips gated slots. size is a multiple of 4, as blocks are."""
     kept = () if momentum is None else (momentum,)
-    return updated(sgd_moved, Hyper, params, grads, kept, block_owners, hyper, report)
+    return apply_update(sgd_moved, Hyper, params, grads, kept, block_owners, hyper, report)

@@ -11,7 +11,7 @@ import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.reference_values import some_blocks, widened
+from wgpu_lora.gpu.reference_values import as_float64, select_blocks
 from wgpu_lora.gpu.struct import struct_columns, struct_fields
 from wgpu_lora.gpu.tensor import ITEM_BYTES, NUMPY, Tensor, persistent
 from wgpu_lora.gpu.tiling import Arrays
@@ -58,7 +58,7 @@ class State:
 class Page:
     """A page of all slots' parameters, `blocks` of BLOCK values, and the tensors of its update.
 
-    state: as `Kept.pages` (state.py) has them. block_owners u32 [blocks]: 2 * slot, + 1 unless it is of
+    state: as `OptimizerState.pages` (state.py) has them. block_owners u32 [blocks]: 2 * slot, + 1 unless it is of
     an A, or NO_OWNER. hyper: a Hyper per owner. report f32 [slots, 4]: (norm, clipping factor, 1 if the slot may be
     updated, loss). kept: the rule's own. scratch: what the check has recorded for the update.
     """
@@ -114,12 +114,12 @@ Moved = Callable[..., tuple[Any, ...]]
 BF16_MAX = 3.3895313892515355e38
 
 
-def part_of(*states: str) -> Any:
+def slot_slice(*states: str) -> Any:
     """The part to check of a kernel over pages with these tensors of state."""
-    return some_blocks(" ".join(["params", "grads", *states, "block_owners", "diverged"]), BLOCK)
+    return select_blocks(" ".join(["params", "grads", *states, "block_owners", "diverged"]), BLOCK)
 
 
-def owned(
+def slot_blocks(
     record: type, block_owners: Any, hyper: Any, report: Any, size: int
 ) -> tuple[np.ndarray, np.ndarray, SimpleNamespace, np.ndarray]:
     """(whether it has an owner, whether it is updated, its Hyper, its clipping factor) of each of `size` values."""
@@ -132,7 +132,7 @@ def owned(
     return used, used & (fine != 0), SimpleNamespace(**by_value), factor
 
 
-def updated(
+def apply_update(
     moved: Moved,
     record: type,
     params: Any,
@@ -143,13 +143,13 @@ def updated(
     report: Any,
 ) -> tuple[Any, ...]:
     """(parameters, gradients, states...) after an update."""
-    used, go, h, factor = owned(record, block_owners, hyper, report, params.size)
+    used, go, h, factor = slot_blocks(record, block_owners, hyper, report, params.size)
     new = moved(h, params, grads * factor, *states)
     params, *kept = (np.where(go, now, old) for now, old in zip(new, (params, *states), strict=False))
     return params, np.where(used, 0, grads), *kept
 
 
-def diverging(
+def find_diverged(
     moved: Moved,
     record: type,
     params: Any,
@@ -161,7 +161,7 @@ def diverging(
     largest: float = float(np.finfo(np.float32).max),
 ) -> np.ndarray:
     """1 for each block that would have a parameter beyond MAX_PARAMETER, or a state beyond `largest`; else 0."""
-    _, go, h, factor = owned(record, block_owners, hyper, report, params.size)
+    _, go, h, factor = slot_blocks(record, block_owners, hyper, report, params.size)
     params, *kept = moved(h, params, grads * factor, *states)
     bad = ~(np.abs(params) <= MAX_PARAMETER)
     for values, _ in zip(kept, states, strict=False):
@@ -173,7 +173,7 @@ def diverging(
 ANOTHER = "it holds the state of another optimizer"
 
 
-class Kept(Protocol):
+class OptimizerState(Protocol):
     """An optimizer's state of all slots. `pages`: the tensors of each page, in the order in which kernels bind them."""
 
     @property
@@ -199,7 +199,7 @@ def wrong_values(name: str, values: np.ndarray, dtype: type, shape: tuple[int, .
     """What is wrong with an array of a checkpoint, if anything."""
     if values.dtype != dtype or values.shape != shape:
         return f"{name} is {values.dtype} {list(values.shape)}, expected {np.dtype(dtype)} {list(shape)}"
-    numbers = widened(values)
+    numbers = as_float64(values)
     if not np.isfinite(numbers).all():
         return f"{name} has values that are not finite"
     if least is not None and (numbers < least).any():
@@ -214,7 +214,7 @@ def laid_out(place: Place, values: np.ndarray, fill: int = 0) -> np.ndarray:
     return found
 
 
-class Plain:
+class PlainState:
     """A tensor of one type for each `State` and page. State by parameter is stored in its array's shape, other state as
     [blocks, values]."""
 

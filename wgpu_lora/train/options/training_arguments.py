@@ -23,12 +23,12 @@ from wgpu_lora.train.option_types import (
     FOREVER,
     OWN_OPTIONS,
     TYPES,
-    as_text,
     check,
     check_heldout,
-    checked,
-    created,
+    format_args,
+    from_options,
     kinds,
+    normalized_args,
     require,
 )
 from wgpu_lora.train.options.option_fields import (
@@ -46,7 +46,7 @@ from wgpu_lora.train.options.option_fields import (
 )
 
 # Options that may change when a run is resumed: they affect what is written, not what is trained.
-FREE_ON_RESUME = {
+CHANGEABLE_ON_RESUME = {
     "output", "resume", "overwrite", "device", "memory_budget", "wait",
     "data", "split", "dataset_config", "skip_bad_rows", "model",  # their contents are compared by digest
     "offload_activations",  # the same values
@@ -59,7 +59,7 @@ FREE_ON_RESUME = {
     "eval_steps", "eval_on_start", "goal", "notes", "run_log", "report_to",
 }  # fmt: skip
 # Options that may change to extend a run.
-PLAN = ("num_train_epochs", "max_steps", "target_seconds")
+LENGTH_OPTIONS = ("num_train_epochs", "max_steps", "target_seconds")
 # Options whose values may be paths.
 PATHS = (
     "data", "eval_data", "model", "output", "init_adapter", "reference_adapter", "teacher", "teacher_adapter",
@@ -92,8 +92,10 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
         for selected_by, registered in (("objective", OBJECTIVES), ("optim", OPTIMIZERS)):
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
                 kind = registered[getattr(self, selected_by)]
-                object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
-                created(kind, self, selected_by)  # checks options that depend on each other
+                object.__setattr__(
+                    self, name, normalized_args(kind, self, selected_by)
+                )  # comparable when a run is resumed
+                from_options(kind, self, selected_by)  # checks options that depend on each other
         if (self.learning_rate or 0.0) * self.loraplus_lr_ratio > F32_MAX:
             rate = setting("learning_rate", self.learning_rate)
             ratio = setting("loraplus_lr_ratio", self.loraplus_lr_ratio)
@@ -106,7 +108,7 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
             peak, least = setting("learning_rate", self.rate), setting("lr_scheduler_min", self.lr_scheduler_min)
             raise UserError(f"{least} is more than the peak, {peak}: give a smaller one.")
         if self.objective != "sft":
-            created(OBJECTIVES[self.objective], self, "objective")  # checks options that depend on each other
+            from_options(OBJECTIVES[self.objective], self, "objective")  # checks options that depend on each other
         self.budget()
         trackers_of(self.report_to)
 
@@ -213,7 +215,7 @@ def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
     if name == "device" and type(value) is int:
         value = str(value)
     if name in OWN_OPTIONS.values() and isinstance(value, Mapping):
-        value = as_text(value)
+        value = format_args(value)
     if name == "init_lora_weights" and value is True:
         value = "true"
     if value is None and "None" in parts:

@@ -13,7 +13,7 @@ from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 
-def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
+def unused_options(given: Collection[str], args: TrainingArguments) -> list[str]:
     """A sentence for each option in `given` that does nothing in `args`. As in transformers, this is not an error."""
     return [f"{flag(name)} does nothing: {why}." for name, why in idle_options(args) if name in given]
 

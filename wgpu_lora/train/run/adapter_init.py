@@ -17,7 +17,13 @@ from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.adapter_modules import ALL, read_fitting, shortest, stated, targeted
+from wgpu_lora.models.adapter_modules import (
+    ALL,
+    read_adapter_for,
+    resolve_target_modules,
+    shortest,
+    target_modules_text,
+)
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_config import ModelConfig
@@ -27,14 +33,14 @@ from wgpu_lora.train.init_methods import DEFAULT, FROM_SHAPE, from_weight, offse
 from wgpu_lora.train.objectives.objective import Objective
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
-from wgpu_lora.train.run.checkpoint_store import PLAIN, Storage
+from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.records import RUN
 from wgpu_lora.train.run.run_checkpoint import MANIFEST, damage
 from wgpu_lora.weights.base_formats import base_format
 
 
-def adapter_of(
-    args: TrainingArguments, config: ModelConfig, storage: Storage = PLAIN
+def initial_adapter(
+    args: TrainingArguments, config: ModelConfig, storage: CheckpointStore = PLAIN_FILES
 ) -> tuple[TrainingArguments, AdapterConfig, Matrices]:
     """The adapter's configuration and initial matrices, and the options updated to match.
 
@@ -43,14 +49,14 @@ def adapter_of(
     Raises:
         UserError: the adapter does not fit the model, or an option contradicts it.
     """
-    resumed = run_checkpoint.newest(args.directory, storage) if args.resume else None
+    resumed = run_checkpoint.latest_checkpoint(args.directory, storage) if args.resume else None
     if resumed:
         run_checkpoint.check(resumed, storage)
     elif args.init_adapter:
-        check_whole(Path(args.init_adapter), storage)
+        check_manifest(Path(args.init_adapter), storage)
     source = resumed or args.init_adapter
     if source:
-        loaded, matrices = read_fitting(config, source, contents=storage.contents(Path(source)))
+        loaded, matrices = read_adapter_for(config, source, contents=storage.contents(Path(source)))
         for module, parts in matrices.items():
             if max(np.abs(part).max(initial=0) for part in parts) > MAX_PARAMETER:
                 raise UserError(
@@ -58,8 +64,8 @@ def adapter_of(
                     "diverged, so start from another."
                 )
         if resumed and offsets(args.init_lora_weights):
-            loaded = halved(loaded, args.lora_alpha)
-        args = _as_loaded(args, loaded, matrices, str(source), config)
+            loaded = halve_rank(loaded, args.lora_alpha)
+        args = _with_adapter_options(args, loaded, matrices, str(source), config)
         base = stated_name(args.model or "demo")
         return args, replace(loaded, lora_dropout=args.lora_dropout, base_model_name_or_path=base), matrices
     adapter = AdapterConfig(
@@ -68,13 +74,13 @@ def adapter_of(
         lora_dropout=args.lora_dropout,
         use_rslora=args.use_rslora,
         use_dora=args.use_dora,
-        target_modules=stated(targeted(args.target_modules, config), config),
+        target_modules=target_modules_text(resolve_target_modules(args.target_modules, config), config),
         base_model_name_or_path=stated_name(args.model or "demo"),
     )
     return args, adapter, SeededMatrices(args, config)
 
 
-def check_whole(directory: Path, storage: Storage = PLAIN) -> None:
+def check_manifest(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> None:
     """Raise UserError if an adapter has a manifest (as in best/ and epoch-N/) that does not match its files."""
     wrong = damage(directory, (), storage) if storage.is_file(directory / MANIFEST) else None
     if wrong:
@@ -84,12 +90,12 @@ def check_whole(directory: Path, storage: Storage = PLAIN) -> None:
         )
 
 
-def _as_loaded(
+def _with_adapter_options(
     args: TrainingArguments, loaded: AdapterConfig, matrices: Matrices, source: str, config: ModelConfig
 ) -> TrainingArguments:
     """The options with the adapter's rank, alpha and target modules in place of defaults."""
     kinds = {module.rpartition(".")[2] for module in matrices}
-    given_targets = targeted(args.target_modules, config)
+    given_targets = resolve_target_modules(args.target_modules, config)
     same_targets = {module.rpartition(".")[2] for module in given_targets} == kinds
     targets = ALL if set(matrices) == set(config.lora_modules) else ",".join(shortest(matrices, config))
     has: dict[str, Any] = {
@@ -115,7 +121,9 @@ class SeededMatrices(Mapping[str, tuple[np.ndarray, np.ndarray]]):
 
     def __init__(self, args: TrainingArguments, config: ModelConfig, model: LoadedModel | None = None):
         self._args, self._config, self._model, self._shapes = args, config, model, config.lora_modules
-        self._numbers = {module: number for number, module in enumerate(targeted(args.target_modules, config))}
+        self._numbers = {
+            module: number for number, module in enumerate(resolve_target_modules(args.target_modules, config))
+        }
 
     def on(self, model: LoadedModel) -> SeededMatrices:
         return SeededMatrices(self._args, self._config, model)
@@ -125,7 +133,7 @@ class SeededMatrices(Mapping[str, tuple[np.ndarray, np.ndarray]]):
         if name in FROM_SHAPE:
             return initial_matrices(args.seed, number, self._shapes[module], args.lora_r, name)
         assert self._model is not None, f"{name} needs the weights"
-        w = weight_of(self._model, f"{module}.weight", residual=name == "loftq")
+        w = read_weight(self._model, f"{module}.weight", residual=name == "loftq")
         scaling = args.lora_alpha / (math.sqrt(args.lora_r) if args.use_rslora else args.lora_r)
         return from_weight(name, w, args.lora_r, scaling, generator(args.seed, number))
 
@@ -149,7 +157,7 @@ def initial_matrices(
     return a.astype(np.float32), b.astype(np.float32)
 
 
-def weight_of(model: LoadedModel, name: str, residual: bool = False) -> np.ndarray:
+def read_weight(model: LoadedModel, name: str, residual: bool = False) -> np.ndarray:
     """A matrix [out, in] as its file has it, f32, or what quantising it has taken away."""
     source = model.checkpoint
     on_device = next(weight for other, weight in model.decoder.matrices() if other == name)
@@ -175,19 +183,19 @@ def check_residual(args: TrainingArguments, model: LoadedModel) -> None:
         )
 
 
-def doubled(config: AdapterConfig) -> AdapterConfig:
+def double_rank(config: AdapterConfig) -> AdapterConfig:
     """With twice the rank and the same scaling."""
     factor = math.sqrt(2) if config.use_rslora else 2
     return replace(config, r=2 * config.r, lora_alpha=factor * config.lora_alpha)
 
 
-def halved(config: AdapterConfig, alpha: float) -> AdapterConfig:
-    """The inverse of `doubled`. alpha: that of the options, which is kept if it is the config's up to rounding."""
+def halve_rank(config: AdapterConfig, alpha: float) -> AdapterConfig:
+    """The inverse of `double_rank`. alpha: that of the options, which is kept if it is the config's up to rounding."""
     found = config.lora_alpha / (math.sqrt(2) if config.use_rslora else 2)
     return replace(config, r=config.r // 2, lora_alpha=alpha if math.isclose(alpha, found) else found)
 
 
-def parted(matrices: Matrices) -> tuple[Matrices, Matrices]:
+def split_offset(matrices: Matrices) -> tuple[Matrices, Matrices]:
     """The trained factors, and the offset's: (A, B) and (A0, -B0) by module."""
     own, rest = {}, {}
     for module, (a, b, *_) in matrices.items():
@@ -196,7 +204,7 @@ def parted(matrices: Matrices) -> tuple[Matrices, Matrices]:
     return own, rest
 
 
-def stored(device: Device, adapters: AdapterSet, slot: int, config: AdapterConfig) -> tuple[Matrices, AdapterConfig]:
+def to_peft(device: Device, adapters: AdapterSet, slot: int, config: AdapterConfig) -> tuple[Matrices, AdapterConfig]:
     """A slot's adapter as files have it."""
     matrices = adapters.read(device, slot)
     if not (adapters.offset and adapters.specs[slot].offset):
@@ -206,12 +214,12 @@ def stored(device: Device, adapters: AdapterSet, slot: int, config: AdapterConfi
         module: (np.concatenate([a, rest[module][0]]), np.concatenate([b, rest[module][1]], axis=1))
         for module, (a, b) in matrices.items()
     }
-    return joined, doubled(config)
+    return joined, double_rank(config)
 
 
-def trained(matrices: Matrices, adapters: AdapterSet, slot: int) -> tuple[Matrices, Matrices | None]:
+def from_peft(matrices: Matrices, adapters: AdapterSet, slot: int) -> tuple[Matrices, Matrices | None]:
     """The trained factors of a slot's adapter as files have it, and those of its offset, if there is one."""
-    return parted(matrices) if adapters.specs[slot].offset else (matrices, None)
+    return split_offset(matrices) if adapters.specs[slot].offset else (matrices, None)
 
 
 @dataclass(frozen=True)
@@ -225,8 +233,8 @@ class FrozenAdapter:
 
 def frozen_adapter(path: str | Path, config: ModelConfig) -> FrozenAdapter:
     """Read an adapter. Raises UserError if it cannot be read, is damaged or does not fit the model."""
-    check_whole(Path(path))
-    loaded, matrices = read_fitting(config, path)
+    check_manifest(Path(path))
+    loaded, matrices = read_adapter_for(config, path)
     spec, digest = SlotSpec.of(loaded, matrices), hashlib.sha256()
     for module in sorted(matrices):
         digest.update(f"{module} {spec.scaling[module]!r}".encode())
@@ -235,7 +243,7 @@ def frozen_adapter(path: str | Path, config: ModelConfig) -> FrozenAdapter:
     return FrozenAdapter(spec, matrices, digest.hexdigest())
 
 
-def check_base(path: str | Path, model: str, digest: str) -> None:
+def check_reference_base(path: str | Path, model: str, digest: str) -> None:
     """Raise UserError if an adapter's record is of a run on other weights than these, of a model of another name.
 
     Under the same name, the weights may be in another format. Adapters of other programs have no record.
@@ -253,7 +261,7 @@ def check_base(path: str | Path, model: str, digest: str) -> None:
         )
 
 
-def starting_at_reference(args: TrainingArguments, objective: Objective) -> tuple[TrainingArguments, str]:
+def init_from_reference(args: TrainingArguments, objective: Objective) -> tuple[TrainingArguments, str]:
     """The options with the reference adapter as the initial one, unless another is given, and a note."""
     path = objective.reference_path
     if not path or args.init_adapter or args.resume:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data import Prepared
+from wgpu_lora.data import TokenizedData
 from wgpu_lora.data.row_counts import SKIPPED, skipped_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
@@ -19,14 +19,20 @@ from wgpu_lora.formats.model_cards import CARD
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
-from wgpu_lora.train.options.training_arguments import FREE_ON_RESUME, PLAN, TrainingArguments
+from wgpu_lora.train.options.training_arguments import CHANGEABLE_ON_RESUME, LENGTH_OPTIONS, TrainingArguments
 from wgpu_lora.train.run import run_checkpoint, training_log
 from wgpu_lora.train.run.adapter_init import FrozenAdapter
-from wgpu_lora.train.run.checkpoint_store import PLAIN, Storage
+from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.model_card import card
 from wgpu_lora.train.run.records import Data, HeldOut, Memory, RunRecord
-from wgpu_lora.train.run.resume import UNTIMED_STEPS, differs, nothing_in, refuse_used, set_length
-from wgpu_lora.train.run.run_checkpoint import BEST, EPOCH, Subject, origin_of
+from wgpu_lora.train.run.resume import (
+    UNTIMED_STEPS,
+    check_output_free,
+    no_checkpoint_error,
+    option_changed_error,
+    set_length,
+)
+from wgpu_lora.train.run.run_checkpoint import BEST, EPOCH, Trainable, origin_of
 from wgpu_lora.train.run.run_state import SCHEMA, RunState, read_state
 from wgpu_lora.train.run.training_log import Log
 from wgpu_lora.train.session.data_stream import DataStream, heldout_options
@@ -37,7 +43,7 @@ from wgpu_lora.train.session.session import Session
 LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
 
 
-class Follower:
+class Tracking:
     """Follows a run in its job; this one does not."""
 
     def placed(self) -> None:
@@ -61,9 +67,9 @@ class Run:
 
     slot: int
     args: TrainingArguments
-    subject: Subject
+    subject: Trainable
     stream: DataStream
-    heldout: Prepared | None
+    heldout: TokenizedData | None
     base_digest: str
     config_digest: str
     name: str | None = None
@@ -72,12 +78,12 @@ class Run:
     teacher: LiveTeacher | None = None
     teacher_digest: str | None = None  # of the live one, or of its cache
     teacher_sha256: str | None = None  # of the live one's weights, once loaded
-    storage: Storage = PLAIN
+    storage: CheckpointStore = PLAIN_FILES
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
     weights_sha256: str | None = None  # of the base, once loaded
     log: Log = field(init=False, repr=False, compare=False)  # once the run has started
-    follower: Follower = field(default_factory=Follower, repr=False, compare=False)  # while its job runs
+    follower: Tracking = field(default_factory=Tracking, repr=False, compare=False)  # while its job runs
 
     @property
     def adapter_name(self) -> str:
@@ -97,7 +103,9 @@ class Run:
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the run it continues, and the planned length."""
-        options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
+        options = {
+            k: v for k, v in self.args.as_dict().items() if k not in CHANGEABLE_ON_RESUME and k != "init_adapter"
+        }
         base = {"base": self.base_digest, "config": self.config_digest, "weights": self.weights_sha256}
         reference = {"reference": self.reference.digest} if self.reference else {}
         teacher = {"teacher": self.teacher_digest} if self.teacher_digest else {}
@@ -134,10 +142,10 @@ class AdapterRun(Run):
         if self.args.resume:
             self._find_checkpoint()
         else:
-            refuse_used(directory, self.storage, self.args.overwrite)
+            check_output_free(directory, self.storage, self.args.overwrite)
             if self.args.overwrite:
                 run_checkpoint.remove_run(directory)
-            if self.storage is PLAIN:
+            if self.storage is PLAIN_FILES:
                 options = hashlib.sha256(to_json(self.identity()["options"], sort_keys=True).encode()).hexdigest()
                 said = to_json({"id": secrets.token_hex(16), "options_sha256": options}) + "\n"
                 self.storage.write(directory / run_checkpoint.ORIGIN, said.encode())
@@ -145,15 +153,15 @@ class AdapterRun(Run):
         self.storage.write(directory / SKIPPED, skipped_rows(accounts))
 
     def _find_checkpoint(self) -> None:
-        self.resumed_from = run_checkpoint.newest(self.directory, self.storage)
+        self.resumed_from = run_checkpoint.latest_checkpoint(self.directory, self.storage)
         if self.resumed_from is None:
-            raise nothing_in(self.directory)
+            raise no_checkpoint_error(self.directory)
         self.state, before = run_checkpoint.check(self.resumed_from, self.storage)
         now = self.identity()
         began = TrainingArguments().as_dict() | before["options"]  # an older version may lack some
         for name, value in now["options"].items():
-            if name not in PLAN and began[name] != value:
-                raise differs(name, began[name], value)
+            if name not in LENGTH_OPTIONS and began[name] != value:
+                raise option_changed_error(name, began[name], value)
         model = self.args.model
         if before["data"] != now["data"]:
             raise UserError(
@@ -285,9 +293,13 @@ class AdapterRun(Run):
         """
         root, storage = self.directory, self.storage
         last = [root / run_checkpoint.LAST] if storage.has(root / run_checkpoint.LAST) else []
-        steps = [place for _, place in run_checkpoint.found(root / run_checkpoint.STEPS, storage=storage)]
+        steps = [place for _, place in run_checkpoint.list_checkpoints(root / run_checkpoint.STEPS, storage=storage)]
         places = [*last, *run_checkpoint.results_of(root, storage), *steps]
-        kept = [(read_state(place, storage)[0], place) for place in places if not run_checkpoint.fault(place, storage)]
+        kept = [
+            (read_state(place, storage)[0], place)
+            for place in places
+            if not run_checkpoint.checkpoint_damage(place, storage)
+        ]
         sound = [(state, place) for state, place in kept if state.step < self.state.step]
         if sound:
             self.state, place = max(sound, key=lambda found: found[0].step)

@@ -19,7 +19,7 @@ from wgpu_lora.data.tokenizer_files import write_tokenizer
 EVIDENCE = "evidence.jsonl"  # the log that a protected run has in its directory
 
 
-class Storage(Protocol):
+class CheckpointStore(Protocol):
     """Reads and writes a run's files. All methods raise OSError if the system refuses."""
 
     def has(self, directory: Path) -> bool:
@@ -63,7 +63,7 @@ class Storage(Protocol):
         """The path, on the disk, of what keeps a file or a directory."""
 
 
-class Directories(Storage):
+class PlainFiles(CheckpointStore):
     """Plain files."""
 
     def has(self, directory: Path) -> bool:
@@ -111,4 +111,4 @@ class Directories(Storage):
         return path
 
 
-PLAIN = Directories()
+PLAIN_FILES = PlainFiles()

@@ -177,7 +177,7 @@ class RunRecord:
         path = directory / RUN
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
-            refuse_unregistered(facts.get("options") if isinstance(facts, dict) else None, directory)
+            check_registered(facts.get("options") if isinstance(facts, dict) else None, directory)
             return cls.from_json(facts, path)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(
@@ -266,7 +266,7 @@ class PipelineRecord:
         return f"PipelineRecord(steps={self.step}, {adapters})"
 
 
-def refuse_unregistered(options: Any, directory: Path) -> None:
+def check_registered(options: Any, directory: Path) -> None:
     """Raise UserError if the recorded options of a run select an implementation that is not registered here."""
     for option, (what, registered) in REGISTERED.items():
         name = options.get(option) if isinstance(options, dict) else None

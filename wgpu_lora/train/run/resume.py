@@ -9,19 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.spelling import either, flag, setting
+from wgpu_lora.names.spelling import any_option, flag, setting
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
-from wgpu_lora.train.options.training_arguments import FREE_ON_RESUME, PATHS, PLAN, TrainingArguments, from_values
+from wgpu_lora.train.options.training_arguments import (
+    CHANGEABLE_ON_RESUME,
+    LENGTH_OPTIONS,
+    PATHS,
+    TrainingArguments,
+    from_values,
+)
 from wgpu_lora.train.run import run_checkpoint
-from wgpu_lora.train.run.checkpoint_store import EVIDENCE, PLAIN, Storage
+from wgpu_lora.train.run.checkpoint_store import EVIDENCE, PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.pipeline_state import MEMBER, home_of, read_pipeline_state
-from wgpu_lora.train.run.records import PIPELINE, RUN, refuse_unregistered
+from wgpu_lora.train.run.records import PIPELINE, RUN, check_registered
 from wgpu_lora.train.run.run_state import STATE, RunState, step_budget
 from wgpu_lora.train.session.data_stream import DataStream
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 UNTIMED_STEPS = 100  # assumed by a timed run's schedule until steps have been timed
-MAY_CHANGE = sorted((FREE_ON_RESUME | set(PLAN)) - {"resume", "overwrite"})
+MAY_CHANGE = sorted((CHANGEABLE_ON_RESUME | set(LENGTH_OPTIONS)) - {"resume", "overwrite"})
 
 
 def resumed_options(given: Mapping[str, Any], directory: Path, where: str) -> TrainingArguments:
@@ -33,16 +39,18 @@ def resumed_options(given: Mapping[str, Any], directory: Path, where: str) -> Tr
     home = home_of(directory)
     if home:
         request = read_pipeline_state(home).request
-        return continued(given, request.get("options"), request.get("directory"), home, where)
-    newest = run_checkpoint.newest(directory)
+        return merge_resumed_options(given, request.get("options"), request.get("directory"), home, where)
+    newest = run_checkpoint.latest_checkpoint(directory)
     if newest is None:
-        raise nothing_in(directory)
+        raise no_checkpoint_error(directory)
     run_checkpoint.check(newest)
     said = run_checkpoint.read_metadata(newest)
-    return continued(given, said.get("options"), said.get("directory"), directory, where)
+    return merge_resumed_options(given, said.get("options"), said.get("directory"), directory, where)
 
 
-def continued(given: Mapping[str, Any], options: Any, began_in: Any, directory: Path, where: str) -> TrainingArguments:
+def merge_resumed_options(
+    given: Mapping[str, Any], options: Any, began_in: Any, directory: Path, where: str
+) -> TrainingArguments:
     """Recorded options, updated by given options that may change.
 
     Args:
@@ -50,21 +58,21 @@ def continued(given: Mapping[str, Any], options: Any, began_in: Any, directory: 
     """
     if not isinstance(options, dict):
         raise UserError(f"The record of the run in {directory} has no options: start again in another directory.")
-    refuse_unregistered(options, directory)
+    check_registered(options, directory)
     before = replace(from_values(options, f"The record of the run in {directory}"), overwrite=False)
     asked = from_values({name: value for name, value in given.items() if value is not None}, where, before)
     for name, value in asdict(asked).items():
-        if name not in FREE_ON_RESUME and name not in PLAN and value != getattr(before, name):
-            raise differs(name, getattr(before, name), value)
+        if name not in CHANGEABLE_ON_RESUME and name not in LENGTH_OPTIONS and value != getattr(before, name):
+            raise option_changed_error(name, getattr(before, name), value)
     if asked.num_train_epochs != before.num_train_epochs and asked.max_steps == before.max_steps:
         asked = replace(asked, max_steps=-1)  # it would override the new number of epochs
     moved: dict[str, Any] = {
-        name: found_from(began_in, getattr(asked, name)) for name in PATHS if name not in {*given, "output"}
+        name: resolve_recorded_path(began_in, getattr(asked, name)) for name in PATHS if name not in {*given, "output"}
     }
     return replace(asked, resume=True, output=str(directory), **moved)
 
 
-def found_from(began_in: Any, path: Any) -> Any:
+def resolve_recorded_path(began_in: Any, path: Any) -> Any:
     """A recorded path as seen from here; a relative one may refer to the directory where the run started.
 
     Records are untrusted: what cannot be a path is returned as it is, for whoever checks options.
@@ -75,7 +83,7 @@ def found_from(began_in: Any, path: Any) -> Any:
     return there if os.path.exists(there) else path
 
 
-def nothing_in(directory: Path) -> UserError:
+def no_checkpoint_error(directory: Path) -> UserError:
     if (directory / EVIDENCE).exists():
         return UserError(f"{directory} holds a protected run: continue it with {flag('protected')} JOB.toml.")
     return UserError(
@@ -84,15 +92,15 @@ def nothing_in(directory: Path) -> UserError:
     )
 
 
-def differs(name: str, before: Any, now: Any) -> UserError:
+def option_changed_error(name: str, before: Any, now: Any) -> UserError:
     return UserError(
         f"{flag('resume')} needs the same options as the original run: {flag(name)} was {before!r}, not {now!r}; leave "
         f"it out, since only these may change: {', '.join(map(flag, MAY_CHANGE))}."
     )
 
 
-def plan_of(
-    options: Mapping[str, Any], args: TrainingArguments, place: Path, storage: Storage = PLAIN
+def planned_options(
+    options: Mapping[str, Any], args: TrainingArguments, place: Path, storage: CheckpointStore = PLAIN_FILES
 ) -> TrainingArguments:
     """`args` with the planned length of the run from the record of the checkpoint in `place`.
 
@@ -100,23 +108,23 @@ def plan_of(
         UserError: the record does not have it, or it is invalid.
     """
     try:
-        return from_values({name: options[name] for name in PLAN}, STATE, args)
+        return from_values({name: options[name] for name in LENGTH_OPTIONS}, STATE, args)
     except (KeyError, UserError):
-        raise run_checkpoint.refuse(place, f"the options in {STATE} are invalid", storage) from None
+        raise run_checkpoint.damaged_checkpoint_error(place, f"the options in {STATE} are invalid", storage) from None
 
 
-def extended(state: RunState, planned: TrainingArguments, stream: DataStream) -> int:
+def resumed_total_steps(state: RunState, planned: TrainingArguments, stream: DataStream) -> int:
     """Total steps of a resumed run, by its current options; the recorded number if these have not changed.
 
     Raises:
         UserError: the run has already exceeded them, or a time was exchanged for a number of steps.
     """
     args = stream.args
-    changed = [name for name in PLAN if getattr(args, name) != getattr(planned, name)]
+    changed = [name for name in LENGTH_OPTIONS if getattr(args, name) != getattr(planned, name)]
     if not changed:
         return state.total_steps
     if bool(args.target_seconds) != bool(planned.target_seconds):
-        counts, time = either("num_train_epochs", "max_steps"), flag("target_seconds")
+        counts, time = any_option("num_train_epochs", "max_steps"), flag("target_seconds")
         began, now = (time, counts) if planned.target_seconds else (counts, time)
         raise UserError(
             f"The run in {args.directory} was planned by {began}, so {flag('resume')} cannot extend it by {now}: give "
@@ -133,7 +141,8 @@ def extended(state: RunState, planned: TrainingArguments, stream: DataStream) ->
     if total < state.step:
         asked = " and ".join(setting(name, getattr(args, name)) for name in changed)
         raise UserError(
-            f"The run in {args.directory} has already taken {counted(state.step, 'step')}, more than the {total:,} of "
+            f"The run in {args.directory} has already taken {count_noun(state.step, 'step')}, more than the {total:,} "
+            "of "
             f"{asked}: give a larger value."
         )
     return total
@@ -149,9 +158,9 @@ def resume_note(
         own: options of PLAN that the adapters file sets for it, which override those of all adapters.
 
     Raises:
-        UserError: as `extended`.
+        UserError: as `resumed_total_steps`.
     """
-    args, total = stream.args, extended(state, planned, stream)
+    args, total = stream.args, resumed_total_steps(state, planned, stream)
     if args.target_seconds:
         left = args.target_seconds - state.elapsed_seconds
         if left < state.step_seconds / 2 or 0 < args.max_steps <= state.step:
@@ -162,9 +171,10 @@ def resume_note(
         return f"{text}: the {args.lr_scheduler_type} schedule is now that of {args.target_seconds:g} s"
     text = f"continues after step {state.step:,} of {state.total_steps:,}"
     if total == state.total_steps:
-        more = either("num_train_epochs", "max_steps")
+        more = any_option("num_train_epochs", "max_steps")
         if own:
-            more = f"{' or '.join(repr('epochs' if name == PLAN[0] else name) for name in own)} in the adapters file"
+            names = " or ".join(repr("epochs" if name == LENGTH_OPTIONS[0] else name) for name in own)
+            more = f"{names} in the adapters file"
         done = "already finished" + (f"; a larger {more} extends it" if extensible else "")
         return done if state.step >= total else text
     text += f", up to {total:,} steps"
@@ -185,15 +195,15 @@ def resume_note(
 
 
 def set_length(
-    state: RunState, options: dict[str, Any], stream: DataStream, place: Path, storage: Storage = PLAIN
+    state: RunState, options: dict[str, Any], stream: DataStream, place: Path, storage: CheckpointStore = PLAIN_FILES
 ) -> None:
     """Set the total steps of a run that is resumed from a checkpoint whose record has these options.
 
     Raises:
-        UserError: the state does not match the data, or as `extended`.
+        UserError: the state does not match the data, or as `resumed_total_steps`.
     """
     args = stream.args
-    planned = plan_of(options, args, place, storage)
+    planned = planned_options(options, args, place, storage)
     total = state.total_steps if planned.target_seconds else DataStream(stream.prepared, planned).total_steps()
     older = total + (planned.num_train_epochs % 1 > 0)  # earlier versions rounded some parts of epochs up
     if state.total_steps not in (total, older):
@@ -203,21 +213,21 @@ def set_length(
     elif stream.position(state.step) != (state.epoch, state.index) or len(state.pending) > state.step:
         wrong = f"{STATE} says step {state.step}, epoch {state.epoch} and index {state.index}"
     else:
-        total = extended(state, planned, stream)
+        total = resumed_total_steps(state, planned, stream)
         if args.lr_scheduler_restart and not args.target_seconds and total != state.total_steps:
             state.schedule_start = state.step
         state.total_steps = total
         state.ending = state.ending and args.target_seconds == planned.target_seconds
         return
-    raise run_checkpoint.refuse(place, wrong, storage)
+    raise run_checkpoint.damaged_checkpoint_error(place, wrong, storage)
 
 
-def refuse_used(directory: Path, storage: Storage = PLAIN, overwrite: bool | None = None) -> None:
+def check_output_free(directory: Path, storage: CheckpointStore = PLAIN_FILES, overwrite: bool | None = None) -> None:
     """Raise UserError if a run or a pipeline has left anything worth keeping in a directory; a log alone is not.
 
     overwrite: whether it may be removed; None if nobody could ask for that.
     """
-    if storage is PLAIN and (directory / EVIDENCE).exists():
+    if storage is PLAIN_FILES and (directory / EVIDENCE).exists():
         raise UserError(f"The output directory {directory} already holds a protected run: choose another directory.")
     if overwrite:
         return
@@ -228,7 +238,7 @@ def refuse_used(directory: Path, storage: Storage = PLAIN, overwrite: bool | Non
             f"The directory {directory} already belongs to a pipeline: continue it with {resume}{over}, or choose "
             "another directory."
         )
-    if run_checkpoint.newest(directory, storage):
+    if run_checkpoint.latest_checkpoint(directory, storage):
         raise UserError(
             f"The output directory {directory} already holds a run: continue it with {resume}{over}, or choose another "
             "directory."

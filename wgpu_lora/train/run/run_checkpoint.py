@@ -23,7 +23,7 @@ from wgpu_lora.locks import sweep
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.optimizers import name_of
-from wgpu_lora.train.run.checkpoint_store import PLAIN, Storage
+from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.run_state import SCHEMA, STATE, NewerSchemaError, RunState, read_state, schema_of
 from wgpu_lora.train.session.session import Session
 
@@ -44,7 +44,7 @@ WRITTEN = re.compile(rf"{_RUN}|README\.md|{TOKENIZER.pattern}|{TEMPLATE.pattern}
 
 
 def checkpoint_files(
-    session: Session, slot: int, subject: Subject, state: RunState, facts: dict[str, Any]
+    session: Session, slot: int, subject: Trainable, state: RunState, facts: dict[str, Any]
 ) -> dict[str, bytes]:
     """The files of a checkpoint: what a slot trains, optimizer and run state, metadata and manifest.
 
@@ -59,31 +59,33 @@ def checkpoint_files(
     return files
 
 
-def remove_old(root: Path, keep: int, storage: Storage = PLAIN) -> None:
-    """Remove all checkpoints in `found` but the newest `keep`."""
-    for _, old in found(root, storage=storage)[:-keep]:
+def remove_old(root: Path, keep: int, storage: CheckpointStore = PLAIN_FILES) -> None:
+    """Remove all checkpoints in `list_checkpoints` but the newest `keep`."""
+    for _, old in list_checkpoints(root, storage=storage)[:-keep]:
         storage.remove(old)
 
 
-def remove_old_epochs(run: Path, keep: int, storage: Storage = PLAIN) -> None:
+def remove_old_epochs(run: Path, keep: int, storage: CheckpointStore = PLAIN_FILES) -> None:
     """Remove all of a run's epoch-N but the newest `keep`."""
-    for _, old in found(run, EPOCH_NAME, storage)[:-keep]:
+    for _, old in list_checkpoints(run, EPOCH_NAME, storage)[:-keep]:
         storage.remove(old)
 
 
-def found(root: Path, name: re.Pattern[str] = NAME, storage: Storage = PLAIN) -> list[tuple[int, Path]]:
+def list_checkpoints(
+    root: Path, name: re.Pattern[str] = NAME, storage: CheckpointStore = PLAIN_FILES
+) -> list[tuple[int, Path]]:
     """Checkpoints by the number in their names, ascending; incomplete ones have other names."""
     return sorted((int(m[1]), p) for p in storage.directories(root) if (m := name.fullmatch(p.name)))
 
 
-def newest(run: Path, storage: Storage = PLAIN) -> Path | None:
+def latest_checkpoint(run: Path, storage: CheckpointStore = PLAIN_FILES) -> Path | None:
     """The newest complete state of a run, which it would be resumed from: a pipeline's `last`, or the one of the most
     steps among the numbered ones and best/. A protected run has numbered ones only, which its evidence names."""
     if storage.has(run / LAST):
         return run / LAST
-    kept, best = found(run / STEPS, storage=storage), run / BEST
+    kept, best = list_checkpoints(run / STEPS, storage=storage), run / BEST
     step, place = kept[-1] if kept else (-1, None)
-    if storage is not PLAIN or not storage.has(best):
+    if storage is not PLAIN_FILES or not storage.has(best):
         return place
     try:
         return best if read_state(best)[0].step > step else place
@@ -110,12 +112,12 @@ def remove_run(run: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def trained_files(directory: Path, storage: Storage = PLAIN) -> tuple[str, ...]:
+def trained_files(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> tuple[str, ...]:
     """The files of what was trained that a directory should have, by what it has."""
     return CONSTANT_FILES if storage.is_file(directory / CONSTANT_FILES[0]) else ADAPTER_FILES
 
 
-def fault(directory: Path, storage: Storage = PLAIN) -> str | None:
+def checkpoint_damage(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> str | None:
     """What is wrong with a checkpoint; None if it is intact.
 
     Raises:
@@ -134,15 +136,17 @@ def fault(directory: Path, storage: Storage = PLAIN) -> str | None:
     return f"{STATE} says step {step}" if named and int(named[1]) != step else None
 
 
-def refuse(directory: Path, wrong: str, storage: Storage = PLAIN) -> UserError:
+def damaged_checkpoint_error(directory: Path, wrong: str, storage: CheckpointStore = PLAIN_FILES) -> UserError:
     """The error for a damaged checkpoint, which names the newest intact one of the run."""
     run = run_of(directory)
     said = f"The checkpoint {directory} is damaged: {wrong}"
-    places = [path for _, path in found(run / STEPS, storage=storage)] + results_of(run, storage)
+    places = [path for _, path in list_checkpoints(run / STEPS, storage=storage)] + results_of(run, storage)
     intact = {
-        path: read_state(path, storage)[0].step for path in places if path != directory and not fault(path, storage)
+        path: read_state(path, storage)[0].step
+        for path in places
+        if path != directory and not checkpoint_damage(path, storage)
     }
-    single = storage is PLAIN and directory.name != LAST
+    single = storage is PLAIN_FILES and directory.name != LAST
     states = [path for path in intact if path.parent.name == STEPS or (single and path.name == BEST)]
     if intact:
         latest = max(states or intact, key=lambda path: intact[path])
@@ -154,19 +158,19 @@ def refuse(directory: Path, wrong: str, storage: Storage = PLAIN) -> UserError:
     return UserError(f"{said}; no other is intact, so start again in another directory.")
 
 
-def results_of(run: Path, storage: Storage = PLAIN) -> list[Path]:
+def results_of(run: Path, storage: CheckpointStore = PLAIN_FILES) -> list[Path]:
     """The adapters that a run keeps beside its checkpoints: epoch-N and best."""
     return [path for path in storage.directories(run) if EPOCH_NAME.fullmatch(path.name) or path.name == BEST]
 
 
-def check(directory: Path, storage: Storage = PLAIN) -> tuple[RunState, dict[str, Any]]:
+def check(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> tuple[RunState, dict[str, Any]]:
     """The state and the identity of a checkpoint. Raises UserError if it is damaged."""
-    wrong = fault(directory, storage)
+    wrong = checkpoint_damage(directory, storage)
     if wrong:
-        raise refuse(directory, wrong, storage)
+        raise damaged_checkpoint_error(directory, wrong, storage)
     run = run_of(directory)
     own = origin_of(run)
-    if own and storage is PLAIN and read_metadata(directory).get("run") != own:
+    if own and storage is PLAIN_FILES and read_metadata(directory).get("run") != own:
         raise UserError(
             f"The checkpoint {directory} is of another run than {run}: remove it to continue this run from its own, or "
             f"resume the other one in its directory."
@@ -184,13 +188,13 @@ def origin_of(run: Path) -> dict[str, Any] | None:
     return read_json(run / ORIGIN) if (run / ORIGIN).is_file() else None
 
 
-def read_metadata(directory: Path, storage: Storage = PLAIN) -> dict[str, Any]:
+def read_metadata(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> dict[str, Any]:
     """The contents of an intact checkpoint's metadata.json, such as the run's options."""
     facts = parse_object(storage.read(directory / METADATA), str(directory / METADATA))
     try:
         schema_of(facts, directory / METADATA)
     except ValueError as error:
-        raise refuse(directory, str(error), storage) from None
+        raise damaged_checkpoint_error(directory, str(error), storage) from None
     return facts
 
 
@@ -200,7 +204,7 @@ def metadata_of(data: bytes) -> dict[str, str]:
     return json.loads(data[8 : 8 + length]).get("__metadata__") or {}
 
 
-def modern(name: str, modules: Collection[str]) -> str:
+def current_state_name(name: str, modules: Collection[str]) -> str:
     """Convert a state's name of version 0.1.0, such as '0.q_proj.A.first_moment', to the module's path."""
     layer, _, rest = name.partition(".")
     module, _, which = rest.partition(".")
@@ -208,7 +212,9 @@ def modern(name: str, modules: Collection[str]) -> str:
     return f"{found[0]}.{which}" if len(found) == 1 else name
 
 
-def restore(directory: Path, session: Session, slot: int, subject: Subject, storage: Storage = PLAIN) -> None:
+def restore(
+    directory: Path, session: Session, slot: int, subject: Trainable, storage: CheckpointStore = PLAIN_FILES
+) -> None:
     """Load what a checkpoint has trained and its optimizer's state onto the device.
 
     Raises:
@@ -219,21 +225,21 @@ def restore(directory: Path, session: Session, slot: int, subject: Subject, stor
         data = storage.read(directory / OPTIMIZER, None)
         state, optim = load(data), metadata_of(data).get("optim")  # None in older checkpoints
     except (OSError, SafetensorError) as error:
-        raise refuse(directory, str(error), storage) from error
+        raise damaged_checkpoint_error(directory, str(error), storage) from error
     except KeyError as error:  # a type that NumPy does not have
-        raise refuse(
+        raise damaged_checkpoint_error(
             directory, f"{OPTIMIZER} does not match this run: it has values of type {error}", storage
         ) from None
-    state = {modern(name, session.model.config.lora_modules): values for name, values in state.items()}
+    state = {current_state_name(name, session.model.config.lora_modules): values for name, values in state.items()}
     wrong, own = session.optimizer.state.fault(slot, state), name_of(session.optimizer.rule)
     if optim not in (None, own):  # though it may be in the same form, as those of lion and muon
         wrong = f"it holds the state of {optim!r:.40}, not of {own!r}"
     if wrong:
-        raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}", storage)
+        raise damaged_checkpoint_error(directory, f"{OPTIMIZER} does not match this run: {wrong}", storage)
     try:
         subject.place(directory, session, slot, storage.contents(directory))
-    except Damaged as error:
-        raise refuse(directory, str(error), storage) from error
+    except CheckpointError as error:
+        raise damaged_checkpoint_error(directory, str(error), storage) from error
     session.optimizer.state.write(session.device, slot, state)
 
 
@@ -256,7 +262,7 @@ def _text(files: dict[str, str]) -> str:
     return to_json({"sha256": files}, indent=1) + "\n"
 
 
-def damage(directory: Path, needed: tuple[str, ...], storage: Storage = PLAIN) -> str | None:
+def damage(directory: Path, needed: tuple[str, ...], storage: CheckpointStore = PLAIN_FILES) -> str | None:
     """What is wrong with a directory that has a manifest; None if it is intact.
 
     Files that the manifest does not name are ignored, since operating systems add some.
@@ -293,11 +299,11 @@ ADAPTER_FILES = (WEIGHTS, CONFIG)
 CONSTANT_FILES = ("constants.safetensors",)
 
 
-class Damaged(ValueError):
+class CheckpointError(ValueError):
     """What is wrong with the files of a checkpoint, for a sentence about it."""
 
 
-class Subject(Protocol):
+class Trainable(Protocol):
     """What a run trains in its slot: where it begins, and the files that it is saved in."""
 
     files: ClassVar[tuple[str, ...]]  # of a checkpoint and of the finished run; the first has the parameters
@@ -308,7 +314,9 @@ class Subject(Protocol):
     def place_initial(self, session: Session, slot: int) -> None:
         """Uploads the parameters that the run starts from. The base's weights are loaded."""
 
-    def place_first(self, session: Session, slot: int, resumed_from: Path | None, storage: Storage = PLAIN) -> None:
+    def place_first(
+        self, session: Session, slot: int, resumed_from: Path | None, storage: CheckpointStore = PLAIN_FILES
+    ) -> None:
         """`place_initial` of a run that may have been resumed."""
 
     def place(self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None) -> None:

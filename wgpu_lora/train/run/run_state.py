@@ -11,7 +11,7 @@ from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.run.checkpoint_store import PLAIN, Storage
+from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.typed_json import Count, FromJson, Seconds, typed
 
 STATE = "state.json"
@@ -57,7 +57,7 @@ class RunState:
     pending_seconds: Seconds = 0.0
 
 
-def read_state(directory: Path, storage: Storage = PLAIN) -> tuple[RunState, dict[str, Any]]:
+def read_state(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> tuple[RunState, dict[str, Any]]:
     """Read a checkpoint's state, and the identity of the run that wrote it.
 
     Raises:

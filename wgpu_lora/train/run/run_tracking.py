@@ -13,7 +13,7 @@ from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
-from wgpu_lora.data import Prepared
+from wgpu_lora.data import TokenizedData
 from wgpu_lora.errors import DeviceWarning, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.device_list import DeviceInfo
@@ -25,17 +25,17 @@ from wgpu_lora.track.run_log import (
     STOPPED,
     TRAINING,
     DataFile,
-    Entry,
     Git,
     Losses,
+    RunEntry,
     git_state,
+    run_log_enabled,
     run_name,
-    wanted,
 )
 from wgpu_lora.track.run_recorder import Recording, device_facts, given_options, status_of
 from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.track.trackers import GuardedTracker, TrackedRun, trackers_of
-from wgpu_lora.train.run.adapter_run import Follower, Run
+from wgpu_lora.train.run.adapter_run import Run, Tracking
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.run_checkpoint import BEST
 from wgpu_lora.train.run.stop_reasons import STOP_TEXT
@@ -45,7 +45,7 @@ FILE = "tracking.json"  # the id of a directory's run
 
 
 @dataclass
-class Followed(Follower):
+class RunTracking(Tracking):
     """A run in the run log."""
 
     run: Run
@@ -121,7 +121,7 @@ class Followed(Follower):
 class Following(Events):
     """Passes what is logged on to the trackers."""
 
-    def __init__(self, followed: Sequence[Followed]):
+    def __init__(self, followed: Sequence[RunTracking]):
         self._followed = {one.run.name: one for one in followed}
 
     def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
@@ -139,14 +139,16 @@ def metrics_of(line: Mapping[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def following(runs: Sequence[Run], device: DeviceInfo, home: Path, events: Events = SILENT) -> Iterator[Following]:
+def track_runs(runs: Sequence[Run], device: DeviceInfo, home: Path, events: Events = SILENT) -> Iterator[Following]:
     """Follow the runs of a job in the block. What is still running when an exception leaves it has failed.
 
     home: directory of the job's record.
     """
-    followed: list[Followed] = []
+    followed: list[RunTracking] = []
     sampler = Sampler(device)
-    git = git_state() if any(wanted(run.args.run_log) for run in runs) else None  # once, since it may take a while
+    git = (
+        git_state() if any(run_log_enabled(run.args.run_log) for run in runs) else None
+    )  # once, since it may take a while
     try:
         for run in runs:
             run.follower = one = _begun(run, device, home, git, sampler, events)
@@ -159,10 +161,10 @@ def following(runs: Sequence[Run], device: DeviceInfo, home: Path, events: Event
     finally:
         sampler.stop()
         for run in runs:
-            run.follower = Follower()
+            run.follower = Tracking()
 
 
-def _begun(run: Run, device: DeviceInfo, home: Path, git: Git | None, sampler: Sampler, events: Events) -> Followed:
+def _begun(run: Run, device: DeviceInfo, home: Path, git: Git | None, sampler: Sampler, events: Events) -> RunTracking:
     args = run.args
     recording = Recording.of(
         "finetune",
@@ -181,10 +183,10 @@ def _begun(run: Run, device: DeviceInfo, home: Path, git: Git | None, sampler: S
         eval_data=_file(run.heldout) if run.heldout else None,
         outputs=[str(run.directory.resolve())],
     )
-    return Followed(run, recording, sampler, events, recording.entry.pipeline and home.resolve().name)
+    return RunTracking(run, recording, sampler, events, recording.entry.pipeline and home.resolve().name)
 
 
-def _file(prepared: Prepared) -> DataFile:
+def _file(prepared: TokenizedData) -> DataFile:
     return DataFile(prepared.path, prepared.digest)
 
 
@@ -213,7 +215,7 @@ def _losses(lines: Sequence[Mapping[str, float]], name: str, of: str) -> Losses:
     return Losses(of, logged[0], min(logged), logged[-1]) if logged else Losses(of)
 
 
-def with_log(entry: Entry) -> Entry:
+def with_log(entry: RunEntry) -> RunEntry:
     """An entry of the run log; of a killed run, with what its log.jsonl says, if that is still the run's."""
     path = Path(entry.outputs[0]) / LOG if entry.outputs else None
     if entry.status != KILLED or not path or logged_id(path.parent) != entry.id or not path.is_file():

@@ -6,18 +6,18 @@ import hashlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from wgpu_lora.data import Prepared
+from wgpu_lora.data import TokenizedData
 from wgpu_lora.data.template import now
-from wgpu_lora.distill.teacher import MOST, Kept
+from wgpu_lora.distill.teacher import MOST, TopK
 from wgpu_lora.distill.teacher_cache import TeacherCache, read_header, template_digest
-from wgpu_lora.distill.teacher_cache_writer import Plan, plan_cache, standing, write_cache
+from wgpu_lora.distill.teacher_cache_writer import CachePlan, finished_shards, plan_cache, write_cache
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Evaluating, Events, Passing
-from wgpu_lora.gpu.device_errors import advising
-from wgpu_lora.infer.named_adapters import on_device
+from wgpu_lora.events import Evaluating, EventForwarder, Events
+from wgpu_lora.gpu.device_errors import with_option_advice
+from wgpu_lora.infer.named_adapters import adapters_on_device
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_files import ModelFiles
-from wgpu_lora.names.spelling import flag, naming, renamed, setting
+from wgpu_lora.names.spelling import flag, naming, setting, with_renamed_options
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.adapter_init import frozen_adapter
@@ -63,7 +63,7 @@ def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher |
     if args.teacher_adapter:
         found = frozen_adapter(args.teacher_adapter, model.config)
         adapter = found.spec, found.matrices, found.digest
-    return LiveTeacher(model, Kept(kept, random, args.seed), args.temperature, adapter)
+    return LiveTeacher(model, TopK(kept, random, args.seed), args.temperature, adapter)
 
 
 def _opened(args: TrainingArguments, student: LoadedModel) -> LoadedModel:
@@ -71,7 +71,7 @@ def _opened(args: TrainingArguments, student: LoadedModel) -> LoadedModel:
     constants are trained, it has the default format: in the student's, it would be as rounded as the student is."""
     rounded = student.config.packed or args.train == "quant-scales"
     wanted = DEFAULT_FORMAT if rounded else student.decoder.base_dtype
-    with naming(renamed({"base_dtype": "teacher_base_dtype"})):
+    with naming(with_renamed_options({"base_dtype": "teacher_base_dtype"})):
         model = open_model(args.teacher or "", student.device, args.teacher_base_dtype or DEFAULT_FORMAT)
         if args.teacher_base_dtype or model.config.packed or wanted == DEFAULT_FORMAT:
             return model
@@ -100,7 +100,7 @@ def with_template_date(
 
 
 def check_caches(
-    args: TrainingArguments, student: LoadedModel, prepared: Prepared, heldout: Prepared | None
+    args: TrainingArguments, student: LoadedModel, prepared: TokenizedData, heldout: TokenizedData | None
 ) -> str | None:
     """Raise UserError unless the caches have these rows, for this student; returns a digest of them, None without."""
     if args.objective != "kd" or args.teacher_cache is None:
@@ -128,7 +128,7 @@ def check_caches(
     return opened[0][0].digest()
 
 
-def checked_cache(args: TrainingArguments, student: LoadedModel, rows: Prepared) -> TeacherCache:
+def checked_cache(args: TrainingArguments, student: LoadedModel, rows: TokenizedData) -> TeacherCache:
     """A cache of the rows' teacher. Raises UserError if it does not fit the rows, the student or the temperature."""
     cache = TeacherCache.open(args.teacher_cache or "")
     vocabulary = student.config.vocab_size
@@ -150,7 +150,7 @@ BATCH_TOKENS = 1024  # computed at a time
 LOGITS = "f32"  # a live teacher's, so that training gets the same numbers
 
 
-def cache_plans(run: AdapterRun, student: LoadedModel) -> dict[str, Plan]:
+def cache_plans(run: AdapterRun, student: LoadedModel) -> dict[str, CachePlan]:
     """The caches that replace a run's live teacher, by the options that name them: `teacher_cache` and, if the held-out
     rows are data of their own, `eval_teacher_cache`.
 
@@ -190,7 +190,7 @@ def cache_plans(run: AdapterRun, student: LoadedModel) -> dict[str, Plan]:
     return plans
 
 
-def caches_digest(run: AdapterRun, plans: dict[str, Plan]) -> str:
+def caches_digest(run: AdapterRun, plans: dict[str, CachePlan]) -> str:
     """Equal for runs that the same caches serve, wherever their files are; 32 hexadecimal digits."""
     live = _teacher(run)
     headers = {name: {**asdict(plan.header), "data": plan.header.data["sha256"]} for name, plan in plans.items()}
@@ -204,15 +204,15 @@ def write_caches(run: AdapterRun, student: LoadedModel, output: Path, events: Ev
     finished there are kept. Returns the directories, by option.
 
     Raises:
-        UserError: as `write_cache` and `standing`.
+        UserError: as `write_cache` and `finished_shards`.
     """
     live, plans = _teacher(run), cache_plans(run, student)
     places = {name: output / name for name in plans}
-    done = {name: standing(places[name], plan) for name, plan in plans.items()}
+    done = {name: finished_shards(places[name], plan) for name, plan in plans.items()}
     adapter = run.args.teacher_adapter
     with (
-        on_device(live.model, [adapter] if live.adapter and adapter else []) as adapters,
-        advising("teacher", "teacher_top_k"),
+        adapters_on_device(live.model, [adapter] if live.adapter and adapter else []) as adapters,
+        with_option_advice("teacher", "teacher_top_k"),
     ):
         before, total = 0, sum(len(plan.rows) for plan in plans.values())
         for name, plan in plans.items():
@@ -222,7 +222,7 @@ def write_caches(run: AdapterRun, student: LoadedModel, output: Path, events: Ev
     return {name: str(place) for name, place in places.items()}
 
 
-class _Together(Passing):
+class _Together(EventForwarder):
     """Counts the rows of all caches together."""
 
     def __init__(self, before: int, total: int, events: Events):
@@ -239,7 +239,7 @@ def _teacher(run: AdapterRun) -> LiveTeacher:
     return run.teacher
 
 
-def _joined(rows: Prepared, heldout: Prepared) -> Prepared:
+def _joined(rows: TokenizedData, heldout: TokenizedData) -> TokenizedData:
     """All rows of data that some were held out of."""
     both = sorted([*rows.rows, *heldout.rows], key=lambda row: row.index)
     return replace(rows, rows=both, values=(), keys=rows.keys[:0])

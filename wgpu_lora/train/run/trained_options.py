@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bounded import read_json
-from wgpu_lora.data import Prepared, Row
+from wgpu_lora.data import Row, TokenizedData
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.train.option_types import check
@@ -26,7 +26,7 @@ ROWS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class RowOptions:
+class EvaluationRowOptions:
     """How rows are encoded for evaluation; `note` names unusual choices, or is ''."""
 
     max_length: int
@@ -51,7 +51,7 @@ def fit_length(args: TrainingArguments, positions: int) -> tuple[TrainingArgumen
     return args, ""
 
 
-def shortened(prepared: Prepared, args: TrainingArguments) -> Prepared:
+def shortened(prepared: TokenizedData, args: TrainingArguments) -> TokenizedData:
     """Rows as they would be with a smaller max_length, for planning; their summary stays the same."""
     length, drop = args.length, args.on_overflow == "drop"
 
@@ -72,7 +72,7 @@ def shortened(prepared: Prepared, args: TrainingArguments) -> Prepared:
     return replace(prepared, rows=left, values=values, max_length=length, keys=keys)
 
 
-def fit_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> RowOptions:
+def evaluation_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> EvaluationRowOptions:
     """How to encode rows for evaluation: as given, else as the adapters were trained, else as the model allows.
 
     Args:
@@ -83,7 +83,7 @@ def fit_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions
         UserError: a given value is invalid.
     """
     said = check_rows(given)
-    trained = _agreed([_trained_with(Path(adapter)) for adapter in adapters])
+    trained = _common_options([_trained_with(Path(adapter)) for adapter in adapters])
     of_adapters = {name: value for name, value in trained.items() if name not in said}
     length = of_adapters.pop("max_length", None)
     notes = [setting(name, value) for name, value in of_adapters.items() if value != ROWS[name]]
@@ -98,7 +98,7 @@ def fit_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions
         if said["max_length"] < LENGTH:
             short = f"rows of at most {positions:,} tokens, the number of positions of this model"
             note = f"{short}; {note}" if note else short
-    return RowOptions(**{**ROWS, **of_adapters, **said}, note=note)
+    return EvaluationRowOptions(**{**ROWS, **of_adapters, **said}, note=note)
 
 
 def check_rows(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,13 +126,13 @@ def _trained_with(adapter: Path) -> dict[str, Any]:
         try:
             options = read_json(adapter / name).get("options")
             if isinstance(options, dict):
-                return _sound(options)
+                return _valid_options(options)
         except UserError:
             continue
     return {}
 
 
-def _sound(options: Mapping[str, Any]) -> dict[str, Any]:
+def _valid_options(options: Mapping[str, Any]) -> dict[str, Any]:
     declared, found = TrainingArguments.__dataclass_fields__, {}
     for name in ("max_length", *ROWS):
         value = options.get(name)
@@ -143,7 +143,7 @@ def _sound(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _agreed(trained: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _common_options(trained: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Settings for adapters that are evaluated on the same rows: those they agree on, and the longest length."""
     if not trained or not all(trained):
         return {}

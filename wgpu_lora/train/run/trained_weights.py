@@ -17,22 +17,22 @@ from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.peft_adapter import WEIGHTS, Matrices, adapter_files, read_adapter, tensor_name
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.formats.safetensors_header import read_header
-from wgpu_lora.models.adapter_modules import read_fitting, targeted
+from wgpu_lora.models.adapter_modules import read_adapter_for, resolve_target_modules
 from wgpu_lora.models.adapter_set import SlotSpec
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.models.quant_constants import ConstantSet, ConstantWeight, constants_of
+from wgpu_lora.models.quant_constants import ConstantWeight, QuantConstants, quant_constants
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
 from wgpu_lora.train.init_methods import DEFAULT
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
-from wgpu_lora.train.run.adapter_init import SeededMatrices, stored, trained
-from wgpu_lora.train.run.checkpoint_store import PLAIN, Storage
-from wgpu_lora.train.run.resume import found_from
-from wgpu_lora.train.run.run_checkpoint import ADAPTER_FILES, CONSTANT_FILES, Damaged
+from wgpu_lora.train.run.adapter_init import SeededMatrices, from_peft, to_peft
+from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
+from wgpu_lora.train.run.resume import resolve_recorded_path
+from wgpu_lora.train.run.run_checkpoint import ADAPTER_FILES, CONSTANT_FILES, CheckpointError
 from wgpu_lora.train.session.session import Session
 from wgpu_lora.weights.base import Packed
-from wgpu_lora.words import counted
+from wgpu_lora.words import count_noun
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,22 @@ class Adapter:
         initial = self.initial
         session.place_initial(slot, initial.on(session.model) if isinstance(initial, SeededMatrices) else initial)
 
-    def place_first(self, session: Session, slot: int, resumed_from: Path | None, storage: Storage = PLAIN) -> None:
+    def place_first(
+        self, session: Session, slot: int, resumed_from: Path | None, storage: CheckpointStore = PLAIN_FILES
+    ) -> None:
         if not resumed_from:
             self.place_initial(session, slot)
             return
         facts = run_checkpoint.read_metadata(resumed_from, storage)
         options = facts.get("options")
-        began = found_from(facts.get("directory"), options.get("init_adapter") if isinstance(options, dict) else None)
+        began = resolve_recorded_path(
+            facts.get("directory"), options.get("init_adapter") if isinstance(options, dict) else None
+        )
         config = session.model.config
         seeded = SeededMatrices(self.args, config)
         if began:
             path = Path(str(began))
-            session.place_initial(slot, read_fitting(config, path, contents=storage.contents(path))[1])
+            session.place_initial(slot, read_adapter_for(config, path, contents=storage.contents(path))[1])
         else:
             session.place_initial(slot, seeded.on(session.model))
 
@@ -75,12 +79,12 @@ class Adapter:
         try:
             _, matrices = read_adapter(directory, contents)
         except (OSError, SafetensorError) as error:
-            raise Damaged(str(error)) from error
+            raise CheckpointError(str(error)) from error
         header = read_header(directory / WEIGHTS, contents[WEIGHTS] if contents is not None else None)
         plain = all(entry.dtype == "F32" for entry in header.values())
         if set(matrices) != set(adapters.modules(slot)) or not plain:
-            raise Damaged(f"{WEIGHTS} does not have the modules or the dtype of this run")
-        own, offset = trained(matrices, adapters, slot)
+            raise CheckpointError(f"{WEIGHTS} does not have the modules or the dtype of this run")
+        own, offset = from_peft(matrices, adapters, slot)
         adapters.write(session.device, slot, own)
         if offset and adapters.offset:
             adapters.offset.write(session.device, slot, offset)
@@ -99,7 +103,7 @@ class Adapter:
 
     def _stored(self, session: Session, slot: int) -> tuple[dict[str, np.ndarray], AdapterConfig]:
         """The tensors by PEFT's names, and the config."""
-        matrices, config = stored(session.device, session.adapters, slot, self.config)
+        matrices, config = to_peft(session.device, session.adapters, slot, self.config)
         return adapter_tensors(matrices, config), config
 
 
@@ -119,7 +123,7 @@ SNAPPED_SHARE = 10  # a tenth of the steps
 
 
 @dataclass(frozen=True)
-class QuantScales:
+class TrainableQuantScales:
     """The constants of the targeted matrices, which begin as the base has them."""
 
     args: TrainingArguments
@@ -127,11 +131,13 @@ class QuantScales:
     files: ClassVar[tuple[str, ...]] = CONSTANT_FILES
 
     @classmethod
-    def of(cls, args: TrainingArguments, model: LoadedModel) -> QuantScales:
+    def of(cls, args: TrainingArguments, model: LoadedModel) -> TrainableQuantScales:
         """Raises UserError if none of the targeted matrices has tables or scales to train."""
         matrices = dict(model.decoder.matrices())
-        chosen = {module: matrices[f"{module}.weight"] for module in targeted(args.target_modules, model.config)}
-        found = {module: own for module, weight in chosen.items() if (own := constants_of(weight))}
+        chosen = {
+            module: matrices[f"{module}.weight"] for module in resolve_target_modules(args.target_modules, model.config)
+        }
+        found = {module: own for module, weight in chosen.items() if (own := quant_constants(weight))}
         if not found:
             formats = " and ".join(dict.fromkeys(weight.format.upper() for weight in chosen.values()))
             advice = setting("base_dtype", "lut2")
@@ -142,13 +148,15 @@ class QuantScales:
         return cls(args, found)
 
     def described(self) -> tuple[str, str]:
-        return "trains", f"tables and scales of {counted(len(self.weights), 'matrix', 'matrices')}"
+        return "trains", f"tables and scales of {count_noun(len(self.weights), 'matrix', 'matrices')}"
 
     def place_initial(self, session: Session, slot: int) -> None:
         constants = self._set(session)
         constants.write(session.device, constants.initial(session.device))
 
-    def place_first(self, session: Session, slot: int, resumed_from: Path | None, storage: Storage = PLAIN) -> None:
+    def place_first(
+        self, session: Session, slot: int, resumed_from: Path | None, storage: CheckpointStore = PLAIN_FILES
+    ) -> None:
         self.place_initial(session, slot)
 
     def place(self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None) -> None:
@@ -156,15 +164,15 @@ class QuantScales:
         try:
             stored = load_file(directory / file) if contents is None else load(contents[file])
         except (OSError, SafetensorError) as error:
-            raise Damaged(str(error)) from error
+            raise CheckpointError(str(error)) from error
         places = constants.places(slot)
         if set(stored) != set(places):
-            raise Damaged(f"{file} does not have the matrices of this run")
+            raise CheckpointError(f"{file} does not have the matrices of this run")
         for name, values in stored.items():
             if values.dtype != np.float32 or values.shape != places[name].own:
-                raise Damaged(f"{name} in {file} is {values.dtype} {list(values.shape)}")
+                raise CheckpointError(f"{name} in {file} is {values.dtype} {list(values.shape)}")
             if not (np.abs(values) <= MAX_PARAMETER).all():
-                raise Damaged(f"{name} in {file} has values that are not finite or too large")
+                raise CheckpointError(f"{name} in {file} has values that are not finite or too large")
         constants.write(session.device, stored)
 
     def saved(self, session: Session, slot: int) -> dict[str, bytes]:
@@ -201,6 +209,6 @@ class QuantScales:
         write_packed(model, directory, instead=instead, replace=True)
 
     @staticmethod
-    def _set(session: Session) -> ConstantSet:
-        assert isinstance(session.trained, ConstantSet)
+    def _set(session: Session) -> QuantConstants:
+        assert isinstance(session.trained, QuantConstants)
         return session.trained

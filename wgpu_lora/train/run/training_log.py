@@ -17,7 +17,7 @@ from wgpu_lora.gpu.device_list import native_version
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.track.secret_masking import masked
-from wgpu_lora.train.run.checkpoint_store import PLAIN, Storage
+from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.records import Environment, UsedDevice
 from wgpu_lora.train.run.run_state import is_number
 
@@ -93,7 +93,7 @@ def environment(device: Device) -> Environment:
     )
 
 
-def adapter_digest(directory: str, storage: Storage = PLAIN) -> str | None:
+def adapter_digest(directory: str, storage: CheckpointStore = PLAIN_FILES) -> str | None:
     """The digest of an adapter's weights; None if they no longer exist."""
     path = Path(directory) / "adapter_model.safetensors"
     return storage.digest(path) if storage.is_file(path) else None

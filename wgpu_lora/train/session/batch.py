@@ -8,7 +8,7 @@ import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import Storage, Tensor, joined, persistent
+from wgpu_lora.gpu.tensor import Storage, Tensor, persistent, share_storage
 from wgpu_lora.models.batch_inputs import StepInputs, Tables
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.parameters import ParameterSet
@@ -25,7 +25,7 @@ class Totals:
     def __init__(self, objectives: Sequence[Objective]):
         names = dict.fromkeys(name for objective in objectives for name in objective.metrics)
         each = [persistent((len(objectives),), "f32", "optimizer", name) for name in ("loss", *names)]
-        self.loss, *others = joined(each, "totals")  # so that all are read at once
+        self.loss, *others = share_storage(each, "totals")  # so that all are read at once
         self.metrics = dict(zip(names, others, strict=True))
 
     def storages(self) -> set[Storage]:

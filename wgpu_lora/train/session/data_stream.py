@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from wgpu_lora.data import Prepared, Row, batches, epoch_order
+from wgpu_lora.data import Row, TokenizedData, batches, epoch_order
 from wgpu_lora.data.tokenized_data import prompt_tokens
 from wgpu_lora.distill.teacher_cache import TeacherCache, cached_rows
 from wgpu_lora.models.batch_inputs import Segment
@@ -38,7 +38,7 @@ class Step:
 class DataStream:
     """The steps of every epoch of one adapter's data."""
 
-    prepared: Prepared
+    prepared: TokenizedData
     args: TrainingArguments
     _epochs: dict[int, list[list[list[int]]]] = field(default_factory=dict)
     _total: int | None = None  # cached, since counting steps packs every epoch
@@ -233,7 +233,7 @@ class DataStream:
         return quarters(sum(lengths[-rows:]))
 
 
-def group_lengths(prepared: Prepared) -> list[int]:
+def group_lengths(prepared: TokenizedData) -> list[int]:
     """Tokens of each sample in a batch."""
     return [prepared.tokens(sample) for sample in range(len(prepared.samples))]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wgpu_lora.distill.teacher import Kept, Teacher
-from wgpu_lora.distill.teacher_logits import targets_of, teacher_rows
+from wgpu_lora.distill.teacher import Teacher, TopK
+from wgpu_lora.distill.teacher_logits import target_ids, teacher_rows
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Events
 from wgpu_lora.formats.peft_adapter import Matrices
@@ -28,7 +28,7 @@ class LiveTeacher:
     """A slot's teacher. adapter: its spec, matrices and digest. temperature: of its distribution."""
 
     model: LoadedModel
-    kept: Kept
+    kept: TopK
     temperature: float
     adapter: tuple[SlotSpec, Matrices, str] | None = None
 
@@ -142,7 +142,7 @@ class Teachers:
             for i, support in zip(asked, supports, strict=True):
                 temperature = self._taught[groups[i].slot].temperature
                 rows = teacher_rows(
-                    support, targets_of(groups[i].segments[0].labels), one.teacher.vocab_size, temperature
+                    support, target_ids(groups[i].segments[0].labels), one.teacher.vocab_size, temperature
                 )
                 known[i] = replace(groups[i], teacher=rows)
         return known
@@ -157,7 +157,7 @@ class _Group:
         taught: Mapping[int, LiveTeacher],
         buckets: Sequence[int],
         tables: Tables,
-        kept: Kept,
+        kept: TopK,
         compute_dtype: str,
     ):
         self.model = model

@@ -16,8 +16,8 @@ from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.gradient_norm import Clip, gradient_norm, square_sums, update_gate
 from wgpu_lora.train.optimizers import optimizer_of
-from wgpu_lora.train.optimizers.update_rule import Kept, Page, UpdateRule
-from wgpu_lora.train.option_types import created
+from wgpu_lora.train.optimizers.update_rule import OptimizerState, Page, UpdateRule
+from wgpu_lora.train.option_types import from_options
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 USUAL = TrainingArguments()
@@ -58,7 +58,7 @@ class Optimizer:
         self.trained, self.total, self.rule = trained, total, rule or optimizer_of(USUAL)
         self.slots = trained.slots
         blocks = [table.size for table in trained.block_owners]
-        self.state: Kept = self.rule.kept(trained, self.rule.state)
+        self.state: OptimizerState = self.rule.kept(trained, self.rule.state)
         self.block_owners = persistent((sum(blocks),), "u32", "optimizer", "block owners")
         self.hyper = persistent((2 * self.slots, struct_words(self.rule.Hyper)), "f32", "optimizer", "hyper")
         self.clips = persistent((self.slots, struct_words(Clip)), "f32", "optimizer", "clips")
@@ -132,6 +132,6 @@ class Optimizer:
 
     def _hyper(self, update: SlotUpdate) -> tuple[Any, Any]:
         """Of A, and of the other matrices, whose learning rate LoRA+ (Hayou et al. 2024) multiplies."""
-        rule = created(type(self.rule), update.args, "optim")
+        rule = from_options(type(self.rule), update.args, "optim")
         rate, ratio = update.learning_rate, update.args.loraplus_lr_ratio
         return rule.hyper(update.step, rate), rule.hyper(update.step, rate * ratio)

@@ -12,7 +12,7 @@ import numpy as np
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft_adapter import PARTS, Matrices
 from wgpu_lora.gpu.arena_plan import total_by_group
-from wgpu_lora.gpu.device_errors import advising
+from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.tiling_check import check_tilings
@@ -56,7 +56,7 @@ class Session:
         saving: how activations are stored for the backward pass.
     """
 
-    @advising(*ADVISED)
+    @with_option_advice(*ADVISED)
     def __init__(
         self,
         model: LoadedModel,
@@ -150,7 +150,7 @@ class Session:
     def _arena_sizes(self, on_host: bool = False) -> list[int]:
         return Arena.sizes_for([program.plan(on_host) for program in self.programs()])
 
-    @advising(*ADVISED)
+    @with_option_advice(*ADVISED)
     def memory(self) -> MemoryPlan:
         """The exact bytes of every buffer that `allocate` creates. Raises UserError if a tensor cannot be bound."""
         groups = dict.fromkeys(GROUPS, 0) | total_by_group(self.storages())
@@ -170,7 +170,7 @@ class Session:
 
     # -- run -------------------------------------------------------------------------------------------------------
 
-    @advising(*ADVISED)
+    @with_option_advice(*ADVISED)
     def allocate(self, events: Events = SILENT, choices: Choices = NO_CHOICES) -> None:
         """Load the base, then create all other buffers; the programs are built with the tilings in `choices`.
 

@@ -25,10 +25,10 @@ from wgpu_lora.gpu.kernel import (
     Place,
     by_subgroup,
     kernel,
-    one_per,
+    linear_grid,
     row_grid,
 )
-from wgpu_lora.gpu.reference_values import Part, picks, some_rows
+from wgpu_lora.gpu.reference_values import Part, evenly_spaced, select_rows
 from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
 from wgpu_lora.weights.lowbit.lowbit_layout import pack, to_words
 
@@ -43,9 +43,9 @@ def fit_part(arrays: Arrays, c: Constants) -> Part | None:
     """Some rows of the matrix, since references of k-means take long."""
     if c["rows"] <= reference_values.ROWS:
         return None
-    picked = picks(c["rows"], reference_values.ROWS)
+    picked = evenly_spaced(c["rows"], reference_values.ROWS)
     names = " ".join(name for name in arrays if name in ("w", "scales", "table"))
-    return some_rows(arrays, names, c["rows"], picked), {**c, "rows": picked.size}
+    return select_rows(arrays, names, c["rows"], picked), {**c, "rows": picked.size}
 
 
 def _spread(c: Constants, scales: Any) -> Any:
@@ -67,14 +67,14 @@ def _known(result: np.ndarray) -> np.ndarray | None:
     return result if np.isfinite(result).any() else None
 
 
-@kernel("fit/group_largest.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+@kernel("fit/group_largest.wgsl", grid=lambda c: linear_grid(c.size), lib=("linear",))
 def group_largest(w: Fixed, scales: Out, *, size: Dim, group: U32, levels: F32 = 1.0) -> Any:
     """scales[g] = max |w| / levels over the `group` values of group g, at least 2^-24, for `size` groups."""
     largest = np.abs(w.reshape(-1)[: size * group].reshape(size, group)).max(axis=1)
     return np.maximum(largest / levels, SMALLEST)
 
 
-@kernel("fit/round_half.wgsl", grid=lambda c: one_per(c.size), lib=("linear", "half"))
+@kernel("fit/round_half.wgsl", grid=lambda c: linear_grid(c.size), lib=("linear", "half"))
 def round_half(x: InOut, *, size: Dim) -> Any:
     """x rounded to f16."""
     with np.errstate(over="ignore"):
@@ -88,7 +88,7 @@ def _alone(capabilities: Capabilities, c: Any) -> list[Tiling]:
 
 
 def _group_per_row(c: Any) -> Grid:
-    return one_per(c.rows, 1)
+    return linear_grid(c.rows, 1)
 
 
 @kernel("fit/lut_start.wgsl.j2", grid=_group_per_row, variants=_alone, part=fit_part)
@@ -220,7 +220,7 @@ def _nearest(values: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return codes, (np.minimum(*sides) < NEAR * np.abs(own).max()) & ~same
 
 
-@kernel("fit/lowbit_encode.wgsl.j2", grid=lambda c: one_per(c.rows * -(-c.size_in // 32)), lib=("linear",))
+@kernel("fit/lowbit_encode.wgsl.j2", grid=lambda c: linear_grid(c.rows * -(-c.size_in // 32)), lib=("linear",))
 def lowbit_encode(
     w: Fixed,
     codes: InOut,

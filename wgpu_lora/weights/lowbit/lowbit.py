@@ -10,7 +10,7 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, joined, persistent, whole
+from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, persistent, share_storage, spanning
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.ops.linear import FrozenMatrix
 from wgpu_lora.ops.recorder import Recorder
@@ -26,13 +26,13 @@ from wgpu_lora.weights.lowbit.lowbit_layout import (
     Scheme,
     constant_count,
     decode,
-    entries,
     format_of,
     from_words,
-    groups,
     join_constants,
+    scale_count,
     split_constants,
     suffix,
+    table_size,
     to_words,
     unpack,
     word_rows,
@@ -82,7 +82,7 @@ class LowBitWeight:
         for tensors in ([w.codes for w in weights], [w.constants for w in weights]):
             if sum(align(tensor.nbytes) for tensor in tensors) > max_binding:
                 return None
-            found.append(joined(tensors, f"{tensors[0].name} and others"))
+            found.append(share_storage(tensors, f"{tensors[0].name} and others"))
         return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, *found, strict=True)]
 
     def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
@@ -92,7 +92,7 @@ class LowBitWeight:
         weights = self._like(others)
         if weights is None:
             return None
-        codes, constants = whole([w.codes for w in weights]), whole([w.constants for w in weights])
+        codes, constants = spanning([w.codes for w in weights]), spanning([w.constants for w in weights])
         if codes is None or constants is None:
             return None
         outs = tuple(weight.out_features for weight in weights)
@@ -181,9 +181,9 @@ class LowBitWeight:
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         bits, group = self.scheme.bits, self.scheme.group
         yield self.codes, rng.integers(0, 2**32, self.codes.shape, np.uint32)
-        table = rng.standard_normal((self.out_features, entries(bits)), np.float32) * (1 if group else 0.02)
-        count = groups(self.in_features, bits, group)
-        spread = 0.02 if entries(bits) else 0.02 / 74  # the deviation of codes of all 256 values
+        table = rng.standard_normal((self.out_features, table_size(bits)), np.float32) * (1 if group else 0.02)
+        count = scale_count(self.in_features, bits, group)
+        spread = 0.02 if table_size(bits) else 0.02 / 74  # the deviation of codes of all 256 values
         scales = spread * (0.5 + rng.random((count, self.out_features)))
         constants = join_constants(table if table.size else None, scales if scales.size else None)
         yield self.constants, constants.astype(NUMPY[self.constants.dtype])
@@ -251,7 +251,7 @@ class LowBitMix:
         return LowBit(self.mix.mlp).round_trip(w)
 
 
-def named(name: str) -> LowBit | LowBitMix:
+def lowbit_format(name: str) -> LowBit | LowBitMix:
     """The low-bit format of this name. Raises ValueError if it is of none."""
     found = format_of(name)
     return LowBit(found) if isinstance(found, Scheme) else LowBitMix(found)

@@ -25,10 +25,10 @@ from wgpu_lora.weights.lowbit.lowbit_layout import (
     Mix,
     Scheme,
     decode,
-    entries,
-    groups,
     row_bytes,
+    scale_count,
     scheme_of,
+    table_size,
     unpack,
 )
 
@@ -75,8 +75,8 @@ class LowBitFiles:
         out, size_in = shape
         wanted = {
             name: (out, row_bytes(size_in, found.bits)),
-            name + TABLE: (out, entries(found.bits)),
-            name + SCALES: (groups(size_in, found.bits, found.group), out),
+            name + TABLE: (out, table_size(found.bits)),
+            name + SCALES: (scale_count(size_in, found.bits, found.group), out),
         }
         for part in _parts(tensors, name):
             if tensors.shape(part) != wanted[part]:
@@ -123,7 +123,7 @@ def _stored_scheme(tensors: StoredTensors, name: str, shape: tuple[int, ...]) ->
     bits, group = 8, ROW
     if name + TABLE in tensors:
         values = tensors.shape(name + TABLE)[-1:]
-        bits = next((bits for bits in KINDS if (entries(bits),) == values), 0)
+        bits = next((bits for bits in KINDS if (table_size(bits),) == values), 0)
     if name + SCALES in tensors:
         count = (*tensors.shape(name + SCALES), 0)[0]
         group = next((group for group in GROUPS if group * count == shape[-1]), ROW)

@@ -89,14 +89,14 @@ def scheme_of(base_format: str, tensor: str) -> Scheme:
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
 
-def entries(bits: int) -> int:
+def table_size(bits: int) -> int:
     """The values of a row's table; 0 for 8 bits, which have none."""
     return 2**bits if bits < 8 else 0
 
 
-def groups(size_in: int, bits: int, group: int) -> int:
+def scale_count(size_in: int, bits: int, group: int) -> int:
     """The scales of a row."""
-    return size_in // group if group else 0 if entries(bits) else 1
+    return size_in // group if group else 0 if table_size(bits) else 1
 
 
 def word_rows(size_in: int, bits: int) -> int:
@@ -111,7 +111,7 @@ def row_bytes(size_in: int, bits: int) -> int:
 
 def constant_count(out: int, size_in: int, bits: int, group: int) -> int:
     """The values of all tables and scales."""
-    return out * (entries(bits) + groups(size_in, bits, group))
+    return out * (table_size(bits) + scale_count(size_in, bits, group))
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -174,7 +174,7 @@ def _without_padding(rows: np.ndarray, used: int) -> np.ndarray:
 def decode(codes: np.ndarray, table: Any, scales: Any, bits: int) -> np.ndarray:
     """W, float64 [out, in], from codes as `unpack` gives them, table [out, 2^bits] and scales [groups, out] or None."""
     out, size_in = codes.shape
-    if entries(bits):
+    if table_size(bits):
         values = np.take_along_axis(np.asarray(table, np.float64).reshape(out, -1), codes.astype(np.intp), axis=1)
     else:
         values = codes.astype(np.float64)
@@ -200,8 +200,8 @@ def split_constants(
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """(table [out, 2^bits], scales [groups, out]) from the device's constants; None for what the scheme has not."""
     out, size_in = shape
-    of_tables = (out, entries(bits))
-    of_scales = (groups(size_in, bits, group), out)
+    of_tables = (out, table_size(bits))
+    of_scales = (scale_count(size_in, bits, group), out)
     flat = constants.reshape(-1)
     tables, scales = flat[: prod(of_tables)], flat[prod(of_tables) :][: prod(of_scales)]
     return tables.reshape(of_tables) if tables.size else None, scales.reshape(of_scales) if scales.size else None

@@ -20,7 +20,7 @@ from wgpu_lora.weights.lowbit.kmeans_kernels import (
     lut_start,
     round_half,
 )
-from wgpu_lora.weights.lowbit.lowbit_layout import entries, groups
+from wgpu_lora.weights.lowbit.lowbit_layout import scale_count, table_size
 
 LARGEST = 65504.0  # of f16
 
@@ -30,7 +30,7 @@ def packing_scratch(shape: tuple[int, int], bits: int, group: int) -> Mapping[st
     _, size_in = shape
     _, rows = next(_pieces(shape))
     found = {"staging": rows * size_in, "importance": size_in}
-    sizes = {"fit_table": rows * entries(bits), "fit_scales": rows * groups(size_in, bits, group)}
+    sizes = {"fit_table": rows * table_size(bits), "fit_scales": rows * scale_count(size_in, bits, group)}
     return found | {name: size for name, size in sizes.items() if size}
 
 
@@ -58,17 +58,17 @@ def pack_lowbit(
         UserError: a value is out of f16's range.
     """
     out, size_in = shape
-    device, count = loading.device, groups(size_in, bits, group)
+    device, count = loading.device, scale_count(size_in, bits, group)
     important = None
     if importance is not None:
         important = replace(loading.scratch["importance"], shape=(size_in,))
         mean = float(importance.mean()) or 1.0
         write(device, important, (importance / mean).astype(np.float32))
-    tables, scales = np.empty((out, entries(bits)), np.float32), np.empty((count, out), np.float32)
+    tables, scales = np.empty((out, table_size(bits)), np.float32), np.empty((count, out), np.float32)
     for first, rows in _pieces(shape):
         staging = replace(loading.scratch["staging"], shape=(rows, size_in))
         write(device, staging, source.read_f32(name, first, first + rows))
-        table = replace(loading.scratch["fit_table"], shape=(rows, entries(bits))) if entries(bits) else None
+        table = replace(loading.scratch["fit_table"], shape=(rows, table_size(bits))) if table_size(bits) else None
         own = replace(loading.scratch["fit_scales"], shape=(rows, count)) if count else None
         program = Program(device, "pack")
         record_packing(program, staging, codes, table, own, important, first=first, out=out, bits=bits, group=group)

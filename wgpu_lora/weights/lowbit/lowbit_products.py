@@ -12,12 +12,12 @@ from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Place, Varian
 from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
 from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
 from wgpu_lora.ops.half_precision import gradient_operand, matmul_operand
-from wgpu_lora.ops.lora import LowRank, columns_of, steps_of, tensors_of
+from wgpu_lora.ops.lora import LowRank, backward_constants, forward_constants, tensors_of
 from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
 from wgpu_lora.ops.matmul_tuning import FEW_ROWS, MatmulTuning, product_part, tilings
-from wgpu_lora.ops.matrix_stack import ALL_PARTS, by_columns, by_steps, region, sizes, sizes_of
+from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes, sizes_of
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, decode_device, entries, groups, word_rows
+from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, decode_device, scale_count, table_size, word_rows
 
 NUMPY = {"f16": np.float16, "f32": np.float32}
 
@@ -60,9 +60,9 @@ def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
 def _columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays | None:
     """The columns of y are rows of W forward, and whole groups and words of all rows backward."""
     bits, group, ((out, size_in),) = c["bits"], c["group"], _shapes(c)
-    codes, flat, own = arrays["codes"].reshape(-1, out), arrays["scales"].reshape(-1), out * entries(bits)
+    codes, flat, own = arrays["codes"].reshape(-1, out), arrays["scales"].reshape(-1), out * table_size(bits)
     tables = flat[:own].reshape(out, -1)
-    scales = flat[own : own + out * groups(size_in, bits, group)].reshape(-1, out)
+    scales = flat[own : own + out * scale_count(size_in, bits, group)].reshape(-1, out)
     if c["form"] == "nt":
         kept = [tables[columns].reshape(-1), scales[:, columns].reshape(-1)]
         return {"codes": codes[:, columns], "scales": np.concatenate(kept)}
@@ -89,7 +89,7 @@ def _limited(variants: Variants) -> Variants:
         if c.form != "nt":
             sums = capabilities.registers - BESIDE_WIDE
             return [one for one in found if not one.wide or one.rows * one.cols <= sums]
-        tables = 8 if c.bits == 2 else entries(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
+        tables = 8 if c.bits == 2 else table_size(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
         kept = [one for one in found if one.cols * (one.rows + tables) + BESIDE <= capabilities.registers]
         return kept or found[-1:]
 
@@ -147,7 +147,7 @@ def codes_matmul(
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in codes_matmul.bindings}
-        return by_columns(codes_matmul, arrays, c, _of_parts(c))
+        return forward_reference(codes_matmul, arrays, c, _of_parts(c))
     product = operand(a, m, k, a_scale) @ decode_device(codes, scales, (n, k), bits, group).T
     product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
     return finish(y.reshape(m, n), product, accumulate, bias)
@@ -195,7 +195,7 @@ def codes_matmul_backward(
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in codes_matmul_backward.bindings}
-        return by_steps(codes_matmul_backward, arrays, c, _of_parts(c))
+        return backward_reference(codes_matmul_backward, arrays, c, _of_parts(c))
     product = operand(a, m, k, a_scale) @ decode_device(codes, scales, (k, n), bits, group)
     product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
     return finish(y.reshape(m, n), product, accumulate)
@@ -233,11 +233,13 @@ class CodesProduct:
         shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs), "a_type": kind}
         tensors = a, self.codes, self.constants, y, bias, scale, *tensors_of(low)
         rec.dispatch(
-            codes_matmul, *tensors, accumulate=accumulate, gated=gated, **shape, **self._kind, **columns_of(low)
+            codes_matmul, *tensors, accumulate=accumulate, gated=gated, **shape, **self._kind, **forward_constants(low)
         )
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
         a, scale, kind = gradient_operand(rec, dy, self.outs)
         shape = {"m": dx.size // self.in_features, "n": self.in_features, **sizes_of("k", self.outs), "a_type": kind}
         tensors = a, self.codes, self.constants, dx, scale, *tensors_of(low)
-        rec.dispatch(codes_matmul_backward, *tensors, accumulate=accumulate, **shape, **self._kind, **steps_of(low))
+        rec.dispatch(
+            codes_matmul_backward, *tensors, accumulate=accumulate, **shape, **self._kind, **backward_constants(low)
+        )

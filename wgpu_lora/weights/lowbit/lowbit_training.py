@@ -8,12 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, cdiv, kernel, one_per
-from wgpu_lora.gpu.reference_values import Part, costly, picks
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, cdiv, kernel, linear_grid
+from wgpu_lora.gpu.reference_values import Part, evenly_spaced, is_expensive
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.lowbit.lowbit_layout import entries, from_words, groups, join_constants, split_constants, unpack
+from wgpu_lora.weights.lowbit.lowbit_layout import (
+    from_words,
+    join_constants,
+    scale_count,
+    split_constants,
+    table_size,
+    unpack,
+)
 from wgpu_lora.weights.lowbit.lowbit_products import CodesProduct
 
 SLICE = 128  # inputs that an invocation takes: whole words and groups
@@ -26,7 +33,7 @@ def _slices(size_in: int) -> int:
 
 def _sums(bits: int, group: int) -> int:
     """The sums of a row that are made of several slices: those of its table's entries, or of its only scale."""
-    return entries(bits) or (0 if group else 1)
+    return table_size(bits) or (0 if group else 1)
 
 
 def _run(bits: int) -> int:
@@ -37,9 +44,9 @@ def _run(bits: int) -> int:
 def _some_rows(arrays: Arrays, c: Constants) -> Part | None:
     """Some rows of W: columns of dw."""
     out, size_in, columns, bits, group = (c[name] for name in ("out", "size_in", "columns", "bits", "group"))
-    if not costly(size_in * columns, arrays):
+    if not is_expensive(size_in * columns, arrays):
         return None
-    kept = picks(columns, CHECKED)
+    kept = evenly_spaced(columns, CHECKED)
     rows = c["first"] + kept
     smaller = {"dw": arrays["dw"].reshape(size_in, -1)[:, kept], "codes": arrays["codes"].reshape(-1, out)[:, rows]}
     if "partials" in arrays:
@@ -54,7 +61,7 @@ def _some_rows(arrays: Arrays, c: Constants) -> Part | None:
 
 @kernel(
     "codes_gradient.wgsl.j2",
-    grid=lambda c: one_per(c.columns * _slices(c.size_in)),
+    grid=lambda c: linear_grid(c.columns * _slices(c.size_in)),
     lib=("linear",),
     specialise=lambda c: {"ragged": c.size_in % _run(c.bits) != 0},
     part=_some_rows,
@@ -92,14 +99,14 @@ def codes_gradient(
         results.append(join_constants(dtable, dscales))
         if scales is not None:
             gradient = gradient * np.repeat(scales[:, rows].T, group, axis=1)
-    if entries(bits):
-        by_entry = [np.where(chosen == entry, gradient, 0) for entry in range(entries(bits))]
+    if table_size(bits):
+        by_entry = [np.where(chosen == entry, gradient, 0) for entry in range(table_size(bits))]
     if partials is not None:
         results.append(np.array([np.add.reduceat(each, edges, axis=1).T for each in by_entry]).transpose(1, 0, 2))
     return tuple(results)
 
 
-@kernel("codes_gradient_sum.wgsl.j2", grid=lambda c: one_per(c.columns * c.entries), lib=("linear",))
+@kernel("codes_gradient_sum.wgsl.j2", grid=lambda c: linear_grid(c.columns * c.entries), lib=("linear",))
 def codes_gradient_sum(
     partials: In, dconstants: InOut, *, columns: Dim, first: Place[Dim], slices: Dim, entries: U32
 ) -> Any:
@@ -125,7 +132,7 @@ def record_codes_gradient(
     (out, size_in), columns = shape, dw.shape[1]
     sums, slices = _sums(bits, group), _slices(shape[1])
     partials = rec.temp((slices, sums, columns), name="partials") if sums else None
-    tensors = constants if group and entries(bits) else None, dconstants if group else None, partials
+    tensors = constants if group and table_size(bits) else None, dconstants if group else None, partials
     place = {"columns": columns, "first": first}
     rec.dispatch(codes_gradient, dw, codes, *tensors, out=out, size_in=size_in, bits=bits, group=group, **place)
     if partials:
@@ -167,4 +174,4 @@ class TrainedCodes:
 def constants_shape(shape: tuple[int, int], bits: int, group: int) -> tuple[int, int]:
     """The shape of all constants of a matrix [out, in] as one array."""
     out, size_in = shape
-    return entries(bits) + groups(size_in, bits, group), out
+    return table_size(bits) + scale_count(size_in, bits, group), out

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, Word, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, Word, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import Storage, Tensor, align, joined, persistent, whole
+from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent, share_storage, spanning
 from wgpu_lora.ops.linear import FrozenMatrix
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, Weight, read, write
@@ -33,14 +33,14 @@ from wgpu_lora.weights.nf4.nf4_reference import (
 )
 
 
-@kernel("nf4_absmax.wgsl.j2", grid=lambda c: one_per(-(-c.size // BLOCK)), lib=("linear", "half"))
+@kernel("nf4_absmax.wgsl.j2", grid=lambda c: linear_grid(-(-c.size // BLOCK)), lib=("linear", "half"))
 def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any:
     """absmax[b] = max |w| over block b of 64 flattened values; the last block may be shorter."""
     flat = np.abs(w.reshape(-1)[:size])
     return np.maximum.reduceat(flat, np.arange(0, size, BLOCK))
 
 
-@kernel("nf4_encode.wgsl.j2", grid=lambda c: one_per(c.rows * -(-c.size_in // 8)), lib=("linear", "half"))
+@kernel("nf4_encode.wgsl.j2", grid=lambda c: linear_grid(c.rows * -(-c.size_in // 8)), lib=("linear", "half"))
 def nf4_encode(
     w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Place[Dim], out: Dim, size_in: Dim, b_type: Word = "f32"
 ) -> Any:
@@ -82,16 +82,16 @@ class NF4Weight:
             return None
         if sum(align(weight.codes.nbytes) for weight in weights) > max_binding:
             return None
-        codes = joined([weight.codes for weight in weights], f"{self.codes.name} and others")
+        codes = share_storage([weight.codes for weight in weights], f"{self.codes.name} and others")
         constants = [weight.constants for weight in weights]
         if len(self.constants) == 1:  # they are bound as they are
-            scales = joined([own for (own,) in constants], f"{self.constants[0].name} and others")
+            scales = share_storage([own for (own,) in constants], f"{self.constants[0].name} and others")
             constants = [(own,) for own in scales]
         return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, codes, constants, strict=True)]
 
     def product(self, others: Sequence[FrozenMatrix]) -> NF4Product | None:
         matrices = [self, *(other for other in others if isinstance(other, NF4Weight))]
-        codes = whole([matrix.codes for matrix in matrices]) if len(matrices) == 1 + len(others) else None
+        codes = spanning([matrix.codes for matrix in matrices]) if len(matrices) == 1 + len(others) else None
         if codes is None:
             return None
         outs, scales = zip(*((matrix.out_features, matrix.scales) for matrix in matrices), strict=True)

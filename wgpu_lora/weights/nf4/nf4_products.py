@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import Dim, Fixed, Flag, In, InOut, Place, Word, kernel, one_per
+from wgpu_lora.gpu.kernel import Dim, Fixed, Flag, In, InOut, Place, Word, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import Tensor, joined, persistent, whole
+from wgpu_lora.gpu.tensor import Tensor, persistent, share_storage, spanning
 from wgpu_lora.gpu.tiling import Arrays, Constants
 from wgpu_lora.ops.half_precision import gradient_operand, matmul_operand
-from wgpu_lora.ops.lora import LowRank, columns_of, steps_of, tensors_of
+from wgpu_lora.ops.lora import LowRank, backward_constants, forward_constants, tensors_of
 from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
 from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
-from wgpu_lora.ops.matrix_stack import ALL_PARTS, by_columns, by_steps, region, sizes, sizes_of, split
+from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes, sizes_of, split
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.nf4.nf4_reference import BLOCK, NESTED_BLOCK, decode_words
 
@@ -107,7 +107,7 @@ def nf4_matmul(
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in nf4_matmul.bindings}
-        return by_columns(nf4_matmul, arrays, c, _of_parts(c))
+        return forward_reference(nf4_matmul, arrays, c, _of_parts(c))
     product = operand(a, m, k, a_scale) @ decode_words(codes, scales, n, k).T
     product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
     return finish(y.reshape(m, n), product, accumulate, bias)
@@ -153,7 +153,7 @@ def nf4_matmul_backward(
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in nf4_matmul_backward.bindings}
-        return by_steps(nf4_matmul_backward, arrays, c, _of_parts(c))
+        return backward_reference(nf4_matmul_backward, arrays, c, _of_parts(c))
     product = operand(a, m, k, a_scale) @ decode_words(codes, scales, k, n)
     product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
     return finish(y.reshape(m, n), product, accumulate)
@@ -175,7 +175,7 @@ class NF4Product:
         return not (bias and rec.compute_dtype == "f16")  # with scales of x's rows there would be nine bindings
 
     def _scales(self, rec: Recorder) -> Tensor:
-        found = whole([scales.of(rec) for scales in self.scales])
+        found = spanning([scales.of(rec) for scales in self.scales])
         assert found is not None, "the scales of a stack are in one storage"
         return found
 
@@ -192,13 +192,13 @@ class NF4Product:
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
         shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs), "a_type": kind}
         tensors = a, self.codes, self._scales(rec), y, bias, scale, *tensors_of(low)
-        rec.dispatch(nf4_matmul, *tensors, accumulate=accumulate, gated=gated, **shape, **columns_of(low))
+        rec.dispatch(nf4_matmul, *tensors, accumulate=accumulate, gated=gated, **shape, **forward_constants(low))
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
         a, scale, kind = gradient_operand(rec, dy, self.outs)
         shape = {"m": dx.size // self.in_features, "n": self.in_features, **sizes_of("k", self.outs), "a_type": kind}
         tensors = a, self.codes, self._scales(rec), dx, scale, *tensors_of(low)
-        rec.dispatch(nf4_matmul_backward, *tensors, accumulate=accumulate, **shape, **steps_of(low))
+        rec.dispatch(nf4_matmul_backward, *tensors, accumulate=accumulate, **shape, **backward_constants(low))
 
 
 MATRICES = 7  # that a dispatch decodes at most
@@ -209,7 +209,7 @@ def _counts(c: Any) -> list[int]:
     return [count for count in (getattr(c, name) for name in COUNTS) if count]
 
 
-@kernel("nf4_scales.wgsl.j2", grid=lambda c: one_per(sum(region(n, 1) for n in _counts(c))), lib=("linear",))
+@kernel("nf4_scales.wgsl.j2", grid=lambda c: linear_grid(sum(region(n, 1) for n in _counts(c))), lib=("linear",))
 def nf4_scales(
     absmax_codes: Fixed,
     nested: Fixed,
@@ -245,8 +245,8 @@ class LayerScales:
         """Declared constants of several matrices in shared storages, but for the table that all models share."""
         if len(constants) == 1:
             return cls(tuple(constants))
-        codes = joined([own[0] for own in constants], f"{name}.absmax_codes")
-        nested = joined([own[1] for own in constants], f"{name}.nested")
+        codes = share_storage([own[0] for own in constants], f"{name}.absmax_codes")
+        nested = share_storage([own[1] for own in constants], f"{name}.nested")
         tables = [own[2] for own in constants]
         return cls(tuple(zip(codes, nested, tables, strict=True)))
 
@@ -258,14 +258,14 @@ class LayerScales:
                 source, lambda: self._decode(rec.program, rec.temps(*((n,) for n in counts), name="scales"))
             )
         if source not in rec.kept.tensors:
-            new = joined([persistent((count,), "f32", "workspace", "scales") for count in counts], "scales")
+            new = share_storage([persistent((count,), "f32", "workspace", "scales") for count in counts], "scales")
             rec.kept.tensors[source] = self._decode(rec.kept.program, new)
         return rec.kept.tensors[source]
 
     def _decode(self, program: Program, scales: Sequence[Tensor]) -> Sequence[Tensor]:
-        codes, nested = (whole([own[i] for own in self.constants]) for i in (0, 1))
+        codes, nested = (spanning([own[i] for own in self.constants]) for i in (0, 1))
         blocks: dict[str, Any] = {n: own[0].size for n, own in zip(COUNTS, self.constants, strict=False)}
-        program.dispatch(nf4_scales, codes, nested, self.constants[0][2], whole(scales), **blocks)
+        program.dispatch(nf4_scales, codes, nested, self.constants[0][2], spanning(scales), **blocks)
         return scales
 
 

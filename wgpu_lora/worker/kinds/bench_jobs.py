@@ -12,14 +12,14 @@ from wgpu_lora.bench.training_runs import Work, run_training
 from wgpu_lora.bench.training_step import training_options
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.tuner import wanted
+from wgpu_lora.gpu.tuner import tuning_enabled
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.train.run.stop_reasons import FINISHED
-from wgpu_lora.worker.job_process import Ended, Port
+from wgpu_lora.worker.job_process import Ended, EventWriter
 
 
 def run_bench(
-    port: Port,
+    port: EventWriter,
     *,
     bricks: list[str] | None = None,
     shape: str | None = None,
@@ -47,7 +47,7 @@ def run_bench(
         shape_config(shape, layers)
     opened = Device(device)
     given.pop("layers", None)
-    context = Context.of(opened, shape, model, layers, tune=wanted(tune), **given)
+    context = Context.of(opened, shape, model, layers, tune=tuning_enabled(tune), **given)
     _, broken = bench(context, bricks_of(context.config) if bricks is None else names, time_limit, port)
     return Ended({"broken": broken}, int(bool(broken)), "; ".join(broken))
 
@@ -56,7 +56,7 @@ OWN = ("port", "where", "repeat", "recipe", "shape", "layers")  # parameters tha
 
 
 def run_bench_training(
-    port: Port,
+    port: EventWriter,
     *,
     where: str,
     repeat: int = 2,

@@ -12,40 +12,42 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from typing import Any, Unpack
 
-from wgpu_lora.api.call_arguments import plain
+from wgpu_lora.api.call_arguments import path_as_text
 from wgpu_lora.chain.chain_run import code_digest
-from wgpu_lora.data import Source, given_rows
+from wgpu_lora.data import Source, split_python_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.memory_leases import budget_bytes, claim
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.data_parallel import gradient_messages
 from wgpu_lora.train.data_parallel.gradient_messages import message
-from wgpu_lora.train.data_parallel.leader import SharedStep
-from wgpu_lora.train.finetune import FinetuneJob, as_stored, read_run, shared_session
+from wgpu_lora.train.data_parallel.leader import StepPart
+from wgpu_lora.train.finetune import FinetuneJob, prepare_run, prepare_shared_session, with_stored_dtype
 from wgpu_lora.train.memory import check_adapters
-from wgpu_lora.train.options.training_arguments import PLAN, TrainingArguments
+from wgpu_lora.train.options.training_arguments import LENGTH_OPTIONS, TrainingArguments
 from wgpu_lora.train.options.typed_options import TrainingOptions
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.adapter_run import Run
 from wgpu_lora.train.session.data_stream import Step
 from wgpu_lora.train.session.session import Session
-from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.job_process import EventWriter
 
 HUNG_UP = 10.0  # seconds in which a helper without a leader ends by itself, before it is ended
 
 
-def run(port: Port, *, where: str, link: str, recipe: str | None = None, **options: Unpack[TrainingOptions]) -> Any:
+def run(
+    port: EventWriter, *, where: str, link: str, recipe: str | None = None, **options: Unpack[TrainingOptions]
+) -> Any:
     """link: a socket (or a named pipe on Windows) on this machine, over which the leader asks. Ends when it is closed.
 
     The other options are those of the leader's job `finetune`. The result is the number of answers.
     """
-    texts, rows = given_rows({name: plain(value, name, where) for name, value in options.items()})
-    args, _ = gather(texts, recipe, where)
+    texts, rows = split_python_rows({name: path_as_text(value, name, where) for name, value in options.items()})
+    args, _ = resolve_options(texts, recipe, where)
     with connected(link) as leader:
         questions, count = _heard(leader), 0
         with (
-            helping(prepare_helper(args, rows=rows), port, code_digest()) as assistant,
+            serve_gradients(prepare_worker(args, rows=rows), port, code_digest()) as assistant,
             suppress(ConnectionError),  # it has hung up
         ):
             leader.send_bytes(message({"say": "ready"}))
@@ -97,28 +99,28 @@ SAME = {
 }
 
 
-def prepare_helper(
+def prepare_worker(
     args: TrainingArguments, model: LoadedModel | None = None, rows: Mapping[str, Source] | None = None
 ) -> FinetuneJob:
-    """A job that `helping` uses, of the same options as the leader's; it writes nothing and holds out no rows.
+    """A job that `serve_gradients` uses, of the same options as the leader's; it writes nothing and holds out no rows.
 
     Raises:
         UserError: the options, the data, the model or the device are unsuitable.
     """
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
-    args = as_stored(args, model)
+    args = with_stored_dtype(args, model)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
-    run = read_run(args, model, rows=rows)
+    run = prepare_run(args, model, rows=rows)
     run.heldout = None
 
     def replan(changes: Mapping[str, Any]) -> int:
-        return shared_session(model, run).memory().guarded  # no option may differ from the leader's
+        return prepare_shared_session(model, run).memory().guarded  # no option may differ from the leader's
 
-    return FinetuneJob(shared_session(model, run), [run], replan)
+    return FinetuneJob(prepare_shared_session(model, run), [run], replan)
 
 
 @contextmanager
-def helping(job: FinetuneJob, events: Events = SILENT, code: str = "") -> Iterator[Assistant]:
+def serve_gradients(job: FinetuneJob, events: Events = SILENT, code: str = "") -> Iterator[DataParallelWorker]:
     """Loads the model and what else a step needs; yields who computes parts.
 
     code: digest of the package's code.
@@ -138,13 +140,13 @@ def helping(job: FinetuneJob, events: Events = SILENT, code: str = "") -> Iterat
             if run.reference:
                 session.place_reference(run.slot, run.reference.matrices)
             session.release_references()
-            yield Assistant(session, run, code)
+            yield DataParallelWorker(session, run, code)
         finally:
             session.close()
 
 
 @dataclass
-class Assistant:
+class DataParallelWorker:
     """Answers a leader's questions. code: digest of the package's code."""
 
     session: Session
@@ -162,10 +164,10 @@ class Assistant:
             said, arrays = gradient_messages.read_message(question)
             if "run" in said:
                 self._check(said["run"])
-                gradient_messages.place_frozen(session, _of(arrays, "offset"))
+                gradient_messages.write_offsets(session, _of(arrays, "offset"))
             gradient_messages.place_parameters(session, _of(arrays, "parameters"))
             run.stream.references.update({int(sample): tuple(known) for sample, known in said["references"].items()})
-            shared = SharedStep(session, run, self._step(said), said["estimate"])
+            shared = StepPart(session, run, self._step(said), said["estimate"])
             begin, end = said["span"]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise UserError(
@@ -174,7 +176,7 @@ class Assistant:
             ) from None
         session.begin()
         shared.accumulate((begin, end))
-        found = gradient_messages.sums(session)
+        found = gradient_messages.read_gradients(session)
         gradient_messages.clear_gradients(session)
         return gradient_messages.message({"say": "part"}, found)
 
@@ -202,7 +204,7 @@ class Assistant:
 
 def _fixed(options: dict[str, Any]) -> dict[str, Any]:
     """Without those that do not change the steps."""
-    return {name: value for name, value in options.items() if name not in PLAN}
+    return {name: value for name, value in options.items() if name not in LENGTH_OPTIONS}
 
 
 def _of(arrays: gradient_messages.Arrays, kind: str) -> gradient_messages.Arrays:

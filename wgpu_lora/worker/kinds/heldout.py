@@ -6,24 +6,24 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from wgpu_lora.api.call_arguments import plain
-from wgpu_lora.data import given_rows
+from wgpu_lora.api.call_arguments import path_as_text
+from wgpu_lora.data import split_python_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
-from wgpu_lora.train.finetune import as_stored, read_run, with_demo_data
+from wgpu_lora.train.finetune import prepare_run, with_demo_data, with_stored_dtype
 from wgpu_lora.train.objective_eval import evaluate_objective
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.session.data_stream import heldout_options
-from wgpu_lora.worker.job_process import Ended, Port
+from wgpu_lora.worker.job_process import Ended, EventWriter
 
 # An adapter says these itself, also where its file is of another form than training's (PiSSA has twice the rank).
 OF_ADAPTERS = ("lora_r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "init_lora_weights", "init_adapter")
 
 
-def run(port: Port, *, where: str, device: str | int | None = None) -> Ended:
+def run(port: EventWriter, *, where: str, device: str | int | None = None) -> Ended:
     """Answers the request `measure`, any number of them, as JSON lines on standard input."""
     port.answer(SimpleNamespace(measure=_Measuring(port, Device(device), where).measure))
     return Ended({}, 0, "")
@@ -33,7 +33,7 @@ def run(port: Port, *, where: str, device: str | int | None = None) -> Ended:
 class _Measuring:
     """Keeps one opened model, and the rows of runs that have been asked for."""
 
-    port: Port
+    port: EventWriter
     device: Device
     where: str
     _model: tuple[tuple[str, str], LoadedModel] | None = None
@@ -57,13 +57,13 @@ class _Measuring:
 
     def _read(self, name: str, options: dict[str, Any]) -> tuple[AdapterRun, LoadedModel]:
         known = self._runs.get(name)
-        texts, rows = given_rows({key: plain(value, key, self.where) for key, value in options.items()})
-        args, _ = gather(texts, None, self.where)
+        texts, rows = split_python_rows({key: path_as_text(value, key, self.where) for key, value in options.items()})
+        args, _ = resolve_options(texts, None, self.where)
         args = with_demo_data(args)
         model = self._opened(args)
         if known and known[0] == options:
             return known[1], model
-        found = read_run(as_stored(replace(args, resume=False), model), model, rows=rows)
+        found = prepare_run(with_stored_dtype(replace(args, resume=False), model), model, rows=rows)
         if not found.heldout:
             raise UserError(f"{name} has no held-out rows: give --eval-data or --validation-split.")
         self._runs[name] = options, found

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any, Unpack
 
 from wgpu_lora.api import answer, evaluate, load
-from wgpu_lora.infer.generation_options import AnswerOptions, settings_of
+from wgpu_lora.infer.generation_options import AnswerOptions, generation_options
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.worker.job_process import Ended, Port
+from wgpu_lora.worker.job_process import Ended, EventWriter
 
 
 def run_evaluate(
-    port: Port,
+    port: EventWriter,
     *,
     data: str | list[dict[str, Any]],
     model: str = "demo",
@@ -75,7 +75,7 @@ def run_evaluate(
 
 
 def run_generate(
-    port: Port,
+    port: EventWriter,
     *,
     prompts: list[Any],
     model: str = "demo",
@@ -87,7 +87,7 @@ def run_generate(
     **options: Unpack[AnswerOptions],
 ) -> list[dict[str, Any]]:
     """prompts: texts or conversations. The other options are those of `wgpu_lora.answer`."""
-    settings_of(options, where)
+    generation_options(options, where)
     opened = load(model, device=device, base_dtype=base_dtype)
     found = answer(opened, prompts, adapter=adapter, batch=batch, events=port, progress_bar=False, **options)
     return [one.as_dict() for one in found]

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wgpu_lora.api.call_arguments import plain
+from wgpu_lora.api.call_arguments import path_as_text
 from wgpu_lora.api.multi_adapter import adapter_task
 from wgpu_lora.atomic import check_new
-from wgpu_lora.data import Source, given_rows
+from wgpu_lora.data import Source, split_python_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.gpu.device import Device
@@ -21,19 +21,19 @@ from wgpu_lora.names.spelling import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.adapter_tasks import split_options
-from wgpu_lora.train.finetune import Job, prepare_job, shared_session, single_session
+from wgpu_lora.train.finetune import Job, prepare_job, prepare_shared_session, prepare_single_session
 from wgpu_lora.train.memory import Needs
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.adapter_run import Run
 from wgpu_lora.train.run.teacher_setup import cache_plans, caches_digest
 from wgpu_lora.train.session.data_stream import DataStream
 from wgpu_lora.typed_json import typed
-from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.job_process import EventWriter
 
 
-def run_import(port: Port, *, model: str, output: str, device: str | int | None = None) -> dict[str, Any]:
+def run_import(port: EventWriter, *, model: str, output: str, device: str | int | None = None) -> dict[str, Any]:
     """output: a directory that does not exist yet."""
     check_new(output, flag("output"), directory=True)  # before the model may be downloaded
     write_packed(open_model(model, device), Path(output), events=port)
@@ -58,7 +58,7 @@ class Task:
 
 
 def run_plan(
-    port: Port,
+    port: EventWriter,
     *,
     where: str,
     tasks: list[dict[str, Any]],
@@ -115,7 +115,7 @@ class _Planner:
         key = json.dumps({name: value for name, value in args.as_dict().items() if name not in RATES})
         if rows or key not in self._known:  # rows have no name
             job = prepare_job(args, model, planning=True, rows=rows)
-            run, session = job.run, shared_session if self.shared else single_session
+            run, session = job.run, prepare_shared_session if self.shared else prepare_single_session
             if self.shared:
                 job.session = session(model, run)
             self._known[key] = needs_of(job, base)
@@ -152,8 +152,10 @@ class _Planner:
 
     def _read(self, task: Task, demo: bool = True) -> tuple[TrainingArguments, dict[str, Source]]:
         where = _where(task)
-        texts, rows = given_rows({name: plain(value, name, where) for name, value in task.options.items()})
-        return gather(texts, None, where, demo)[0], rows
+        texts, rows = split_python_rows(
+            {name: path_as_text(value, name, where) for name, value in task.options.items()}
+        )
+        return resolve_options(texts, None, where, demo)[0], rows
 
     def _model(self, args: TrainingArguments) -> LoadedModel:
         key = args.model or "demo", args.base_dtype

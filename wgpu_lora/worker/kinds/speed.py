@@ -9,13 +9,13 @@ from wgpu_lora.bench.brick import Context
 from wgpu_lora.bench.bricks.device_speed import DeviceSpeed
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.memory_leases import Ledger, claim, device_key
-from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.job_process import EventWriter
 
 TURNS = 2  # at least
 
 
 def run(
-    port: Port,
+    port: EventWriter,
     *,
     device: str | int | None = None,
     shape: str = "tiny-qwen3",

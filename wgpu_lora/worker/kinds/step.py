@@ -7,19 +7,26 @@ from dataclasses import asdict
 from typing import Any
 
 from wgpu_lora.bench.reference import ReferenceWork, forget_peak, peak_resident_bytes, resident_bytes
-from wgpu_lora.bench.training_step import ROW, WARMUP, TrainingStep, chosen_model, own_words, synthetic_rows
+from wgpu_lora.bench.training_step import (
+    ROW,
+    WARMUP,
+    TrainingStep,
+    benchmark_option_names,
+    chosen_model,
+    synthetic_rows,
+)
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.generator import Generator
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.training_log import environment
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.worker.job_process import Port
+from wgpu_lora.worker.job_process import EventWriter
 
 Record = dict[str, Any]
 
 
 def run(
-    port: Port,
+    port: EventWriter,
     *,
     shape: str,
     layers: int | None = None,
@@ -48,7 +55,7 @@ class OurSide:
         self._after_imports = resident_bytes()
         self._work = work
         self._model = chosen_model(None, work.shape, work.layers, Device(work.device), work.base_dtype)
-        with own_words({**ROW, "per_device_train_batch_size": "rows"}):
+        with benchmark_option_names({**ROW, "per_device_train_batch_size": "rows"}):
             args = TrainingArguments(
                 per_device_train_batch_size=work.rows,
                 max_length=work.tokens,

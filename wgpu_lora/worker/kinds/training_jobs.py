@@ -8,26 +8,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from wgpu_lora.api.call_arguments import plain
+from wgpu_lora.api.call_arguments import path_as_text
 from wgpu_lora.api.multi_adapter import adapter_task
 from wgpu_lora.chain.chain_run import code_digest
-from wgpu_lora.data import given_rows
+from wgpu_lora.data import split_python_rows
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.adapter_tasks import named_apart
-from wgpu_lora.train.data_parallel.leader import Sharing
-from wgpu_lora.train.finetune import as_stored, prepare_job, read_run, with_demo_data
+from wgpu_lora.train.data_parallel.leader import DataParallelLeader
+from wgpu_lora.train.finetune import prepare_job, prepare_run, with_demo_data, with_stored_dtype
 from wgpu_lora.train.options.typed_options import TrainingOptions
-from wgpu_lora.train.options.unused_options import idle
+from wgpu_lora.train.options.unused_options import unused_options
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.resolve_options import gather
+from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.stop_reasons import STOP_TEXT, exit_code
 from wgpu_lora.train.run.teacher_setup import write_caches
-from wgpu_lora.worker.job_process import Asked, Ended, Port
+from wgpu_lora.worker.job_process import Ended, EventWriter, TrainingRequests
 from wgpu_lora.worker.kinds.gradients import connected
 
 
 def run_finetune(
-    port: Port,
+    port: EventWriter,
     *,
     where: str,
     recipe: str | None = None,
@@ -40,17 +40,19 @@ def run_finetune(
     helpers: sockets over which other devices are asked for parts of the steps (see the job `gradients`).
     requests: answer `stop` and `end` while it runs, JSON lines on standard input, whose end kills the process at once.
     """
-    asked = Asked()
+    asked = TrainingRequests()
     if requests:
         port.listen(asked.side())
-    texts, rows = given_rows({name: plain(value, name, where) for name, value in options.items()})
-    args, _ = gather(texts, recipe, where)
-    for note in idle(texts, args):
+    texts, rows = split_python_rows({name: path_as_text(value, name, where) for name, value in options.items()})
+    args, _ = resolve_options(texts, recipe, where)
+    for note in unused_options(texts, args):
         warnings.warn(note, stacklevel=1)
     with ExitStack() as stack:
         sharing = None
         if helpers:
-            sharing = stack.enter_context(closing(Sharing([connected(link) for link in helpers], code_digest())))
+            sharing = stack.enter_context(
+                closing(DataParallelLeader([connected(link) for link in helpers], code_digest()))
+            )
         job = prepare_job(args, rows=rows, sharing=sharing)
         job.requests = asked
         record = job.train(port)
@@ -58,7 +60,7 @@ def run_finetune(
 
 
 def run_pipeline(
-    port: Port,
+    port: EventWriter,
     *,
     where: str,
     adapters: list[dict[str, Any]],
@@ -69,13 +71,13 @@ def run_pipeline(
 ) -> Ended:
     """adapters: tables as in an adapters file; `options` are those of adapters without their own. requests: as for
     `finetune`. The exit code is the highest of the adapters'."""
-    texts, shared = given_rows({name: plain(value, name, where) for name, value in options.items()})
+    texts, shared = split_python_rows({name: path_as_text(value, name, where) for name, value in options.items()})
     tasks = [adapter_task(values, f"{where}: adapter {number}", shared) for number, values in enumerate(adapters, 1)]
     tasks = named_apart(tasks)
-    asked = Asked([task.name for task in tasks])
+    asked = TrainingRequests([task.name for task in tasks])
     if requests:
         port.listen(asked.side())
-    args, _ = gather(texts, None, where, demo=False, beside=tasks[0].checkpoint)
+    args, _ = resolve_options(texts, None, where, demo=False, beside=tasks[0].checkpoint)
     job = prepare_pipeline(args, tasks, schedule, batch_tokens)
     job.requests = asked
     record = job.train(port)
@@ -85,7 +87,7 @@ def run_pipeline(
 
 
 def run_teacher_cache(
-    port: Port,
+    port: EventWriter,
     *,
     where: str,
     training: dict[str, Any],
@@ -99,9 +101,9 @@ def run_teacher_cache(
     training: options of the job `finetune`, with a teacher. requests: as in that job.
     """
     if requests:
-        port.listen(Asked().side())
-    texts, rows = given_rows({name: plain(value, name, where) for name, value in training.items()})
-    args = with_demo_data(gather(texts, None, where)[0])
+        port.listen(TrainingRequests().side())
+    texts, rows = split_python_rows({name: path_as_text(value, name, where) for name, value in training.items()})
+    args = with_demo_data(resolve_options(texts, None, where)[0])
     student = open_model(args.model or "demo", device, args.base_dtype)
-    found = read_run(as_stored(replace(args, resume=False), student), student, rows=rows)
+    found = prepare_run(with_stored_dtype(replace(args, resume=False), student), student, rows=rows)
     return write_caches(found, student, Path(output), port)
