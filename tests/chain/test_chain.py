@@ -172,7 +172,7 @@ class KilledError(BaseException):
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(("module", "name"), [(states, "write_bytes_atomic"), (atomic, "replace_directory")])
 def test_killed_anywhere(place: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, after: bool) -> None:
-    """Before and after every write of its state, and every replacement of a directory."""
+    """Before and after every write of its state and its digests, and every replacement of a directory."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     real, points = getattr(module, name), 0
     while True:
@@ -203,7 +203,7 @@ def test_killed_anywhere(place: Path, monkeypatch: pytest.MonkeyPatch, module: A
         assert not [one for one in stage_statuses(chain) if one.why]
         kept = [".lock", "chain.json", "digests.json", "long", "second", "third"]
         assert sorted(path.name for path in out.iterdir()) == kept
-    assert points == (9 if module is states else 2)
+    assert points == (12 if module is states else 2)
 
 
 @pytest.mark.parametrize(

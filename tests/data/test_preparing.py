@@ -17,7 +17,7 @@ from support.preparing import ALIKE, ROWS, prepared, reasons, rows_of, run
 from support.sources import written
 
 from wgpu_lora.data.curation import Preparation
-from wgpu_lora.data.curation.deduplication import normalize
+from wgpu_lora.data.curation.deduplication import normalize_text
 from wgpu_lora.data.curation.reasoning import without_thinking
 from wgpu_lora.data.thinking import marker_in
 from wgpu_lora.data.validation_split import validation_mask
@@ -150,8 +150,8 @@ def test_duplicates_in_different_formats(tmp_path: Path) -> None:
 
 
 def test_normalising() -> None:
-    assert normalize(" Stra\u00dfe\u00a0 \u0130\n") == normalize("STRASSE i\u0307")
-    assert normalize("a b") != normalize("ab")
+    assert normalize_text(" Stra\u00dfe\u00a0 \u0130\n") == normalize_text("STRASSE i\u0307")
+    assert normalize_text("a b") != normalize_text("ab")
 
 
 def test_near_duplicates(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Duplicates:
         if self._seen is None:
             return None
         parts = parts_of(read)
-        exact, normal = digest(parts), [normalize(part) for part in parts]
+        exact, normal = digest(parts), [normalize_text(part) for part in parts]
         key = exact if self._exactly else digest(normal)
         if found := self._seen.add(key, exact[:8], source, number):
             return Duplicate(EXACT if found[0] else NORMALIZED, *found[1:])
@@ -105,7 +105,7 @@ def _conversation(example: Conversation) -> list[str]:
     return parts
 
 
-def normalize(text: str) -> str:
+def normalize_text(text: str) -> str:
     """A text without differences in case, white space and Unicode composition (NFC)."""
     if text.isascii():
         return " ".join(text.lower().split())
