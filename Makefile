@@ -2,12 +2,12 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-rare test-reference test-drivers test-proof test-exchange test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-gpu gpu-compilers test-gpu-compilers lint
+.PHONY: help setup demo test test-fast test-full ci-times test-rare test-reference test-drivers test-proof test-exchange test-tpm test-cluster test-wheel fuzz prove-wgpu bench bench-reference bench-gpu gpu-compilers test-gpu-compilers lint
 
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest -q
+PYTEST = $(BIN)/python -m pytest -q --junitxml=.times/$@.xml
 
 help:  ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -30,6 +30,12 @@ test: setup .venv/all  ## all tests except those with their own targets; lists t
 test-fast: setup .venv/all  ## the same without slow tests
 	$(PYTEST) -n $(JOBS) -m 'not reference and not slow and not rare'
 
+test-full: setup .venv/all  ## `test` and `test-rare` with all cases of which those draw some by the commit (an hour)
+	WGPU_LORA_TESTS_FULL=1 $(PYTEST) -n $(JOBS) --durations=15 -m 'not reference'
+
+ci-times:  ## where the time went: seconds by target and by file, of the tests that ran last
+	@$(PYTHON) scripts/ci_times.py
+
 test-rare: setup .venv/all  ## long tests of what seldom changes: killed processes, contention for memory, demo data, tutorial
 	$(PYTEST) -n $(JOBS) -m rare
 
@@ -44,28 +50,23 @@ test-rare: setup .venv/all  ## long tests of what seldom changes: killed process
 	@touch $@
 
 test-reference: setup .venv/reference  ## regenerate and compare golden fixtures with torch, transformers, PEFT, bitsandbytes
-	$(PYTEST) -m reference
+	$(PYTEST) -n $(JOBS) -m reference
 
-# The device tests with lavapipe's other subgroup sizes (`make test` uses the default one), then the core subset without
-# subgroups, with WebGPU's default limits, and with another vendor's compiler.
-GPU_TESTS := $(addsuffix .py,$(addprefix tests/,gpu/test_kernels gpu/test_program weights/test_dense models/test_logits infer/test_generate \
-  infer/test_evaluate train/test_training_golden train/test_resume))
-test-drivers: setup .venv/all  ## device tests with other subgroup sizes, without subgroups, default limits, another driver
+# The core subset where a driver differs: lavapipe's other subgroup sizes (`make test` uses the default one), no subgroups,
+# and another vendor's compiler.
+test-drivers: setup .venv/all  ## core device tests with other subgroup sizes, without subgroups, with another driver
 	scripts/install_vulkan.sh --swiftshader .drivers
-	@run() { echo "=== $$*"; env "$$@" $(PYTEST) -n $(JOBS) -m "$$only" $$tests || exit 1; }; \
+	@run() { echo "=== $$*"; env "$$@" $(PYTEST) --junitxml=.times/$@.$$((n += 1)).xml -n $(JOBS) -m drivers || exit 1; }; \
 	lavapipe=$$(compgen -G '/usr/share/vulkan/icd.d/lvp_icd*.json' | head -1 || true); \
 	if [ -n "$$lavapipe" ]; then \
-	  only='not reference and not slow' tests='$(GPU_TESTS)'; \
 	  run VK_DRIVER_FILES=$$lavapipe LP_NATIVE_VECTOR_WIDTH=128; \
-	  only=drivers tests=tests; \
 	  run VK_DRIVER_FILES=$$lavapipe LP_NATIVE_VECTOR_WIDTH=512; \
 	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_NO_SUBGROUPS=1; \
-	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_DEFAULT_LIMITS=1; \
-	else only=drivers tests=tests; echo "Mesa's lavapipe is not installed: testing SwiftShader only."; fi; \
+	else echo "Mesa's lavapipe is not installed: testing SwiftShader only."; fi; \
 	run VK_DRIVER_FILES=$(CURDIR)/.drivers/swiftshader.json
 
 test-proof: setup .venv/all  ## whole runs of the proof, and that it fails when it should (minutes)
-	$(PYTEST) tests/proof/runs
+	$(PYTEST) -n $(JOBS) tests/proof/runs
 
 # With only one device, SwiftShader becomes the second, next to a GPU or to the installed software driver.
 PROVE ?=
@@ -89,7 +90,7 @@ prove-wgpu: setup  ## prove on this machine that everything runs on wgpu, withou
 	@touch $@
 
 test-exchange: setup .venv/exchange  ## compare llama.cpp on exported GGUF files with our own results
-	$(PYTEST) tests/exchange
+	$(PYTEST) -n $(JOBS) tests/exchange
 
 # tpm2-pytss has no wheels, so it is compiled, which takes half a minute.
 .venv/tpm: .venv/all
@@ -133,7 +134,7 @@ gpu-compilers: setup  ## what the compilers of five GPUs make of the kernels, wi
 
 test-gpu-compilers: setup .venv/all  ## no kernel spills on AMD's GPUs, by their compiler; and the check fails when it should
 	$(BIN)/python -m scripts.gpu_compilers --check --gpu rdna1 --gpu rdna3 --shape qwen2.5-0.5b --shape qwen2.5-7b --shape qwen3.5-0.8b --head-dim 256
-	$(PYTEST) tests/scripts/runs
+	$(PYTEST) -n $(JOBS) tests/scripts/runs
 
 lint: setup .venv/all  ## ruff, mypy and import-linter
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""One device per test process: opening one and compiling for it is what costs time."""
+"""One device per test process: opening one and compiling for it is what costs time, so whoever opens one gets it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import signal
 import tempfile
 import zlib
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.broken import Break, breaking
 
+from wgpu_lora.bench import training_runs
+from wgpu_lora.cli import plan
 from wgpu_lora.gpu.device import Device, DeviceOptions
+from wgpu_lora.models import loaded_model
 
 os.environ["WGPU_LORA_NO_TUNE"] = "1"  # a shape for every test: tuning would take most of the time
 os.environ.setdefault("WGPU_LORA_NO_CHECK", "1")  # likewise: test_kernels.py checks all kernels
@@ -45,16 +49,42 @@ if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@cache
+def opened(environment: tuple[tuple[str, str], ...]) -> Device:
+    return Device()
+
+
+class DefaultDevice(Device):
+    """Who opens the default device gets that of the process, as long as the environment does not choose another."""
+
+    def __new__(cls, selector: Device | str | int | None = None) -> Device:  # type: ignore[misc]
+        if selector is not None:
+            return selector if isinstance(selector, Device) else Device(selector)
+        other = ("WGPU_LORA_SHARE_DIR", "WGPU_LORA_DATA_DIR", "WGPU_LORA_NO_CHECK")  # of which a device depends on none
+        chosen = ((k, v) for k, v in os.environ.items() if k.startswith("WGPU_LORA_") and k not in other)
+        return opened(tuple(sorted(chosen)))
+
+
+for opener in (loaded_model, plan, training_runs):
+    opener.Device = DefaultDevice  # type: ignore[misc]
+
+
 @pytest.fixture(scope="session")
 def device() -> Device:
     """The device that WGPU_LORA_DEVICE names, else the first."""
-    return Device()
+    return DefaultDevice()
+
+
+@pytest.fixture
+def fresh_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens the default device gets one of the test's own, on which nothing is allocated or claimed."""
+    monkeypatch.setenv("WGPU_LORA_TESTS_DEVICE", request.node.nodeid)
 
 
 @pytest.fixture(scope="session")
 def checked_device() -> Device:
-    """The same with the driver's own bounds checks in every shader."""
-    return Device(options=replace(DeviceOptions.from_environment(), checked=True))
+    """The same with the driver's own bounds checks in every shader, and WebGPU's default limits."""
+    return Device(options=replace(DeviceOptions.from_environment(), checked=True, default_limits=True))
 
 
 @pytest.fixture

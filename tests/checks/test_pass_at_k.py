@@ -20,7 +20,6 @@ from wgpu_lora.checks.coding_problems import AssertProblem, HumanEval, code_of, 
 from wgpu_lora.checks.pass_at_k import measure, parse_ks, pass_at_k, seed_of
 from wgpu_lora.data.row_files import file_source
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.answers import Answer
 from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.track.run_log import RunLog
@@ -152,10 +151,10 @@ def test_samples_are_checked_and_counted(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @confined
-def test_the_command(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     made = words_and_adapters(tmp_path, TEMPLATE)
     monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "data"))
-    run = commands(device, monkeypatch, capsys)
+    run = commands(capsys)
     rows = write_jsonl(tmp_path / "rows.jsonl", {**HUMAN, "prompt": "def w5(x):\n", "entry_point": "w5"}, OWN)
     ask = ["evaluate", "--data", rows, "--adapter", made / "a", "--compare", "--samples", 2, "--max-new-tokens", 3]
     outputs = []

@@ -13,22 +13,16 @@ from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
-from support.cli import QWEN2, SMALL, share_device, write_rows
+from support.cli import QWEN2, SMALL, write_rows
 from support.events import hearing
 from support.models import FIXTURES, save_golden_adapter
 
 import wgpu_lora
 from wgpu_lora.api import notebook_progress
 from wgpu_lora.atomic import numbered
-from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.generation_options import AnswerOptions, GenerationOptions
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.options.typed_options import TrainingOptions
-
-
-@pytest.fixture(autouse=True)
-def _one_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    share_device(device, monkeypatch)
 
 
 def test_importing_is_cheap():

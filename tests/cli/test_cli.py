@@ -33,8 +33,8 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 
 @pytest.fixture
-def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(device, monkeypatch, capsys)
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return commands(capsys)
 
 
 @pytest.fixture

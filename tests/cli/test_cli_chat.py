@@ -45,10 +45,10 @@ def talk(model: LoadedModel, made: Path) -> Iterator[Callable[..., Chat]]:
 
 
 @pytest.fixture
-def run(device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """The command with this on its stdin."""
     monkeypatch.chdir(made)
-    run = commands(device, monkeypatch, capsys, "chat", *ASK)
+    run = commands(capsys, "chat", *ASK)
 
     def call(text: str, *arguments: Any) -> Result:
         pipe(monkeypatch, text)

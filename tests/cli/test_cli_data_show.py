@@ -14,7 +14,6 @@ from support.models import words_model
 
 from wgpu_lora.data import UNTRAINED, parse_example, template, tokenize_example
 from wgpu_lora.data.examples import Alpaca, Completion
-from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import answers as answering
 from wgpu_lora.infer.prompts import chat_prompt, trained_prompt_format
 from wgpu_lora.models.model_files import read_model
@@ -25,8 +24,8 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 
 
 @pytest.fixture
-def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(device, monkeypatch, capsys)
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return commands(capsys)
 
 
 def test_rows_are_shown_as_the_model_gets_them(run: Run, tmp_path: Path) -> None:

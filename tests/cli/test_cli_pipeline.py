@@ -44,6 +44,7 @@ def finetune(*more: str, steps: int = 2) -> int:
     return main(["finetune", *where, *pairs, *COMMON, *more])
 
 
+@pytest.mark.usefixtures("fresh_device")
 def test_it_trains_and_says_so(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert finetune("--eval-data", "a.jsonl") == 0
     lines = capsys.readouterr().out.splitlines()

@@ -13,6 +13,7 @@ import tokenizers
 from support import MODELS
 from support.cli import SMALL, flags, write_rows
 from support.models import words_model
+from support.sampling import sample
 from tokenizers import models, pre_tokenizers
 
 WORDS = "ł→é中😀"  # one of them is in cp1252
@@ -66,12 +67,18 @@ COMMANDS: dict[str, tuple[list[str], str, int]] = {
 }
 
 
+WHOLE = sample(list(ENCODINGS), 1 / 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_commands_end_well_in_every_encoding(place: Path, tmp_path: Path, encoding: str) -> None:
+    """All commands in the commit's encoding, one answer in the others."""
     for name in ("model", "rows.jsonl", "prompts.jsonl", "goal.toml", "recipe.toml"):
         (tmp_path / name).symlink_to(place / name)
     for name, (arguments, stdin, code) in COMMANDS.items():
+        if encoding not in WHOLE and name != "an answer":
+            continue
         found, out, err = run(tmp_path, encoding, arguments, stdin)
         assert found == code, (name, err)
         assert "Traceback" not in err, (name, err)

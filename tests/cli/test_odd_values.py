@@ -18,11 +18,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.cli import MODELS, QWEN2, SMALL, Run, commands, flags, write_rows
 from support.models import save_golden_adapter
+from support.sampling import sample
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub_upload import prepare
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
-from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import parse_config
 from wgpu_lora.models.config_fields import MOST
 from wgpu_lora.train.adapter_tasks import read_tasks, task_of
@@ -33,8 +33,8 @@ HUGE = (10**400, -(10**400), 2**70, 2**63, -1, 1.5, True, None, "8", [8], {}, ma
 
 
 @pytest.fixture
-def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(device, monkeypatch, capsys)
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return commands(capsys)
 
 
 def stated(architecture: str = "qwen2", **changes: Any) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def test_an_adapter_that_has_diverged_is_no_beginning(run: Run, tmp_path: Path) 
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", sample([math.nan, math.inf, -math.inf], 1 / 3))
 def test_an_adapter_that_is_not_finite_is_nowhere_used(run: Run, tmp_path: Path, value: float) -> None:
     adapter, data = poisoned(tmp_path / "a", value), write_rows(tmp_path / "rows.jsonl")
     model = ["--model", QWEN2]
@@ -272,7 +272,7 @@ def test_a_scale_that_float32_does_not_have(tmp_path: Path, alpha: float) -> Non
 ODD_NAMES = ["run[/b]", "run[bold red]", "run\x1b]0;owned\x07", "a\x9bb", "run\u202e", "-x", "a\tb", r"$\frac{$"]
 
 
-@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize("name", sample(ODD_NAMES, 1 / 4))
 def test_a_name_is_shown_and_does_nothing(run: Run, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = write_rows(tmp_path / f"{Path(name).name}.jsonl")

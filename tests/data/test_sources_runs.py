@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
-from support.cli import QWEN2, ROWS, SMALL, flags, share_device, write_rows
+from support.cli import QWEN2, ROWS, SMALL, flags, write_rows
 
 import wgpu_lora
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
 from wgpu_lora.data.row_counts import SKIPPED
-from wgpu_lora.gpu.device import Device
 
 WEIGHTS = "adapter_model.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def _one_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    share_device(device, monkeypatch)
 
 
 def same(one: Path, other: Path) -> bool:

@@ -9,22 +9,19 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from support.cli import share_device
 
 from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.cli import console, main
 from wgpu_lora.demo.before_and_after import Checked
-from wgpu_lora.gpu.device import Device
 
 command = import_module("wgpu_lora.cli.demo")
 
 
 @pytest.mark.rare
 def test_its_last_line_works_as_printed(
-    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the directory it was run in: a held-out request, answered as it was answered there."""
-    share_device(device, monkeypatch)
     few = tmp_path / "held out.jsonl"
     few.write_text("".join(DEMO_HELDOUT.read_text().splitlines(keepends=True)[:2]))
     for where in ("wgpu_lora.train.finetune", "wgpu_lora.demo.before_and_after"):

@@ -11,7 +11,7 @@ from wgpu_lora.distill.teacher_cache import TeacherCache, position_bytes
 @pytest.fixture
 def run(device, monkeypatch, capsys, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl")
-    return commands(device, monkeypatch, capsys, "teacher-cache", "--data", data, "--output", tmp_path / "cache")
+    return commands(capsys, "teacher-cache", "--data", data, "--output", tmp_path / "cache")
 
 
 SMALL = ("--model", QWEN2, "--top-k", 4, "--random", 3, "--length", 9, "--batch-tokens", 40)

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.cli import flags, share_device
+from support.cli import flags
 from support.data import small_tokenizer
 from support.models import save_golden_adapter, words_model
 
@@ -18,7 +18,6 @@ from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.tokenizer_files import write_tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub_upload import prepare
-from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.model_files import read_model
 
 DEMO = DEMO_MODEL
@@ -51,8 +50,7 @@ def names(directory: Path) -> set[str]:
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_a_run_leaves_what_its_base_has(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch):
-    share_device(device, monkeypatch)
+def test_a_run_leaves_what_its_base_has(tmp_path: Path):
     model, data, run = words_model(tmp_path / "model", "{{ messages }}"), tmp_path / "rows.jsonl", tmp_path / "run"
     data.write_text('{"text": "w1 w2 w3"}\n{"text": "w4 w5"}\n')
     options = {"model": model, "data": data, "eval_data": data, "output": run, "max_steps": 1, "max_length": 16}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import support.kernels
 from support.kernels import CASES, Case
+from support.sampling import changed_files, sample
 
 import wgpu_lora.ops
 import wgpu_lora.train.objectives
@@ -89,10 +91,10 @@ def main_tilings(device: Device, case: Case) -> Sequence[Tiling]:
     return tilings[:1] if case.slow else tilings[:: max(1, len(tilings) - 1)]
 
 
-def check(device: Device, case: Case, rng: np.random.Generator, tilings: Sequence[Tiling]) -> None:
+def check(case: Case, rng: np.random.Generator, tilings: Sequence[Tiling], *devices: Device) -> None:
     arrays = case.make(rng)
     expected = reference(case, arrays)
-    for tiling in tilings:
+    for device, tiling in itertools.product(devices, tilings):
         before = device.allocated
         single = SingleKernel(device, case.kernel, arrays, case.constants, tiling)
         single.run()
@@ -121,18 +123,28 @@ def check(device: Device, case: Case, rng: np.random.Generator, tilings: Sequenc
 
 
 @pytest.mark.parametrize("case", marked())
-def test_kernel(device: Device, case: Case, rng: np.random.Generator) -> None:
-    check(device, case, rng, main_tilings(device, case))
+def test_kernel(device: Device, checked_device: Device, case: Case, rng: np.random.Generator) -> None:
+    """The core case of each kernel also with the driver's own bounds checks, within WebGPU's default limits."""
+    check(case, rng, main_tilings(device, case), device, *([checked_device] if case in CORE else []))
+
+
+SHADERS = {f"shaders/{kernel.file}" for kernel in REGISTRY.values()}
+
+
+def changed(case: Case) -> bool:
+    """Whether the commit changed the kernel's shader, its declaration, or a file that other shaders include."""
+    own = {f"shaders/{case.kernel.file}", case.kernel.reference.__module__.replace(".", "/") + ".py"}
+    return any(file in own or (file.startswith("shaders/") and file not in SHADERS) for file in changed_files())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in ALL if not c.slow])
+@pytest.mark.parametrize("case", sample([c for c in ALL if not c.slow], 1 / 3, changed), ids=lambda case: case.label)
 def test_kernel_in_other_tilings(device: Device, case: Case, rng: np.random.Generator) -> None:
     main = main_tilings(device, case)
     others = [tiling for tiling in case.kernel.tilings(device.capabilities, case.constants) if tiling not in main]
     if not others:
         pytest.skip("no other tilings of it on this device: test_kernel ran them all")
-    check(device, case, rng, others)
+    check(case, rng, others, device)
 
 
 # On 8 lanes, of the three widths of a lane's columns, and of two vectors per lane; the last is over a cache.
@@ -152,7 +164,7 @@ def test_attention_of_gpus(device: Device, case: Case, rng: np.random.Generator)
     if not device.capabilities.software or not size:
         pytest.skip("the tests above ran these tilings" if size else "the device has no subgroups")
     offered = case.kernel.tilings(Capabilities(size, registers=64), case.constants)  # few, so that they compile quickly
-    check(device, case, rng, offered[:1])
+    check(case, rng, offered[:1], device)
 
 
 PRODUCTS = [c for name in ("lora_nt", "matmul_nt", "nf4_matmul", "codes_matmul") for c in CASES[name]]
@@ -167,17 +179,15 @@ def test_products_of_few_rows_on_gpus(device: Device, case: Case, rng: np.random
     if size < 4:
         pytest.skip("the device has no subgroups")
     wide = device.capabilities.int64
-    check(device, case, rng, [Tiling("few", size, rows=2, cols=2, span=16, slices=size // 2, wide=wide)])
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in CORE])
-def test_kernel_with_bounds_checks(checked_device: Device, case: Case, rng: np.random.Generator) -> None:
-    check(checked_device, case, rng, main_tilings(checked_device, case))
+    check(case, rng, [Tiling("few", size, rows=2, cols=2, span=16, slices=size // 2, wide=wide)], device)
 
 
 def test_every_kernel_has_cases() -> None:
     assert set(REGISTRY) == set(CASES)
     assert len({case.label for case in ALL}) == len(ALL)
+
+
+SUBGROUP_SIZES = sample([0, 4, 8, 16, 32, 64], 1 / 3)
 
 
 def texts(case: Case, subgroup_size: int) -> dict[str, Any]:
@@ -188,18 +198,15 @@ def texts(case: Case, subgroup_size: int) -> dict[str, Any]:
     return {case.kernel.source(present, constants, t): t for t in (tilings if case in CORE else tilings[:1])}
 
 
-@pytest.mark.parametrize("subgroup_size", [0, 8, 32, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 16, 64))])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_texts_are_valid_within_default_limits(device: Device, name: str, subgroup_size: int) -> None:
-    """Also the tilings of devices that are not here."""
-    if subgroup_size and "subgroup" not in device.features:
-        pytest.skip("the device has no subgroups, so wgpu takes no shader that has them")
-    for case in CASES[name]:
-        for text, tiling in texts(case, subgroup_size).items():
-            device.raw.create_shader_module(code=text, label=f"{case.label} {tiling}")
-            assert text.count("var<storage") <= 8
-            (size,) = re.findall(r"@workgroup_size\(([^)]*)\)", text)
-            assert np.prod([int(part) for part in size.split(",")]) <= 256
-            shared = re.findall(r"var<workgroup>\s*\w+\s*:\s*array<(f32|u32|i32|vec4<f32>), *(\d+)>", text)
-            assert text.count("var<workgroup>") == len(shared)
-            assert sum((16 if of.startswith("vec4") else 4) * int(count) for of, count in shared) <= 16384
+def test_texts_are_valid_within_default_limits(device: Device, name: str) -> None:
+    """Also the tilings of devices that are not here; only a device with subgroups takes shaders that have them."""
+    sizes = SUBGROUP_SIZES if "subgroup" in device.features else [0]
+    for text, tiling in {k: v for case in CASES[name] for size in sizes for k, v in texts(case, size).items()}.items():
+        device.raw.create_shader_module(code=text, label=f"{name} {tiling}")
+        assert text.count("var<storage") <= 8
+        (size,) = re.findall(r"@workgroup_size\(([^)]*)\)", text)
+        assert np.prod([int(part) for part in size.split(",")]) <= 256
+        shared = re.findall(r"var<workgroup>\s*\w+\s*:\s*array<(f32|u32|i32|vec4<f32>), *(\d+)>", text)
+        assert text.count("var<workgroup>") == len(shared)
+        assert sum((16 if of.startswith("vec4") else 4) * int(count) for of, count in shared) <= 16384

@@ -201,7 +201,7 @@ def test_the_command_line_warns_or_refuses(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = commands(device, monkeypatch, capsys, "finetune", "--no-tune")
+    run = commands(capsys, "finetune", "--no-tune")
     options = flags(**SMALL, model=QWEN2, base_dtype="f32", data=write_rows(tmp_path / "rows.jsonl"))
     default = sum_by_slot.tilings(device.capabilities, {"slots": 1})[0]
     broken("sum_by_slot", lambda tiling: tiling == default)

@@ -54,10 +54,10 @@ def alone(model: LoadedModel, made: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def run(device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     monkeypatch.chdir(made)
     options = {"base_dtype": "f32", "max_new_tokens": TOKENS, "model": "model"}
-    return commands(device, monkeypatch, capsys, "generate", *flags(**options))
+    return commands(capsys, "generate", *flags(**options))
 
 
 def asked(*prompts: str) -> list[str]:

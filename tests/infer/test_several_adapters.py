@@ -37,9 +37,9 @@ def model(made: Path, device: Device) -> LoadedModel:
 
 
 @pytest.fixture
-def run(device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     monkeypatch.chdir(made)
-    return commands(device, monkeypatch, capsys)
+    return commands(capsys)
 
 
 def ask(*more: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import QWEN2, SMALL, flags, share_device, write_rows
+from support.cli import QWEN2, SMALL, flags, write_rows
 from support.events import hearing
 from support.models import save_golden_adapter
 from support.share import until
@@ -74,8 +74,6 @@ def test_each_takes_what_it_needs_and_no_more(
     at: Path, device: Device, ledger: Ledger, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = name in ("profile", "max-batch") or name.startswith("bench")  # they open one
-    if not own:
-        share_device(device, monkeypatch)
     monkeypatch.setattr("wgpu_lora.bench.device_ceilings.RUNS", 1)
     monkeypatch.setattr("wgpu_lora.bench.device_ceilings.COPY_BYTES", 1 << 22)
     held: list[int] = []
@@ -101,11 +99,8 @@ def test_each_is_refused_beside_others(
     device: Device,
     ledger: Ledger,
     name: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if name not in ("profile", "bench"):
-        share_device(device, monkeypatch)
     before = device.allocated
     with take(ledger, 1 << 50, None, "somebody's run"):
         assert main([str(argument) for argument in COMMANDS[name](at)]) == 2

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 from support.events import hearing
+from support.sampling import FULL, seeds
 from support.share import adapter, start, until
 
 from wgpu_lora.errors import UserError
@@ -227,7 +228,7 @@ def contend(directory: Path, budget: int, acquisitions: int) -> dict[str, Any]:
     """Keeps WORKERS processes at it, killing one at random, mostly a holder, again and again."""
     module.FIRST_PAUSE, module.LAST_PAUSE = 0.005, 0.01
     board = memoryview(mmap.mmap(-1, 24 * WORKERS)).cast("q")
-    chance, begin, kills, holders = random.Random(0), time.monotonic(), 0, 0
+    chance, begin, kills, holders = random.Random(seeds(1, "contention")[0]), time.monotonic(), 0, 0
 
     def spawn(slot: int) -> int:
         board[3 * slot + 2] = 0
@@ -285,10 +286,11 @@ def contention(budget: int, acquisitions: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.rare
 def test_nothing_is_over_committed() -> None:
-    seen = contention(UNITS, 10_000)
-    assert seen["acquisitions"] >= 10_000
+    acquisitions = 10_000 if FULL else 1000
+    seen = contention(UNITS, acquisitions)
+    assert seen["acquisitions"] >= acquisitions
     assert seen["over_commits"] == 0
-    assert seen["killed_holders"] > 20
+    assert seen["killed_holders"] > acquisitions / 500
 
 
 def test_the_check_would_notice() -> None:

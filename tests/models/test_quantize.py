@@ -26,8 +26,8 @@ QWEN3 = str(FIXTURES / "models" / "qwen3")
 
 
 @pytest.fixture
-def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(device, monkeypatch, capsys, "quantize")
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return commands(capsys, "quantize")
 
 
 def test_a_mix_and_then_another_scheme_of_it(run: Run, device: Device, tmp_path: Path) -> None:

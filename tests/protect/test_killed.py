@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from support.killing import OPTIONS, Site, make_site
+from support.sampling import FULL, seeds
 
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.protect.checking.check import check
@@ -18,7 +19,7 @@ from wgpu_lora.protect.sealed.files import unseal_path
 from wgpu_lora.protect.sealed.keys import DataKey
 
 ADAPTER = "adapter_model.safetensors"
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the server of commands forks")
+pytestmark = [pytest.mark.rare, pytest.mark.skipif(not hasattr(os, "fork"), reason="the server of commands forks")]
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +80,12 @@ def killed(site: Site, name: str, times: Sequence[float]) -> tuple[int, str]:
     return len(times) - late, adapter_of(site, name)
 
 
-def test_killed_three_times(site: Site):
-    rng = random.Random(1)
-    killed(site, "thrice", [rng.uniform(0.2, 3.0) for _ in range(3)])
-
-
-@pytest.mark.rare
-def test_killed_a_hundred_times(site: Site):
+def test_killed_at_random_times(site: Site):
     """In rounds, so that early stages of a run are hit as often as late ones. Each has the result of a whole run."""
     whole, adapter = uninterrupted(site)
     kills = number = 0
-    while kills < 100:
-        rng = random.Random(100 + number)
+    while kills < (100 if FULL else 10):
+        rng = random.Random(seeds(30, "kills")[number])
         times = [rng.uniform(0.02, 0.9 * whole) for _ in range(5)]
         count, result = killed(site, f"round-{number}", times)
         assert result == adapter

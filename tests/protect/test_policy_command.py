@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 from support import MODELS
-from support.cli import share_device
 from support.policies import GIVEN
 
 from wgpu_lora.cli import main
-from wgpu_lora.gpu.device import Device
 from wgpu_lora.protect.attestation import measure
 from wgpu_lora.protect.attestation.claims import attest, read_evidence
 from wgpu_lora.protect.hygiene.host import HostProtection
@@ -30,8 +28,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(device: Device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    share_device(device, monkeypatch)
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(reference, "harden", lambda: HostProtection(GIVEN.claims["host"]))
     monkeypatch.setattr(measure, "everything", lambda: {name: GIVEN.claims[name] for name in MEASURED})
 

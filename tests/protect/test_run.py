@@ -601,7 +601,7 @@ def test_the_command_shows_no_message_of_an_unforeseen_error(
 def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.CaptureFixture[str]) -> None:
     from support.cli import commands
 
-    command = commands(ward._device, ward.monkeypatch, capsys)
+    command = commands(capsys)
     ward.monkeypatch.setattr(session, "BrokerClient", BrokerClient)
     with serving(ward.owner) as served:
         path = ward.hospital.job("job", served.url)

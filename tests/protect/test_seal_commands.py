@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 from support.brokers import Owner, Trainer
-from typer.main import get_command
 
-from wgpu_lora.cli import app, main
+from wgpu_lora.cli import main
 from wgpu_lora.closed_streams import discard_when_closed
 from wgpu_lora.protect.sealed.files import seal_path
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey, write_private
@@ -25,12 +24,10 @@ from wgpu_lora.protect.sealed.pipes import open_to, seal_to
 
 ROWS = '{"prompt": "a", "completion": "b"}\n' * 3
 KEY = DataKey.generate()
-BUILT = get_command(app)  # once, since Typer builds all commands anew for each call
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("wgpu_lora.cli.app", BUILT)
     monkeypatch.setattr(
         "wgpu_lora.protect.hygiene.host.harden", lambda: None
     )  # of this process, which runs other tests

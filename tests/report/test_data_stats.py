@@ -10,7 +10,6 @@ import pytest
 from support.cli import QWEN2, SMALL, Run, commands, flags
 from support.data import write_jsonl
 
-from wgpu_lora.gpu.device import Device
 from wgpu_lora.train.time_estimate import HELDOUT, TRAINING, Projection
 
 LENGTHS = [4] * 50 + [20] * 40 + [60] * 9 + [300]
@@ -21,8 +20,8 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(device, monkeypatch, capsys)
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return commands(capsys)
 
 
 def options(tmp_path: Path, **changes: Any) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ import pytest
 
 from support import MODELS
 from wgpu_lora.cli import main
-from wgpu_lora.gpu.device import Device
 
 QWEN2 = str(MODELS / "qwen2")
 ROWS = [{"input_ids": [(7 * i + j) % 40 + 1 for j in range(6 + i % 7)]} for i in range(8)]
@@ -51,25 +49,11 @@ class Result(NamedTuple):
 Run = Callable[..., Result]
 
 
-def commands(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *first: Any) -> Run:
-    """Runs commands in this process, on this device; `first` stands before their arguments."""
-    share_device(device, monkeypatch)
+def commands(capsys: pytest.CaptureFixture[str], *first: Any) -> Run:
+    """Runs commands in this process; `first` stands before their arguments."""
 
     def run(*arguments: Any) -> Result:
         code = main([str(argument) for argument in (*first, *arguments)])
         return Result(code, *capsys.readouterr())
 
     return run
-
-
-def share_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens the default device gets this one, whose kernels are compiled already."""
-
-    class Shared(Device):
-        def __new__(cls, selector: Device | str | int | None = None) -> Device:  # type: ignore[misc]
-            if isinstance(selector, Device):
-                return selector
-            return device if selector is None else Device(selector)
-
-    for opener in ("wgpu_lora.models.loaded_model", "wgpu_lora.gpu.device"):
-        monkeypatch.setattr(import_module(opener), "Device", Shared)

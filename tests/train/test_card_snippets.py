@@ -11,18 +11,17 @@ from support.cli import Run, commands
 from support.gguf_files import DEMO
 
 from wgpu_lora.assets import DEMO_TRAIN
-from wgpu_lora.gpu.device import Device
 
 BLOCK = re.compile(r"```(sh|python)\n(.*?)```", re.DOTALL)
 
 
 @pytest.fixture(params=["base", "base.gguf"])
 def card(
-    request: pytest.FixtureRequest, device: Device, tmp_path: Path,
+    request: pytest.FixtureRequest, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> tuple[list[tuple[str, str]], Run]:  # fmt: skip
     """The snippets of the card of a short run on a directory or a GGUF file, and what runs commands."""
-    run = commands(device, monkeypatch, capsys)
+    run = commands(capsys)
     monkeypatch.chdir(tmp_path)
     base = tmp_path / "path" / "to" / request.param
     base.parent.mkdir(parents=True)

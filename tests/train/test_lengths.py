@@ -21,11 +21,9 @@ from wgpu_lora.train.run.trained_options import evaluation_rows
 POSITIONS = 128  # of the models among the fixtures
 
 
-def test_a_length_that_nobody_gave(
-    device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_length_that_nobody_gave(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """It fits the model, also in the record and in resumed runs; an adapter is evaluated as it was trained."""
-    run = commands(device, monkeypatch, capsys)
+    run = commands(capsys)
     data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     small = {name: value for name, value in SMALL.items() if name != "max_length"} | {"tune": False}
     code, said, _ = run("finetune", *flags(**small, model=QWEN2, data=data, output=out, eval_steps=1))

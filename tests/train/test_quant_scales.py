@@ -102,6 +102,7 @@ def test_gradients_through_the_model(device: Device, tmp_path: Path, base: str) 
         session.close()
 
 
+@pytest.mark.usefixtures("fresh_device")
 def test_it_trains_resumes_and_writes_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned = job(tmp_path, rounded_from=str(model_dir("qwen3")))
     describe(planned)

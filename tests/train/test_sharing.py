@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.models import save_golden_adapter
+from support.sampling import sample
 from support.sharing import Reply, helped
 from support.sources import written
 from support.training import golden_arguments, model_dir, random_rows
@@ -105,9 +106,7 @@ def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], 
 OFTEN = ("dropout", "dpo, precomputed", "kto")
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.rare) for case in CASES]
-)
+@pytest.mark.parametrize("case", sample(list(CASES), 1 / 4, OFTEN.__contains__))
 def test_parts_sum_to_the_gradients_of_one_device(
     device: Device, helpers_device: Device, tmp_path: Path, case: str
 ) -> None:

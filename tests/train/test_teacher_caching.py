@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import share_device
 from support.models import save_golden_adapter
 from support.training import golden_arguments, model_dir, random_rows
 
@@ -110,7 +109,6 @@ def test_runs_that_the_same_caches_serve(tmp_path: Path) -> None:
 def test_the_plan_with_caches_is_that_of_a_run_with_them(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share_device(device, monkeypatch)
     monkeypatch.setattr(kind, "Device", lambda selector=None: device)
     args = options(tmp_path, validation_split=2)
     given = {name: value for name, value in args.as_dict().items() if value != getattr(TrainingArguments(), name)}

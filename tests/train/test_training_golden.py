@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.models import ARCHITECTURES, golden
 from support.training import golden_job, gradients_of
 
 from wgpu_lora.formats.peft_adapter import read_adapter
-from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models import layer_context
 from wgpu_lora.ops.linear import linears
@@ -101,6 +102,11 @@ def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, b
             first, final = values[f"adapter.{name}"], values[f"final.{base}.{name}"]
             error = np.linalg.norm(matrix - final) / np.linalg.norm(final - first)
             assert error < 1e-3, f"{name}: {error}"
+
+
+def test_a_curve_within_default_limits(tmp_path: Path) -> None:
+    limited = Device(options=replace(DeviceOptions.from_environment(), default_limits=True))
+    test_curve_matches_peft(limited, tmp_path, "qwen3", "nf4")
 
 
 def test_packing_and_accumulation_do_not_change_the_result(

@@ -15,7 +15,6 @@ from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.data.preference_formats import PAIRS
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.device import Device
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
@@ -24,8 +23,8 @@ TEXTS = [{"prompt": f"{i}", "completion": f"{i} {i}"} for i in range(50)]
 
 
 @pytest.fixture
-def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(device, monkeypatch, capsys)
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return commands(capsys)
 
 
 def options(tmp_path: Path, **changes: Any) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import QWEN2, SMALL, share_device, write_rows
+from support.cli import QWEN2, SMALL, write_rows
 
 from wgpu_lora.cluster.facts import Needs, from_plain
 from wgpu_lora.errors import UserError
@@ -43,7 +43,6 @@ def planned(
 
 @pytest.fixture(autouse=True)
 def one_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    share_device(device, monkeypatch)
     monkeypatch.setattr(kind, "Device", lambda selector=None: device)
 
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Annotated, Any, cast
 
 import typer
@@ -107,6 +108,12 @@ app.add_typer(share)
 app.command("run", cls=Command)(run_chain)
 
 
+@cache
+def _commands() -> Any:
+    """The commands as click has them, which takes a third of a second."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
@@ -125,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         with on_end_signal(end), naming(COMMAND_LINE), _warnings(), report_native_abort(), long_work_shown():
-            code = app(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
+            code = _commands()(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
         if code == 128 + signal.SIGINT:  # Typer's code for any KeyboardInterrupt

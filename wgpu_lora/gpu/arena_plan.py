@@ -10,6 +10,8 @@ import numpy as np
 from wgpu_lora.gpu.device_errors import BindingTooLarge
 from wgpu_lora.gpu.tensor import Storage, align
 
+ENDLESS = np.array([np.iinfo(np.int64).max])
+
 
 @dataclass
 class ArenaPlan:
@@ -62,7 +64,7 @@ def plan_arenas(lifetimes: dict[Storage, tuple[int, int]], max_arena: int, max_b
 def _lowest_gap(offsets: np.ndarray, ends: np.ndarray, size: int) -> int:
     order = np.argsort(offsets, kind="stable")
     reach = np.concatenate([[0], np.maximum.accumulate(ends[order])])
-    gaps = np.concatenate([offsets[order], [np.iinfo(np.int64).max]]) - reach
+    gaps = np.concatenate([offsets[order], ENDLESS]) - reach
     return int(reach[np.flatnonzero(gaps >= size)[0]])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from wgpu_lora.gpu.kernel import Grid, Kernel
@@ -20,7 +21,7 @@ class Dispatch:
     groups: Grid
     fixed: bool = False  # `build` may not choose another tiling
 
-    @property
+    @cached_property
     def dims(self) -> tuple[int, ...]:
         return tuple(self.constants[name] for name in self.kernel.dims)
 
@@ -29,7 +30,7 @@ class Dispatch:
         """What its compute pipeline depends on; calls whose places differ are alike (`gpu.kernel.Place`)."""
         return self.kernel.name, self.present, self.alike, self.tiling
 
-    @property
+    @cached_property
     def alike(self) -> tuple[tuple[str, Any], ...]:
         compiled, places = self.kernel.compiled_in(self.constants), self.kernel.places
         return tuple(sorted((name, bool(value) if name in places else value) for name, value in compiled.items()))

@@ -35,6 +35,7 @@ class Program:
         self._splits: list[int] | None = None
         self._warm = False
         self._uniform: Storage | None = None
+        self._plans: dict[bool, tuple[dict[Storage, tuple[int, int]], ArenaPlan]] = {}  # the last ones, and of what
 
     # -- record ----------------------------------------------------------------------------------------------------
 
@@ -99,12 +100,15 @@ class Program:
     def plan(self, on_host: bool = False) -> ArenaPlan:
         """The places of all temporaries in the device's memory, or of those in the host's."""
         spans = {storage: span for storage, span in self.lifetimes().items() if storage.on_host == on_host}
-        return plan_arenas(spans, self.device.max_buffer, self.device.max_binding)
+        if on_host not in self._plans or self._plans[on_host][0] != spans:
+            self._plans[on_host] = spans, plan_arenas(spans, self.device.max_buffer, self.device.max_binding)
+        return self._plans[on_host][1]
 
     def persistent_storages(self) -> set[Storage]:
         """All storages with buffers of their own, including the uniform dims."""
         found = {t.storage for step in self.dispatches for t in step.tensors if not t.storage.temporary}
-        return found | ({self._dims_storage()} if self._dims() else set())
+        dims = self._dims()
+        return found | ({self._dims_storage(len(dims))} if dims else set())
 
     def _dims(self) -> dict[tuple[int, ...], int]:
         """Distinct dims of the dispatches -> index in the uniform buffer."""
@@ -114,8 +118,8 @@ class Program:
                 places.setdefault(step.dims, len(places))
         return places
 
-    def _dims_storage(self) -> Storage:
-        nbytes = ALIGNMENT * len(self._dims())
+    def _dims_storage(self, count: int) -> Storage:
+        nbytes = ALIGNMENT * count
         if self._uniform is None or self._uniform.nbytes != nbytes:
             self._uniform = Storage(nbytes, "workspace", f"dims of {self.name}")
         return self._uniform
@@ -144,19 +148,18 @@ class Program:
             table = np.zeros((len(dims), ALIGNMENT // 4), np.uint32)
             for values, place in dims.items():
                 table[place, : len(values)] = values
-            self.device.write(self._dims_storage().buffer, table)
+            self.device.write(self._dims_storage(len(dims)).buffer, table)
         self._bind()
 
     def _bind(self) -> None:
         dims, groups = self._dims(), dict[tuple[Any, ...], Any]()
+        uniform = self._dims_storage(len(dims)).buffer if dims else None
         self._replay = []
         for step in self.dispatches:
             pipeline = step.kernel.compute_pipeline(self.device, step.present, step.constants, step.tiling)
             parts = [t.binding() for t in step.tensors]
             if step.kernel.dims:
-                parts.append(
-                    (self._dims_storage().buffer, ALIGNMENT * dims[step.dims], 4 * 4 * -(-len(step.dims) // 4))
-                )
+                parts.append((uniform, ALIGNMENT * dims[step.dims], 4 * 4 * -(-len(step.dims) // 4)))
             key = (id(pipeline), *((id(b), offset, size) for b, offset, size in parts))
             if key not in groups:
                 groups[key] = self.device.bind_group(pipeline, parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,7 +60,7 @@ class Tiling:
         return self.lanes if self.family in SUBGROUPS else 0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, value: Any) -> Tiling:

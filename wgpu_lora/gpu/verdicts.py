@@ -50,7 +50,8 @@ class Verdicts:
 
     def of(self, call: Dispatch, tiling: Tiling) -> Verdict | None:
         """The verdict on a call's compute pipeline, if it is known."""
-        found = (self._all() if self.enabled else self._failed).get(_key(call, tiling))
+        known = self._all() if self.enabled else self._failed
+        found = known.get(_key(call, tiling)) if known else None
         return found if found and found.digest == self._digest(call.kernel) else None
 
     def settle(self, call: Dispatch, tiling: Tiling, nmse: float | None, limit: float, reason: str = "") -> Verdict:

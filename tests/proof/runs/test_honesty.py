@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ import cffi
 import pytest
 
 from wgpu_lora.assets import DEMO_HELDOUT
+from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.proof.checks import resuming_is_exact
 from wgpu_lora.proof.cuda_check import look_into, no_cuda, package_libraries
@@ -176,15 +176,12 @@ def test_places_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "status", "code"), [([], "not run", 0), (["--strict"], "not run", 1),
                                                            (["--strict"], "passed", 0)])  # fmt: skip
-def test_strict_wants_everything_proven(arguments: list[str], status: str, code: int, tmp_path: Path) -> None:
-    script = (
-        "import sys, wgpu_lora.proof.proof_run as run; from pathlib import Path\n"
-        "checks = [run.Check(n, 'x', sys.argv[1] if n == 2 else 'passed', 0.0, '') for n in range(1, 10)]\n"
-        "run.prove = lambda *a, **k: run.Result(checks, Path('x'))\n"
-        "from wgpu_lora.cli import main; sys.exit(main(['prove', *sys.argv[2:]]))"
-    )
-    done = subprocess.run([sys.executable, "-c", script, status, *arguments], cwd=tmp_path, env=os.environ.copy())
-    assert done.returncode == code
+def test_strict_wants_everything_proven(
+    arguments: list[str], status: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = [Check(n, "x", status if n == 2 else "passed", 0.0, "") for n in range(1, 10)]
+    monkeypatch.setattr("wgpu_lora.proof.proof_run.prove", lambda *_, **__: Result(checks, tmp_path))
+    assert main(["prove", *arguments]) == code
     assert Result([], tmp_path).code == 1
 
 

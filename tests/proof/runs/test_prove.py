@@ -20,6 +20,7 @@ from support.cli import QWEN2, ROWS, write_rows
 from support.pages import Page
 
 from wgpu_lora.assets import DEMO_HELDOUT
+from wgpu_lora.cli import main
 from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
 from wgpu_lora.models.architectures import load_config
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -182,7 +183,7 @@ def test_too_few_real_gpus_prove_nothing_and_say_so_at_once(tmp_path: Path) -> N
 # -- mistakes and interrupts -------------------------------------------------------------------------------------------
 
 
-def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
+def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = [
         (["--only", "1,10"], "1 to 9"),
         (["--devices", "7", "--only", "1"], "no device 7"),
@@ -194,8 +195,9 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         (["--recipe", recipe(tmp_path, base_dtype="f32")], "NF4"),
     ]
     for arguments, message in cases:
-        code, checks, errors = prove(tmp_path, *arguments)
-        assert (code, checks) == (2, {}), errors
+        code = main(["prove", "--out", str(tmp_path / "proof"), *map(str, arguments)])
+        errors = capsys.readouterr().err
+        assert code == 2, errors
         assert message in errors
         assert len(errors.splitlines()) == 1
         assert not (tmp_path / "proof").exists()
