@@ -12,11 +12,12 @@ from support.cli import Run, commands
 from support.data import chat, write_jsonl
 from support.models import words_model
 
-from wgpu_lora.data import UNTRAINED, parse_example, template, tokenize_example
-from wgpu_lora.data.examples import Alpaca, Completion
+from wgpu_lora.data import UNTRAINED, parse_example, tokenize_example
 from wgpu_lora.infer import answers as answering
 from wgpu_lora.infer.prompts import chat_prompt, trained_prompt_format
 from wgpu_lora.models.model_files import read_model
+from wgpu_lora.tokenizer import chat_template
+from wgpu_lora.tokenizer.examples import Alpaca, Completion
 
 CHATML = "{% for m in messages %}{{ m.role }} {{ m.content }} . {% endfor %}"
 CHATML += "{% if add_generation_prompt %}assistant {% endif %}"
@@ -160,7 +161,7 @@ def test_a_run_and_its_teacher_cache_keep_the_date_of_the_template(
         def now(cls, tz: Any = None) -> datetime:
             return super().now(tz) + timedelta(days=1)
 
-    monkeypatch.setattr(template, "datetime", Tomorrow)
+    monkeypatch.setattr(chat_template, "datetime", Tomorrow)
     code, _, err = run("finetune", "--resume", "--max-steps", 4, "--output", tmp_path / "two")
     assert code == 0, err
     code, _, err = run(

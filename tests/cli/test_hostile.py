@@ -14,7 +14,7 @@ from support.models import FIXTURES, save_golden_adapter
 
 from wgpu_lora.atomic import replace_directory
 from wgpu_lora.cli import main
-from wgpu_lora.data import Tokenizer, sandbox
+from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.adapter_merge import merge_adapter
 from wgpu_lora.formats.peft_adapter import read_adapter
@@ -178,14 +178,6 @@ def test_a_tokenizer_or_template_of_any_size(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
 
 
-def test_normalizers_that_blow_a_text_up(tmp_path: Path) -> None:
-    stated = json.loads(fuzz.small_tokenizer())
-    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 30}
-    stated["normalizer"] = {"type": "Sequence", "normalizers": [step] * 6}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stated))
-    refused(lambda: Tokenizer.load(tmp_path), "much longer")
-
-
 def test_a_token_id_that_is_far_off(tmp_path: Path) -> None:
     stated = json.loads((FIXTURES.parent.parent / "wgpu_lora/demo/model/tokenizer.json").read_text())
     stated["model"]["vocab"]["!"] = 2**31
@@ -204,9 +196,8 @@ def test_a_tokenizers_settings(tmp_path: Path, name: str, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
-def test_nothing_but_user_errors_comes_out(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_but_user_errors_comes_out(tmp_path: Path, target: str) -> None:
     """A few of the inputs that `make fuzz` makes, and without its guidance."""
-    monkeypatch.setattr(sandbox, "MAX_WORK", sandbox.MAX_WORK)  # what the target lowers is put back
     fuzzed, seeds, rng = fuzz.TARGETS[target], fuzz.seeds(target), random.Random(target)
     run, shaped = fuzzed.open(tmp_path), fuzzed.mutate
     for _ in range(60 if fuzzed.share <= fuzz.SLOW else 250):

@@ -107,7 +107,7 @@ def test_a_child_that_dies_is_a_cluster_that_is_gone(monkeypatch: pytest.MonkeyP
 
 CHILD = """
 import os, sys, time
-from wgpu_lora.tokens.child import receive, send
+from wgpu_lora.cluster.client.bridge_child import receive, send
 source, sink = os.fdopen(0, "rb"), os.fdopen(1, "wb")
 while True:
     header, _ = receive(source)

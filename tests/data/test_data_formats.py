@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.data import chat, write_jsonl
 
 from wgpu_lora.data import parse_example, read_examples, read_jsonl
-from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Text, Tokens
 from wgpu_lora.data.row_files import file_source
 from wgpu_lora.errors import UserError
+from wgpu_lora.tokenizer.examples import Alpaca, Completion, Conversation, Text, Tokens
 
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 

@@ -10,19 +10,10 @@ from pathlib import Path
 import pytest
 from support.data import chat, small_tokenizer, write_jsonl
 
-from wgpu_lora.data import (
-    Tokenizer,
-    conversation_rows,
-    encoding,
-    masks,
-    parse_example,
-    read_jsonl,
-    tokenize_example,
-    tokenize_source,
-    training_data,
-)
-from wgpu_lora.data.template import GIVEN
+from wgpu_lora.data import Tokenizer, parse_example, read_jsonl, tokenize_example, tokenize_source, training_data
 from wgpu_lora.errors import UserError
+from wgpu_lora.tokenizer import conversation_rows
+from wgpu_lora.tokenizer.chat_template import GIVEN
 
 SHORT = {"text": "the sky is blue"}
 LONG = b'{"text":"' + b"a" * (17 << 20) + b'"}'
@@ -57,7 +48,7 @@ LONG_TEXTS = {
 def test_a_text_that_is_too_long_is_not_tokenised(
     tmp_path: Path, kind: str, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wgpu_lora.data.tokenizer.MAX_TEXT", 1 << 16)
+    monkeypatch.setattr("wgpu_lora.tokenizer.tokenizer.MAX_TEXT", 1 << 16)
     monkeypatch.setattr(conversation_rows, "MAX_RENDERED", 1 << 22)
     path = write_jsonl(tmp_path / "train.jsonl", SHORT, LONG_TEXTS[kind])
     with pytest.raises(UserError, match=r"line 2: .*[;:] split"):
@@ -70,43 +61,9 @@ def test_turns_that_are_looked_for_one_by_one_are_bounded(monkeypatch: pytest.Mo
     assert len(tokenize_example(example, tokenizer)) in (1, 5)
     monkeypatch.setattr(conversation_rows, most, 100)
     if most == "MAX_IN_ROWS":  # where the template makes another text of what is followed by more
-        monkeypatch.setattr(conversation_rows.ConversationRows, "_by_prefix", lambda *_: iter_none())
+        monkeypatch.setattr(conversation_rows.ConversationRows, "_by_prefix", lambda *_: None)
     with pytest.raises(UserError, match=r"5 trained turns are too long for a conversation; split"):
         tokenize_example(example, tokenizer)
-
-
-def iter_none():
-    return None
-    yield
-
-
-ROWS = [
-    SHORT,
-    {"messages": chat("Hi", "Hello", "And the sky?", "blue")},
-    {"prompt": "a", "completion": ""},
-    {"text": ""},
-    {"input_ids": [1, 2, 3]},
-    {"instruction": "say", "output": "the answer"},
-    {"messages": [{**message, "reasoning": "hm"} for message in chat("Hi", "Hello", "And?", "No")]},
-]
-
-
-@pytest.mark.parametrize("template", [None, "chatml", "chatml_marked", "thinking", "headers"])
-@pytest.mark.parametrize("most", [1, 1 << 20])
-def test_rows_together_are_the_rows_alone(monkeypatch: pytest.MonkeyPatch, template: str | None, most: int) -> None:
-    tokenizer = small_tokenizer(template)
-    examples = [parse_example(row) for row in ROWS * 3]
-
-    def alone(example) -> object:
-        try:
-            return tokenize_example(example, tokenizer)
-        except UserError as error:
-            return str(error)
-
-    expected = [alone(example) for example in examples]
-    monkeypatch.setattr(encoding, "MAX_CHARACTERS", most)
-    found = masks.tokenize_examples(examples, tokenizer)
-    assert [str(each) if isinstance(each, UserError) else each.pairs for each in found] == expected
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_offsets_cover_every_character_whatever_the_post_processor():
     backend = tokenizers.Tokenizer.from_str(backend_json())
     backend.post_processor = processors.ByteLevel(trim_offsets=True)  # as many checkpoints have it
     text = "The  sky\n\n is größer"
-    [(ids, offsets)] = Tokenizer(backend).encode_with_offsets([text])
+    ids, offsets = Tokenizer(backend).encode_with_offsets(text)
     assert len(ids) == len(offsets)
     assert set(range(len(text))) == {i for start, end in offsets for i in range(start, end)}
 

@@ -18,10 +18,9 @@ from support.sources import written
 
 from wgpu_lora.data.curation import Preparation
 from wgpu_lora.data.curation.deduplication import normalize_text
-from wgpu_lora.data.curation.reasoning import without_thinking
-from wgpu_lora.data.thinking import marker_in
 from wgpu_lora.data.validation_split import validation_mask
 from wgpu_lora.errors import UserError
+from wgpu_lora.tokenizer.reasoning import marker_in, without_thinking
 
 # -- rows and their kinds ----------------------------------------------------------------------------------------------
 

@@ -13,12 +13,12 @@ from support.sources import prepared, refused
 from tokenizers import Tokenizer as Backend
 
 from wgpu_lora.data import UNTRAINED, Tokenizer, parse_example, tokenize_example, tokenize_source
-from wgpu_lora.data.conversation_rows import TokenizedExample
 from wgpu_lora.data.example_formats import EXAMPLES
-from wgpu_lora.data.examples import Conversation
-from wgpu_lora.data.masks import tokenize_examples
 from wgpu_lora.data.preference_formats import PAIRS
 from wgpu_lora.errors import UserError
+from wgpu_lora.tokenizer.conversation_rows import TokenizedExample
+from wgpu_lora.tokenizer.examples import Conversation
+from wgpu_lora.tokenizer.label_mask import tokenize_examples
 
 CALL = {"type": "function", "function": {"name": "area", "arguments": {"w": 3}}}
 SCHEMA = {"type": "function", "function": {"name": "area"}}

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from support.gguf_models import DEMO, read, small
 
-from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.gguf_export import export_model
 from wgpu_lora.export.gguf_vocabulary import Vocabulary, read_vocabulary
 from wgpu_lora.models.architectures import load_config
-from wgpu_lora.tokens.pretokenizers import splitting_of
+from wgpu_lora.tokenizer.gguf_tokenizer import splitting_of
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 # As they stand in the tokenizer.json of Qwen2.5, Qwen3.5, Llama 3 and Mistral Nemo.

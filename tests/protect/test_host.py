@@ -15,7 +15,7 @@ from support.tokenizers import document
 from wgpu_lora.protect.hygiene import host
 from wgpu_lora.protect.hygiene.host import HostProtection, harden
 from wgpu_lora.protect.sealed import keys
-from wgpu_lora.tokens.process import Child
+from wgpu_lora.tokenizer.tokenizer_process import TokenizerProcess
 
 BECH32 = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
 resource = pytest.importorskip("resource")
@@ -82,9 +82,7 @@ def test_a_crash_leaves_no_core_dump_of_the_process_or_its_children(tmp_path: Pa
 
 
 def test_the_tokenizers_process_leaves_no_core_dump(hardened: HostProtection) -> None:
-    child = Child(json.dumps(document("gpt2")))
-    assert child.encode(["ab"])
-    process = child._process
+    process = TokenizerProcess(json.dumps(document("gpt2")))._child
     assert process is not None
     try:
         assert limits(process.popen.pid) == ("1" if hardened.facts["core_dumps"]["limit_bytes"] else "0")

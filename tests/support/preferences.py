@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from wgpu_lora.data.column_types import FLAG, NUMBER, TEXT_OR_MESSAGES, TOKENS
 from wgpu_lora.data.example_formats import CHAT_COLUMNS, answer_to
-from wgpu_lora.data.examples import Sample, Tokens
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
+from wgpu_lora.tokenizer.examples import Sample, Tokens
 from wgpu_lora.train.objectives.objective import Objective
 
 

@@ -18,7 +18,6 @@ import numpy as np
 from wgpu_lora.checks.code_check import OUTCOMES, CheckResult
 from wgpu_lora.checks.coding_problems import STOPS, Problem
 from wgpu_lora.checks.sandbox.sandbox_process import Confinement, confinement
-from wgpu_lora.data.examples import TEXT
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, EventForwarder, Events
 from wgpu_lora.infer.answers import Answer, answer_slots, tokenizer_of
@@ -26,6 +25,7 @@ from wgpu_lora.infer.generation_options import GenerationOptions
 from wgpu_lora.infer.named_adapters import BASE
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.tokenizer.examples import TEXT
 
 CHECKERS = 4  # answers checked at a time, at most
 

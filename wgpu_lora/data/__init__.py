@@ -1,25 +1,24 @@
-"""Training data on the CPU: sources of rows, formats, tokenizer and chat template, loss masks, packing.
+"""Training data on the CPU: sources of rows, formats, packing.
 
 find -> jsonl, json_array, delimited, parquet, huggingface, given      a name, or rows from Python, to a source
-columns, kinds, messages -> formats, preferences -> examples           its rows to examples
-examples -> empty -> conversation_rows, masks -> prepare               examples to token ids and labels
+columns, kinds, messages -> formats, preferences                       its rows to examples
+prepare                                                                examples to token ids and labels
 account                                                                counts of rows by outcome
-template -> tokenizer                                                  text to tokens and back
 packing                                                                rows to batches
 """
 
-from wgpu_lora.data.conversation_rows import UNTRAINED
 from wgpu_lora.data.dataset_lookup import heldout_data, training_data
 from wgpu_lora.data.example_formats import parse_example, read_examples
-from wgpu_lora.data.examples import Sample
-from wgpu_lora.data.masks import tokenize_example
 from wgpu_lora.data.memory_rows import python_source, split_python_rows
 from wgpu_lora.data.packing import batches, epoch_order, pack
 from wgpu_lora.data.row_counts import skipped_rows
 from wgpu_lora.data.row_files import read_jsonl
 from wgpu_lora.data.source import Source
 from wgpu_lora.data.tokenized_data import Row, TokenizedData, split_validation, tokenize_source
-from wgpu_lora.data.tokenizer import StreamDecoder, Tokenizer
+from wgpu_lora.tokenizer.conversation_rows import UNTRAINED
+from wgpu_lora.tokenizer.examples import Sample
+from wgpu_lora.tokenizer.label_mask import tokenize_example
+from wgpu_lora.tokenizer.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
     "UNTRAINED",

@@ -19,12 +19,11 @@ from __future__ import annotations
 from typing import Any
 
 from wgpu_lora.data.column_types import FLAG, TEXT_OR_MESSAGES, TOKENS
-from wgpu_lora.data.empty import without_empty_answers
 from wgpu_lora.data.example_formats import CHAT_COLUMNS, answer_to, conversation
-from wgpu_lora.data.examples import Completion, Conversation, Sample, Tokens
 from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats, renaming
 from wgpu_lora.errors import UserError
+from wgpu_lora.tokenizer.examples import Completion, Conversation, Sample, Tokens, without_empty_answers
 
 DESIRABLE, UNDESIRABLE = 1.0, -1.0
 _UNTRAINED = -100

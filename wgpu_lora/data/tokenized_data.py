@@ -13,19 +13,19 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 
-from wgpu_lora.data.conversation_rows import UNTRAINED, Pair
-from wgpu_lora.data.empty import without_empty_answers
 from wgpu_lora.data.example_formats import EXAMPLES
-from wgpu_lora.data.examples import Example, Sample, Tokens, prompt_format
-from wgpu_lora.data.masks import tokenize_examples
 from wgpu_lora.data.row_counts import RowCounts
 from wgpu_lora.data.row_files import file_source
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import BadRow, RowPlace, Source
-from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.data.validation_split import row_key, validation_mask
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import setting
+from wgpu_lora.tokenizer.chat_template import LimitError
+from wgpu_lora.tokenizer.conversation_rows import UNTRAINED, Pair
+from wgpu_lora.tokenizer.examples import Example, Sample, Tokens, prompt_format, without_empty_answers
+from wgpu_lora.tokenizer.label_mask import tokenize_examples
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.words import count_noun
 
 _BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # rows and characters that are tokenised together, at most
@@ -167,14 +167,18 @@ def tokenize_source(
     tokens, most_bytes = 0, psutil.virtual_memory().total // 2
     for block in _blocks(source, account, completion_only_loss, formats):
         examples = [example for _, _, sample, _ in block if sample for example in sample.examples]
-        found = iter(tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs))
+        found = tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs)
         for place, row, sample, key in block:
             assert sample is None or len(sample.examples) == parts
             templated = tokenizer is not None and tokenizer.has_chat_template
             forms |= {prompt_format(example, templated) for example in (sample.examples if sample else ())}
             pairs: list[Pair] = []
             wrong = None
-            for expanded in [next(found) for _ in (sample.examples if sample else ())]:
+            for _ in sample.examples if sample else ():
+                try:
+                    expanded = next(found)
+                except LimitError as error:
+                    raise LimitError(f"{source.path}, {place}: {error}") from error
                 if isinstance(expanded, UserError):
                     wrong = str(expanded)
                     continue

@@ -10,10 +10,10 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.model_config import ModelConfig
-from wgpu_lora.tokens.pretokenizers import Splitting, merges_of, splitting_of
+from wgpu_lora.tokenizer.gguf_tokenizer import Splitting, merges_of, splitting_of
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 # llama.cpp stops at these tokens if they are in the vocabulary.
 KNOWN_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "</s>", "<|eom_id|>", "<|end_of_text|>"}

@@ -11,7 +11,6 @@ from typing import Any
 
 from wgpu_lora.data import Tokenizer, read_jsonl
 from wgpu_lora.data.example_formats import parse_example
-from wgpu_lora.data.examples import CHAT, Conversation
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.infer.answers import StreamedAnswer, replies, tokenizer_of
@@ -22,6 +21,7 @@ from wgpu_lora.infer.prompts import chat_prompt, check_text, trained_prompt_form
 from wgpu_lora.models.adapter_modules import read_adapter_for
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.tokenizer.examples import CHAT, Conversation
 
 CAPACITY, LEAST = 4096, 512  # tokens of a conversation by default, and the minimum if memory is short
 

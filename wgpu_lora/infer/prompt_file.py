@@ -14,7 +14,6 @@ from wgpu_lora.atomic import numbered, write_new_bytes
 from wgpu_lora.data.column_types import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES
 from wgpu_lora.data.compressed_files import bare_name, opened
 from wgpu_lora.data.example_formats import EXAMPLES, alpaca, with_system
-from wgpu_lora.data.examples import Completion
 from wgpu_lora.data.row_counts import RowCounts
 from wgpu_lora.data.row_files import SUFFIXES, FileSource, reader_of
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
@@ -23,6 +22,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.infer.answers import Answer
 from wgpu_lora.infer.prompts import Prompt, check_prompt
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.tokenizer.examples import Completion
 from wgpu_lora.words import count_noun
 
 MAX_TEXT_BYTES = 256 << 20

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.checkpoint_names import note_of_skipped
@@ -28,6 +27,7 @@ from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.models.published_shapes import cut
 from wgpu_lora.names.spelling import setting
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
 from wgpu_lora.weights.base import Loading, Packed, scratch_bytes, write
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT, base_format
 from wgpu_lora.weights.dense import DTYPES

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.data.gguf_tokenizer import read_tokenizer
-from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint, GGUFTensor
 from wgpu_lora.formats.gguf.gguf_header import Header, read_header
@@ -20,6 +18,8 @@ from wgpu_lora.formats.safetensors_checkpoint import Checkpoint, WeightSource
 from wgpu_lora.models.architectures import ARCHITECTURES, load_config, parse_config
 from wgpu_lora.models.model_config import TABLE, ModelConfig
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.tokenizer.gguf_tokenizer import read_tokenizer
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 _AT_A_TIME = 1 << 22  # values that are compared
 

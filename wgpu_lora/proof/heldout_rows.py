@@ -9,9 +9,9 @@ from typing import Any
 
 from wgpu_lora.data import parse_example, read_examples
 from wgpu_lora.data.example_formats import EXAMPLES
-from wgpu_lora.data.examples import Conversation, Example
 from wgpu_lora.data.row_files import file_source
 from wgpu_lora.data.source import strict_rows
+from wgpu_lora.tokenizer.examples import Conversation, Example
 
 SAID = ("role", "content", "tool_calls")  # of a message
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from wgpu_lora.checks.code_check import run_check
 from wgpu_lora.data import UNTRAINED, Row, Tokenizer
-from wgpu_lora.data.examples import Conversation
 from wgpu_lora.demo.before_and_after import BATCH, NEW_TOKENS
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
@@ -31,6 +30,7 @@ from wgpu_lora.memory_leases.ledger import device_key
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.proof.heldout_rows import request_of, rows_of, shown
+from wgpu_lora.tokenizer.examples import Conversation
 from wgpu_lora.train.finetune import prepare_job, prepare_run
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.options.training_arguments import TrainingArguments

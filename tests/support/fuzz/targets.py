@@ -26,7 +26,8 @@ from support.fuzz.mutators import of_json, of_parts, of_rows, of_safetensors, of
 from support.fuzz.tokenizers import of_tokenizer
 from support.preferences import Preferences
 from wgpu_lora.assets import DEMO_MODEL as DEMO
-from wgpu_lora.data import Tokenizer, gguf_tokenizer, sandbox, template, tokenize_source, tokenizer
+from wgpu_lora.child_process import Limits
+from wgpu_lora.data import Tokenizer, tokenize_source
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats import peft_adapter, peft_config
 from wgpu_lora.formats.packed_checkpoint import PackedCheckpoint
@@ -36,7 +37,8 @@ from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.model_files import read_model
 from wgpu_lora.models.rotary_embedding import inv_freq
-from wgpu_lora.tokens.backend import Local
+from wgpu_lora.tokenizer import gguf_tokenizer, tokenizer, tokenizer_process
+from wgpu_lora.tokenizer.local_tokenizer import LocalTokenizer
 from wgpu_lora.weights.base import Packed
 from wgpu_lora.weights.lowbit.lowbit import quantised
 from wgpu_lora.weights.lowbit.lowbit_files import LowBitFiles
@@ -128,15 +130,14 @@ def qwen3() -> ModelConfig:
 
 
 @cache
-def demo_backend() -> Local:
+def demo_backend() -> LocalTokenizer:
     """Read once: reading the vocabulary anew for every input would be all that is tested."""
-    return Local.opened((DEMO / "tokenizer.json").read_text())
+    return LocalTokenizer.open((DEMO / "tokenizer.json").read_text())
 
 
 def settings(place: Path) -> None:
     """What stands beside a tokenizer.json, template included."""
-    backend = demo_backend()
-    with patch.object(Local, "opened", lambda text: backend):
+    with patch.object(tokenizer, "TokenizerProcess", lambda *_: demo_backend()):
         found = Tokenizer.load(place)
     if found is not None:
         _ = found.stop_ids, found.eos_id, found.bos_id, found.pad_id
@@ -146,28 +147,26 @@ def whole_tokenizer(place: Path) -> None:
     """As it is in use: in a child, texts by it too."""
     found = Tokenizer.load(place)
     if found is not None:
-        found.encode_with_offsets(["a" * 300, " " * 300 + "x"])
+        found.encode_with_offsets("a" * 300 + " " * 300 + "x")
         found.decode(found.encode("Hi <|im_end|> 12\n", add_special_tokens=True)[:9])
         found.files()
 
 
-def local_tokenizer(place: Path) -> None:
-    """The same here, at once and at little cost: in a child, what is wrong would only be found slowly."""
-    with patch.object(tokenizer, "Child", Local.opened):
-        whole_tokenizer(place)
-
-
 def gguf(place: Path) -> None:
-    with patch.object(gguf_tokenizer, "Child", Local.opened):
+    with patch.object(gguf_tokenizer, "TokenizerProcess", LocalTokenizer.open):
         read_model(place / "model.gguf")
 
 
 def chat_template(place: Path) -> Run:
-    sandbox.MAX_WORK = 1 << 14  # what has no end is ended sooner, and more inputs are tried
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi <there>"}]
+    limits = Limits(memory=300 << 20, seconds=0.2)  # what has no end is ended sooner, and more inputs are tried
+    with patch.object(tokenizer_process, "LIMITS", limits):
+        backend = tokenizer_process.TokenizerProcess((DEMO / "tokenizer.json").read_text())
 
     def run(data: bytes) -> None:
-        template.render(data.decode("utf-8", "replace"), messages, None, True, {"bos_token": "<s>"})
+        with patch.object(tokenizer_process, "LIMITS", limits):
+            source = data.decode("utf-8", "replace")
+            Tokenizer(backend, chat_templates={"default": source}).render(messages, None, True, {"x": 1})
 
     return run
 
@@ -303,7 +302,6 @@ TARGETS = {
         some_settings,
         of_parts,
     ),
-    "tokenizer_json": Target(reading(local_tokenizer, "tokenizer.json"), *TOKENIZER, SLOW),
     "tokenizer_child": Target(reading(whole_tokenizer, "tokenizer.json"), *TOKENIZER, PROCESSES),
     "chat_template": Target(chat_template, files("data/*.jinja", demo="chat_template.jinja"), of_template, SLOW),
     "rows": Target(rows, some_rows, of_rows, SLOW),

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from wgpu_lora.cluster.client.bridge_child import Message, receive, send
 from wgpu_lora.cluster.facts import COORDINATOR
 from wgpu_lora.cluster.launcher import processes
 from wgpu_lora.errors import UserError
-from wgpu_lora.tokens.child import Message, receive, send
 
 CONNECT_SECONDS = 60.0  # Ray's own limits are about 30 s; importing it takes long on a busy machine
 CALL_SECONDS = 60.0

@@ -1,22 +1,45 @@
 """The process that speaks with Ray for the driver: requests on standard input, an answer to each on standard output.
 
 Ray may print, install signal handlers, wait for minutes, or end its process when a cluster goes away: none of it is the
-driver's business. Messages are those of `tokens.child`: a JSON header, and bytes.
+driver's business. A message consists of two lengths (`<IQ`), a JSON header, and bytes.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 import sys
 import warnings
 from contextlib import suppress
 from typing import Any, BinaryIO
 
 from wgpu_lora.cluster.facts import COORDINATOR, NAMESPACE
-from wgpu_lora.tokens.child import Message, receive, send
 
 LONGEST = 600  # characters of an error
 CLIENT = "ray://"
+LENGTHS = struct.Struct("<IQ")
+Message = tuple[dict[str, Any], bytes]
+
+
+def send(file: BinaryIO, header: dict[str, Any], payload: bytes = b"") -> None:
+    stated = json.dumps(header).encode()
+    file.write(LENGTHS.pack(len(stated), len(payload)) + stated)
+    file.write(payload)
+    file.flush()
+
+
+def receive(file: BinaryIO) -> Message:
+    """The next message; EOFError at the end, OverflowError if its payload has more than `most` bytes."""
+    header, payload = LENGTHS.unpack(_exactly(file, LENGTHS.size))
+    return json.loads(_exactly(file, header)), _exactly(file, payload)
+
+
+def _exactly(file: BinaryIO, count: int) -> bytes:
+    data = file.read(count)
+    if len(data) != count:
+        raise EOFError
+    return data
 
 
 def connected(address: str) -> dict[str, Any]:

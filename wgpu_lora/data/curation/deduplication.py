@@ -16,10 +16,10 @@ import numpy as np
 
 from wgpu_lora.data.curation.curation_options import Preparation
 from wgpu_lora.data.curation.row_edits import Read
-from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import pip_line
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.tokenizer.examples import Alpaca, Completion, Conversation, Example, Text
 
 
 class Duplicate(NamedTuple):

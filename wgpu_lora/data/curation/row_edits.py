@@ -9,16 +9,23 @@ from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any
 
-from wgpu_lora.data.curation.reasoning import without_thinking
-from wgpu_lora.data.empty import without_empty_answers
 from wgpu_lora.data.example_formats import EXAMPLES
-from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Sample, Text, Tokens
 from wgpu_lora.data.preference_formats import LABELLED, PAIRS
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
-from wgpu_lora.data.thinking import FIELDS, mark_of
-from wgpu_lora.data.tokenizer import MAX_TEXT
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.tokenizer.examples import (
+    Alpaca,
+    Completion,
+    Conversation,
+    Example,
+    Sample,
+    Text,
+    Tokens,
+    without_empty_answers,
+)
+from wgpu_lora.tokenizer.reasoning import FIELDS, mark_of, without_thinking
+from wgpu_lora.tokenizer.tokenizer import MAX_TEXT
 from wgpu_lora.words import join_words
 
 _SYSTEM = ("system", "developer")

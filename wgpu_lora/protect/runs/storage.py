@@ -19,7 +19,6 @@ from wgpu_lora.atomic import sync_directory, write_bytes_atomic
 from wgpu_lora.bounded import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.row_counts import SKIPPED
-from wgpu_lora.data.tokenizer_files import tokenizer_files
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import sweep
 from wgpu_lora.names.spelling import flag
@@ -30,6 +29,7 @@ from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.files import ARCHIVE
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 from wgpu_lora.protect.sealed.streams import TamperedError, seal_bytes, unseal_bytes
+from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files
 from wgpu_lora.train.run.checkpoint_store import CheckpointStore
 from wgpu_lora.train.run.run_checkpoint import METADATA, NAME, STEPS
 

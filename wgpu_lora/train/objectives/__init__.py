@@ -11,8 +11,8 @@ from wgpu_lora.registry import Registry
 from wgpu_lora.train.option_types import from_options
 
 if TYPE_CHECKING:
-    from wgpu_lora.data.examples import Sample
     from wgpu_lora.data.row_formats import RowFormats
+    from wgpu_lora.tokenizer.examples import Sample
     from wgpu_lora.train.objectives.objective import Objective
 
 OBJECTIVES: Registry[type[Objective]] = Registry(

@@ -10,7 +10,6 @@ import numpy as np
 
 from wgpu_lora.data import Row
 from wgpu_lora.data.example_formats import EXAMPLES
-from wgpu_lora.data.examples import Sample
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.distill.teacher_logits import TeacherRows
@@ -20,6 +19,7 @@ from wgpu_lora.models.batch_inputs import Segment, extend_range
 from wgpu_lora.ops.loss import Sweep
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.sparse_logits import NO_ID
+from wgpu_lora.tokenizer.examples import Sample
 
 
 @dataclass(frozen=True)

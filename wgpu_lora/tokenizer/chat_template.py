@@ -1,13 +1,12 @@
 """Chat templates, rendered as in transformers.
 
-A template comes with a downloaded checkpoint, so it is untrusted code: it runs in a sandbox with a computation limit
-(data/sandbox.py).
+A template comes with a downloaded checkpoint, so it is untrusted code: jinja2's sandbox keeps it from Python's own
+objects, and it runs in a child process (tokenizer_process.py), which can only compute, for limited time and memory.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
@@ -18,8 +17,8 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from wgpu_lora.data.sandbox import Sandbox, TooMuchError, budget
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import setting
 
@@ -28,9 +27,7 @@ Span = tuple[int, int]
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # variables of every template
 
 DATE = "template_date"
-_MAX_DATE = 64  # characters of a date's format
-_WIDTH = re.compile(r"%[^A-Za-z%]*[0-9]")
-
+MAX_SOURCE = 1 << 17  # characters of a template; the longest published ones have about 20,000
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -72,8 +69,6 @@ _now: ContextVar[datetime | None] = ContextVar("chat_template_now", default=None
 
 
 def _strftime_now(format: str) -> str:
-    if len(format) > _MAX_DATE or _WIDTH.search(format):
-        raise TooMuchError("it formats the date with too long a format")
     return (_now.get() or datetime.now()).strftime(format)
 
 
@@ -84,27 +79,41 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> Sandbox:
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
-    environment.add_filter("tojson", _tojson)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
 class TemplateError(UserError):
-    """A chat template that no conversation can be rendered with."""
+    """A chat template refuses a conversation, or fails on it."""
+
+
+class UnusableError(UserError):
+    """A tokenizer or chat template cannot be used at all, so that reading data ends, also with --skip-bad-rows."""
+
+
+class LimitError(UnusableError):
+    """A tokenizer or chat template exceeded a limit of its process on some text; others may cost as much."""
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    del environment.filters["random"], environment.globals["lipsum"]  # rows must be functions of the data
+    return environment
 
 
 @lru_cache(maxsize=64)
 def _compile(source: str, origin: str) -> jinja2.Template:
+    if len(source) > MAX_SOURCE:
+        raise UnusableError(f"The chat template{origin} is longer than {MAX_SOURCE:,} characters; use the model's own.")
     try:
         return _environment().from_string(source)
+    except MemoryError:
+        raise
     except Exception as error:
         wrong = f"{type(error).__name__}: {error!s:.200}"
         if isinstance(error, jinja2.TemplateSyntaxError):
             wrong = f"{error.message!s:.200}, line {error.lineno} of the template"
-        raise TemplateError(
+        raise UnusableError(
             f"The chat template{origin} cannot be compiled ({wrong}); use the template that the model was published "
             "with."
         ) from error
@@ -168,15 +177,16 @@ def render(
         add_generation_prompt: end with the header of an assistant's turn.
         variables: additional variables for the template (`enable_thinking`, ...); those in GIVEN are ignored. The value
             of DATE is what `strftime_now` formats, in ISO format; by default, the time of the call.
-        special_tokens: variables that come with the model (`bos_token`, ...); they do not raise the computation limit.
+        special_tokens: variables that come with the model (`bos_token`, ...).
         origin: where the template comes from, for messages, such as ` in DIRECTORY`.
 
     Returns:
         The text, and the character spans `[start, end)` of `{% generation %}` blocks (an empty list without any).
 
     Raises:
-        TemplateError: the template cannot be compiled.
-        UserError: the template refuses the conversation, fails, or exceeds its computation limit.
+        UnusableError: the template cannot be compiled.
+        TemplateError: the template refuses the conversation or fails.
+        MemoryError: it takes more memory than there is.
     """
     template = _compile(source, origin)
     recorder = _Recorder()
@@ -187,21 +197,19 @@ def render(
     token, date = _recorder.set(recorder), _now.set(datetime.fromisoformat(stated) if stated else None)
     try:
         given = dict(zip(GIVEN, (ready, tools, None, add_generation_prompt), strict=True))
-        with budget(len(json.dumps([ready, tools, variables], default=str))):
-            for piece in template.generate({**(special_tokens or {}), **variables, **given}):
-                pieces.append(piece)
-                recorder.written += len(piece)
-    except TooMuchError as error:
-        raise UserError(
-            f"The chat template exceeded its computation limit: {error}; use the template that the model was published "
-            "with."
-        ) from error
+        for piece in template.generate({**(special_tokens or {}), **variables, **given}):
+            pieces.append(piece)
+            recorder.written += len(piece)
+    except MemoryError:
+        raise
     except jinja2.UndefinedError as error:
-        raise UserError(f"The chat template needs something that the conversation lacks: {error!s:.200}.") from error
+        raise TemplateError(
+            f"The chat template needs something that the conversation lacks: {error!s:.200}."
+        ) from error
     except jinja2.TemplateError as error:
-        raise UserError(f"The chat template refuses this conversation: {error!s:.500}") from error
+        raise TemplateError(f"The chat template refuses this conversation: {error!s:.500}") from error
     except Exception as error:  # untrusted code may raise anything
-        raise UserError(
+        raise TemplateError(
             f"The chat template fails on this conversation ({type(error).__name__}: {error!s:.200}); "
             "check the messages against what the template expects."
         ) from error

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import links_outside, parse_object
-from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 MAX_BYTES = 256 << 20  # of all files; the largest vocabularies take 40 MB

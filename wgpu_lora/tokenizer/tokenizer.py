@@ -3,55 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.data import template
-from wgpu_lora.data.template import Message, Span
-from wgpu_lora.data.tokenizer_settings import read_added_tokens, read_settings
+from wgpu_lora.child_process import ChildEnded
 from wgpu_lora.errors import UserError
-from wgpu_lora.tokens.backend import Backend, BackendError, Local
-from wgpu_lora.tokens.components import DocumentError
-from wgpu_lora.tokens.document import read_document
-from wgpu_lora.tokens.process import Child
+from wgpu_lora.tokenizer.chat_template import DATE, LimitError, Message, Span, now
+from wgpu_lora.tokenizer.examples import Conversation, Example, example_json
+from wgpu_lora.tokenizer.local_tokenizer import LocalTokenizer
+from wgpu_lora.tokenizer.tokenizer_json import TokenizerError
+from wgpu_lora.tokenizer.tokenizer_process import TokenizerProcess
+from wgpu_lora.tokenizer.tokenizer_settings import read_added_tokens, read_settings
 
+MAX_BYTES = 64 << 20  # of a tokenizer.json; the largest vocabularies take half of it
 MAX_TEXT = 2 << 20  # bytes of a text, about half a million tokens, which take less than a gigabyte
-_OURS = Path(__file__).parent.parent / "demo" / "model" / "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
 
 
 class Tokenizer:
     """A `tokenizer.json` with the settings of the files beside it.
 
     Args:
-        backend: the tokenizer, in a child process if it is untrusted. Truncation and padding of a
-        `tokenizers.Tokenizer`
-            are switched off.
+        backend: the tokenizer, in a child process if it or a chat template is untrusted. Truncation and padding of a
+            `tokenizers.Tokenizer` are switched off.
         special_tokens: `{"eos_token": "</s>", ...}`, as variables for the chat template.
         chat_templates: jinja2 source by name: "default", and optionally "tool_use" for conversations with tools.
         eos_ids: additional ids that end a generation (`generation_config.json`).
-        notes: for the user.
         digest: SHA-256 of the `tokenizer.json` that it was read from.
         template_origin: where the default chat template comes from, for messages, such as ` in DIRECTORY`.
     """
 
     def __init__(
         self,
-        backend: Backend | tokenizers.Tokenizer,
+        backend: LocalTokenizer | TokenizerProcess | tokenizers.Tokenizer,
         *,
         special_tokens: dict[str, str] | None = None,
         chat_templates: dict[str, str] | None = None,
         eos_ids: list[int] | None = None,
-        notes: Iterable[str] = (),
         digest: str | None = None,
         template_origin: str = "",
     ) -> None:
-        self._backend: Backend = Local(backend) if isinstance(backend, tokenizers.Tokenizer) else backend
-        self.notes, self.digest, self.template_origin = tuple(notes), digest, template_origin
+        self._backend = LocalTokenizer(backend) if isinstance(backend, tokenizers.Tokenizer) else backend
+        self.is_local = isinstance(self._backend, LocalTokenizer)
+        self.notes, self.digest, self.template_origin = self._backend.info.notes, digest, template_origin
         self._special_tokens = dict(special_tokens or {})
         self._chat_templates = dict(chat_templates or {})
         self._eos_ids = list(eos_ids or [])
@@ -68,31 +68,35 @@ class Tokenizer:
             return None
         settings, added = read_settings(path.parent), read_added_tokens(path.parent)
         try:
-            document = read_document(path, added)
-            if _is_ours(path) and document.text == read_document(path).text:
-                return cls(Local.opened(document.text), **settings, digest=file_digest(path))
-            return cls(Child(document.text), **settings, notes=document.notes, digest=file_digest(path))
-        except (OSError, DocumentError, BackendError) as error:
+            if not path.is_file() or path.stat().st_size > MAX_BYTES:
+                raise TokenizerError(f"it is not a regular file of at most {MAX_BYTES:,} bytes")
+            document = path.read_text(encoding="utf-8")
+            backend = LocalTokenizer.open if _is_ours(document, settings["chat_templates"]) else TokenizerProcess
+            return cls(backend(document, added), **settings, digest=file_digest(path))
+        except (OSError, ValueError, TokenizerError) as error:
             raise UserError(f"{path} is not a supported tokenizer ({error}); download it again.") from error
 
     def files(self) -> dict[str, str]:
         """Contents of the files that `load` reads, by name."""
         settings = {**self._special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
         found = {
-            "tokenizer.json": self._written(),
+            "tokenizer.json": self._call("The tokenizer cannot be saved", "to_json"),
             "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
         }
         if self._eos_ids:
             found["generation_config.json"] = json.dumps({"eos_token_id": self._eos_ids}) + "\n"
         for name, source in self._chat_templates.items():
-            found["chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"] = source
+            found[TEMPLATE if name == "default" else f"additional_chat_templates/{name}.jinja"] = source
         return found
 
-    def _written(self) -> str:
+    def _call(self, problem: str, method: str, *arguments: Any, **options: Any) -> Any:
+        """The value of a method of `LocalTokenizer`, whose error is raised as a sentence that begins with `problem`."""
         try:
-            return self._backend.to_str()
-        except BackendError as error:
-            raise UserError(f"The tokenizer cannot be saved ({error}): use the model's own files.") from error
+            return self._backend.call(method, *arguments, **options)
+        except TokenizerError as error:
+            raise UserError(f"{problem} ({error}): use the model's own files.") from error
+        except ChildEnded as error:
+            raise LimitError(f"{problem}: {error}; use the model's own files.") from error
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; with `add_special_tokens`, including those that the tokenizer adds, such as bos.
@@ -106,33 +110,43 @@ class Tokenizer:
         """Token ids of several texts; see `encode`."""
         for text in texts:
             _check_length(text)
-        try:
-            return self._backend.encode(texts, add_special_tokens)
-        except BackendError as error:
-            raise _not_taken("".join(texts), error) from error
+        return self._call(_failed_on("".join(texts)), "encode", texts, add_special_tokens)
 
-    def encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
-        """Token ids of each text, and the characters `[start, end)` of each id."""
-        for text in texts:
-            _check_length(text)
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
+        """Token ids of a text, and the characters `[start, end)` of each id."""
+        _check_length(text)
+        ids, offsets = self._call(_failed_on(text), "encode_with_offsets", text)
+        return ids, list(zip(offsets[::2], offsets[1::2], strict=True))
+
+    def tokenize(self, examples: Sequence[Example], *options: Any) -> Iterator[dict[str, Any]]:
+        """Have the child process turn examples into ids and labels, with the options of `label_mask.tokenize`.
+
+        Raises:
+            LimitError: a limit was exceeded, at the example whose answer is asked for next.
+        """
+        texts = [example_json(example) for example in examples]
+        factor = 1 + max(len(example.trained) if isinstance(example, Conversation) else 0 for example in examples)
+        request = partial(self._call, "The tokenizer or the chat template failed", "tokenize", self._settings)
         try:
-            return self._backend.encode_with_offsets(texts)
-        except BackendError as error:
-            raise _not_taken("".join(texts), error) from error
+            yield from request(texts, *options, factor=factor)
+        except LimitError:  # find the example, since others may be fine
+            for text in texts:
+                yield from request([text], *options, factor=factor)
+
+    @cached_property
+    def _settings(self) -> str:
+        """JSON of the arguments from which the child process makes this tokenizer."""
+        names = ("special_tokens", "chat_templates", "eos_ids")
+        return json.dumps(
+            {name: getattr(self, f"_{name}") for name in names} | {"template_origin": self.template_origin}
+        )
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        try:
-            return self._backend.decode([int(id) for id in ids], skip_special_tokens)
-        except BackendError as error:
-            raise UserError(
-                f"The tokenizer cannot decode the generated tokens ({error}): use the model's own files."
-            ) from error
+        problem = "The tokenizer cannot decode the generated tokens"
+        return self._call(problem, "decode", [int(id) for id in ids], skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
-        try:
-            return self._backend.token_to_id(token)
-        except BackendError as error:
-            raise _not_taken(token, error) from error
+        return self._call(_failed_on(token), "token_to_id", token)
 
     def _named_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
@@ -176,23 +190,23 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Largest token id plus one. A model's embedding may have more rows."""
-        return self._backend.facts.vocab_size
+        return self._backend.info.vocab_size
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
         """Texts of all special tokens."""
-        return tuple(token.content for token in self._backend.facts.added if token.special and token.content)
+        return tuple(token.content for token in self._backend.info.added if token.special and token.content)
 
     @cached_property
     def end_texts(self) -> tuple[str, ...]:
         """Texts of the tokens that may end an answer: all special tokens and those of `eos_ids`."""
         ends = {*self._eos_ids, self.eos_id}
-        return tuple(token.content for token in self._backend.facts.added if token.special or token.id in ends)
+        return tuple(token.content for token in self._backend.info.added if token.special or token.id in ends)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of all special tokens."""
-        return frozenset(token.id for token in self._backend.facts.added if token.special)
+        return frozenset(token.id for token in self._backend.info.added if token.special)
 
     @cached_property
     def stop_ids(self) -> set[int]:
@@ -258,9 +272,11 @@ class Tokenizer:
                 else "The tokenizer has no chat template, so conversations cannot be rendered; "
                 "use rows of text or of prompt and completion, or the tokenizer of a chat model."
             )
-        return template.render(
-            source, messages, tools, add_generation_prompt, variables, self._special_tokens, self.template_origin
-        )
+        given = {DATE: now(), **(variables or {})}
+        fixed = self._special_tokens, self.template_origin
+        problem = f"The chat template{self.template_origin} cannot render a conversation"
+        text, spans = self._call(problem, "render", source, messages, tools, add_generation_prompt, given, *fixed)
+        return text, [(start, end) for start, end in spans]
 
 
 class StreamDecoder:
@@ -304,9 +320,10 @@ class StreamDecoder:
         return text
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether a file equals the demo's tokenizer, which is trusted."""
-    return path.is_file() and path.stat().st_size == _OURS.stat().st_size and path.read_bytes() == _OURS.read_bytes()
+def _is_ours(document: str, chat_templates: dict[str, str]) -> bool:
+    """Whether tokenizer and chat templates are the demo's, which are trusted."""
+    ours, template = ((DEMO_MODEL / name).read_text(encoding="utf-8") for name in ("tokenizer.json", TEMPLATE))
+    return document == ours and {*chat_templates.values()} <= {template}
 
 
 def _check_length(text: str) -> None:
@@ -316,5 +333,5 @@ def _check_length(text: str) -> None:
         )
 
 
-def _not_taken(text: str, error: BackendError) -> UserError:
-    return UserError(f"The tokenizer failed on {text!r:.60} ({error}): use the model's own files.")
+def _failed_on(text: str) -> str:
+    return f"The tokenizer failed on {text!r:.60}"

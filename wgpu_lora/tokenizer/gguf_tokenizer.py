@@ -1,22 +1,141 @@
-"""Convert the tokenizer of a GGUF file back to a tokenizer.json."""
+"""The tokenizers of GGUF files: llama.cpp's names of pre-tokenizations, and the conversion to a tokenizer.json."""
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.data.tokenizer import Tokenizer
+from wgpu_lora.child_process import ChildEnded
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.gguf_header import Header, special_ids
-from wgpu_lora.tokens.backend import BackendError
-from wgpu_lora.tokens.components import DocumentError
-from wgpu_lora.tokens.document import checked
-from wgpu_lora.tokens.pretokenizers import NAMES, WHOLE_PIECES
-from wgpu_lora.tokens.process import Child
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.tokenizer.tokenizer_json import TokenizerError
+from wgpu_lora.tokenizer.tokenizer_process import TokenizerProcess
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LETTERS = r"[\p{L}\p{M}]"
+# Regular expression of a byte-level tokenizer's Split -> its name in llama.cpp.
+NAMES = {
+    rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}|{_REST}": "qwen2",
+    rf"{_CONTRACTIONS}|{_WORD}{_LETTERS}+|\p{{N}}|{_REST.replace('L}', 'L}' + chr(92) + 'p{M}', 1)}": "qwen35",
+    rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}": "llama-bpe",
+    rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST.replace('n]*', 'n/]*', 1)}": "tekken",
+}
+# Pre-tokenizers for which llama.cpp takes a piece that is a token without merging.
+WHOLE_PIECES = ("llama-bpe", "tekken")
+MARKS = "llama.cpp splits combining marks (in Hindi or Thai, for example) from their letters: such texts get other ids."
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """`model` and `pre` of tokenizer.ggml.*; `space_prefix`: SentencePiece adds a space before a text."""
+
+    model: str
+    pre: str
+    space_prefix: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def splitting_of(stated: Mapping[str, Any], where: str) -> Splitting:
+    """The splitting of a parsed tokenizer.json, called `where`; UserError if llama.cpp has no such tokenizer."""
+    model = stated.get("model") or {}
+    if model.get("type") != "BPE":
+        kind = model.get("type")
+        raise UserError(f"{where} is of type {kind!r}, but only BPE can be exported: use merge instead.")
+    pieces = _steps(stated.get("pre_tokenizer"), "pretokenizers")
+    changes = _steps(stated.get("normalizer"), "normalizers")
+    found = None
+    if pieces and pieces[-1].get("type") == "ByteLevel":
+        found = _byte_level_splitting(model, pieces, changes)
+    elif model.get("byte_fallback"):
+        found = _sentencepiece_splitting(pieces, changes)
+    if found is None:
+        raise UserError(
+            f"{where} has a pre_tokenizer and normalizer that llama.cpp does not support: a GGUF file would tokenise "
+            "text wrongly, so use merge instead."
+        )
+    return found
+
+
+def merges_of(model: Mapping[str, Any]) -> list[list[str]]:
+    """The merges of a tokenizer.json's model, in either format, as pairs."""
+    return [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+
+
+def _steps(value: Any, name: str) -> list[dict[str, Any]]:
+    if not value:
+        return []
+    return list(value[name]) if value.get("type") == "Sequence" else [value]
+
+
+def _byte_level_splitting(
+    model: Mapping[str, Any], pieces: list[dict[str, Any]], changes: list[dict[str, Any]]
+) -> Splitting | None:
+    *before, last = pieces
+    # llama.cpp does not normalise; NFC, which Qwen's tokenizers use, does not change most text.
+    if last.get("add_prefix_space") or any(change.get("type") != "NFC" for change in changes):
+        return None
+    kinds = [step.get("type") for step in before]
+    if last.get("use_regex", True):
+        if not kinds:
+            return _as_llama_cpp("gpt-2", model)
+        return _as_llama_cpp("smollm", model) if kinds == ["Digits"] and before[0].get("individual_digits") else None
+    if kinds != ["Split"] or before[0].get("invert") or before[0].get("behavior") != "Isolated":
+        return None
+    name = NAMES.get((before[0].get("pattern") or {}).get("Regex", ""))
+    return _as_llama_cpp(name, model) if name else None
+
+
+def _as_llama_cpp(name: str, model: Mapping[str, Any]) -> Splitting:
+    """The splitting, with notes on differences of llama.cpp, which may imply another `ignore_merges`."""
+    notes = [MARKS] if name == "tekken" else []
+    if bool(model.get("ignore_merges")) == (name in WHOLE_PIECES):
+        return Splitting("gpt2", name, notes=tuple(notes))
+    apart = _made_by_no_merges(model)
+    if apart is not None:
+        notes.append(
+            f"no merges produce the token {apart!r}: llama.cpp may tokenise texts that contain it differently."
+        )
+    return Splitting("gpt2", name, notes=tuple(notes))
+
+
+def _made_by_no_merges(model: Mapping[str, Any]) -> str | None:
+    """The first token that merging alone does not produce, if any."""
+    texts = list(model["vocab"])
+    try:
+        merging = TokenizerProcess(json.dumps({"model": {**model, "ignore_merges": False}}))
+        found = merging.call("encode", texts)
+        return next((text for text, ids in zip(texts, found, strict=True) if len(ids) != 1), None)
+    except (TokenizerError, ChildEnded) as error:
+        raise UserError(f"The tokenizer cannot be read ({error}): use the model's own files.") from error
+
+
+def _sentencepiece_splitting(pieces: list[dict[str, Any]], changes: list[dict[str, Any]]) -> Splitting | None:
+    kinds = [change.get("type") for change in changes]
+    if not pieces and kinds in (["Prepend", "Replace"], ["Replace"]):
+        marked = changes[-1].get("content") == "▁" and (changes[-1].get("pattern") or {}).get("String") == " "
+        prepends = len(kinds) == 2
+        if not marked or (prepends and changes[0].get("prepend") != "▁"):
+            return None
+        return Splitting("llama", "default", space_prefix=prepends)
+    if kinds or len(pieces) != 1 or pieces[0].get("type") != "Metaspace":
+        return None
+    if pieces[0].get("replacement") != "▁" or pieces[0].get("split", True):
+        return None
+    scheme = pieces[0].get("prepend_scheme", "always")
+    where = {"always": "", "first": " or follows a special token"}.get(scheme)
+    note = f"llama.cpp adds a space before a text that begins with one{where}; this tokenizer does not."
+    return Splitting("llama", "default", scheme != "never", () if where is None else (note,))
+
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 # Tokens that always end a generation in llama.cpp, whatever the metadata say.
@@ -29,7 +148,7 @@ _MAX_TOKENS, _MERGES_A_TOKEN = 320_000, 3
 _SPACE = "▁"
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _REGEXES = {name: regex for regex, name in NAMES.items()}
-# tokenizer.ggml.pre -> the canonical name of the pre-tokenizer (tokens/pretokenizers.py).
+# tokenizer.ggml.pre -> the canonical name of the pre-tokenizer (tokenizer/gguf_tokenizer.py).
 _PRES = {name: name for name in ("gpt-2", "smollm", *_REGEXES)}
 _PRES |= {"default": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 _ADD_BOS = ("llama-bpe", "tekken")
@@ -87,13 +206,13 @@ def read_tokenizer(header: Header, vocab_size: int, pre: str | None = None) -> T
         special = {f"{name}_token": text for name, theirs in names.items() if (text := vocabulary.special(theirs))}
         ends = [vocabulary.ids[text] for text in vocabulary.of_type(_CONTROL, _USER_DEFINED) if text in _ENDS]
         return Tokenizer(
-            Child(checked(document).text),
+            TokenizerProcess(json.dumps(document)),
             special_tokens=special,
             chat_templates=_chat_templates(header),
             template_origin=f" in {header.path}",
             eos_ids=list(dict.fromkeys([*special_ids(header, len(vocabulary.tokens)), *ends])),
         )
-    except (DocumentError, BackendError) as error:
+    except TokenizerError as error:
         raise UserError(
             f"The tokenizer in {header.path} cannot be built ({error!s:.200}): use another conversion of the model."
         ) from None

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from wgpu_lora.data.template import Message
-from wgpu_lora.data.thinking import FIELDS as REASONING
-from wgpu_lora.data.thinking import MARKER
-from wgpu_lora.errors import UserError
+from wgpu_lora.tokenizer.chat_template import Message, TemplateError
+from wgpu_lora.tokenizer.reasoning import FIELDS as REASONING
+from wgpu_lora.tokenizer.reasoning import MARKER
 
 TOOLS, CALLS, CONTENT = "tools", "tool_calls", "content"
 _PLAIN = ("role", CONTENT, CALLS, "id", "tool_call_id", "type", *REASONING)  # ids only link a result to its call
@@ -33,23 +32,22 @@ class Part(NamedTuple):
 
 
 def lost_parts(
-    messages: Sequence[Message], tools: Schemas, trained: Sequence[int], render: Render
+    messages: Sequence[Message], tools: Schemas, trained: Sequence[int], plain: str, render: Render
 ) -> tuple[set[Part], set[Part]]:
     """The parts of a conversation that are lost, and those of which the template leaves out something.
 
     Args:
         trained: positions of the trained turns. Templates may render reasoning only of the last turn, so it is also
             looked for in the conversation up to some of them, and not at all in other turns.
-        render: renders messages with tools; raises UserError.
+        plain: the text of the whole conversation. render: renders messages with tools; raises TemplateError.
     """
     try:
-        plain = render(messages, tools)
         missing = _missing(messages, tools, trained, render)
         lost: set[Part] = set()
         for number, part in enumerate(sorted(missing)):
             if number >= 2 * _MOST or render(*_without(messages, tools, part)) == plain:
                 lost.add(part)
-    except UserError:  # the template refuses marks, or the conversation itself
+    except TemplateError:  # the template refuses marks
         return set(), set()
     # A template may cut the mark alone off.
     shortened = {part for part in missing - lost if not _is_whole(messages, part, plain)}
@@ -154,6 +152,6 @@ def _other_fields(messages: Sequence[Message], tools: Schemas, render: Render, p
         try:
             if render(without, tools) == plain:
                 lost.add(Part(places[name], name))
-        except UserError:  # the template needs the field
+        except TemplateError:  # the template needs the field
             continue
     return lost

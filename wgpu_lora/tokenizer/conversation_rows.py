@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from wgpu_lora.data.encoding import MAX_CHARACTERS, EncodeRequest, Steps
-from wgpu_lora.data.examples import Conversation
-from wgpu_lora.data.template import Span, TemplateError
-from wgpu_lora.data.template_trace import CALLS, CONTENT, Part, lost_parts
-from wgpu_lora.data.thinking import MARKER
-from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
+from wgpu_lora.tokenizer.chat_template import Span, TemplateError, UnusableError
+from wgpu_lora.tokenizer.examples import Conversation
+from wgpu_lora.tokenizer.reasoning import MARKER
+from wgpu_lora.tokenizer.template_trace import CALLS, CONTENT, Part, lost_parts
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 UNTRAINED = -100
 # Limits of (characters of a conversation) * (trained turns) for rendering it up to each turn, and for one row per turn.
@@ -41,21 +41,23 @@ class ConversationRows:
     def __init__(self, example: Conversation, tokenizer: Tokenizer, kwargs: dict[str, Any]) -> None:
         self.messages, self.trained, self.tools = example.messages, sorted(example.trained), example.tools
         self.tokenizer, self.kwargs, self.found = tokenizer, kwargs, TokenizedExample()
+        self.text, self.marks = tokenizer.render_with_spans(self.messages, self.tools, variables=kwargs)
+        self._before, self._after = lru_cache(4)(self._text_before), lru_cache(4)(self._text_after)
 
-    def rows(self, completion_only_loss: bool) -> Steps[TokenizedExample]:
+    def rows(self, completion_only_loss: bool) -> TokenizedExample:
         self._leave_out_lost_answers(completion_only_loss)
-        text, marks = self.tokenizer.render_with_spans(self.messages, self.tools, variables=self.kwargs)
+        text = self.text
         last = len(self.messages) - 1
         answered = self.messages[last]["role"] == "assistant" and (last in self.trained or not completion_only_loss)
         if not completion_only_loss:
-            [ids] = yield EncodeRequest([text])
+            ids = self.tokenizer.encode(text)
             self.found.pairs = [self._with_end(ids, list(ids), text) if answered else (ids, list(ids))]
             return self.found
-        [(ids, offsets)] = yield EncodeRequest([text], offsets=True)
-        spans = self._marked(marks)
+        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        spans = self._marked(self.marks)
         if not spans:
             self._check_size(text, MAX_RENDERED)
-            spans = yield from self._by_prefix(text, ids, offsets)
+            spans = self._by_prefix(text, ids, offsets)
         if spans is not None:
             spans = [span for span in spans if self._is_answer(text[span[0] : span[1]])]
             labels = _inside(ids, offsets, spans)
@@ -63,7 +65,7 @@ class ConversationRows:
             return self.found
         self._check_size(text, MAX_IN_ROWS)
         for turn in self.trained:
-            if pair := (yield from self._cut_after(turn)):
+            if pair := self._cut_after(turn):
                 self.found.pairs.append(pair)
         return self.found
 
@@ -72,13 +74,13 @@ class ConversationRows:
 
         Raises:
             UserError: one of them is the row's last answer.
-            TemplateError: the template renders no message.
+            UnusableError: the template renders no message.
         """
-        lost, shortened = lost_parts(self.messages, self.tools, self.trained, self._render_all)
+        lost, shortened = lost_parts(self.messages, self.tools, self.trained, self.text, self._render)
         contents = {i for i, message in enumerate(self.messages) if (message["content"] or "").strip()}
         contents = {i for i in contents if self.messages[i]["role"] in ("user", "assistant")}
         if len(contents) > 1 and contents <= {part.position for part in lost if part.field == CONTENT}:
-            raise TemplateError(
+            raise UnusableError(
                 f"The chat template{self.tokenizer.template_origin} renders none of a conversation's messages; use the "
                 "template that the model was published with."
             )
@@ -146,7 +148,7 @@ class ConversationRows:
             return [mark for mark, turn in zip(marks, turns, strict=True) if turn in self.trained]
         return None
 
-    def _by_prefix(self, text: str, ids: list[int], offsets: list[Span]) -> Steps[list[Span] | None]:
+    def _by_prefix(self, text: str, ids: list[int], offsets: list[Span]) -> list[Span] | None:
         """The spans of trained turns, if the text up to each turn does not depend on later turns, else None."""
         spans = []
         stops = {stop for _, stop in offsets}
@@ -154,21 +156,17 @@ class ConversationRows:
             before = self._before(turn)
             if before is None:
                 return None
-            after = self._render(turn + 1)
+            after = self._after(turn)
             start, end = len(before), _without_trailing_space(after, self.tokenizer)
             if not (text.startswith(after) and after.startswith(before)) or end not in stops:
                 return None
             spans.append((start, end))
-        each = max(1, MAX_CHARACTERS // max(1, len(text)))
-        for i in range(0, len(spans), each):
-            headers = yield EncodeRequest([text[:start] for start, _ in spans[i : i + each]])
-            if any(header != ids[: len(header)] for header in headers):
-                return None
-        return spans
+        headers = (self.tokenizer.encode(text[:start]) for start, _ in spans)
+        return None if any(header != ids[: len(header)] for header in headers) else spans
 
-    def _cut_after(self, turn: int) -> Steps[Pair | None]:
+    def _cut_after(self, turn: int) -> Pair | None:
         """The conversation up to a turn, with labels for that turn only; None if the template makes it empty."""
-        text = self._render(turn + 1)
+        text = self._after(turn)
         before = self._before(turn)
         if before is None or not text.startswith(before):
             before = self._common_header(turn)
@@ -180,17 +178,17 @@ class ConversationRows:
         end = _without_trailing_space(text, self.tokenizer)
         if not self._is_answer(text[len(before) : end]):
             return None
-        prompt, answer = yield from split_prompt(before, text[len(before) : end])
-        [rest] = yield EncodeRequest([text[end:]])
+        prompt, answer = split_prompt(before, text[len(before) : end], self.tokenizer)
+        rest = self.tokenizer.encode(text[end:])
         ids = prompt + answer + rest
         labels = behind(prompt + answer, len(prompt)) + [UNTRAINED] * len(rest)
         return self._with_end(ids, labels, text)
 
-    def _before(self, turn: int) -> str | None:
+    def _text_before(self, turn: int) -> str | None:
         """The prompt for a turn; None if the template refuses an incomplete conversation."""
         try:
             return self.tokenizer.render(self.messages[:turn], self.tools, True, variables=self.kwargs)
-        except UserError:
+        except TemplateError:
             return None
 
     def _common_header(self, turn: int) -> str | None:
@@ -198,28 +196,29 @@ class ConversationRows:
         turns = [[*self.messages[:turn], {"role": "assistant", "content": words}] for words in ("A", "B")]
         try:
             one, other = (self.tokenizer.render(messages, self.tools, variables=self.kwargs) for messages in turns)
-        except UserError:
+        except TemplateError:
             return None
         return one[: next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))]
 
-    def _render(self, count: int) -> str:
-        return self._render_all(self.messages[:count], self.tools)
+    def _text_after(self, turn: int) -> str:
+        """The conversation up to a turn."""
+        last = turn == len(self.messages) - 1
+        return self.text if last else self._render(self.messages[: turn + 1], self.tools)
 
-    def _render_all(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         return self.tokenizer.render(list(messages), tools, variables=self.kwargs)
 
 
-def split_prompt(prompt: str, answer: str) -> Steps[tuple[list[int], list[int]]]:
+def split_prompt(prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Token ids of both texts, with a token boundary between them, as at inference.
 
     They are tokenised together if that keeps the boundary (some tokenizers would add a space in front of the answer),
     and separately if a token would cross it.
     """
-    head, whole = yield EncodeRequest([prompt, prompt + answer])
+    head, whole = tokenizer.encode_all([prompt, prompt + answer])
     if whole[: len(head)] == head:
         return head, whole[len(head) :]
-    [tail] = yield EncodeRequest([answer])
-    return head, tail
+    return head, tokenizer.encode(answer)
 
 
 def _without_trailing_space(text: str, tokenizer: Tokenizer) -> int:

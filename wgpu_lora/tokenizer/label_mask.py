@@ -6,16 +6,16 @@ trained turn starts after its header and includes its end token, but not the new
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from wgpu_lora.data.conversation_rows import ConversationRows, Pair, TokenizedExample, behind, split_prompt
-from wgpu_lora.data.encoding import EncodeRequest, Steps, run_together
-from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text, Tokens
-from wgpu_lora.data.template import check_variables
-from wgpu_lora.data.thinking import mark_of
-from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
+from wgpu_lora.tokenizer.chat_template import DATE, UnusableError, check_variables, now
+from wgpu_lora.tokenizer.conversation_rows import ConversationRows, Pair, TokenizedExample, behind, split_prompt
+from wgpu_lora.tokenizer.examples import TOO_DEEP, Alpaca, Completion, Conversation, Example, Text, Tokens
+from wgpu_lora.tokenizer.reasoning import mark_of
+from wgpu_lora.tokenizer.tokenizer import Tokenizer
+from wgpu_lora.tokenizer.tokenizer_process import unpack, value_of
 
 ALPACA_START = "Below is an instruction that describes a task"  # of both of Alpaca's prompts
 _ALPACA = (
@@ -48,6 +48,7 @@ def tokenize_example(
 
     Raises:
         UserError: the row needs a tokenizer and there is none, or the chat template fails on it.
+        UnusableError: the tokenizer or the chat template is unusable for other rows, too.
     """
     [found] = tokenize_examples([example], tokenizer, completion_only_loss, chat_template_kwargs)
     if isinstance(found, UserError):
@@ -60,19 +61,42 @@ def tokenize_examples(
     tokenizer: Tokenizer | None,
     completion_only_loss: bool = True,
     chat_template_kwargs: dict[str, Any] | None = None,
-) -> list[TokenizedExample | UserError]:
-    """Like `tokenize_example`, for several examples; returns the rows or the error of each.
+) -> Iterator[TokenizedExample | UserError]:
+    """Like `tokenize_example`, for several examples: the rows or the error of each.
 
     Raises:
-        TemplateError: the chat template is unusable for every conversation.
+        UnusableError: the tokenizer or the chat template is unusable for other examples, too.
     """
-    steps = [_rows(example, tokenizer, completion_only_loss, chat_template_kwargs or {}) for example in examples]
-    return run_together(steps, tokenizer)
+    options = completion_only_loss, {DATE: now(), **(chat_template_kwargs or {})}
+    remote = [] if tokenizer is None or tokenizer.is_local else [e for e in examples if not isinstance(e, Tokens)]
+    answers = tokenizer.tokenize(remote, *options) if tokenizer and remote else iter(())
+    for example in examples:
+        try:
+            if remote and not isinstance(example, Tokens):
+                pairs, unrendered, untrained_turns, remarks = value_of(next(answers))
+                rows = [(unpack(ids), unpack(labels)) for ids, labels in pairs]
+                yield TokenizedExample(rows, set(unrendered), untrained_turns, set(remarks))
+            else:
+                yield tokenize(example, tokenizer, *options)
+        except UnusableError:
+            raise
+        except UserError as error:
+            yield error
+
+
+def tokenize(
+    example: Example, tokenizer: Tokenizer | None, completion_only_loss: bool, template_kwargs: dict[str, Any]
+) -> TokenizedExample:
+    """The rows of an example, in this process. Raises UserError."""
+    try:
+        return _rows(example, tokenizer, completion_only_loss, template_kwargs)
+    except RecursionError:
+        raise UserError(TOO_DEEP) from None
 
 
 def _rows(
     example: Example, tokenizer: Tokenizer | None, completion_only_loss: bool, template_kwargs: dict[str, Any]
-) -> Steps[TokenizedExample]:
+) -> TokenizedExample:
     if isinstance(example, Tokens):
         return TokenizedExample([(list(example.input_ids), list(example.labels))])
     if tokenizer is None:
@@ -88,19 +112,18 @@ def _rows(
     if isinstance(example, Alpaca):
         example = alpaca_example(example, tokenizer)
     if isinstance(example, Text):
-        [plain] = yield EncodeRequest([example.text])
-        whole, remarks = _opened(plain, tokenizer)
+        whole, remarks = _opened(tokenizer.encode(example.text), tokenizer)
         ids = _ended(whole, example.text, tokenizer)
         return TokenizedExample([(ids, list(ids))], remarks=remarks)
     if isinstance(example, Completion):
-        prompt, answer = yield from split_prompt(example.prompt, example.completion)
+        prompt, answer = split_prompt(example.prompt, example.completion, tokenizer)
         count = len(prompt)
         whole, remarks = _opened(prompt + answer, tokenizer)
         count += len(whole) - len(prompt + answer)
         ids = _ended(whole, example.completion, tokenizer)
         return TokenizedExample([(ids, behind(ids, count if completion_only_loss else 0))], remarks=remarks)
     check_variables(template_kwargs)
-    return (yield from ConversationRows(example, tokenizer, kwargs).rows(completion_only_loss))
+    return ConversationRows(example, tokenizer, kwargs).rows(completion_only_loss)
 
 
 def alpaca_prompt(example: Alpaca) -> str:

@@ -1,0 +1,145 @@
+"""Tokenizers and chat templates made to harm: each ends in a sentence, in bounded time and memory."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from support.data import backend_json
+from support.tokenizers import ADDED, BYTE_BPE, UNIGRAM, WORD_PIECE, normalizing, of, replace, split
+
+from wgpu_lora.tokenizer.tokenizer_process import LIMITS
+
+Part = dict[str, Any]
+
+
+def stated(**parts: Any) -> str:
+    return json.dumps({"version": "1.0", "added_tokens": ADDED, "model": BYTE_BPE, **parts})
+
+
+def model(kind: Part, **fields: Any) -> str:
+    return stated(model={**kind, **fields})
+
+
+def charsmap(text: bytes) -> Part:
+    """A table that makes `text` of every a."""
+    units = [1 << 10] + [0] * 255
+    units[1 ^ 97] = (1 ^ 97 ^ 200) << 10 | 1 << 8 | 97
+    trie = struct.pack("<256I", *units)
+    return of("Precompiled", precompiled_charsmap=base64.b64encode(struct.pack("<I", len(trie)) + trie + text).decode())
+
+
+PREFIXED = model(BYTE_BPE, continuing_subword_prefix="zzz")
+LONG = "{% set s = 'a' * 100000 %}"
+NS = "{% set ns = namespace(x='a' * 1000, l=[]) %}"
+LIMIT, READ = "computed for more than|of memory, or crashed", "is not a supported tokenizer"
+# tokenizer.json: (document, words of the sentence)
+TOKENIZERS = {
+    "look-ahead": (stated(pre_tokenizer=split("(?=a*a*a*b)a")), LIMIT),
+    "nested repeats": (stated(pre_tokenizer=split("(?:a+)+b")), "failed on"),
+    "growth": (stated(normalizer=normalizing(*[replace("a", "a" * 60)] * 6)), LIMIT),
+    "matches nothing": (stated(normalizer=normalizing(*[replace("a*", "xyxyxyxy", "Regex")] * 14)), LIMIT),
+    "characters": (stated(normalizer=charsmap(b"b" * 20_000)), LIMIT),
+    "a table that leads out": (stated(normalizer=of("Precompiled", precompiled_charsmap="CAAAAAAAEAAAAAAA")), "failed"),
+    "no table": (stated(normalizer=of("Precompiled", precompiled_charsmap="")), READ),
+    "long pieces": (model(UNIGRAM, vocab=[["<unk>", 0.0], *(["a" * i, -1.0 / i] for i in range(1, 3000))]), LIMIT),
+    "long words": (model(WORD_PIECE, vocab={"a": 0, "<unk>": 1}, max_input_chars_per_word=10**9), LIMIT),
+    "an unknown token that is unknown": (model(BYTE_BPE, unk_token="nothing", vocab={"b": 0}, merges=[]), "failed on"),
+    "an id far off": (model(BYTE_BPE, vocab={"a": 2**32 - 1}, merges=[]), "a token id beyond 4,194,304"),
+    "an id below 0": (model(BYTE_BPE, vocab={"a": -1}, merges=[]), READ),
+    "a prefix": (PREFIXED, READ),
+    "a key twice": (PREFIXED.replace('"zzz"', 'null, "continuing_subwor\\u0064_prefix": "zzz"'), "is repeated"),
+    "an unknown model": (model(BYTE_BPE, type="Foo"), READ),
+    "an unknown part": (stated(decoder=of("Split")), READ),
+    "half a character": (stated(normalizer=replace("a", "\ud800")), "a value that JSON cannot"),
+    "no number": (stated(x=float("nan")), "not JSON"),
+    "deep": ('{"model":' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+    "many values": ('{"model":[' + "[]," * 8_000_000 + "[]]}", LIMIT),
+}
+TEMPLATES = {
+    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", LIMIT),
+    "macros": ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", LIMIT),
+    "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    "output": ("{% for i in range(99999) %}" + "a" * 9000 + "{% endfor %}", LIMIT),
+    "product": ("{{ 'a' * 10 ** 10 }}", LIMIT),
+    "power": ("{{ 10 ** (10 ** 8) }}", LIMIT),
+    "squares": ("{% set n = namespace(x=7) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}", LIMIT),
+    "a width": ("{{ '{:>1000000000}'.format(1) }}", LIMIT),
+    "a width in %": ("{{ '%1000000000d' % 1 }}", LIMIT),
+    "a wide date": ("{{ strftime_now('%0100000d' * 30000) }}", LIMIT),
+    "center": ("{{ 'a' | center(10 ** 9) }}", LIMIT),
+    "doubling": (NS + "{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", LIMIT),
+    "keeping": (NS + "{% for i in range(99999) %}{% set ns.l = ns.l + [ns.x ~ i] %}{% endfor %}", LIMIT),
+    "replace": (LONG + "{{ s | replace('a', s) }}", LIMIT),
+    "join": (LONG + "{{ ([s] * 10000) | join(s) }}", LIMIT),
+    "sum of lists": ("{{ ([[1] * 1000] * 10000) | sum(start=[]) | length }}", LIMIT),
+    "laughs": ("{% set x = ['ha'] %}" + "{% set x = [x, x] %}" * 40 + "{{ x | tojson }}", LIMIT),
+    "laughs hashed": ("{% set x = (1, 2) %}" + "{% set x = (x, x) %}" * 40 + "{{ {x: 1} | length }}", LIMIT),
+    "counting": (LONG + "{% for i in range(99999) %}{{ s.count('b') }}{% endfor %}", LIMIT),
+    "searching": ("{% set l = range(99999) | list %}{% for i in l %}{{ -1 in l }}{% endfor %}", LIMIT),
+    "a long template": ("{{a}}" * 200_000, "longer than 131,072 characters"),
+    "nested brackets": ("{{ " + "(" * 60_000, "cannot be compiled|" + LIMIT),
+    "its class": ("{{ ''.__class__.__mro__ }}", "refuses|lacks"),
+    "changes": ("{{ messages.append(1) }}", "refuses"),
+    "its globals": ("{{ raise_exception.__globals__.os }}", "refuses|lacks"),
+    "a message": ("{{ raise_exception('a' * 2000000) }}", "refuses this conversation: aaa"),
+}
+CASES = {f"tokenizer: {name}": (*case, None) for name, case in TOKENIZERS.items()} | {
+    f"template: {name}": (backend_json(), words, source) for name, (source, words) in TEMPLATES.items()
+}
+# Smaller limits than those in use, so that it takes less time.
+RUN = """
+import json, re, resource, sys, time
+from pathlib import Path
+from wgpu_lora.child_process import Limits
+from wgpu_lora.data import Tokenizer
+from wgpu_lora.errors import UserError
+from wgpu_lora.tokenizer import tokenizer_process
+tokenizer_process.LIMITS = Limits(memory=300 << 20, seconds=0.5, seconds_per_mib=1)
+for name, (document, _, source) in json.load(sys.stdin).items():
+    Path("tokenizer.json").write_text(document)
+    Path("chat_template.jinja").write_text(source or "")
+    begin = time.monotonic()
+    try:
+        found = Tokenizer.load(Path("."))
+        if source:
+            found.render([{"role": "user", "content": "Hi"}])
+        for text in ("hello", "a" * 80_000, " " * 20_000 + "x"):
+            found.decode(found.encode(text, True)[:1000])
+        sentence = ""
+    except UserError as error:
+        sentence = str(error)
+    # What getrusage says of a process itself goes back to before its exec, to whoever forked it.
+    here = int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+    child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
+    print(json.dumps([name, time.monotonic() - begin, here, child, sentence]), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")
+@pytest.mark.parametrize("kind", ["tokenizer", "template"])
+def test_each_ends_in_a_sentence(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
+    cases = {name: case for name, case in CASES.items() if name.startswith(kind)}
+    code, place = [sys.executable, "-c", RUN], tmp_path_factory.mktemp(kind)
+    done = subprocess.run(code, input=json.dumps(cases), capture_output=True, text=True, cwd=place, check=True)
+    assert done.stderr == ""
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows] == list(cases)
+    for name, seconds, here, child, sentence in rows:
+        assert re.search(cases[name][1], sentence), (name, sentence)
+        assert seconds < 15, name
+        assert here < 400, name
+        assert child < 450, name
+        assert len(sentence) < 1000, name
+
+
+def test_the_limits_in_use_are_of_seconds() -> None:
+    assert LIMITS.seconds_for(100_000) < 6
+    assert LIMITS.seconds_for(64 << 20) == 60
+    assert LIMITS.memory == 2 << 30

@@ -1,0 +1,121 @@
+"""The process of a tokenizer: replaced when it ends, and what it does not take is a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.data import NAMED, backend_json, chat, small_tokenizer, template_source, write_jsonl
+from support.tokenizers import document
+
+from wgpu_lora.child_process import ChildEnded
+from wgpu_lora.data import Tokenizer, parse_example, tokenize_source
+from wgpu_lora.errors import UserError
+from wgpu_lora.tokenizer import tokenizer_process
+from wgpu_lora.tokenizer.examples import Completion, Conversation
+from wgpu_lora.tokenizer.label_mask import tokenize_examples
+from wgpu_lora.tokenizer.tokenizer_json import TokenizerError
+from wgpu_lora.tokenizer.tokenizer_process import TokenizerProcess
+
+TEXT = json.dumps(document("gpt2"))
+BOMB = "{% for m in messages %}{{ m.content }}{% if 'boom' in m.content %}{{ 'a' * 10 ** 10 }}{% endif %}{% endfor %}"
+
+
+def pid_of(process: TokenizerProcess) -> int:
+    assert process._child is not None
+    return process._child.popen.pid
+
+
+def test_one_that_was_killed_is_replaced() -> None:
+    process = TokenizerProcess(TEXT)
+    ids, first = process.call("encode", ["the hat"]), pid_of(process)
+    os.kill(first, getattr(signal, "SIGKILL", signal.SIGTERM))
+    with pytest.raises(ChildEnded, match="or crashed"):
+        process.call("encode", ["the hat"])
+    assert process.call("encode", ["the hat"]) == ids
+    assert pid_of(process) != first
+
+
+def test_threads_ask_one_after_the_other() -> None:
+    process = TokenizerProcess(TEXT)
+    texts = [f"the hat {i} " * 20 for i in range(40)]
+    expected = process.call("encode", texts)
+    found: dict[int, list[list[int]]] = {}
+
+    def ask(number: int) -> None:
+        found[number] = [process.call("encode", [text])[0] for text in texts[number::4]]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[number] == expected[number::4] for number in range(4))
+
+
+def test_what_it_does_not_take_is_a_sentence() -> None:
+    tokenizer = Tokenizer(TokenizerProcess(TEXT))
+    with pytest.raises(UserError, match="failed on"):
+        tokenizer.encode("half a character: \ud800")
+    with pytest.raises(UserError, match="cannot decode"):
+        tokenizer.decode([-1])
+    with pytest.raises(UserError, match="cannot decode"):
+        tokenizer.decode([2**40])
+    assert tokenizer.decode([2**31]) == ""
+    with pytest.raises(UserError, match="more than 2 MiB: split it"):
+        tokenizer.encode("é" * (3 << 19))
+    with pytest.raises(TokenizerError, match="no model"):
+        TokenizerProcess('{"model": 1}')
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_row_that_exceeds_a_limit_ends_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip: bool
+) -> None:
+    """Each such row would cost seconds."""
+    monkeypatch.setattr(tokenizer_process, "LIMITS", replace(tokenizer_process.LIMITS, memory=200 << 20))
+    tokenizer = Tokenizer(TokenizerProcess(TEXT), chat_templates={"default": BOMB})
+    rows = [{"messages": chat("Hi", answer)} for answer in ("Hello", "boom", "Hello")]
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: .* 200 MiB of memory, or crashed"):
+        tokenize_source(write_jsonl(tmp_path / "a.jsonl", *rows), tokenizer, max_length=64, skip_bad_rows=skip)
+    assert len(tokenize_source(write_jsonl(tmp_path / "b.jsonl", rows[0]), tokenizer, max_length=64).rows) == 1
+
+
+DEEP: list[object] = []
+for _ in range(3000):
+    DEEP = [DEEP]
+EXAMPLES = [
+    *(
+        parse_example(row)
+        for row in (
+            {"text": "the sky is blue"},
+            {"messages": chat("Hi", "Hello", "And the sky?", "blue")},
+            {"messages": [{**message, "reasoning": "hm"} for message in chat("Hi", "Hello", "And?", "No")]},
+            {"messages": chat("Hi", "Hello"), "chat_template_kwargs": {"template_date": "2020-01-02"}},
+            {"prompt": "a", "completion": ""},
+            {"input_ids": [1, 2, 3]},
+            {"instruction": "say", "output": "the answer"},
+        )
+    ),
+    Conversation(chat("Hi", "Hello"), frozenset({1}), [{"function": {"name": "deep", "parameters": DEEP}}]),
+    Completion("half a character: \ud800", "a"),
+]
+
+
+@pytest.mark.parametrize("template", [None, "chatml", "chatml_marked", "thinking", "headers"])
+@pytest.mark.parametrize("completion_only_loss", [True, False])
+def test_examples_are_the_same_in_the_child(template: str | None, completion_only_loss: bool) -> None:
+    templates = {} if template is None else {"default": template_source(template)}
+    child = Tokenizer(TokenizerProcess(backend_json()), special_tokens=NAMED, chat_templates=templates)
+    options = completion_only_loss, {"template_date": "2024-07-26"}
+    found, here = (list(tokenize_examples(EXAMPLES, one, *options)) for one in (child, small_tokenizer(template)))
+    for one, other in zip(found[:-2], here[:-2], strict=True):
+        assert one == other or (str(one) == str(other) and isinstance(other, UserError))
+    assert "nested too deeply" in str(found[-2])
+    assert isinstance(here[-2], UserError)
+    assert "failed on" in str(found[-1])
