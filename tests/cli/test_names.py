@@ -155,6 +155,8 @@ def test_choices_are_those_that_are_there() -> None:
         ("--zork", "No such option: --zork"),
         ("serve", "there is no server: 'wgpu-lora export gguf'"),
         ("train", "No such command 'train': use 'wgpu-lora finetune'."),
+        ("dpo", "No such command 'dpo': use 'wgpu-lora finetune --objective dpo'."),
+        ("grpo", "No such command 'grpo': it is not supported: 'wgpu-lora finetune --objective' takes dpo, "),
         ("fuse", "use 'wgpu-lora merge'"),
         ("finetun", "did you mean 'wgpu-lora finetune'?"),
         ("zork", "No such command 'zork': choose one of info, "),

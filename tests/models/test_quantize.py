@@ -93,7 +93,10 @@ def test_calibration_lowers_the_error_of_outputs(device: Device, tmp_path: Path,
 
 REFUSED = [
     (["--model", QWEN3], "No scheme is given"),
-    (["--scheme", "lut2"], "Give the model either as --model or, if it is quantised, as --from-base"),
+    (
+        ["--scheme", "lut2", "--model", "a", "--from-base", "b"],
+        "Give the model either as --model or, if it is quantised, as --from-base",
+    ),
     (["--model", QWEN3, "--scheme", "lut5"], "--scheme lut5 is not known: choose one of nf4, lut2"),
     (["--model", QWEN3, "--scheme", "lut2", "--mlp", "lut2"], "are given together, instead of --scheme"),
     (["--model", QWEN3, "--mlp", "lut2"], "are given together"),

@@ -106,7 +106,9 @@ def quantize(
     output: Annotated[Path, typer.Option(help="Directory for the quantised model; it must not exist yet.")],
     model: Annotated[
         str | None,
-        typer.Option(help="Model in full precision: directory, GGUF file, hub id or 'demo'.", autocompletion=MODEL),
+        typer.Option(
+            help="Model in full precision: directory, GGUF file, hub id or 'demo', the default.", autocompletion=MODEL
+        ),
     ] = None,
     from_base: Annotated[
         str | None,
@@ -138,13 +140,14 @@ def quantize(
     from wgpu_lora.api.quantization import format_name
     from wgpu_lora.api.quantization import quantize as quantized
 
-    if (model is None) == (from_base is None):
+    if model is not None and from_base is not None:
         raise UserError(f"Give the model either as {flag('model')} or, if it is quantised, as {flag('from_base')}.")
+    source = from_base or model or "demo"
     name = format_name(scheme, mlp, attention, group)
     shown = _Shown()
     try:
         found = quantized(
-            model or from_base or "",
+            source,
             name,
             output,
             device=device,
@@ -168,7 +171,7 @@ def quantize(
     console().print(table(columns, rows, left=("layers", "scheme")))
     if found.before is not None and found.after is not None:
         line("perplexity", f"{found.before:.4f} before, {found.after:.4f} after")
-    line("quantised", f"{model or from_base} to {name} in {found.seconds:.1f} s")
+    line("quantised", f"{source} to {name} in {found.seconds:.1f} s")
     line("written", f"{output}, {found.nbytes:,} bytes of weights")
     return 0
 

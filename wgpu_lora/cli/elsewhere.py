@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from wgpu_lora.train.objectives import OBJECTIVES
+
 # Group -> pairs of advice and the commands that it is for. {chat} is the command here that can chat.
 INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
     "wgpu-lora": (
@@ -22,8 +24,12 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
             "resume continue",
         ),
         (
-            "only supervised fine-tuning is supported: use 'wgpu-lora finetune'",
-            "dpo orpo kto grpo ppo rlhf reward rl simpo",
+            "use 'wgpu-lora finetune --objective cpo --loss-type simpo'",
+            "simpo",
+        ),
+        (
+            "it is not supported: 'wgpu-lora finetune --objective' takes dpo, kto, orpo and cpo",
+            "grpo ppo rlhf reward rl",
         ),
         (
             "use 'wgpu-lora finetune', with rows of plain text",
@@ -168,7 +174,9 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
 def command_instead(typed: str, known: Sequence[str], group: str) -> str:
     """The error for a command that a group does not have."""
     name = typed.lower().replace("_", "-")
-    table = {word: said for said, words in INSTEAD.get(group, ()) for word in words.split()}
+    table = {word: text for text, words in INSTEAD.get(group, ()) for word in words.split()}
+    if group == "wgpu-lora":
+        table |= {name: f"use 'wgpu-lora finetune --objective {name}'" for name in OBJECTIVES if name not in table}
     near = difflib.get_close_matches(name, [*known, *table], n=1, cutoff=0.75)
     meant = name if name in table else near[0] if near else ""
     if meant in known:
