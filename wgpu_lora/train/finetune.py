@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Source
 from wgpu_lora.errors import StorageError, UserError, reason
-from wgpu_lora.events import SILENT, EventForwarder, Events
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.tuner import Tuner, tuning_enabled
 from wgpu_lora.gpu.tuning_cache import Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
@@ -114,9 +114,7 @@ class Job(Generic[Record]):
             what = f"finetune {self.directories()[-1]}"
             seconds = args.wait_seconds()
             stack.enter_context(claim(self.session.device, need, what, budget, seconds, events, self._beside))
-            events = EventForwarder(
-                events, stack.enter_context(track_runs(self.runs, info, self.record_directory(), events))
-            )
+            stack.enter_context(track_runs(self.runs, info, self.record_directory(), events))
             try:
                 for run in self.runs:
                     run.prepare_directory()

@@ -21,7 +21,7 @@ from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.train.objectives import OBJECTIVES, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.run.adapter_init import frozen_adapter, initial_adapter
-from wgpu_lora.train.run.adapter_run import Run
+from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.records import RUN
 from wgpu_lora.train.run.resume import resolve_recorded_path
 from wgpu_lora.train.run.run_checkpoint import METADATA
@@ -155,7 +155,7 @@ def open_unrounded_model(args: TrainingArguments, device: Device, config: ModelC
     return model
 
 
-def unrounded_loss(session: Session, run: Run, events: Events = SILENT) -> float | None:
+def unrounded_loss(session: Session, run: AdapterRun, events: Events = SILENT) -> float | None:
     """The loss on a run's held-out rows in a session without training, which is closed; None if it is not finite."""
     assert run.heldout
     device, model = session.device, session.model

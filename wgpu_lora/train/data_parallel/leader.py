@@ -24,7 +24,7 @@ from wgpu_lora.train.data_parallel.remote_worker import Answer, Link, RemoteWork
 
 if TYPE_CHECKING:
     from wgpu_lora.train.options.training_arguments import TrainingArguments
-    from wgpu_lora.train.run.adapter_run import Run
+    from wgpu_lora.train.run.adapter_run import AdapterRun
     from wgpu_lora.train.session.data_stream import Step
     from wgpu_lora.train.session.session import Session
 
@@ -43,12 +43,12 @@ class StepPart:
     """A step of a run, of which members compute parts. estimate: of the whole step (`Objective.estimate`), if any."""
 
     session: Session
-    run: Run
+    run: AdapterRun
     step: Step
     estimate: float | None = None
 
     @classmethod
-    def estimated(cls, session: Session, run: Run, step: Step) -> StepPart:
+    def estimated(cls, session: Session, run: AdapterRun, step: Step) -> StepPart:
         """The step with its estimate, which needs passes over all of its mismatched rows."""
         if not run.stream.objective.mismatched:
             return cls(session, run, step)
@@ -97,7 +97,7 @@ class DataParallelLeader:
         """Of the last step, for the log: the share of its tokens that each member computed."""
         return {f"share/{member}": round(share, 4) for member, share in self._took.items()}
 
-    def accumulate(self, session: Session, run: Run, step: Step) -> None:
+    def accumulate(self, session: Session, run: AdapterRun, step: Step) -> None:
         """`Session.begin`, and the losses, metrics and gradients of a step, by all members that are there."""
         session.begin()
         members = [0, *self.ready()]

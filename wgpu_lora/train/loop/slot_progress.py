@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, decayed, warmup_steps
@@ -19,9 +19,6 @@ from wgpu_lora.train.run.run_state import step_budget
 from wgpu_lora.train.session.data_stream import Step
 from wgpu_lora.train.session.optimizer_update import SlotUpdate, StepReport
 from wgpu_lora.train.session.session import Session
-
-if TYPE_CHECKING:
-    from wgpu_lora.train.run.adapter_run import Run
 
 
 @dataclass
@@ -215,8 +212,9 @@ class SlotProgress:
         return {"seconds": round(state.seconds, 4), "elapsed_seconds": round(state.elapsed_seconds, 4)}
 
     def _log(self, line: dict[str, Any]) -> None:
-        line |= self.run.follower.status()
+        line |= self.run.tracking.hardware()
         self.run.log.write(line)
+        self.run.tracking.log(line)
         self.events.logged(line, self.run.name)
 
 
@@ -231,7 +229,7 @@ LEAST_SHARE = 0.01  # of the peak, at the beginning of a warm-up by time: no ste
 class TrainingClock:
     """The clock of one session of a run; what the next session continues from is in the run's state."""
 
-    run: Run
+    run: AdapterRun
     _origin: float | None = None  # when the session's first step began, less the time of earlier sessions
     _begun: float = 0.0  # elapsed time at the beginning of the step
     _steps: int = 0  # of this session

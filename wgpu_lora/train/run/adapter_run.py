@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,22 +45,25 @@ LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
 
 
 class Tracking:
-    """Follows a run in its job; this one does not."""
+    """What is reported of a run while its job trains it; nothing, unless the job records it (`run_tracking`)."""
 
-    def placed(self) -> None:
-        """Called once the run's directory is its own."""
+    def started(self) -> None:
+        """The run's adapter is loaded, and its directory is locked for it."""
 
-    def status(self) -> dict[str, float]:
+    def hardware(self) -> dict[str, float]:
         """The status of the hardware since the last call, by keys of the log."""
         return {}
 
-    def end(self, record: RunRecord) -> None:
-        """Called when the run has ended and its results are written."""
+    def log(self, line: Mapping[str, float]) -> None:
+        """A line of log.jsonl."""
+
+    def finish(self, record: RunRecord) -> None:
+        """The run has ended, and its results are written."""
 
 
 @dataclass
-class Run:
-    """Slot `slot` of a session. A single run is a pipeline of one.
+class AdapterRun:
+    """The run of one adapter, in slot `slot` of a session, and its directory. A single run is a pipeline of one.
 
     name: in a pipeline; None for a single run.
     notes: on chosen options and resuming, for the user.
@@ -83,7 +87,8 @@ class Run:
     resumed_from: Path | None = None
     weights_sha256: str | None = None  # of the base, once loaded
     log: Log = field(init=False, repr=False, compare=False)  # once the run has started
-    follower: Tracking = field(default_factory=Tracking, repr=False, compare=False)  # while its job runs
+    tracking: Tracking = field(default_factory=Tracking, repr=False, compare=False)  # while its job runs
+    resumed_identity: dict[str, Any] = field(default_factory=dict)  # of the checkpoint that it continues
 
     @property
     def adapter_name(self) -> str:
@@ -111,14 +116,6 @@ class Run:
         teacher = {"teacher": self.teacher_digest} if self.teacher_digest else {}
         teacher |= {"teacher_weights": self.teacher_sha256} if self.teacher_sha256 else {}
         return {"options": options, "data": self.stream.rows_digest(), **base, **reference, **teacher}
-
-
-@dataclass
-class AdapterRun(Run):
-    """A run in a session, and its directory."""
-
-    _began_with: str | None = None  # weights_sha256 of the resumed run
-    _taught_by: str | None = None  # teacher_sha256 of the resumed run
 
     # -- beginning -------------------------------------------------------------------------------------------------
 
@@ -183,7 +180,7 @@ class AdapterRun(Run):
         if before.get("teacher") != now.get("teacher"):
             raise self._other_teacher()
         set_length(self.state, before["options"], self.stream, self.resumed_from, self.storage)
-        self._began_with, self._taught_by = before["weights"], before.get("teacher_weights")
+        self.resumed_identity = before
         run_checkpoint.remove_old(self.directory / run_checkpoint.STEPS, self.args.save_total_limit, self.storage)
 
     def _other_teacher(self) -> UserError:
@@ -202,12 +199,12 @@ class AdapterRun(Run):
         if self.reference:
             session.place_reference(self.slot, self.reference.matrices)
         if self.resumed_from:
-            if self._began_with != self.weights_sha256:
+            if self.resumed_identity["weights"] != self.weights_sha256:
                 raise UserError(
                     f"The weights of {session.model.name} have changed since the run in {self.directory} started: "
                     "restore them, or start a new run."
                 )
-            if self._taught_by != self.teacher_sha256:
+            if self.resumed_identity.get("teacher_weights") != self.teacher_sha256:
                 raise self._other_teacher()
             run_checkpoint.restore(self.resumed_from, session, self.slot, self.subject, self.storage)
         else:
@@ -216,7 +213,7 @@ class AdapterRun(Run):
             if self.args.target_seconds:
                 self.state.total_steps = max(self.state.total_steps, UNTIMED_STEPS)
         self.log = Log(self.directory / training_log.LOG, self.state.step if self.resumed_from else None)
-        self.follower.placed()
+        self.tracking.started()
 
     def precompute(self, session: Session, events: Events = SILENT) -> None:
         """Compute the reference of all samples, if the objective does so before training (`Objective.precomputes`)."""
@@ -282,7 +279,7 @@ class AdapterRun(Run):
         self.storage.write_directory(final, self.checkpoint_files(session))
 
     def checkpoint_files(self, session: Session) -> dict[str, bytes]:
-        facts = {"identity": self.identity(), "metadata": metadata(self)}
+        facts = {"identity": self.identity(), "metadata": self.metadata()}
         return run_checkpoint.checkpoint_files(session, self.slot, self.subject, self.state, facts)
 
     def fall_back(self, session: Session) -> None:
@@ -353,61 +350,59 @@ class AdapterRun(Run):
         self.subject.write(session, self.slot, self.directory)
         for place in (self.directory, self.directory / BEST):
             self.storage.write_tokenizer(place, session.model.path, session.model.tokenizer)
-        record = record_of(self, session, stop_reason, stop_signal)
+        record = self.record(session, stop_reason, stop_signal)
         self.storage.write(self.directory / CARD, card(record, session.model.config.AUTO_CLASS).encode())
         self.storage.complete(self.directory)
         record.write(self.directory)
-        self.follower.end(record)
+        self.tracking.finish(record)
         return record
 
+    def metadata(self) -> dict[str, Any]:
+        """The contents of metadata.json: facts about a checkpoint for people and tools."""
+        state = self.state
+        return {
+            "schema": SCHEMA,
+            "slot": self.slot,
+            "name": self.name,
+            "epoch": state.epoch,  # of the next step, which is the number of completed ones
+            "step": state.step,
+            "tokens": state.tokens,
+            "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
+            "options": self.args.as_dict(),
+            "data": {"prompt_format": self.stream.prepared.prompt_format},
+            **({"run": own} if (own := origin_of(self.directory)) else {}),
+            "directory": os.getcwd(),  # base of the relative paths in the options
+            "digests": {
+                "rows": self.stream.rows_digest(),
+                "data": self.stream.prepared.digest,
+                "base": self.base_digest,
+                "weights": self.weights_sha256,
+            },
+        }
 
-def metadata(run: Run) -> dict[str, Any]:
-    """The contents of metadata.json: facts about a checkpoint for people and tools."""
-    state = run.state
-    return {
-        "schema": SCHEMA,
-        "slot": run.slot,
-        "name": run.name,
-        "epoch": state.epoch,  # of the next step, which is the number of completed ones
-        "step": state.step,
-        "tokens": state.tokens,
-        "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
-        "options": run.args.as_dict(),
-        "data": {"prompt_format": run.stream.prepared.prompt_format},
-        **({"run": own} if (own := origin_of(run.directory)) else {}),
-        "directory": os.getcwd(),  # base of the relative paths in the options
-        "digests": {
-            "rows": run.stream.rows_digest(),
-            "data": run.stream.prepared.digest,
-            "base": run.base_digest,
-            "weights": run.weights_sha256,
-        },
-    }
-
-
-def record_of(run: Run, session: Session, stop_reason: str, stop_signal: str | None) -> RunRecord:
-    """The contents of run.json for a run that has ended; its adapter must already be written."""
-    prepared, state = run.stream.prepared, replace(run.state)
-    if run.args.target_seconds and not state.calibrated:
-        state = replace(state, total_steps=state.step)  # it ended before the number of steps was measured
-    return RunRecord(
-        stop_reason=stop_reason,
-        signal=stop_signal,
-        damaged_log_lines=run.log.damaged,
-        options=run.args,
-        state=state,
-        data=Data(prepared.path, prepared.digest, prepared.summary(), prepared.prompt_format),
-        eval_data=HeldOut(run.heldout.path, run.heldout.digest) if run.heldout else None,
-        base_digest=run.base_digest,
-        base_sha256=run.weights_sha256,
-        init_adapter_sha256=training_log.adapter_digest(run.args.init_adapter, run.storage)
-        if run.args.init_adapter
-        else None,
-        adapter_sha256=run.storage.digest(run.directory / run.subject.files[0]),
-        trainable_parameters=session.trained.trainable(run.slot, session.model.config),
-        memory=memory_of(session),
-        environment=training_log.environment(session.device),
-    )
+    def record(self, session: Session, stop_reason: str, stop_signal: str | None) -> RunRecord:
+        """The contents of run.json for a run that has ended; its adapter must already be written."""
+        prepared, state = self.stream.prepared, replace(self.state)
+        if self.args.target_seconds and not state.calibrated:
+            state = replace(state, total_steps=state.step)  # it ended before the number of steps was measured
+        return RunRecord(
+            stop_reason=stop_reason,
+            signal=stop_signal,
+            damaged_log_lines=self.log.damaged,
+            options=self.args,
+            state=state,
+            data=Data(prepared.path, prepared.digest, prepared.summary(), prepared.prompt_format),
+            eval_data=HeldOut(self.heldout.path, self.heldout.digest) if self.heldout else None,
+            base_digest=self.base_digest,
+            base_sha256=self.weights_sha256,
+            init_adapter_sha256=training_log.adapter_digest(self.args.init_adapter, self.storage)
+            if self.args.init_adapter
+            else None,
+            adapter_sha256=self.storage.digest(self.directory / self.subject.files[0]),
+            trainable_parameters=session.trained.trainable(self.slot, session.model.config),
+            memory=memory_of(session),
+            environment=training_log.environment(session.device),
+        )
 
 
 def memory_of(session: Session) -> Memory:

@@ -35,7 +35,7 @@ from wgpu_lora.track.run_log import (
 from wgpu_lora.track.run_recorder import Recording, device_facts, given_options, status_of
 from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.track.trackers import GuardedTracker, TrackedRun, trackers_of
-from wgpu_lora.train.run.adapter_run import Run, Tracking
+from wgpu_lora.train.run.adapter_run import AdapterRun, Tracking
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.run_checkpoint import BEST
 from wgpu_lora.train.run.stop_reasons import STOP_TEXT
@@ -48,7 +48,7 @@ FILE = "tracking.json"  # the id of a directory's run
 class RunTracking(Tracking):
     """A run in the run log."""
 
-    run: Run
+    run: AdapterRun
     recording: Recording
     sampler: Sampler
     events: Events
@@ -59,7 +59,7 @@ class RunTracking(Tracking):
     _shown: set[str] = field(default_factory=set)
     _sampled: float = field(default_factory=time.monotonic)
 
-    def placed(self) -> None:
+    def started(self) -> None:
         self.sampler.start()
         write_bytes_atomic(self.run.directory / FILE, (json.dumps({"id": self.recording.entry.id}) + "\n").encode())
         entry, run = self.recording.entry, self.run
@@ -70,13 +70,13 @@ class RunTracking(Tracking):
         )
         self.trackers = [GuardedTracker(tracker, tracked) for tracker in trackers_of(run.args.report_to)]
 
-    def status(self) -> dict[str, float]:
+    def hardware(self) -> dict[str, float]:
         begin, self._sampled = self._sampled, time.monotonic()
         if said := self.sampler.warning():
             warnings.warn(said, DeviceWarning, stacklevel=2)
         return self.sampler.since(begin)
 
-    def logged(self, line: Mapping[str, float]) -> None:
+    def log(self, line: Mapping[str, float]) -> None:
         for tracker in self.trackers:
             tracker.log(metrics_of(line), int(line["step"]))
         self._show()
@@ -88,7 +88,7 @@ class RunTracking(Tracking):
                 self._shown.add(tracker.url)
                 self.events.tracked(tracker.name, tracker.url, self.run.name)
 
-    def end(self, record: RunRecord) -> None:
+    def finish(self, record: RunRecord) -> None:
         state, self.over = record.state, True
         outputs = [place for place in (self.run.directory, self.run.directory / BEST) if place.is_dir()]
         status = STOPPED if record.outcome == "stopped early" else record.outcome
@@ -118,16 +118,6 @@ class RunTracking(Tracking):
         self._show()
 
 
-class Following(Events):
-    """Passes what is logged on to the trackers."""
-
-    def __init__(self, followed: Sequence[RunTracking]):
-        self._followed = {one.run.name: one for one in followed}
-
-    def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
-        self._followed[adapter].logged(line)
-
-
 def metrics_of(line: Mapping[str, float]) -> dict[str, float]:
     """A line of the log by the names that transformers reports: train/loss, train/learning_rate, eval/loss."""
     metrics = {
@@ -139,32 +129,32 @@ def metrics_of(line: Mapping[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def track_runs(runs: Sequence[Run], device: DeviceInfo, home: Path, events: Events = SILENT) -> Iterator[Following]:
-    """Follow the runs of a job in the block. What is still running when an exception leaves it has failed.
+def track_runs(runs: Sequence[AdapterRun], device: DeviceInfo, home: Path, events: Events = SILENT) -> Iterator[None]:
+    """Record the runs of a job in the block; what has not finished when an exception leaves it has failed.
 
     home: directory of the job's record.
     """
-    followed: list[RunTracking] = []
+    trackings: list[RunTracking] = []
     sampler = Sampler(device)
-    git = (
-        git_state() if any(run_log_enabled(run.args.run_log) for run in runs) else None
-    )  # once, since it may take a while
+    git = git_state() if any(run_log_enabled(run.args.run_log) for run in runs) else None  # it may take a while
     try:
         for run in runs:
-            run.follower = one = _begun(run, device, home, git, sampler, events)
-            followed.append(one)
-        yield Following(followed)
+            run.tracking = tracking = _begun(run, device, home, git, sampler, events)
+            trackings.append(tracking)
+        yield
     except BaseException as error:
-        for one in followed:
-            one.fail(error)
+        for tracking in trackings:
+            tracking.fail(error)
         raise
     finally:
         sampler.stop()
         for run in runs:
-            run.follower = Tracking()
+            run.tracking = Tracking()
 
 
-def _begun(run: Run, device: DeviceInfo, home: Path, git: Git | None, sampler: Sampler, events: Events) -> RunTracking:
+def _begun(
+    run: AdapterRun, device: DeviceInfo, home: Path, git: Git | None, sampler: Sampler, events: Events
+) -> RunTracking:
     args = run.args
     recording = Recording.of(
         "finetune",
@@ -198,7 +188,7 @@ def logged_id(directory: Path) -> str | None:
     return None
 
 
-def losses_of(run: Run) -> Losses:
+def losses_of(run: AdapterRun) -> Losses:
     """The held-out losses or, if no rows are held out, the logged training losses: first, lowest and last.
 
     Steps that are not logged yet count like a line.

@@ -27,7 +27,7 @@ from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.options.training_arguments import LENGTH_OPTIONS, TrainingArguments
 from wgpu_lora.train.options.typed_options import TrainingOptions
 from wgpu_lora.train.resolve_options import resolve_options
-from wgpu_lora.train.run.adapter_run import Run
+from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.session.data_stream import Step
 from wgpu_lora.train.session.session import Session
 from wgpu_lora.worker.job_process import EventWriter
@@ -150,7 +150,7 @@ class DataParallelWorker:
     """Answers a leader's questions. code: digest of the package's code."""
 
     session: Session
-    run: Run
+    run: AdapterRun
     code: str
 
     def answer(self, question: bytes) -> bytes:

@@ -26,7 +26,7 @@ from wgpu_lora.train.memory import Needs
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.resolve_options import resolve_options
-from wgpu_lora.train.run.adapter_run import Run
+from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.teacher_setup import cache_plans, caches_digest
 from wgpu_lora.train.session.data_stream import DataStream
 from wgpu_lora.typed_json import typed
@@ -197,7 +197,7 @@ def needs_of(job: Job[Any], base: str) -> Needs:
     )
 
 
-def _streams(run: Run) -> list[DataStream]:
+def _streams(run: AdapterRun) -> list[DataStream]:
     return [run.stream, *([DataStream(run.heldout, run.args)] if run.heldout else [])]
 
 
