@@ -17,9 +17,9 @@ import pytest
 from support.broken import Break, breaking
 
 from wgpu_lora.bench import training_runs
-from wgpu_lora.cli import plan
 from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.models import loaded_model
+from wgpu_lora.train import finetune
 
 os.environ["WGPU_LORA_NO_TUNE"] = "1"  # a shape for every test: tuning would take most of the time
 os.environ.setdefault("WGPU_LORA_NO_CHECK", "1")  # likewise: test_kernels.py checks all kernels
@@ -65,7 +65,7 @@ class DefaultDevice(Device):
         return opened(tuple(sorted(chosen)))
 
 
-for opener in (loaded_model, plan, training_runs):
+for opener in (loaded_model, finetune, training_runs):
     opener.Device = DefaultDevice  # type: ignore[misc]
 
 

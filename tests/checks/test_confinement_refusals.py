@@ -55,8 +55,8 @@ def test_the_filter_holds_where_namespaces_are_refused() -> None:
             )
         """)
     code = f"""
-        from wgpu_lora.checks.sandbox import parent
-        parent.ENTRY = {UNGUARDED!r}
+        from wgpu_lora.checks.sandbox import sandbox_process
+        sandbox_process.ENTRY = {UNGUARDED!r}
         print(confinement().namespaces, run_check({answer!r}, f"assert f({{os.getpid()}}) == {{{{}}}}").passed)
         """
     done = run_where(f"refuse({UNSHARE})", code)

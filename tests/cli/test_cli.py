@@ -248,7 +248,7 @@ def test_what_the_system_refuses_elsewhere(run: Run, data: Path, monkeypatch: py
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "somewhere/file")
 
-    monkeypatch.setattr("wgpu_lora.train.training_data.prepare", refuse)
+    monkeypatch.setattr("wgpu_lora.train.training_data.tokenize_source", refuse)
     line = refused(run("finetune", *flags(model=QWEN2, data=data, max_length=16)))
     assert line == "wgpu-lora: Permission denied: somewhere/file."
 
@@ -365,7 +365,7 @@ def test_interrupt_saves_and_resume_goes_on(run: Run, tmp_path: Path, data: Path
     assert "There is no checkpoint" in refused(run("finetune", *options, "--resume"))
     with monkeypatch.context() as patch:
         command = import_module("wgpu_lora.cli.finetune")
-        patch.setattr(command.Watcher, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(command.TrainingProgress, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         stopped = run("finetune", *options)
     assert stopped.code == 130
     assert f"finetune --output {out} --resume" in stopped.out
@@ -387,7 +387,7 @@ def test_speed_is_that_of_training_alone(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(command, "is_terminal", lambda stream: False)
     session = SimpleNamespace(model=SimpleNamespace(tensors_to_load=lambda: 1))
     run = SimpleNamespace(logs=lambda step, heldout: True)
-    with command.Watcher(SimpleNamespace(session=session, run=run)) as watcher:
+    with command.TrainingProgress(SimpleNamespace(session=session, run=run)) as watcher:
         for step, (tokens, seconds) in enumerate([(100, 60.0), (200, 1.0), (100, 0.5), *[(100, 0.0)] * 9, (150, 1.0)]):
             counts = {"tokens": 0, "step_tokens": tokens, "step_processed_tokens": 2 * tokens}
             watcher.step(StepResult(step + 1, 99, 0.0, 1.0, 1e-3, 1.0, seconds=seconds, eval_loss=None, **counts))

@@ -91,7 +91,10 @@ def test_commands_end_well_in_every_encoding(place: Path, tmp_path: Path, encodi
 
 
 def test_a_handler_that_somebody_chose_is_kept(tmp_path: Path) -> None:
-    said = "from wgpu_lora.__main__ import lasting; import sys; print('ł', file=lasting(sys.stdout), flush=True)"
+    said = (
+        "from wgpu_lora.closed_streams import discard_when_closed; import sys; "
+        "print('ł', file=discard_when_closed(sys.stdout), flush=True)"
+    )
     for chosen, shown in (("ascii:replace", b"?\n"), ("ascii:strict", b"\\u0142\n"), ("utf-8", "ł\n".encode())):
         done = subprocess.run(
             [sys.executable, "-c", said], capture_output=True, env=os.environ | {"PYTHONIOENCODING": chosen}

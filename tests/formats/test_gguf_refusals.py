@@ -119,9 +119,9 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 CHILD = """
 import resource, sys
 from pathlib import Path
-from wgpu_lora.export import merge
+from wgpu_lora.export import adapter_merge
 from wgpu_lora.export.gguf_export import export_model
-merge.PIECE = 1 << 20
+adapter_merge.PIECE = 1 << 20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 export_model(Path(sys.argv[1]), Path(sys.argv[2]), "q4_k_m")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

@@ -24,7 +24,7 @@ confined = pytest.mark.skipif(
 )
 # Python's audit hook taken away, as an attack would, so that the kernel's means stand alone.
 UNGUARDED = (
-    "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.checks.sandbox import child; "
+    "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.checks.sandbox import sandbox_child as child; "
     "child._guard = lambda: None; child.main()"
 )
 # For an answer: `tried` tries many things by name and says what came of each, in place of raising.

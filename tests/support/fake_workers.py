@@ -20,9 +20,9 @@ from wgpu_lora.cluster.facts import Needs, RunRequest, Snapshot, Task, TaskView,
 HERE = Path(__file__).parent
 CUSTOM = f"""
 import sys
-from wgpu_lora.worker import parent
-parent.PROGRAM = (sys.executable, {str(HERE / "fake_trainer.py")!r})
-parent.Worker.__init__.__kwdefaults__["program"] = parent.PROGRAM
+from wgpu_lora.worker import worker
+worker.PROGRAM = (sys.executable, {str(HERE / "fake_trainer.py")!r})
+worker.Worker.__init__.__kwdefaults__["program"] = worker.PROGRAM
 """
 DRIVER = """
 import json, sys

@@ -28,13 +28,13 @@ ABORTED = """
 import sys
 from wgpu_lora.cli import main
 from wgpu_lora.gpu import device
-from wgpu_lora.gpu.device_errors import noticing
+from wgpu_lora.gpu.device_errors import raise_device_lost
 
 class Lost(device.Device):
     def __init__(self, selector=None):
         super().__init__(selector)
         self.raw.destroy()
-        with noticing(self.info.name):
+        with raise_device_lost(self.info.name):
             self.raw.queue.submit([])  # wgpu-native aborts
 
 device.Device = Lost

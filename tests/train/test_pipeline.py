@@ -200,7 +200,7 @@ def test_a_bad_gradient_costs_no_good_step(model: LoadedModel, trained: Path) ->
 
 CHILD = """
 import json, os, signal, sys
-from wgpu_lora.train import pipeline_keeper
+from wgpu_lora.train import pipeline
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 tasks, options, deadly, where = json.loads(sys.argv[1])
 steps = [0]
@@ -208,14 +208,14 @@ def callback(result):
     steps[0] += 1
     if where == "step" and steps[0] == deadly:
         os.kill(os.getpid(), signal.SIGKILL)
-real = pipeline_keeper.replace_directory
+real = pipeline.replace_directory
 def dying(tmp, final):
     steps[0] += 1
     if where == "move" and steps[0] == deadly:
         os.kill(os.getpid(), signal.SIGKILL)
     real(tmp, final)
 if where == "move":
-    pipeline_keeper.replace_directory = dying
+    pipeline.replace_directory = dying
     callback = lambda result: None
 MultiAdapterPipeline(tasks, **options).train(callback)
 """

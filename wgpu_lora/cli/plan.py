@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
 from wgpu_lora.cli import parameters
@@ -23,11 +21,10 @@ from wgpu_lora.cli.run_summary import (
     note_unified,
 )
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.spelling import flag
-from wgpu_lora.train.options.training_arguments import LENGTH, TrainingArguments
+from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
-    from wgpu_lora.train.finetune import FinetuneJob, Job
+    from wgpu_lora.train.finetune import Job
     from wgpu_lora.train.time_estimate import Projection
 
 
@@ -146,13 +143,13 @@ def job_of(
     shape: str | None,
 ) -> Job[Any]:
     """The job of a run that is not started."""
-    from wgpu_lora.train.finetune import prepare_job
+    from wgpu_lora.train.finetune import prepare_job, prepare_shape_job
 
     if shape:
         if pairs or config:
             raise UserError("--shape plans one adapter: leave out --adapters and --adapters-config.")
 
-        return job_of_shape(shape, args)
+        return prepare_shape_job(shape, args)
     if not (pairs or config):
         from wgpu_lora.train.finetune import prepare_job
 
@@ -184,31 +181,3 @@ def as_facts(projection: Projection, price: float | None) -> dict[str, Any]:
     """A projection for JSON."""
     cost = {} if price is None else {"cost": projection.cost(price)}
     return {"stages": projection.stages, "seconds": projection.total, "timed_steps": projection.timed, **cost}
-
-
-ROWS = 64
-NAME = "made-up rows"
-
-
-def job_of_shape(shape: str, args: TrainingArguments) -> FinetuneJob:
-    """A job of a model of this shape, whose rows are as long as they may be. Allocates nothing on the device.
-
-    Raises:
-        UserError: the shape is not known, a model or data are given, or the options do not suit it.
-    """
-    from wgpu_lora.data.memory_rows import SealedRows
-    from wgpu_lora.gpu.device import Device
-    from wgpu_lora.models.published_shapes import shape_config
-    from wgpu_lora.models.synthetic_models import synthetic_model
-    from wgpu_lora.train.finetune import prepare_job
-
-    for name in ("model", "data", "eval_data"):
-        if getattr(args, name) is not None:
-            raise UserError(f"{flag(name)} and {flag('shape')} exclude each other: leave one of them out.")
-    config = shape_config(shape)
-    model = synthetic_model(config, Device(args.device), args.base_dtype, shape)
-    length = args.max_length or min(LENGTH, config.max_position_embeddings)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length))
-    content = "".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in tokens.tolist())
-    source = SealedRows(bytearray(content.encode()), NAME, "")
-    return prepare_job(replace(args, model=shape, data=NAME), model, planning=True, rows={"data": source})

@@ -144,8 +144,8 @@ def hear(event, arguments, keep=HEARD.append, wanted={EVENTS!r}):
 sys.addaudithook(hear)
 import site
 site.main()
-from wgpu_lora.proof.watched_workers import witness
-with witness(sys.argv[1], HEARD):
+from wgpu_lora.proof.watched_workers import record_own_process
+with record_own_process(sys.argv[1], HEARD):
     from wgpu_lora.cli import main
     from wgpu_lora.proof.worker_jobs import register
     register()

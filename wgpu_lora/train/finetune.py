@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 from filelock import Timeout
 from safetensors import SafetensorError
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Source
+from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.errors import StorageError, UserError, reason
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tuner import Tuner, tuning_enabled
 from wgpu_lora.gpu.tuning_cache import Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
@@ -24,7 +28,9 @@ from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.loaded_model import LoadedModel, open_model, table_dtype
 from wgpu_lora.models.parameters import ParameterSet
+from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.quant_constants import QuantConstants
+from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.ops.activation_storage import Saving
 from wgpu_lora.track.trackers import check_libraries
@@ -36,7 +42,7 @@ from wgpu_lora.train.objective_eval import open_unrounded_model, unrounded_loss
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.objective import Objective
 from wgpu_lora.train.optimizers import optimizer_of
-from wgpu_lora.train.options.training_arguments import LENGTH_OPTIONS, OUTPUT, TrainingArguments
+from wgpu_lora.train.options.training_arguments import LENGTH, LENGTH_OPTIONS, OUTPUT, TrainingArguments
 from wgpu_lora.train.run import disk_space, run_checkpoint
 from wgpu_lora.train.run.adapter_init import (
     check_reference_base,
@@ -451,3 +457,26 @@ def _session(
             for stream in (run.stream, *([DataStream(run.heldout, run.args)] if run.heldout else []))
         ),
     )
+
+
+SHAPE_ROWS, SHAPE_DATA = 64, "made-up rows"  # of a job of a shape
+
+
+def prepare_shape_job(shape: str, args: TrainingArguments) -> FinetuneJob:
+    """Prepare a job for a model of a published shape with random weights, whose rows are as long as they may be.
+
+    Allocates nothing on the device.
+
+    Raises:
+        UserError: the shape is not known, a model or data are given, or the options do not suit it.
+    """
+    for name in ("model", "data", "eval_data"):
+        if getattr(args, name) is not None:
+            raise UserError(f"{flag(name)} and {flag('shape')} exclude each other: leave one of them out.")
+    config = shape_config(shape)
+    model = synthetic_model(config, Device(args.device), args.base_dtype, shape)
+    length = args.max_length or min(LENGTH, config.max_position_embeddings)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (SHAPE_ROWS, length))
+    content = "".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in tokens.tolist())
+    source = SealedRows(bytearray(content.encode()), SHAPE_DATA, "")
+    return prepare_job(replace(args, model=shape, data=SHAPE_DATA), model, planning=True, rows={"data": source})
