@@ -17,7 +17,7 @@ from wgpu_lora.bench.bricks.adapter_bricks import MultiAdapterMemory, MultiAdapt
 from wgpu_lora.bench.contract import load_contract
 from wgpu_lora.bench.timing import Timings
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.memory_leases.device_memory import Budget
+from wgpu_lora.memory_leases.memory_budget import Budget
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.train.memory import MemoryPlan
 from wgpu_lora.train.session.session import Session

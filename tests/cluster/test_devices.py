@@ -134,7 +134,7 @@ def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceInfo:
     monkeypatch.setattr(probe, "devices_here", lambda: infos)
     monkeypatch.setattr(probe, "device_memory", lambda info: DeviceMemory(1000, "a test", 500))
     monkeypatch.setattr(
-        "wgpu_lora.memory_leases.device_memory.device_memory", lambda info: DeviceMemory(1000, "a test", 500)
+        "wgpu_lora.memory_leases.memory_budget.device_memory", lambda info: DeviceMemory(1000, "a test", 500)
     )
     return info
 

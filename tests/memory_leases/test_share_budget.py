@@ -12,7 +12,7 @@ import pytest
 from support.share import adapter
 
 from wgpu_lora.memory_leases import device_memory as module
-from wgpu_lora.memory_leases.device_memory import (
+from wgpu_lora.memory_leases.memory_budget import (
     DeviceMemory,
     amdgpu_memory,
     budget_bytes,

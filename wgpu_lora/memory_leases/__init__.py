@@ -1,8 +1,8 @@
 """Share a device between processes: its memory budget, leases on it, and the wait queue."""
 
 from wgpu_lora.memory_leases.claims import claim
-from wgpu_lora.memory_leases.device_memory import Budget, DeviceMemory, budget_bytes, device_memory, is_unified
 from wgpu_lora.memory_leases.ledger import Ledger, LedgerEntry, device_key
+from wgpu_lora.memory_leases.memory_budget import Budget, DeviceMemory, budget_bytes, device_memory, is_unified
 
 __all__ = [
     "Budget",

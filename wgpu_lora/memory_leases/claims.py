@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.memory_leases.device_memory import Budget, budget_bytes, device_memory
 from wgpu_lora.memory_leases.lease_queue import NO_QUEUE, Advice, take, update
 from wgpu_lora.memory_leases.ledger import Ledger, LedgerEntry, device_key
+from wgpu_lora.memory_leases.memory_budget import Budget, budget_bytes, device_memory
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device

@@ -9,7 +9,7 @@ from typing import Any
 
 from wgpu_lora.gpu.device_list import DeviceInfo
 from wgpu_lora.memory_leases import device_key
-from wgpu_lora.memory_leases.device_memory import ask_nvml
+from wgpu_lora.memory_leases.memory_budget import ask_nvml
 
 PREFIX = "webgpu:"  # of the resources in Ray
 PCI = Path("/sys/bus/pci/devices")
