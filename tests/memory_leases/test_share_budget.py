@@ -11,7 +11,7 @@ import psutil
 import pytest
 from support.share import adapter
 
-from wgpu_lora.memory_leases import device_memory as module
+from wgpu_lora.memory_leases import memory_budget as module
 from wgpu_lora.memory_leases.memory_budget import (
     DeviceMemory,
     amdgpu_memory,
