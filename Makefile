@@ -56,7 +56,7 @@ test-reference: setup .venv/reference  ## regenerate and compare golden fixtures
 # and another vendor's compiler.
 test-drivers: setup .venv/all  ## core device tests with other subgroup sizes, without subgroups, with another driver
 	scripts/install_vulkan.sh --swiftshader .drivers
-	@run() { echo "=== $$*"; env "$$@" $(PYTEST) --junitxml=.times/$@.$$((n += 1)).xml -n $(JOBS) -m drivers || exit 1; }; \
+	@n=0; run() { echo "=== $$*"; env "$$@" $(PYTEST) --junitxml=.times/$@.$$((n += 1)).xml -n $(JOBS) -m drivers || exit 1; }; \
 	lavapipe=$$(compgen -G '/usr/share/vulkan/icd.d/lvp_icd*.json' | head -1 || true); \
 	if [ -n "$$lavapipe" ]; then \
 	  run VK_DRIVER_FILES=$$lavapipe LP_NATIVE_VECTOR_WIDTH=128; \

@@ -69,7 +69,7 @@ def version(path: str) -> Check:
 def level(level: str, facts: Facts) -> Iterator[Failed]:
     found = claim(facts, "level")
     if level == "quoted" and not (found == level and facts["quote"]):
-        yield "quoted by a TPM", found if found != level else "no quote beside the claims"
+        yield "quoted by a TPM", "no quote beside the claims" if found == level else shown(found)
     if found not in ("self-reported", "quoted"):
         yield "'self-reported' or 'quoted'", shown(found)
 
