@@ -42,12 +42,12 @@ from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 from wgpu_lora.worker.job_kinds import KINDS
 from wgpu_lora.worker.job_process import EventWriter
 
-JOBS = ("devices:devices", "generate:generate", "generate:answers", "trained:clock", "trained:gradients")
+JOBS = ("devices", "generate", "answers", "clock", "gradients")
 
 
 def register() -> None:
     for job in JOBS:
-        KINDS[f"proof-{job.partition(':')[2]}"] = f"wgpu_lora.proof.worker_jobs.{job}"
+        KINDS[f"proof-{job}"] = f"wgpu_lora.proof.worker_jobs:{job}"
 
 
 AT_ONCE = 2  # devices that are used by default
