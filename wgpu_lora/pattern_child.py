@@ -1,4 +1,4 @@
-"""Child process of patterns.py: reads patterns and names as JSON from stdin, writes the matches as JSON to stdout."""
+"""The child process of untrusted_patterns.py: JSON patterns and names on stdin, the matches as JSON on stdout."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Rows of a sample that share their prompt's rows in a batch (`models.placing`)."""
+"""Rows of a sample that share their prompt's rows in a batch (`models.batch_inputs`)."""
 
 from __future__ import annotations
 

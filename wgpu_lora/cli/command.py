@@ -194,10 +194,6 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _has(command: Any, name: str) -> bool:
-    return any(name in parameter.opts for parameter in command.params)
-
-
 def _not_known(error: Exception) -> str | None:
     """The option that Typer reports as unknown; None for other errors."""
     return str(getattr(error, "option_name", "")) if hasattr(error, "possibilities") else None

@@ -118,7 +118,7 @@ class Checkpoint:
         return read_bytes(self._entry(name))
 
     def packed(self, name: str) -> Packed | None:
-        """The tensor if it is stored in a base format, as in `formats.packed`; here always None."""
+        """The tensor if it is stored in a base format, as in `formats.packed_checkpoint`; here always None."""
         return None
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:

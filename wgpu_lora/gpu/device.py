@@ -76,7 +76,7 @@ class Device:
         allocated, peak_allocated: bytes of all live buffers in the device's memory, now and at most.
         host_allocated: bytes of all live buffers in the host's memory.
         live: all buffers that have not been freed, in either memory.
-        before_free: called with each buffer before it is destroyed (see `gpu.wipe`).
+        before_free: called with each buffer before it is destroyed (see `gpu.buffer_wipe`).
 
     Raises:
         UserError: no device matches the selector.

@@ -207,7 +207,7 @@ def kernel(
         variants: (a device's capabilities, a call's constants) -> the tilings that can run it, the default first.
         specialise: constants -> facts that a template derives from the dims, such as whether rows are whole vec4s.
         tuning: describes the kernel's calls to the tuner. Kernels without it are not tuned.
-        part: (arrays, constants) -> the part of a large call to check against the reference (see `gpu.part`).
+        part: (arrays, constants) -> the part of a large call to check (see `gpu.reference_values`).
     """
 
     def declare(function: Callable[..., Any]) -> Kernel:

@@ -1,7 +1,7 @@
 """Which compute pipelines a device gets right, by comparison with the kernels' float64 references.
 
 Drivers miscompile shaders. Kernels that are tuned are compared on a small call before a program that uses them is built
-(`gpu.cuts`), all others on the values of the first run of a program (`gpu.first_run`), once per device,
+(`gpu.tiling_check`), all others on the values of the first run of a program (`gpu.first_run`), once per device,
 driver and shader. A tiling that is wrong is reported, and not used.
 """
 

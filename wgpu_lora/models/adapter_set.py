@@ -30,7 +30,7 @@ from wgpu_lora.weights.base import Weight
 class SlotSpec:
     """An adapter: its largest rank, and the scaling of each module that it targets (alpha / r or alpha / sqrt(r)).
 
-    dora: whether its modules have magnitudes. offset: a frozen adapter that is part of the weight (see `ops.adapted`).
+    dora: whether its modules have magnitudes. offset: a frozen adapter in the weight (`ops.adapted_linear`).
     """
 
     rank: int

@@ -121,7 +121,7 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
     Args:
         model: a directory, a GGUF file, a hub id, or `demo`.
         device: an opened device, a device index, or part of a device's name.
-        base_dtype: a base format of `weights.registry`. A model that is stored in one keeps it by default.
+        base_dtype: a base format of `weights.base_formats`. A model that is stored in one keeps it by default.
 
     Raises:
         UserError: the model cannot be downloaded or read, or is not supported.

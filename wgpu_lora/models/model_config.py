@@ -147,8 +147,8 @@ class ModelConfig(ABC):
         return ()
 
     def longest_fork(self) -> int | None:
-        """Tokens of the longest sequence that may share rows with another (`models.placing`), None for any. Blocks must
-        then use no order of rows but positions and key ranges."""
+        """Tokens of the longest sequence that may share rows with another (`models.batch_inputs`), None for any. Blocks
+        must then use no order of rows but positions and key ranges."""
         return 0
 
     def switch(self) -> int | None:
@@ -161,7 +161,7 @@ class ModelConfig(ABC):
         return 1.0
 
     def logit_cap(self) -> float:
-        """The soft cap of the logits (`ops.capped`), 0 if there is none."""
+        """The soft cap of the logits (`ops.embedding`), 0 if there is none."""
         return 0.0
 
     def tables(self) -> Sequence[Table]:

@@ -18,7 +18,7 @@ from wgpu_lora.ops.recorder import Recorder
 class Table(Protocol):
     """A frozen embedding or LM head [out_features, in_features] in its stored dtype.
 
-    cap: soft cap of the logits, 0 if there is none (`ops.capped`).
+    cap: soft cap of the logits, 0 if there is none (`ops.embedding`).
     """
 
     @property

@@ -34,7 +34,7 @@ class Recorder:
         program: receives the dispatches.
         training: False records no backward pass.
         recompute: record `checkpoint`ed blocks again inside the backward pass instead of keeping their activations.
-        compute_dtype: dtype that the inputs of frozen matmuls are rounded to (see `ops.half`).
+        compute_dtype: dtype that the inputs of frozen matmuls are rounded to (see `ops.half_precision`).
         kept: where a base format keeps decoded constants; by default they are decoded before each product. For NF4,
             keeping them takes an eighth more memory.
     """
@@ -105,7 +105,7 @@ class Recorder:
     def save_for_backward(self, *tensors: Tensor) -> None:
         """Declares all tensors of a storage that the backward pass only reads, and that may be rounded for it.
 
-        They may then be stored in another way in between (see `ops.saved`).
+        They may then be stored in another way in between (see `ops.activation_storage`).
         """
         for tensor in tensors:
             of = self.saved.setdefault(tensor.storage, [])

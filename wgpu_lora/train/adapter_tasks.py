@@ -66,7 +66,7 @@ class AdapterTask:
     def arguments(self, base: TrainingArguments) -> TrainingArguments:
         """The options of a single run that trains this adapter as the pipeline does.
 
-        Batches per step stay unset if `base` does not set them: `train.batching` chooses them, and uses the weight.
+        Batches per step stay unset if `base` does not set them: `train.training_data` chooses them by the weight.
         """
         given = base.gradient_accumulation_steps
         if given and given * self.weight < 1:

@@ -1,7 +1,8 @@
 """A confined process for code written by a model, which can only compute and answer calls with plain data.
 
-`parent.py` starts it and reads its results, `child.py` runs in it; `namespaces.py` and `seccomp.py` confine it, and
-`plain.py` encodes all data between the two. Only the standard library is imported here: the child has nothing else.
+`sandbox_process.py` starts it and reads its results, `sandbox_child.py` runs in it; `linux_sandbox.py` and
+`wgpu_lora/seccomp.py` confine it, and `plain_data.py` encodes all data between the two. The child imports the standard
+library alone.
 
 Why not bubblewrap: it has to start an interpreter, so its filter must allow `execve` and its root must contain Python's
 files; and it does not work where unprivileged namespaces are refused (Ubuntu 24.04, Docker). This child starts first

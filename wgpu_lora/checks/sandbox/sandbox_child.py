@@ -2,7 +2,7 @@
 
 argv has a JSON object with modules to import first and limits. The job arrives on stdin once the process is confined,
 as lines of JSON: the answer, then calls with literal arguments. The expected results are not in this process, so an
-answer cannot pass by finding or changing anything here. A row's own test runs in another such process (tester.py).
+answer cannot pass by finding or changing anything here. A row's own test runs in another such process.
 """
 
 from __future__ import annotations

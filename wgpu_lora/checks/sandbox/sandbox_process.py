@@ -143,7 +143,7 @@ class SandboxProcess:
 
     def next(self) -> tuple[str, str]:
         """The next message: ("parsed", ""), ("value", JSON of plain data), ("raised" or "failed", reason), and those of
-        a test (tester.py).
+        a test.
 
         Raises:
             EndedError: the process ended or exceeded its time.

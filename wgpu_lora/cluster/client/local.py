@@ -49,7 +49,7 @@ class Local:
 
     Attributes:
         address: HOST:PORT of its GCS; '' while it starts. place: its directory, with Ray's files and the token.
-        boot: of which start of the machine it is, as `share.owner` names that: the clock may be set meanwhile.
+        boot: of which start of the machine it is, as `process_identity` names that: the clock may be set meanwhile.
     """
 
     address: str

@@ -97,7 +97,7 @@ class Report:
     Attributes:
         progress: by task. saved: the step of the newest checkpoint, by task.
         copy: a new copy that the shelf has accepted since the last report.
-        outcomes: of tasks that have ended: `finished`, `stopped`, `failed`, ... as `train.ending` names them.
+        outcomes: of tasks that have ended: `finished`, `stopped`, `failed`, ... as `train.run.stop_reasons` names them.
         ended: None while the process runs, else `done`, `failed` (the process failed), `refused` (a user's error, which
             another device would not mend), `no room` (memory that others hold), `no copy` (the one to resume from is
             missing or damaged), `killed` (by a signal from outside) or `stopped` (as it was asked to).

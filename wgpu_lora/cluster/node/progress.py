@@ -16,7 +16,7 @@ from wgpu_lora.train.run.run_state import read_state
 from wgpu_lora.train.run.stop_reasons import OUTCOMES
 
 WINDOW = 20  # steps that tokens/s and the time left are measured over
-STOPPED, ENDED_EARLY = "stopped", "stopped early"  # as reports and as `train.ending` say it
+STOPPED, ENDED_EARLY = "stopped", "stopped early"  # as reports and as `train.run.stop_reasons` say it
 Event = Mapping[str, Any]
 
 

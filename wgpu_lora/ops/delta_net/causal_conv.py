@@ -139,7 +139,7 @@ def causal_conv(
 
     Args:
         weight: f32 [cols, 1, taps], frozen.
-        runs: u32 [T, 4], see `ops.delta_chunks`.
+        runs: u32 [T, 4], see `ops.delta_net.delta_chunks`.
         state: in generation, f32 [sequences, taps - 1, cols], which is read and replaced.
     """
     rows, cols = x.shape

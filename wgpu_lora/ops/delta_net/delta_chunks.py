@@ -1,4 +1,4 @@
-"""Kernels of the gated delta rule within chunks of 64 rows, for all chunks and heads at once (see `ops.delta`).
+"""Kernels of the gated delta rule within chunks of 64 rows, for all chunks and heads at once.
 
 Arrays have the rows of all key heads, or of all value heads, or of the `heads` value heads from `first` on: 'key',
 'value' and 'block'. A value head j uses the key head j // (value_heads / key_heads). runs: u32 [T, 4], for each row how

@@ -232,7 +232,7 @@ def gated_delta_rule(
             multiples of 4; value head j uses the key head j // (value_heads / key_heads). They have no other uses.
         a, b: f32 [T, value_heads].
         a_log, dt_bias: f32 [value_heads], frozen.
-        runs: u32 [T, 4], see `ops.delta_chunks`.
+        runs: u32 [T, 4], see `ops.delta_net.delta_chunks`.
         state: in generation, f32 [sequences, value_heads, key_dim, value_dim], which is read and replaced.
     """
     beta, decay = rec.temp(b.shape, name="beta"), rec.temp(a.shape, name="decay")

@@ -1,4 +1,4 @@
-"""Kernels of the gated delta rule that go from chunk to chunk with the state, and its gates (see `ops.delta`)."""
+"""Kernels of the gated delta rule that go from chunk to chunk with the state, and its gates."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Gated delta nets over few rows, as when each sequence of a batch gets a token: two dispatches instead of thirteen.
 
-For each row, with S the state of a value head before it (see `ops.delta`):
+For each row, with S the state of a value head before it (see `ops.delta_net.delta_rule`):
 
     u = beta (v - exp(g) S^T k)    y = exp(g) S^T q + (k . q) u    S <- exp(g) S + k u^T
 
@@ -138,7 +138,7 @@ def gated_delta_step(
     Args:
         x: f32 [T, cols], of q, k and v. z: f32 [T, value_heads * value_dim]. a, b: f32 [T, value_heads].
         frozen: the convolution's weight, a_log, dt_bias and the norm's weight.
-        runs: u32 [T, 4], see `ops.delta_chunks`.
+        runs: u32 [T, 4], see `ops.delta_net.delta_chunks`.
         inputs, state: of the sequences, as in `causal_conv` and `gated_delta_rule`; read and replaced.
 
     Returns:

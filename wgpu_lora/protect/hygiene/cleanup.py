@@ -111,6 +111,6 @@ def overwrite(buffers: Iterable[Overwritable]) -> WipeFacts:
 
 
 def of_device(report: WipeReport) -> WipeFacts:
-    """What `gpu.wipe` says, as facts."""
+    """What `gpu.buffer_wipe` says, as facts."""
     facts = asdict(report) | {"verified": report.verified, "seconds": round(report.seconds, 3)}
     return WipeFacts(facts, facts.pop("not_wiped"))

@@ -24,7 +24,6 @@ from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.sparse_logits import LOWEST
 from wgpu_lora.train.objectives.objective import Objective, Score, Scoring
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 METRICS = ("kd_loss", "hard_top1_loss", "hard_full_loss", "top1_agreement", "teacher_tail", "student_tail")
 
 
