@@ -17,7 +17,7 @@ from support.cli import flags, write_rows
 from support.cluster_runs import cluster, rows_of, status
 from support.hosts import Hosts, drivers_here, hosts_here, until
 
-from wgpu_lora.proof.checks import SAME_LOSS_ON_DEVICES
+from wgpu_lora.proof.checks import DEVICE_TOLERANCE
 from wgpu_lora.train.run.training_log import LOG, read_log
 
 COUNT = 8
@@ -123,7 +123,7 @@ def test_eight_adapters_end_as_each_alone(hosts: Hosts) -> None:
         made, expected = read_log(ours / LOG), read_log(theirs / LOG)
         assert [entry["step"] for entry in made] == [entry["step"] for entry in expected] == [1, 2, 3, 4]
         assert [entry["loss"] for entry in made] == pytest.approx(
-            [entry["loss"] for entry in expected], rel=SAME_LOSS_ON_DEVICES
+            [entry["loss"] for entry in expected], rel=DEVICE_TOLERANCE
         )
         if same:
             assert (ours / ADAPTER).read_bytes() == (theirs / ADAPTER).read_bytes()
