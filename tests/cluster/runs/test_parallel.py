@@ -134,7 +134,7 @@ def test_unlike_devices_of_two_hosts_train_as_one(tmp_path: Path) -> None:
         adapter = f"{rows}:{tmp_path / 'out'}"
         words = ["--data-parallel", "2", "--name", "two", "--detach", *flags(**OPTIONS, max_steps=100_000)]
         command(hosts, "run", "--adapters", adapter, *words)
-        host, log = until(lambda: leader(hosts), 120)
+        host, log = until(lambda: leader(hosts), 300)  # also where devices are measured first
         until(lambda: shares(log.parent).count(2) >= 8, 240)
         made = read_log(log)[: len(shares(log.parent))]
         command(hosts, "cancel", "two")
