@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
 from wgpu_lora.bounded import check_links, is_path
-from wgpu_lora.cli.elsewhere import command_instead
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import advice, aliases_of, foreign_option_advice
+from wgpu_lora.names.foreign_options import COMMANDS
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.train.objectives import OBJECTIVES
 
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has its own error, an empty system message is allowed
 TRUE, FALSE = ("true", "yes"), ("false", "no")
@@ -150,7 +153,7 @@ class Group(TyperGroup):
         name = dashes(args[0])
         if name in self.commands or ctx.resilient_parsing or name.startswith("-"):
             return super().resolve_command(ctx, args)
-        raise UserError(command_instead(args[0], list(self.commands), ctx.command_path))
+        raise UserError(unknown_command(args[0], list(self.commands), ctx.command_path))
 
 
 class AliasedOption:
@@ -209,6 +212,19 @@ def _negative(option: Any) -> str:
     both = [*option.obj.opts, *option.obj.secondary_opts]
     mine = option._long_opts[0] if option._long_opts else ""
     return next((name for name in both if name != mine and name.startswith("--")), "") if len(both) == 2 else ""
+
+
+def unknown_command(typed: str, known: Sequence[str], group: str) -> str:
+    """The error for a command that a group does not have."""
+    name = dashes(typed.lower())
+    foreign = {word: command for words, command in COMMANDS.items() for word in words.split()}
+    foreign |= {objective: f"finetune --objective {objective}" for objective in OBJECTIVES if objective not in foreign}
+    if not group.count(" ") and name in foreign:
+        quote = "" if "'" in foreign[name] else "'"
+        return f"No such command '{typed:.40}': use '{group} {foreign[name]}{quote}."
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
+        return f"No such command '{typed:.40}': did you mean '{group} {near[0]}'?"
+    return f"No such command '{typed:.40}': choose one of {', '.join(known)} ('{group} --help')."
 
 
 def _unknown(typed: str, args: list[str], known: list[str], command: str) -> str:

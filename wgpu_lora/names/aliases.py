@@ -6,36 +6,22 @@ import ast
 import difflib
 import re
 from collections.abc import Collection, Mapping
-from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.instead import ANYWHERE, SENTENCES
-from wgpu_lora.names.others import ALIASES, VALUES, WORDS
-from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.names.foreign_options import ALIASES, REFUSED, VALUES
+from wgpu_lora.names.spelling import any_option, flag, setting
 
 _MARK = re.compile(r"\{(\w+)(?:=([^}]*))?\}")
-CLOSE, NEARLY = 0.87, 0.9  # least similarity of names, from 0 to 1
-TRAINING, TRAINS = "\0", "learning_rate"  # mark of sentences about training; an option of training commands only
-
-
-@cache
-def _table() -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]], dict[str, list[str]]]:
-    """By name: options of an alias, sentences about an unsupported option, and options that a word refers to."""
-    aliases = {name: options for options, names in ALIASES.items() for name in names.split()}
-    sentences: dict[str, list[str]] = {}
-    for sentence, names in (*((TRAINING + sentence, names) for sentence, names in SENTENCES), *ANYWHERE):
-        for name in names.split():
-            sentences.setdefault(name, []).append(sentence)
-    words = {word: options.split() for together, options in WORDS.items() for word in together.split()}
-    return aliases, sentences, words
+SIMILAR = 0.8  # least similarity of names, from 0 to 1
+OPTIONS_BY_ALIAS = {name: options for options, names in ALIASES.items() for name in names.split()}
 
 
 def aliases_of(known: Collection[str]) -> dict[str, str]:
     """Aliases -> the options of a command, without names that are options of the command themselves."""
     found = {}
-    for name, options in _table()[0].items():
+    for name, options in OPTIONS_BY_ALIAS.items():
         target = next((option for option in options if option in known), None)
         if target and name not in known:
             found[name] = target
@@ -43,21 +29,14 @@ def aliases_of(known: Collection[str]) -> dict[str, str]:
 
 
 def foreign_option_advice(name: str, known: Collection[str]) -> str | None:
-    """The advice for an option of other programs, as a sentence.
-
-    None if there is no advice for this or a similar name, or only advice that names options this command lacks.
-    """
-    table = _table()[1]
-    meant = name if name in table else _by_letters(name, [*known, *aliases_of(known), *table], NEARLY)
-    for sentence in table.get(meant or "", ()):
-        plain = sentence.removeprefix(TRAINING)
-        needed = {option for option, _ in _MARK.findall(plain)} | ({TRAINS} if sentence != plain else set())
-        if needed <= set(known):
-            return f"{flag(name)} {_MARK.sub(_called, plain)}."
+    """The advice for an option of other programs, as a sentence; None if it names options that this command lacks."""
+    for advice, names in REFUSED:
+        if name in names.split() and {option for option, _ in _MARK.findall(advice)} <= set(known):
+            return f"{flag(name)} {_MARK.sub(_spelled, advice)}."
     return None
 
 
-def _called(mark: re.Match[str]) -> str:
+def _spelled(mark: re.Match[str]) -> str:
     if mark[2] is None:
         return flag(mark[1])
     try:
@@ -66,29 +45,19 @@ def _called(mark: re.Match[str]) -> str:
         return setting(mark[1], mark[2])
 
 
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The options, in their current spelling, that an unknown name may mean, by a typing error or an abbreviation."""
+    others = aliases_of(known)
+    longer = [option for option in known if len(name) > 2 and option.startswith(name)]
+    similar = difflib.get_close_matches(name, [*known, *others], n=1, cutoff=SIMILAR)
+    meant = [others.get(option, option) for option in similar or sorted(longer, key=len)[:2]]
+    return any_option(*meant) or None
+
+
 def advice(name: str, known: Collection[str], otherwise: str) -> str:
     """The advice for an unknown name: the options that may be meant, or else `otherwise`."""
     meant = nearest(name, known)
-    return f"did you mean {' or '.join(meant)}?" if meant else otherwise
-
-
-def nearest(name: str, known: Collection[str]) -> list[str]:
-    """The options that an unknown name may mean, by its spelling or else by its words."""
-    others = aliases_of(known)
-    letters = _by_letters(name, [*known, *others], CLOSE)
-    target = others.get(letters or "", letters)
-    if target in known:
-        return [flag(str(target))]
-    found = [option for word in name.lower().split("_") for option in _table()[2].get(word, ()) if option in known]
-    # Prefer options that several words refer to.
-    best = [option for option in dict.fromkeys(found) if found.count(option) == max(map(found.count, found))]
-    longer = [option for option in known if len(name) > 2 and option.startswith(name)]
-    return [flag(option) for option in best[:3] or sorted(longer, key=len)[:1]]
-
-
-def _by_letters(name: str, names: Collection[str], least: float) -> str | None:
-    """The most similar of `names`, if its similarity is at least `least`."""
-    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=least)), None)
+    return f"did you mean {meant}?" if meant else otherwise
 
 
 def real_names(

@@ -21,7 +21,7 @@ def check_keys(values: Mapping[str, Any], known: Collection[str], where: str) ->
         if key not in known:
             with naming(IN_FILE):
                 meant = nearest(key.replace("-", "_"), known)
-            text = f"did you mean {' or '.join(meant)}?" if meant else f"choose among {join_words([*known])}."
+            text = f"did you mean {meant}?" if meant else f"choose among {join_words([*known])}."
             raise UserError(f"{where} has an unknown key {key!a:.60}: {text}")
 
 
