@@ -18,10 +18,10 @@ from support.models import save_golden_adapter, words_model
 from support.sampling import sample
 
 from wgpu_lora.atomic import file_digest, new_directory
-from wgpu_lora.bench.overhead_results import PUBLISHED
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import locked
+from wgpu_lora.protect.overhead_results import PUBLISHED
 from wgpu_lora.protect.sealed.keys import DataKey, write_private
 
 KEY = DataKey.generate()

@@ -129,12 +129,11 @@ def report(
     and memory and, if there is a profile.json beside a run, the times of its kernels. Prints a Markdown line per run.
     Result files of 'bench --protected' are shown beside published rows.
     """
-    from wgpu_lora.bench.overhead_results import is_result_file
     from wgpu_lora.report.comparison_tables import summary
     from wgpu_lora.report.finished_runs import directories_of, missing_members, read_runs
     from wgpu_lora.report.page import write_report
 
-    if any(is_result_file(path) for path in runs):
+    if any(path.suffix == ".json" and path.is_file() for path in runs):
         return _overheads(runs, output)
     found = read_runs(runs)
     page = write_report(found, output)
@@ -148,15 +147,15 @@ def report(
 
 
 def _overheads(files: list[Path], output: Path) -> int:
-    from wgpu_lora.bench.overhead_results import interpretation, is_result_file, read_results
+    from wgpu_lora.protect.overhead_results import interpretation, read_rows
     from wgpu_lora.report.overhead_page import write_overheads
 
     for path in files:
-        if not is_result_file(path):
+        if path.suffix != ".json" or not path.is_file():
             raise UserError(f"{path} is no result file of 'bench --protected': give such files alone, or runs alone.")
-    found = [read_results(path) for path in files]
-    page = write_overheads(found, output)
-    for text in interpretation([row for results in found for row in results.rows]):
+    rows = [row for path in files for row in read_rows(path)]
+    page = write_overheads(rows, output)
+    for text in interpretation(rows):
         line("overhead", text)
     line("report", str(page))
     return 0

@@ -46,8 +46,8 @@ from wgpu_lora.proof.proof_context import (
     read_recipe,
 )
 from wgpu_lora.proof.watched_workers import Children
-from wgpu_lora.report.html_page import render as render_page
 from wgpu_lora.report.line_chart import Chart, Line, line_chart
+from wgpu_lora.report.page import render as render_page
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.words import count_noun
 from wgpu_lora.worker.worker import WorkerFailed

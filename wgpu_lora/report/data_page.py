@@ -12,8 +12,8 @@ from wgpu_lora.atomic import check_file, replace_file
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.report.comparison_tables import span
-from wgpu_lora.report.html_page import TEMPLATES, render
 from wgpu_lora.report.line_chart import Chart, Line, line_chart
+from wgpu_lora.report.page import TEMPLATES, render
 from wgpu_lora.report.run_charts import Bar
 from wgpu_lora.train.data_statistics import Choice, RowStatistics
 from wgpu_lora.train.memory import format_bytes

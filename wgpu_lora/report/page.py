@@ -1,15 +1,15 @@
-"""A self-contained HTML page about runs."""
+"""Self-contained HTML pages: no scripts, nothing fetched, light and dark mode, readable on phones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from wgpu_lora.atomic import replace_file
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.report import comparison_tables
 from wgpu_lora.report.finished_runs import ADVICE, Run
-from wgpu_lora.report.html_page import TEMPLATES, render
 from wgpu_lora.report.run_charts import axes_of, kernels, lengths_differ, memory, memory_bars, plots
 
 PAGE = "report.html"
@@ -58,3 +58,17 @@ def table(runs: Sequence[Run], of: Callable[[Run], comparison_tables.Facts]) -> 
         [run.name, *(each.get(name, comparison_tables.number(None)) for name in names)]
         for run, each in zip(runs, found, strict=True)
     ]
+
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(template: Path, **values: Any) -> str:
+    """Render a template that extends base.html.j2; all values are escaped."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader([template.parent, TEMPLATES])
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(template.name).render(**values)

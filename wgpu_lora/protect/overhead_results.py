@@ -1,0 +1,187 @@
+"""Rows of `bench --protected` and their result files, in the fields of published ones."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import read_json
+from wgpu_lora.errors import UserError
+from wgpu_lora.words import count_noun
+
+SCHEMA = "wgpu-lora-overhead/1"
+PUBLISHED = Path(__file__).with_name("published_overhead.json")
+ORDERS = ("raw-first", "protected-first")
+VERIFIED, ZEROIZED = "verified", "zeroized"
+TARGET = "target seconds"  # the stop reason of a segment that ended with its time
+LIMIT = 1.0  # per cent, of the median over all rows
+ROUNDED = 0.006  # published overheads have two digits
+METHODOLOGY: dict[str, Any] = {
+    "comparison": "A raw and a protected segment run one after the other, in one process and on one device, on the "
+    "same rows with the same recipe and the same tilings. The broker is another process on the same machine. "
+    "Protections of the host last as long as the protected segment.",
+    "durationControl": "Each segment has a target in seconds. Elapsed seconds count from the begin of its first step "
+    "to the end of its last, with everything that lies between: checkpoints, their sealing, the evidence log, and "
+    "reports to the broker.",
+    "notCounted": "Loading, tuning, attestation, key release and decryption before the first step; the final files and "
+    "the cleanup after the last. rawOutsideSec and protectedOutsideSec are their seconds.",
+    "overhead": "overheadPct = 100 (1 - (protectedSteps / protectedElapsedSec) / (rawSteps / rawElapsedSec))",
+    "protectedLifecycle": [
+        *("attestation", "gated key release", "protected LoRA training", "evidence recording", "zeroized cleanup")
+    ],
+}
+REDACTION = (
+    "Rows hold figures, options of the recipe and digests of adapters. They hold no text of any row of data, no token "
+    "ids, no keys and no paths."
+)
+Row = dict[str, Any]
+
+
+def overhead_pct(row: Mapping[str, Any]) -> float:
+    """100 (1 - (protected steps / protected seconds) / (raw steps / raw seconds)).
+
+    Raises:
+        ValueError: a segment has no step, or no time.
+    """
+    steps, seconds = ([row[f"{side}{what}"] for side in ("raw", "protected")] for what in ("Steps", "ElapsedSec"))
+    if min(steps) < 1 or not all(0 < value < math.inf for value in seconds):
+        raise ValueError("a segment has no step or no time")
+    return float(100 * (1 - (steps[1] / seconds[1]) / (steps[0] / seconds[0])))
+
+
+def make_row(figures: Mapping[str, Any]) -> Row:
+    """A row with its overhead, and whether it is clean: its adapters were trained under verified protection.
+
+    Args:
+        figures: the other fields.
+
+    Raises:
+        UserError: a segment was too short to measure.
+    """
+    try:
+        row = {**figures, "overheadPct": overhead_pct(figures)}
+    except ValueError:
+        steps = count_noun(min(figures["rawSteps"], figures["protectedSteps"]), "step")
+        raise UserError(
+            f"A segment had {steps}, which is too short to measure: give a longer --target-seconds."
+        ) from None
+    row["notClean"] = defects(row)
+    return {**row, "cleanModelArtifact": not row["notClean"]}
+
+
+def defects(row: Mapping[str, Any]) -> list[str]:
+    """The reasons why a row proves nothing about a trained model; empty for a clean row."""
+    digests = {side: row[f"{side}AdapterSha256"] for side in ("raw", "protected")}
+    wrong = {
+        f"the attestation is {row['attestation']}": row["attestation"] != VERIFIED,
+        f"the state of the protected run is {row['runtimeState']}": row["runtimeState"] != ZEROIZED,
+        # The same steps on the same rows give the same bits.
+        "both adapters are the same after different numbers of steps": digests["raw"] == digests["protected"]
+        and row["rawSteps"] != row["protectedSteps"],
+    }
+    for side, digest in digests.items():
+        loss, stopped = row[f"{side}FinalLoss"], row[f"{side}StopReason"]
+        wrong |= {
+            f"the final loss of the {side} segment is not finite": loss is None or not math.isfinite(loss),
+            f"the {side} segment ended before its target ({stopped})": stopped != TARGET,
+            f"the adapter of the {side} segment is the initial one": digest == row["initialAdapterSha256"],
+        }
+    return [reason for reason, is_so in wrong.items() if is_so]
+
+
+def summarize(rows: Sequence[Row]) -> dict[str, Any]:
+    """Rows, median, min, max and spread (max - min) of the overhead in per cent, of all rows and by order."""
+    by_order = {order: [row["overheadPct"] for row in rows if row.get("order") == order] for order in ORDERS}
+    every = [row["overheadPct"] for row in rows]
+    return {
+        "all": _spread(every),
+        "byOrder": {order: _spread(values) for order, values in by_order.items() if values},
+        "spreadOfRepeats": max((max(v) - min(v) for v in by_order.values() if len(v) > 1), default=None),
+        "negative": sum(value < 0 for value in every),
+        "clean": sum(bool(row.get("cleanModelArtifact")) for row in rows),
+        "limitPct": LIMIT,
+        "withinLimit": statistics.median(every) <= LIMIT,
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, Any]:
+    low, high = min(values), max(values)
+    return {"rows": len(values), "median": statistics.median(values), "min": low, "max": high, "spread": high - low}
+
+
+def interpretation(rows: Sequence[Row]) -> list[str]:
+    """Sentences on what the rows show, for each training that they measure."""
+    labels = dict.fromkeys(row["label"] for row in rows)
+    if len(labels) > 1:
+        groups = {label: [row for row in rows if row["label"] == label] for label in labels}
+        return [f"{label}: {text}" for label, group in groups.items() for text in interpretation(group)]
+    summary = summarize(rows)
+    every, repeats = summary["all"], summary["spreadOfRepeats"]
+    orders = "; ".join(f"{order} {found['median']:+.2f}%" for order, found in summary["byOrder"].items())
+    within = "within" if summary["withinLimit"] else "above"
+    more = "more" if repeats is not None and abs(every["median"]) > repeats else "no more"
+    texts = {
+        f"Overhead over {count_noun(every['rows'], 'row')}: median {every['median']:+.2f}%, from {every['min']:+.2f}% "
+        f"to {every['max']:+.2f}% (medians by order: {orders}); {within} the limit of {LIMIT:g}%.": True,
+        f"{count_noun(summary['negative'], 'row')} below zero: that is noise, since protection does not make training "
+        "faster.": summary["negative"],
+        "There is one row per order, so the spread of repeats is unknown.": repeats is None,
+        f"Repeats in the same order differ by up to {repeats or 0:.2f} points; the median overhead is {more} than "
+        "that.": repeats is not None,
+        "Only one order was run, so what the second segment gains or loses by its place is unknown.": len(
+            summary["byOrder"]
+        )
+        < len(ORDERS),
+    }
+    for row in rows:
+        texts |= {
+            f"{row['label']}, {row['order']}: not clean, because {text}.": True for text in row.get("notClean", ())
+        }
+    return [text for text, shown in texts.items() if shown]
+
+
+def result_file(rows: Sequence[Row], scope: str, environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a result file.
+
+    Args:
+        scope: what was measured, in a sentence. environment: device, driver, versions and commit (`results.header`).
+    """
+    return {
+        "schema": SCHEMA,
+        "title": "Overhead of protected LoRA training",
+        "date": datetime.now(UTC).date().isoformat(),
+        "scope": scope,
+        "sameAllocation": True,
+        "methodology": METHODOLOGY,
+        "results": list(rows),
+        "summary": summarize(rows),
+        "interpretation": interpretation(rows),
+        "redactionPolicy": REDACTION,
+        "environment": {name: value for name, value in environment.items() if name != "command"},  # which has paths
+    }
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a result file.
+
+    Raises:
+        UserError: it is no result file, is damaged, or a row's overhead does not follow from its figures.
+    """
+    content = read_json(path)
+    if path != PUBLISHED and content.get("schema") != SCHEMA:
+        has = f"the schema {content.get('schema')!r:.60}" if "schema" in content else "no schema"
+        raise UserError(f"{path} has {has}, expected '{SCHEMA}': give a file that 'wgpu-lora bench --protected' wrote.")
+    try:
+        for row in content["results"]:
+            overhead = float(row["overheadPct"])
+            if "rawSteps" in row and abs(overhead_pct(row) - overhead) > ROUNDED:
+                raise ValueError(f"'overheadPct' is {overhead:g}, but its figures give {overhead_pct(row):.2f}")
+        if path != PUBLISHED:
+            interpretation(content["results"])  # reads all fields that are shown
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}): measure it again.") from None
+    return list(content["results"])
