@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot, task_view
 
-from wgpu_lora.cli.cluster.status import show
-from wgpu_lora.cli.cluster.table import Table, report
+from wgpu_lora.cli.cluster.cluster_commands import show
+from wgpu_lora.cli.cluster.run_table import Table, report
 from wgpu_lora.cluster.client.bridge import ClusterGone
 from wgpu_lora.cluster.client.follow import PATIENCE, Followed, follow
 from wgpu_lora.cluster.facts import Line, Snapshot, Sweep

@@ -9,7 +9,7 @@ import pytest
 from support.fake_cluster import device_facts, node_facts, snapshot, task_view
 
 from wgpu_lora.cli import main
-from wgpu_lora.cli.cluster.status import show
+from wgpu_lora.cli.cluster.cluster_commands import show
 from wgpu_lora.cluster.client import local
 from wgpu_lora.cluster.client.status import as_json
 

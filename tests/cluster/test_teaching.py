@@ -8,7 +8,7 @@ import pytest
 from support.cluster import CLASS, Cluster, device, request, task
 from support.fake_cluster import FakeCluster, device_facts, node_facts
 
-from wgpu_lora.cli.cluster.table import state_of
+from wgpu_lora.cli.cluster.run_table import state_of
 from wgpu_lora.cluster.client.preflight import request_of
 from wgpu_lora.cluster.coordinator import teaching
 from wgpu_lora.cluster.coordinator.caches import BoardCaches

@@ -207,7 +207,7 @@ def test_what_cannot_be_opened(
 def test_sealed_data_are_not_written_to_a_terminal(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(import_module("wgpu_lora.cli.protect.seal"), "is_terminal", lambda stream: True)
+    monkeypatch.setattr(import_module("wgpu_lora.cli.protect.keys_and_sealing"), "is_terminal", lambda stream: True)
     assert protect("seal", "rows.jsonl", "--to", KEY.recipient, "-o", "-") == 2
     assert "terminal" in capsys.readouterr().err
 

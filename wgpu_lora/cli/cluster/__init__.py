@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import typer
 
-from wgpu_lora.cli.cluster.attach import attach
-from wgpu_lora.cli.cluster.cancel import cancel
-from wgpu_lora.cli.cluster.down import down
+from wgpu_lora.cli.cluster.cluster_commands import (
+    SweepCommand,
+    attach,
+    cancel,
+    down,
+    release,
+    resources,
+    run,
+    simulate,
+    status,
+    sweep,
+    up,
+)
 from wgpu_lora.cli.cluster.options import RunCommand
-from wgpu_lora.cli.cluster.release import release
-from wgpu_lora.cli.cluster.resources import resources
-from wgpu_lora.cli.cluster.run import run
-from wgpu_lora.cli.cluster.simulate import simulate
-from wgpu_lora.cli.cluster.status import status
-from wgpu_lora.cli.cluster.sweep import SweepCommand, sweep
-from wgpu_lora.cli.cluster.up import up
 from wgpu_lora.cli.command import Command, Group
 
 cluster = typer.Typer(

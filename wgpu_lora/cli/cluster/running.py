@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wgpu_lora.cli.cluster.table import Table, report
+from wgpu_lora.cli.cluster.run_table import Table, report
 from wgpu_lora.cli.console import line
 from wgpu_lora.cluster.client import local
 from wgpu_lora.cluster.client.bridge import Bridge, ClusterGone

@@ -5,15 +5,9 @@ from __future__ import annotations
 import typer
 
 from wgpu_lora.cli.command import Command, Group
-from wgpu_lora.cli.protect.attest import attest
-from wgpu_lora.cli.protect.broker import broker
-from wgpu_lora.cli.protect.check import check
-from wgpu_lora.cli.protect.keygen import keygen
-from wgpu_lora.cli.protect.nonce import nonce
-from wgpu_lora.cli.protect.open import open_sealed
-from wgpu_lora.cli.protect.policy import policy
-from wgpu_lora.cli.protect.seal import seal
-from wgpu_lora.cli.protect.verify import verify
+from wgpu_lora.cli.protect.attestation import attest, check, policy, verify
+from wgpu_lora.cli.protect.broker import broker, nonce
+from wgpu_lora.cli.protect.keys_and_sealing import keygen, open_sealed, seal
 
 protect = typer.Typer(
     cls=Group,

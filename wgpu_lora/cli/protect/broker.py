@@ -1,4 +1,4 @@
-"""wgpu-lora protect broker: the process that releases a data key."""
+"""wgpu-lora protect broker and nonce: the release of keys."""
 
 from __future__ import annotations
 
@@ -60,4 +60,21 @@ def broker(
         lambda text: typer.echo(escape_unprintable(text, "\n")),
         requests_per_minute,
     )
+    return 0
+
+
+def nonce(policy: PolicyOption, signing_key: SigningOption, state: StateOption = None) -> int:
+    """Print a nonce, to be attested on a machine that cannot reach the broker.
+
+    It is recorded in the broker's log, can be used once, and expires as the policy says.
+    """
+    from wgpu_lora.protect.extra import check_libraries
+
+    check_libraries()
+    from wgpu_lora.protect.broker.offline import nonce_for_files
+    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.sealed.keys import SigningKey
+
+    harden()
+    typer.echo(nonce_for_files(policy, SigningKey.read(signing_key), state))
     return 0

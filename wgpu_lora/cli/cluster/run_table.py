@@ -1,21 +1,20 @@
-"""A run on a cluster as a live table on a terminal, else as lines; and how it ended."""
+"""The live table of a cluster's runs, the leaderboard of a sweep, and reasons."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from wgpu_lora.bounded import escape_unprintable
-from wgpu_lora.cli.cluster.reasons import reasons, why_of
 from wgpu_lora.cli.console import OFTEN, console, duration, is_terminal, line
 from wgpu_lora.cli.console import table as made_table
 from wgpu_lora.cli.training_progress import Trend
-from wgpu_lora.cluster.client.follow import Followed
+from wgpu_lora.cluster.client.follow import GOOD, Followed
 from wgpu_lora.cluster.facts import Line, Snapshot, TaskView
-from wgpu_lora.words import join_words
+from wgpu_lora.words import count_noun, join_words
 
 TREND = 10  # bars of a loss
 ROWS = 24  # without a terminal's height
@@ -260,3 +259,27 @@ def report(followed: Followed) -> None:
         line("kept", kept(name, why))
     if run and run.sweep:
         line("sweep", str(write_results(snapshot, run)))
+
+
+# What is shown first, if there is more than room: what a person may have to mend.
+REASON_ORDER = ("finished", "stopped", "running", "failed", "moving", "starting", "pending", "cancelled")
+
+
+def why_of(task: TaskView) -> str:
+    """What is said of a task: why it failed or waits, why a helper of it does not help, or why its result is not yet
+    where it belongs; "" if there is nothing to say, or not any more."""
+    return "" if task.fetched and task.state in GOOD else escape_unprintable(task.said)
+
+
+def reasons(tasks: Iterable[TaskView]) -> list[tuple[str, str]]:
+    """The states and the reasons of tasks that have one; those with the same are named together."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for task in tasks:
+        if why := why_of(task):
+            found.setdefault((task.state, why), []).append(escape_unprintable(task.name))
+    ordered = sorted(found.items(), key=lambda one: REASON_ORDER.index(one[0][0]))
+    return [(state, f"{_named(names)}: {why}") for (state, why), names in ordered]
+
+
+def _named(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {count_noun(len(names) - 1, 'other')}"

@@ -1,4 +1,4 @@
-"""wgpu-lora protect seal: seal data to recipients, or a data key to a machine that has attested itself."""
+"""wgpu-lora protect keygen, seal and open: the data owner's keys and sealed files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,45 @@ from wgpu_lora.cli.console import is_terminal, line, print_json
 from wgpu_lora.cli.parameters import Json
 from wgpu_lora.errors import UserError
 from wgpu_lora.words import count_noun
+
+
+def keygen(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="File for the private key; it must not exist yet.")],
+    signing: Annotated[
+        bool, typer.Option("--signing", help="Make a broker's P-256 key, which signs, with PATH.pub beside it.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Make a key that only you can read, and print its public half.
+
+    A data key is an age identity, as age-keygen makes it. Make one for each data set: whoever gets it can open all that
+    was ever sealed to its recipient.
+    """
+    from wgpu_lora.protect.extra import check_libraries
+
+    check_libraries()
+    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.sealed.new_keys import new_data_key, new_signing_key
+
+    harden()
+    if signing:
+        public = new_signing_key(path)
+        beside = f"{path}.pub"
+        if as_json:
+            print_json({"path": str(path), "public": beside, "keyid": public.keyid})
+        else:
+            line("private", f"{path} (keep it secret)")
+            line("public", beside, whole=True)
+            line("key id", public.keyid, whole=True)
+        return 0
+    recipient = new_data_key(path)
+    if as_json:
+        print_json({"path": str(path), "recipient": recipient})
+    else:
+        line("private", f"{path} (keep it secret)")
+        line("recipient", recipient, whole=True)
+    return 0
+
 
 OFFLINE = "Release a data key by files"
 
@@ -118,4 +157,40 @@ def _release(
         key.wipe()
     write_new_bytes(output, token.encode(), "--output")
     line("released", f"{output}: copy it to the machine that waits for it")
+    return 0
+
+
+def open_sealed(
+    sealed: Annotated[str, typer.Argument(metavar="SEALED", help="Sealed file; - for standard input.")],
+    key: Annotated[Path, typer.Option(metavar="FILE", help="Data key of one of its recipients.")],
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="New file, or new directory for NAME.tar.age (unless named *.tar); - for standard output.",
+        ),
+    ],
+) -> int:
+    """Open a sealed file or directory, and write it in the clear.
+
+    Nothing is left if it is damaged or incomplete, or if the key does not open it. Standard output gets each chunk of
+    64 KiB as soon as it has been authenticated, so use what it got only if the exit code is 0.
+    """
+    from wgpu_lora.protect.extra import check_libraries
+
+    check_libraries()
+    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.sealed.keys import DataKey
+    from wgpu_lora.protect.sealed.pipes import open_to
+
+    harden()
+    data_key = DataKey.read(key)
+    try:
+        open_to(sealed, output, data_key, sys.stdin, sys.stdout)
+    finally:
+        data_key.wipe()
+    if output != "-":
+        line("opened", output)
     return 0

@@ -1,0 +1,220 @@
+"""wgpu-lora protect attest, policy, verify and check: evidence, and what is required of it."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wgpu_lora.cli.console import console, line, print_json, table
+from wgpu_lora.cli.parameters import Device, Json
+from wgpu_lora.errors import UserError
+from wgpu_lora.protect.extra import check_libraries
+from wgpu_lora.words import count_noun, join_words
+
+SHORT = 16  # hexadecimal digits of a digest
+
+
+def attest(
+    nonce: Annotated[str, typer.Option(help="The verifier's nonce; 'wgpu-lora protect nonce' prints one.")],
+    job: Annotated[Path | None, typer.Option(metavar="FILE", help="JOB.toml, whose facts are stated too.")] = None,
+    device: Device = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the evidence goes.")] = Path(
+        "evidence.json"
+    ),
+    quote: Annotated[
+        bool | None,
+        typer.Option("--quote/--no-quote", help="Have the TPM sign the claims; by default if there is one."),
+    ] = None,
+) -> int:
+    """Write signed evidence of this machine, its software and a job, and print what it claims.
+
+    'protect verify' appraises it. No key can be released to it: training attests with keys of its own.
+    """
+    from wgpu_lora.protect.extra import check_libraries
+
+    check_libraries()
+    from wgpu_lora.atomic import check_file, replace_file
+    from wgpu_lora.gpu.device_list import choose
+    from wgpu_lora.protect.attestation import claims
+    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.sealed.keys import SessionKeys
+
+    claims.check_nonce(nonce)
+    check_file(output, "--output")
+    host, keys = harden(), SessionKeys.generate()
+    try:
+        if job is None:
+            gathered = claims.gather(choose(device)[0], nonce=nonce, keys=keys, host=host.facts)
+        else:
+            from wgpu_lora.protect.runs import job as jobs
+            from wgpu_lora.protect.runs.reference import job_claims
+
+            gathered = {**job_claims(jobs.read(job), nonce=nonce, keys=keys, device=device), "host": host.facts}
+        evidence = claims.attest(gathered, keys, quote)
+    finally:
+        keys.wipe()
+        host.restore()
+    replace_file(output, evidence, "--output")
+    read = claims.read_evidence(evidence)
+    console().print(table(("claim", "what is claimed"), _rows(read.claims, read.quote), ("claim", "what is claimed")))
+    line("level", f"{read.claims['level']}. {read.claims['level_note']}")
+    if "no_quote" in read.claims:
+        line("no quote", read.claims["no_quote"])
+    line("evidence", f"{output}, SHA-256 {read.sha256}")
+    return 0
+
+
+def _rows(claims: dict[str, Any], quote: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """The claims in short."""
+    package, wgpu, python, kernel = (claims[name] for name in ("package", "wgpu", "python", "kernel"))
+    others = claims["dependencies"]
+    changed = [name for name, one in others.items() if not one["intact"]]
+    process = claims["process"]
+    rows = [
+        ("nonce", claims["eat_nonce"]),
+        ("package", f"{package['version']}, {len(package['files'])} files, {package['sha256'][:SHORT]}"),
+        ("wgpu-native", f"{wgpu['native_version']}, {wgpu['native_sha256'][:SHORT]}"),
+        ("Python", f"{python['version']}, {python['sha256'][:SHORT]}"),
+        ("dependencies", f"{len(others)} packages, " + (f"changed: {', '.join(changed)}" if changed else "all intact")),
+        ("of no package", f"{len(process['unlisted'])} modules, {len(process.get('libraries', ()))} libraries"),
+        ("kernel", " ".join(kernel[name] for name in ("system", "release", "machine") if name in kernel)),
+        ("variables", ", ".join(claims["environment"]) or "none"),
+    ]
+    if process["compiled_otherwise"]:
+        rows.append(("compiled files", f"{len(process['compiled_otherwise'])} do not fit their sources"))
+    if device := claims.get("device"):
+        rows.append(("device", f"{device['name']} ({device['backend']}), {device['driver']}"))
+    if base := claims.get("base"):
+        rows.append(("base", f"{base['name']}, {base['sha256'][:SHORT]}"))
+    if job := claims.get("job"):
+        rows.append(("job", f"{job['name']}, {job['sha256'][:SHORT]}"))
+        for one in job["data"]:
+            rows.append((one["role"], f"{one['name']}, {one.get('rows', 'unknown')} rows, {one['sha256'][:SHORT]}"))
+        rows += [("recipient", recipient) for recipient in job["recipients"]]
+    if quote is not None:
+        rows.append(("TPM", f"PCRs {', '.join(map(str, sorted(quote['pcrs'])))}, restarts {quote['reset_count']}"))
+    return [("keys", claims["keys"]["recipient"]), *rows]
+
+
+def policy(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="JOB|EVIDENCE", help="A job, to run on this machine, or a trainer's evidence (.json)."),
+    ],
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Pin every digest and release, so that each update needs a new policy.")
+    ] = False,
+    device: Device = None,
+) -> int:
+    """Print a policy that accepts one job on one machine, to be read and edited by the owner of the data.
+
+    Every rule is explained in docs/protected-policy.md. From evidence, its claims become the reference values: check
+    them first. What is not known, or not so on that machine, is a comment.
+    """
+    from wgpu_lora.protect.extra import check_libraries
+
+    check_libraries()
+    from wgpu_lora.protect.policies.template import policy_for
+    from wgpu_lora.protect.runs.reference import reference_claims
+
+    claims, quote = reference_claims(source, device)
+    typer.echo(policy_for(claims, quote, strict), nl=False)
+    return 0
+
+
+def verify(
+    evidence: Annotated[
+        Path, typer.Argument(metavar="EVIDENCE", help="Evidence, or statement.json of a finished run.")
+    ],
+    policy: Annotated[Path, typer.Option(metavar="FILE", help="policy.toml: what the evidence must state.")],
+    nonce: Annotated[
+        str | None, typer.Option(help="The nonce that was issued for this evidence; not checked if not given.")
+    ] = None,
+    at: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Check as of this time (ISO 8601), for evidence that was kept.")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Appraise evidence by a policy, and name every rule that failed.
+
+    Evidence is that of `protect attest`, or evidence-N.json of a run. Of a finished run, statement.json is checked with
+    the evidence beside it: also the rows and steps that were trained. Exit code 0 if it passes, 1 if it does not.
+    """
+    from wgpu_lora.protect.extra import check_libraries
+
+    check_libraries()
+    from wgpu_lora.protect.policies import verify as verifying
+    from wgpu_lora.protect.policies.policy import Policy
+
+    now = time.time() if at is None else _time(at)
+    rules = Policy.read(policy)
+    found = verifying.verify(evidence, rules, nonce, now)
+    result = found.appraisal
+    if json:
+        print_json(result.to_json())
+        return 0 if result.passed else 1
+    line("policy", f"{rules.name}, version {rules.version}, SHA-256 {rules.sha256}")
+    line("evidence", f"{found.subject()}, SHA-256 {result.evidence_sha256}, {result.level}")
+    for failure in result.failures:
+        line("failed", failure.line())
+    if result.not_applied:
+        line(
+            "unchecked", f"not restricted by the policy, or without a value to check: {join_words(result.not_applied)}"
+        )
+    checked = count_noun(len(result.applied), "rule")
+    failed = {failure.rule for failure in result.failures}
+    line("result", f"passed: {checked}" if result.passed else f"refused: {len(failed)} of {checked} failed")
+    return 0 if result.passed else 1
+
+
+def _time(text: str) -> float:
+    """Unix time of a date; without a zone it is in UTC."""
+    try:
+        found = datetime.fromisoformat(text)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        raise UserError(f"--at must be a time such as 2026-01-31T12:00:00Z, not {text!a:.60}.") from None
+
+
+def check(
+    run: Annotated[Path, typer.Argument(help="Output directory of a protected run.", metavar="RUN")],
+    broker_key: Annotated[
+        Path | None, typer.Option(help="The broker's public key, whose signature endorses the run's keys.")
+    ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="Policy under which the key was released; the evidence is appraised again.")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Directory of the opened adapter, to verify its signature and files.")
+    ] = None,
+    json: Annotated[bool, typer.Option(help="Print JSON.")] = False,
+) -> int:
+    """Verify the evidence of a protected run, offline.
+
+    Verifies the log's chain and signatures, each session's attestation and release, the sealed files, the cleanup
+    record, the final statement and, if it is given, the opened adapter. Says which parts fail; else, in one line, what
+    is proven and what is only claimed. Without the broker's key nothing is proven about who ran it. The exit code is 1
+    if a part fails.
+    """
+    check_libraries()
+    from wgpu_lora.protect.checking.check import check as check_run
+    from wgpu_lora.protect.policies.policy import Policy
+    from wgpu_lora.protect.sealed.keys import PublicKey
+
+    found = check_run(
+        run,
+        PublicKey.read(broker_key) if broker_key else None,
+        Policy.read(policy) if policy else None,
+        adapter,
+    )
+    if json:
+        print_json(found.to_json())
+    else:
+        for sentence in found.failures:
+            line("failed", sentence)
+        line("failed" if not found.verified else "verified" if broker_key else "unproven", found.line())
+    return 0 if found.verified else 1
