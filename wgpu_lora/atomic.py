@@ -1,4 +1,4 @@
-"""Output that appears whole or not at all: a crash, a full disk or a second process never damages what is there.
+"""Output that appears whole or not at all: a crash, a full disk or a second process never damages existing files.
 
 New files and directories are made by `new_file` and `new_directory`; `replace_file` and `replace_directory` replace
 what exists. Temporary files are beside their target, with its name in theirs, and go with the next who writes it.

@@ -41,7 +41,7 @@ class ChildEnded(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a child may use.
+    """Limits of a child process.
 
     memory: bytes. output: bytes of a message from it. seconds, seconds_per_mib, max_seconds: CPU time of a request: a
     constant, an amount for each MiB of the request, and their greatest sum.

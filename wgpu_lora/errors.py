@@ -45,5 +45,5 @@ class StorageError(UserError):
 
 
 def reason(error: Exception) -> str:
-    """What an error says; of the system's, without its number and the path, which sentences have already."""
+    """The message of an error; of a system error without its number and path, which the sentence states already."""
     return str(getattr(error, "strerror", None) or error)

@@ -115,7 +115,7 @@ def _adapter(kind: Any, unknown: Unknown) -> Any:
 
 
 def _no_json(value: Any) -> Any:
-    """A date of TOML, or what else JSON does not have: of no type that is asked for."""
+    """A date of TOML, or another value that JSON does not have, which fits no type."""
     return {"": str(value)}
 
 
@@ -155,7 +155,7 @@ def _shown(value: Any) -> str:
 
 
 def _placed(value: Any, problem: Any) -> tuple[list[str | int], Any]:
-    """The path to a problem in a value, and what is there; pydantic's has names of a union's types, too."""
+    """The path to a problem in a value, and the value there; pydantic's paths have names of a union's types, too."""
     path: list[str | int] = []
     for part in problem["loc"][1:]:
         if (isinstance(value, dict) and part in value) or (

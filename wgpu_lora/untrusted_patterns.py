@@ -7,20 +7,14 @@ CPU time.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from wgpu_lora.child_process import ChildEnded, ChildProcess, Limits, python_command, serve
 from wgpu_lora.errors import UserError
 
-SECONDS = 1  # of CPU time
-PATIENCE = 10.0  # seconds of wall-clock time, for busy machines
-IMPATIENCE = 2.0  # the same where the system does not limit CPU time
+LIMITS = Limits(memory=1 << 30, seconds=1.0)
 MAX_CHARACTERS = 1 << 18  # of all patterns together
 MAX_MEMORY = 1 << 20  # bytes that RE2 may take for a pattern
 _REGULAR = re.compile(
@@ -28,7 +22,6 @@ _REGULAR = re.compile(
 )
 _NOTHING_REPEATED = re.compile(r"(?:^|[\^$]|\((?!\?:))[*+?{]")  # RE2 accepts some of what is an error in `re`
 _MOST_HERE = 200_000  # pairs of a pattern and a name
-_CHILD = Path(__file__).with_name("pattern_child.py")
 
 
 def first_matches(
@@ -90,27 +83,37 @@ def _least(a: int | None, b: int | None) -> int | None:
 def _in_child(
     groups: Sequence[Sequence[str]], others: Sequence[Sequence[tuple[int, str]]], names: Sequence[str]
 ) -> list[list[int | None]]:
-    too_long = UserError("matching the patterns exceeded its computation limit: simplify them")
-    meant = [[pattern for _, pattern in group] for group in others]
-    request = json.dumps({"groups": meant, "names": list(names), "seconds": SECONDS})
+    child = ChildProcess(python_command(__name__, LIMITS), LIMITS)
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", str(_CHILD)],
-            input=request.encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=PATIENCE if os.name == "posix" else IMPATIENCE,
-        )
-    except subprocess.TimeoutExpired:
-        raise too_long from None
-    if done.returncode:
-        raise too_long
-    answer = json.loads(done.stdout)
-    if "bad" in answer:
-        group, place = answer["bad"]
+        answer = child.ask([[[pattern for _, pattern in group] for group in others], list(names)])
+    except ChildEnded:
+        raise UserError("matching the patterns exceeded its computation limit: simplify them") from None
+    finally:
+        child.end()
+    if "invalid" in answer:
+        group, place = answer["invalid"]
         pattern = groups[group][others[group][place][0]]
         raise UserError(f"{pattern!r:.200} is not a regular expression ({answer['detail']:.200})")
     return [
         [None if place is None else others[group][place][0] for place in places]
-        for group, places in enumerate(answer["found"])
+        for group, places in enumerate(answer["matches"])
     ]
+
+
+def _answer(request: tuple[list[list[str]], list[str]]) -> dict[str, Any]:
+    """In the child: the first patterns of groups that match names, or the place of one that is invalid."""
+    groups, names = request
+    compiled: list[list[re.Pattern[str]]] = []
+    for group in groups:
+        compiled.append([])
+        for pattern in group:
+            try:
+                compiled[-1].append(re.compile(pattern))
+            except (re.error, RecursionError, OverflowError) as error:
+                detail = getattr(error, "msg", str(error))  # without the position, which is that in a longer pattern
+                return {"invalid": [len(compiled) - 1, len(compiled[-1])], "detail": detail}
+    return {"matches": [[_first(group, name) for name in names] for group in compiled]}
+
+
+def main() -> None:
+    serve(_answer)

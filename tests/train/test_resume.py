@@ -25,7 +25,7 @@ from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.loop.trainer import StepKeeper, Trainer
+from wgpu_lora.train.loop.trainer import Trainer
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.records import RUN, RunRecord
@@ -179,7 +179,7 @@ def test_a_full_disk_keeps_what_was_saved(device: Device, tmp_path: Path) -> Non
     run.run.prepare_directory()
     session.allocate()
     run.run.place(session)
-    Trainer(session, [run.run], StepKeeper(run.run)).train()
+    Trainer(session, [run.run]).train()
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     run.run.state.step += 1
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from wgpu_lora.train.adapter_tasks import (
     task_of_pair,
     tasks_of_request,
 )
-from wgpu_lora.train.loop.slot_policy import PATIENCE, POLICIES, Standing, make_policy, policy_state
+from wgpu_lora.train.loop.slot_policy import PATIENCE, POLICIES, make_policy, policy_state
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.run_checkpoint import RunState
 
@@ -139,8 +141,8 @@ def test_the_command_line_refuses(
     assert not list(tmp_path.iterdir())
 
 
-def standing(slot: int, now: float | None = None, start: float | None = None) -> Standing:
-    return Standing(slot, RunState(last_eval_loss=now, first_eval_loss=start))
+def standing(slot: int, now: float | None = None, start: float | None = None) -> Any:
+    return SimpleNamespace(slot=slot, state=RunState(last_eval_loss=now, first_eval_loss=start))
 
 
 def test_recorded_paths_are_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

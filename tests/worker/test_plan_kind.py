@@ -14,7 +14,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import loaded_model
 from wgpu_lora.train.adapter_tasks import task_of
-from wgpu_lora.train.finetune import prepare_job, prepare_shared_session
+from wgpu_lora.train.finetune import prepare_job, prepare_session
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.worker.job_kinds import KINDS
@@ -118,7 +118,8 @@ def test_a_shared_task_needs_programs_for_parts_of_its_batches(options: dict[str
     alone = planned({"a": options})["tasks"]["a"]
     shared = planned({"a": options, "b": {**options, "train": "quant-scales"}}, shared=True)["tasks"]
     job = prepare_job(TrainingArguments(**options), planning=True)
-    assert shared["a"].needed == prepare_shared_session(job.session.model, job.run).memory().guarded
+    session = prepare_session(job.session.model, [job.run], batch_tokens=job.run.stream.buckets()[-1])
+    assert shared["a"].needed == session.memory().guarded
     assert (shared["a"].base, shared["a"].work) == (alone.base, alone.work)
     assert shared["b"].refused
 

@@ -264,7 +264,7 @@ def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool
 
 
 def best(rows: Sequence[Record]) -> Record:
-    """What the rows that ran say together.
+    """A summary of the rows that ran.
 
     Returns:
         fastest, largest: the rows with the most tokens per second and the most rows; None if none ran.

@@ -127,7 +127,7 @@ def _batches(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figur
 
 
 def differences(files: Sequence[ResultFile]) -> list[str]:
-    """What files of the same kind were not measured alike in, in words."""
+    """The differences in how files of the same kind were measured, as text."""
     found = []
     for kind in dict.fromkeys(file.kind for file in files):
         alike = [_flat(file.work) for file in files if file.kind == kind]
@@ -139,7 +139,7 @@ def differences(files: Sequence[ResultFile]) -> list[str]:
 
 
 def _flat(work: Mapping[str, Any]) -> dict[str, Any]:
-    """What was measured, without paths of this run's own."""
+    """The measured options, without paths of this run."""
     options = work.get("options")
     rest = {name: value for name, value in work.items() if name != "options"}
     own = ("output", "data", "device")

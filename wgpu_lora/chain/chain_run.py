@@ -37,7 +37,7 @@ class StageStatus:
 
 
 def stage_statuses(chain: Chain, start: str | None = None) -> list[StageStatus]:
-    """What a run would do now. Nothing is written, and no model is downloaded."""
+    """The state of every stage. Nothing is written, and no model is downloaded."""
     state, digests = State.read(chain.output), Digests(chain.output / DIGESTS)
     forced = _forced(chain, start)
     found: list[StageStatus] = []
@@ -108,7 +108,7 @@ def _why(link: ChainStage, done: StageResult | None, digests: Digests, download:
 
 
 def _not_whole(link: ChainStage, done: StageResult | None, digests: Digests) -> str | None:
-    """What is wrong with the outputs, as text; None if nothing is."""
+    """The damage of the outputs, as text; None if they are complete."""
     if done is None or done.outputs is None:
         return "it has not finished"
     for name, digest in done.outputs.items():

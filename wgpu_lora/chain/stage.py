@@ -45,7 +45,7 @@ class Stage:
         return [field.name for field in fields(cls)]
 
     def facts(self) -> dict[str, Any]:
-        """What the result depends on beside files; JSON."""
+        """The inputs besides files, as JSON values."""
         return asdict(self)
 
     def files(self, download: bool) -> Iterator[Path]:

@@ -166,7 +166,7 @@ def show(
         str, typer.Argument(metavar="NAME", help="Name of a bundled recipe, or a path.", autocompletion=RECIPES)
     ],
 ) -> int:
-    """Print a recipe, with what it reproduces and what it needs."""
+    """Print a recipe, its reference results and its requirements."""
     from wgpu_lora.bounded import read_toml
     from wgpu_lora.chain.chain_file import read_chain
     from wgpu_lora.train.resolve_options import find_recipe, recipe_arguments

@@ -1,4 +1,4 @@
-"""What columns hold: text, messages, tokens, numbers."""
+"""Types of columns: text, messages, tokens, numbers."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class RowCounts:
         return ", ".join([whole, *self.outcomes(max_length)])
 
     def outcomes(self, max_length: int) -> list[str]:
-        """What became of rows that are not trained on as they are, as texts."""
+        """Counts of rows that were skipped, cut or changed, as texts."""
         parts = []
         if self.cut.count:
             parts.append(f"{self.cut.count:,} truncated at {max_length:,} tokens{self.cut}")

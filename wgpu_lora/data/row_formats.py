@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ColumnType:
-    """What a column holds. `data/column_types.py` has the common ones.
+    """The type of a column. `data/column_types.py` has the common ones.
 
     check: (value, name of the column) -> the value to use; raises UserError, which names the column and not the row.
     is_text: whether a string is a value as it is. Other kinds may be strings in tables, whose columns have a single

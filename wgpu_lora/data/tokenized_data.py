@@ -49,7 +49,7 @@ class Row:
 
     @property
     def trained_tokens(self) -> int:
-        """Number of trained tokens. The first token is never predicted, whatever its label."""
+        """Number of trained tokens. The first token is never predicted, so its label does not count."""
         return int(np.count_nonzero(self.labels[1:] != UNTRAINED))
 
 
@@ -373,7 +373,7 @@ def prompt_tokens(labels: Iterable[int]) -> int:
 
 
 def unusable(pairs: list[tuple[list[int], list[int]]], cut: list[tuple[list[int], list[int]]]) -> str | None:
-    """What is wrong with a sample's rows after they have been cut; None if they can be trained on."""
+    """Why a sample cannot be trained on after its rows have been cut; None if it can."""
     for labels in (row[1] for row in cut):
         if all(label == UNTRAINED for label in labels[1:]):
             return "the prompt fills the whole length, so that nothing of the answer is left"

@@ -27,7 +27,8 @@ MOST = 1024  # tokens with the largest logits that a position may keep, unless t
 
 @dataclass(frozen=True)
 class TopK:
-    """What is kept of each position: `top_k` tokens with the largest logits, and `random` others, drawn with `seed`."""
+    """The logits kept at each position: of the `top_k` tokens with the largest logits, and `random` others, drawn
+    with `seed`."""
 
     top_k: int = 64
     random: int = 128

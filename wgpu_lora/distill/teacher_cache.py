@@ -326,7 +326,7 @@ class TeacherCache:
         )
 
     def support(self, index: int) -> TopKLogits:
-        """What the teacher says about the trained tokens of a row.
+        """The teacher's logits at the trained tokens of a row.
 
         Args:
             index: the `index` of a `Row` that `check` has seen.
@@ -392,7 +392,7 @@ def _damaged(path: Path) -> UserError:
 
 
 def cached_rows(cache: TeacherCache, labels: np.ndarray, index: int, temperature: float) -> TeacherRows:
-    """What a cache says about a row of data with this index (see `TeacherCache.support`)."""
+    """The cached logits of the row with this index (see `TeacherCache.support`)."""
     return teacher_rows(cache.support(index), target_ids(labels), cache.vocab_size, temperature)
 
 

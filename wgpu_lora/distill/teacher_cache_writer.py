@@ -205,7 +205,7 @@ def plan_cache(
     teacher: dict[str, Any],
     options: dict[str, Any],
 ) -> CachePlan:
-    """What the cache of some rows will be.
+    """The plan of a cache of some rows.
 
     Args:
         samples: only the first ones.
@@ -288,7 +288,7 @@ def finished_shards(output: Path, plan: CachePlan) -> list[Shard]:
 
 
 def _others(output: Path) -> list[str]:
-    """What an interrupted start of ours does not leave."""
+    """Files that an interrupted start of this program does not leave."""
     ours = re.compile(rf"\.lock|\.?({OURS.pattern}).*")  # .lock: of earlier versions
     return [path.name for path in output.iterdir() if not ours.fullmatch(path.name)]
 

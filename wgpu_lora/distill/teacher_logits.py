@@ -1,4 +1,4 @@
-"""What a teacher says about the trained tokens of a row: its logits for a few tokens of the vocabulary."""
+"""A teacher's logits at the trained tokens of a row, for a few tokens of the vocabulary."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MIN_TAIL = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class TeacherRows:
-    """What a teacher says about n targets.
+    """A teacher's logits at n targets.
 
     ids: u32 [n, K + 1], its K most likely tokens, descending, and the target if it is not one of them, else NO_ID.
     logprobs: f32 [n, K + 1], of those K tokens and of all others together; LOWEST if there are no others.

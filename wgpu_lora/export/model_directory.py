@@ -1,4 +1,4 @@
-"""What a written model directory keeps of its source: names of tensors, and the tensors of other parts of the model."""
+"""The names of tensors, and the tensors of other parts of the model, that a written model keeps of its source."""
 
 from __future__ import annotations
 

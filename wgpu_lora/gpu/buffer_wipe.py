@@ -24,7 +24,7 @@ PIECE = 64 << 20  # bytes that are read back at a time
 
 @dataclass
 class WipeReport:
-    """What was overwritten on a device.
+    """The buffers of a device that were overwritten.
 
     Attributes:
         buffers, bytes: that were overwritten, and read back whole as zeros.
@@ -83,7 +83,7 @@ class Wiper:
         return self.report
 
     def _dropped(self) -> int:
-        """Bytes of buffers that Python has collected, and nobody freed."""
+        """Bytes of buffers that Python has collected but that were not freed."""
         live = sum(int(buffer.size) for buffer in self.device.live)
         return self.device.allocated + self.device.host_allocated - live
 

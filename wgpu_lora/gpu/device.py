@@ -40,7 +40,7 @@ fn main(@builtin(subgroup_size) size: u32, @builtin(subgroup_invocation_id) lane
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What to request from a device. Tests disable features through environment variables.
+    """Features and limits to request from a device. Tests disable features through environment variables.
 
     subgroup_size: instead of the measured one, for a device that compiles but runs nothing (`make gpu-compilers`).
     """

@@ -1,4 +1,4 @@
-"""What is known about a device, cached on disk between runs: the fastest tiling by kernel and size, and verdicts."""
+"""Measurements of a device, cached on disk between runs: the fastest tiling by kernel and size, and verdicts."""
 
 from __future__ import annotations
 

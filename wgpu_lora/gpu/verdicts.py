@@ -121,7 +121,7 @@ class Verdicts:
 
     @property
     def reported(self) -> list[str]:
-        """What this process has reported, in sentences."""
+        """The reports of this process, as sentences."""
         return [f"{found}." for found in self._told.values()]
 
     @contextmanager

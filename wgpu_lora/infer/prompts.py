@@ -106,7 +106,7 @@ WORDINGS = {
 def prompt_notes(
     tokenizer: Tokenizer, prompts: Sequence[Prompt], stated: str | None, adapters: Iterable[str | Path]
 ) -> list[str]:
-    """What a user cannot see of how prompts are worded. stated: the prompt format that the user chose."""
+    """Notes on how prompts are formatted, which the user cannot see. stated: the prompt format that the user chose."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     trained = None if stated or not texts else trained_prompt_format(adapters)
     notes = [WORDINGS[trained]] if trained in WORDINGS else []

@@ -147,7 +147,7 @@ T = TypeVar("T")
 
 
 def ask_nvml(ask: Callable[[Any, list[Any]], T]) -> T | None:
-    """What `ask` returns, given NVML and its handles of all cards; None without nvidia-ml-py or its driver, or if NVML
+    """The result of `ask`, given NVML and its handles of all cards; None without nvidia-ml-py or its driver, or if NVML
     fails."""
     try:
         nvml: Any = import_module("pynvml")

@@ -175,7 +175,7 @@ def _padded(parts: list[np.ndarray], size: int, filler: float) -> np.ndarray:
 
 
 class HasTokens(Protocol):
-    """What is placed: a sequence of tokens, of which the first `prefix` are those of the sequence before."""
+    """A sequence of tokens that can be placed, of which the first `prefix` are those of the sequence before."""
 
     @property
     def input_ids(self) -> np.ndarray: ...

@@ -1,4 +1,5 @@
-"""What a run trains, as the optimizer sees it: named arrays of each slot in flat pages of parameters and gradients."""
+"""The trained parameters as the optimizer sees them: named arrays of each slot in flat pages of parameters and
+gradients."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ class ParameterSet(Protocol):
         """Records what a pass computes from the parameters before it reads them."""
 
     def bind(self, inputs: StepInputs) -> Mapping[str, Trained]:
-        """What is trained of each module for a batch, for the decoder's forward pass."""
+        """The trained tensors of each module for a batch, for the decoder's forward pass."""
 
     def upload_constants(self, device: Device) -> None: ...
 

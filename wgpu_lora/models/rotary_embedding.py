@@ -43,7 +43,7 @@ class RopeScaling:
 
 
 class Rope(NamedTuple):
-    """What config.json says about rotary embedding.
+    """The rotary embedding of a config.json.
 
     scaling: None for plain rotary embedding. partial: the share of each head that is rotated.
     """

@@ -1,4 +1,4 @@
-"""What the attention kernels say about their tilings, how they are checked, and on which inputs they are timed."""
+"""The tilings of the attention kernels, how they are checked, and the inputs on which they are timed."""
 
 from __future__ import annotations
 

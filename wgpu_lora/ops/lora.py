@@ -112,7 +112,7 @@ class LoraSlots:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added: h B^T or, backward, dh A, by slot (see `matmul.adapted`).
+    """The added product: h B^T or, backward, dh A, by slot (see `matmul.adapted`).
 
     h: f32 [T, width], of which the columns [first, first + rank) are used. In a stack's forward product, each adapted
         part uses the next `rank` columns.

@@ -135,7 +135,7 @@ class Targets:
 
 @dataclass(eq=False)
 class Sweep:
-    """What a sweep over the vocabulary gives for R targets.
+    """The results of a sweep over the vocabulary for R targets.
 
     states: f32 [R, 4] by temperature, of the softmax of logits that are not hidden: (largest logit, sum of
     exp((logit - largest) / temperature), target's logit, 0). logprobs: f32 [R], of targets of rows without a support.

@@ -34,7 +34,7 @@ def rows_of(path: str) -> dict[str, dict[str, Any]]:
 
 
 def content(example: Example) -> str:
-    """What a row says, without how it is trained on, and with white space normalised."""
+    """The text of a row with normalised white space, without its labels."""
     if isinstance(example, Conversation):
         said: Any = [{name: message.get(name) for name in SAID} for message in example.messages]
     else:

@@ -1,4 +1,4 @@
-"""What the checks share: the recipe, the child processes, and results of these, computed when first needed."""
+"""The state that the checks share: the recipe, the child processes, and their results, computed on first use."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class NotRun(Exception):
 
 
 class Finding:
-    """What a check finds while it runs: its figures, and its faults, any of which makes it fail."""
+    """The figures and the faults of a check; any fault makes it fail."""
 
     def __init__(self) -> None:
         self.figures: dict[str, Any] = {}

@@ -62,7 +62,7 @@ def costs(run: Run) -> Facts:
 
 
 def origin(run: Run) -> Facts:
-    """What a run depends on besides its options; digests distinguish files of the same name."""
+    """The inputs of a run besides its options; digests distinguish files of the same name."""
     record, device = run.record, run.record.environment.device
     return {
         "training data": record.data.summary,
@@ -76,7 +76,7 @@ def origin(run: Run) -> Facts:
 
 
 def record(run: Run) -> Facts:
-    """What identifies a run and its adapter."""
+    """The identity of a run and its adapter."""
     peak = f"{run.record.memory.peak:,} bytes"
     return {**origin(run), "adapter, SHA-256": run.record.adapter_sha256, "peak device memory": peak}
 

@@ -1,4 +1,4 @@
-"""What rows are converted to: examples, and samples of examples that belong together."""
+"""Examples, which rows are converted to, and samples of examples that belong together."""
 
 from __future__ import annotations
 

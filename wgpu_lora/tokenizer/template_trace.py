@@ -1,4 +1,4 @@
-"""What of a conversation leaves a trace in the text that a chat template makes of it.
+"""The parts of a conversation that appear in the text that a chat template renders.
 
 A template that does not know of tool calls, say, renders a turn that consists of one as an empty answer. So the
 conversation is rendered once more with marks in each of its parts. Where a mark is missing, it is rendered without the

@@ -92,7 +92,7 @@ def facts(entry: RunEntry) -> dict[str, str]:
 
 
 def compared(before: RunEntry, after: RunEntry) -> list[tuple[str, str, str]]:
-    """What differs between two runs: (label, of the first, of the second). Results are there even if they are equal."""
+    """The differences of two runs: (label, of the first, of the second). Results are listed even if they are equal."""
     shown = []
     for table, always in ((_origin, False), (_options, False), (results, True)):
         one, two = table(before), table(after)
@@ -179,7 +179,7 @@ LAST = "last"
 
 @dataclass(frozen=True)
 class Filter:
-    """What an entry must have; None is anything.
+    """The required values of an entry; None accepts any.
 
     name: a part of the name, of the adapter's name or of the goal, or a pattern with *. since: UTC.
     """

@@ -31,7 +31,7 @@ from wgpu_lora.track.run_log import (
 
 @dataclass(frozen=True)
 class RunNotes:
-    """What a command says about the runs that it starts. log: whether they are logged."""
+    """The goal and notes that a command gives its runs. log: whether they are logged."""
 
     goal: str | None = None
     notes: str | None = None
@@ -43,7 +43,7 @@ _REMARKS: ContextVar[RunNotes] = ContextVar("remarks", default=RunNotes())  # no
 
 @contextmanager
 def remarks(goal: str | None = None, notes: str | None = None, log: bool = True) -> Iterator[None]:
-    """What is recorded in the block has this goal and these notes."""
+    """Runs recorded in the block get this goal and these notes."""
     token = _REMARKS.set(RunNotes(goal, notes, log))
     try:
         yield

@@ -30,7 +30,7 @@ _WHOLE = 2**31 - 1  # a --max-length that cuts nothing
 
 @dataclass(frozen=True)
 class Choice:
-    """What a --max-length, with or without packing, makes of the rows.
+    """The batches that a --max-length makes of the rows, with or without packing.
 
     cut: rows that are truncated. lost: rows that lose all of their trained tokens. trained: share of the trained tokens
     that is kept. steps: optimizer steps of an epoch. tokens: of an epoch. positions: rows of its batches, which hold
@@ -115,7 +115,7 @@ def row_statistics(args: TrainingArguments, model: LoadedModel) -> RowStatistics
 
 
 def packing_estimate(args: TrainingArguments, whole: TokenizedData) -> Choice:
-    """What options make of rows that were not cut. Raises UserError if no row is left."""
+    """The estimate for rows that were not cut. Raises UserError if no row is left."""
     rows = shortened(whole, args)
     filled, _ = default_batches(args, group_lengths(rows), members=objective_of(args).parts)
     stream = DataStream(rows, filled)
@@ -175,7 +175,7 @@ class Token:
 
 @dataclass(frozen=True)
 class RowPreview:
-    """What becomes of a row of the data.
+    """How a row of the data is trained on.
 
     rows: tokens of each sequence that is trained on; a pair gives two, chosen and rejected. notes: what is left out of
     them or was changed. refusal: why nothing is trained on, or None.

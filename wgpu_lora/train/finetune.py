@@ -36,7 +36,7 @@ from wgpu_lora.ops.activation_storage import Saving
 from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader, check_shared
 from wgpu_lora.train.init_methods import offsets
-from wgpu_lora.train.loop.trainer import StepKeeper, Trainer
+from wgpu_lora.train.loop.trainer import Trainer
 from wgpu_lora.train.memory import Replan, check_adapters, check_memory, options_that_fit
 from wgpu_lora.train.objective_eval import open_unrounded_model, unrounded_loss
 from wgpu_lora.train.objectives import objective_of
@@ -176,7 +176,7 @@ class Job(Generic[Record]):
         return StorageError(f"Writing to {where} failed ({reason(error)}), and {kept}: {mend} and {go_on}.")
 
     def newest_state(self) -> Path | None:
-        """What the job would be resumed from, as it is on the disk."""
+        """The newest state on disk that the job can be resumed from."""
         found = run_checkpoint.latest_checkpoint(self.run.directory, self.run.storage)
         return found and self.run.storage.place(found)
 
@@ -223,11 +223,12 @@ class FinetuneJob(Job[RunRecord]):
     def begin(self, events: Events) -> None:
         run, session = self.run, self.session
         if run.args.rounded_from and run.heldout and not run.resumed_from:
-            before = evaluating_session(open_unrounded_model(run.args, session.device, session.model.config), run)
+            model = open_unrounded_model(run.args, session.device, session.model.config)
+            before = prepare_session(model, [run], evaluation_only=True)
             run.state.unrounded_eval_loss = unrounded_loss(before, run, events)
 
     def finish(self, events: Events) -> RunRecord:
-        trainer = Trainer(self.session, self.runs, StepKeeper(self.run), events)
+        trainer = Trainer(self.session, self.runs, events)
         trainer.requests, trainer.sharing = self.requests, self.sharing
         return trainer.train()[self.run.slot]
 
@@ -275,13 +276,17 @@ def prepare_job(
     args = with_stored_dtype(args, model)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
     run = prepare_run(args, model, rows=rows, storage=storage)
-    recorded = prepare_shared_session if sharing else prepare_single_session
+    if sharing:
+        check_shared(run.args)
+
+    def session(model: LoadedModel, run: AdapterRun) -> Session:
+        return prepare_session(model, [run], batch_tokens=run.stream.buckets()[-1] if sharing else None)
 
     def replan(changes: Mapping[str, Any]) -> int:
         other = replan_run(run, changes)
-        return recorded(with_base_dtype(model, other.args.base_dtype), other).memory().guarded
+        return session(with_base_dtype(model, other.args.base_dtype), other).memory().guarded
 
-    return FinetuneJob(recorded(model, run), [run], replan, sharing)
+    return FinetuneJob(session(model, run), [run], replan, sharing)
 
 
 def with_stored_dtype(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
@@ -381,7 +386,8 @@ def with_base_dtype(model: LoadedModel, base_dtype: str) -> LoadedModel:
 def trainable_for(
     args: TrainingArguments, model: LoadedModel, storage: CheckpointStore = PLAIN_FILES
 ) -> tuple[TrainingArguments, Trainable]:
-    """What a run trains, and the options updated to match. Raises UserError if it does not fit the model."""
+    """The trainable parameters of a run, and the options updated to match. Raises UserError if it does not fit the
+    model."""
     if args.train == "quant-scales":
         return args, TrainableQuantScales.of(args, model)
     args, adapter, initial = initial_adapter(args, model.config, storage)
@@ -401,44 +407,32 @@ def trainable_parameters(model: LoadedModel, subjects: Sequence[Trainable]) -> P
     return AdapterSet.declare(model.config, [adapter.spec for adapter in adapters], model.device.max_binding)
 
 
-def prepare_session(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int | None = None) -> Session:
+def prepare_session(
+    model: LoadedModel,
+    runs: Sequence[AdapterRun],
+    *,
+    batch_tokens: int | None = None,
+    evaluation_only: bool = False,
+) -> Session:
     """The session of the runs, a slot each; other settings are taken from the first run's options.
 
     Args:
-        batch_tokens: maximum tokens of a batch that slots share.
+        batch_tokens: maximum tokens of a batch that slots share, or that is computed in parts.
+        evaluation_only: for the held-out loss of the model itself, by the objective of the run.
     """
     buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
-    return _session(model, runs, trainable_parameters(model, [run.subject for run in runs]), buckets, buckets[-1])
-
-
-def prepare_single_session(model: LoadedModel, run: AdapterRun) -> Session:
-    """The session of one run."""
-    return prepare_session(model, [run])
-
-
-def prepare_shared_session(model: LoadedModel, run: AdapterRun) -> Session:
-    """The session of a data-parallel run, with programs for parts of its batches."""
-    check_shared(run.args)
-    return prepare_session(model, [run], run.stream.buckets()[-1])
-
-
-def evaluating_session(model: LoadedModel, run: AdapterRun) -> Session:
-    """A session without training, for the held-out loss of a model itself by the objective of a run."""
-    nothing = SlotSpec(1, {next(iter(model.config.lora_modules)): 1.0})  # B is zero
-    trained = AdapterSet.declare(model.config, [nothing], model.device.max_binding)
-    return _session(model, [run], trained, [], max(run.stream.buckets()))
-
-
-def _session(
-    model: LoadedModel, runs: Sequence[AdapterRun], trained: ParameterSet, buckets: list[int], tokens: int
-) -> Session:
-    """tokens: of a held-out batch, at least."""
+    trained: ParameterSet
+    if evaluation_only:
+        nothing = SlotSpec(1, {next(iter(model.config.lora_modules)): 1.0})  # B is zero
+        trained = AdapterSet.declare(model.config, [nothing], model.device.max_binding)
+    else:
+        trained = trainable_parameters(model, [run.subject for run in runs])
     args = runs[0].args
     heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout)]
     return Session(
         model,
         trained,
-        buckets,
+        [] if evaluation_only else buckets,
         positions=max(
             length for run in runs for data in (run.stream.prepared, run.heldout) if data for length in data.lengths
         ),
@@ -448,7 +442,7 @@ def _session(
         saving=Saving(args.activation_dtype, args.offload_activations),
         objectives=[run.stream.objective for run in runs],
         optim=optimizer_of(args),
-        eval_tokens=max([tokens, *heldout]) if heldout else 0,
+        eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
         references={run.slot: run.reference.spec for run in runs if run.reference},
         teachers={run.slot: run.teacher for run in runs if run.teacher},
         mismatched=max(

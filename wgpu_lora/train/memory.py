@@ -202,7 +202,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs on its device.
+    """The requirements of a run on its device.
 
     Attributes:
         needed: bytes at the peak, by the exact plan. base_bytes: those of the base model's weights.

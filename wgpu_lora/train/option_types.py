@@ -186,7 +186,7 @@ def _parse_args(kind: type, options: Any, selected_by: str) -> dict[str, Any]:
 
 
 def _listed(own: Collection[Field[Any]]) -> str:
-    """What there is, with the help of each."""
+    """The choices, with the help of each."""
     said = (f"{o.name} ({o.metadata.get('help', '').rstrip('.') or TYPES[kinds(o)[0]]}; {o.default})" for o in own)
     return f"choose among {', '.join(said)}" if own else "it has none, so leave it out"
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,16 @@ class PipelineJob(Job[PipelineRecord]):
 
     def finish(self, events: Events) -> PipelineRecord:
         policy = make_policy(self.schedule, self.state.policy or None)
-        keeper = PipelineKeeper(self.home, self.run.args.save_steps, self.state)
-        trainer = Trainer(self.session, self.runs, keeper, events, policy, self.state.step, requests=self.requests)
+        trainer = PipelineTrainer(
+            self.session,
+            self.runs,
+            events,
+            policy,
+            self.state.step,
+            requests=self.requests,
+            home=self.home,
+            state=self.state,
+        )
         trainer.end(self.state.ended)
         trainer.train()
         return write_pipeline(self.home, trainer, self.args, self.schedule, self.batch_tokens)
@@ -171,9 +179,15 @@ def prepare_pipeline(
     def replan(changes: Mapping[str, Any]) -> int:
         others = [replan_run(run, changes) for run in runs]
         most = _batch_tokens(others, schedule, batch_tokens)
-        return prepare_session(with_base_dtype(model, others[0].args.base_dtype), others, most).memory().guarded
+        return (
+            prepare_session(with_base_dtype(model, others[0].args.base_dtype), others, batch_tokens=most)
+            .memory()
+            .guarded
+        )
 
-    return PipelineJob(prepare_session(model, runs, tokens), runs, replan, home, schedule, tokens, args, state)
+    return PipelineJob(
+        prepare_session(model, runs, batch_tokens=tokens), runs, replan, home, schedule, tokens, args, state
+    )
 
 
 def _home(args: TrainingArguments, tasks: Sequence[AdapterTask]) -> Path:
@@ -224,7 +238,8 @@ def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) 
 
 
 def _identity(args: TrainingArguments, schedule: str, tokens: int, tasks: Sequence[AdapterTask]) -> dict[str, Any]:
-    """What a resumed pipeline must have in common; each adapter's own options are compared with its checkpoint's."""
+    """The identity of a pipeline, which must match when it is resumed; options of adapters are compared with their
+    checkpoints."""
     adapters = [{"name": task.name, "weight": task.weight} for task in tasks]
     return {"schedule": schedule, "batch_tokens": tokens, "adapters": adapters, "options": _fixed(args)}
 
@@ -282,36 +297,36 @@ def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
 
 
 @dataclass
-class PipelineKeeper:
-    """Saves the checkpoints of all slots of a pipeline together."""
+class PipelineTrainer(Trainer):
+    """Saves the checkpoints of all slots together. home: directory of the pipeline's `state`."""
 
-    directory: Path
-    save_steps: int
-    state: PipelineState
+    home: Path = field(kw_only=True)
+    state: PipelineState = field(kw_only=True)
 
-    def due(self, trainer: Trainer) -> bool:
-        first_best = not self.state.steps and any(run.state.best_step for run in trainer.runs)  # best/ has no others
-        return first_best or trainer.overdue() or (bool(self.save_steps) and trainer.step % self.save_steps == 0)
+    def save_due(self) -> bool:
+        first_best = not self.state.steps and any(run.state.best_step for run in self.runs)  # best/ has no others
+        every = self.runs[0].args.save_steps
+        return first_best or self.overdue() or (bool(every) and self.step % every == 0)
 
-    def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
-        run.save_epoch(trainer.session, number)
+    def save_epoch(self, run: AdapterRun, number: int) -> None:
+        run.save_epoch(self.session, number)
 
-    def save(self, trainer: Trainer) -> None:
+    def save(self) -> None:
         state = replace(
             self.state,
-            step=trainer.step,
-            policy=policy_state(trainer.policy),
-            steps={run.adapter_name: run.state.step for run in trainer.runs},
-            ended={p.run.adapter_name: p.ended for p in trainer.all if p.ended and p.ended not in RESUMABLE},
+            step=self.step,
+            policy=policy_state(self.policy),
+            steps={run.adapter_name: run.state.step for run in self.runs},
+            ended={p.run.adapter_name: p.ended for p in self.all if p.ended and p.ended not in RESUMABLE},
         )
-        moved = [run for run in trainer.runs if self.state.steps.get(run.adapter_name) != run.state.step]
+        moved = [run for run in self.runs if self.state.steps.get(run.adapter_name) != run.state.step]
         for run in moved:
-            run.write_checkpoint(trainer.session, run.directory / NEXT)
-        write_pipeline_state(self.directory, state)
-        link_members(self.directory, (run.directory for run in trainer.runs))
+            run.write_checkpoint(self.session, run.directory / NEXT)
+        write_pipeline_state(self.home, state)
+        link_members(self.home, (run.directory for run in self.runs))
         for run in moved:
             replace_directory(run.directory / NEXT, run.directory / LAST)
-            trainer.events.saved(run.directory / LAST, run.state.step, run.adapter_name)
+            self.events.saved(run.directory / LAST, run.state.step, run.adapter_name)
         self.state = state
 
 

@@ -54,7 +54,7 @@ class Projection:
         return self.total / 3600 * price_per_hour
 
     def rates(self) -> dict[str, float]:
-        """What `bench.projection.project` takes."""
+        """The speeds in tokens per second that projections use."""
         seconds = max(self.seconds, 1e-9)
         rates = {"tokens_per_second": self.tokens / seconds, "samples_per_second": self.samples / seconds}
         return {**rates, "seconds": self.steps}

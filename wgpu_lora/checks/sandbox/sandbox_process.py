@@ -50,7 +50,7 @@ class Confinement:
 
     @property
     def missing(self) -> str | None:
-        """What is missing for the process to count as confined; None if nothing is.
+        """The missing requirement of a confined process; None if all are met.
 
         The filter and the memory limit are required. Namespaces are not, since the filter refuses the same operations.
         """
@@ -60,7 +60,7 @@ class Confinement:
 
     @property
     def unenforced(self) -> list[str]:
-        """What the system does not enforce, of: files, network, other processes, memory. Time always is."""
+        """The limits that the system does not enforce, of: files, network, other processes, memory. Time always is."""
         places = {"files": "mount", "network": "network", "other processes": "PID"}
         found = [what for what, kind in places.items() if self.refused and kind not in self.namespaces]
         return found + ([] if "AS" in self.limits else ["memory"])

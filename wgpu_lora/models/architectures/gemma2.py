@@ -40,7 +40,7 @@ GELU = "gelu_pytorch_tanh"
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma(Transformer):
-    """What Gemma 2 and Gemma 3 share.
+    """The common parts of Gemma 2 and Gemma 3.
 
     query_pre_attn_scalar: scores are divided by its square root.
     attention_cap, final_cap: soft caps of scores and of logits, 0 for none.

@@ -44,7 +44,7 @@ class Biases(NamedTuple):
 
 
 class Mixer(Protocol):
-    """What mixes the tokens of a sequence in a layer."""
+    """The part of a layer that mixes the tokens of a sequence: attention or a delta net."""
 
     def record(self, block: LayerContext, x: Tensor, onto: Tensor | None = None) -> Tensor: ...
 

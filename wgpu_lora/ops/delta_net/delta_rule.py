@@ -195,7 +195,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Decays:
-    """What the decays and betas are computed from."""
+    """The inputs of the decays and betas."""
 
     a: Tensor
     b: Tensor

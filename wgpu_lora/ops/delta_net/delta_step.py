@@ -133,7 +133,7 @@ def gated_delta_step(
     eps: float,
     norm_eps: float,
 ) -> Tensor:
-    """What `causal_conv`, `l2norm`, `gated_delta_rule` and `gated_norm` compute one after another, in generation.
+    """`causal_conv`, `l2norm`, `gated_delta_rule` and `gated_norm` one after another, for a token of generation.
 
     Args:
         x: f32 [T, cols], of q, k and v. z: f32 [T, value_heads * value_dim]. a, b: f32 [T, value_heads].

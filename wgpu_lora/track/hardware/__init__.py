@@ -18,13 +18,13 @@ SOURCES: Registry[FindSource] = Registry(
 
 
 def find(info: DeviceInfo) -> ReadStatus | None:
-    """What reads the status of a device; None if nothing here can, or if it cannot be told from others."""
+    """The reader of a device's status; None if there is none, or if the device cannot be told from others."""
     return next((read for name in SOURCES if (read := SOURCES[name](info))), None)
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of a device now; None is unknown.
+    """The status of a device; None is unknown.
 
     temperature: in degrees Celsius. busy: share of time in use, in percent. power, power_limit: in watts.
     memory: in use by all programs, in GiB.

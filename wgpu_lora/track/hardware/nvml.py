@@ -29,7 +29,7 @@ def find(info: DeviceInfo) -> ReadStatus | None:
         return None
 
     def asked(function: str, *arguments: Any) -> Any:
-        """What NVML answers; None if the card does not know."""
+        """The answer of NVML; None if the card does not support the query."""
         try:
             return getattr(nvml, function)(*arguments)
         except nvml.NVMLError:

@@ -25,7 +25,7 @@ class Sample:
 
 
 class Sampler:
-    """Samples from `start` to `stop`. A device that cannot be read has no samples, and nothing is said."""
+    """Samples from `start` to `stop`. A device that cannot be read has no samples."""
 
     def __init__(
         self, info: DeviceInfo, interval: float = INTERVAL, source: Callable[[DeviceInfo], ReadStatus | None] = find

@@ -1,4 +1,4 @@
-"""What the devices of a data-parallel run pass to each other: messages, and the pages of a session as arrays."""
+"""Messages between the devices of a data-parallel run, and the pages of a session as arrays."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_message(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def parameters(session: Session) -> dict[str, np.ndarray]:
-    """What is trained, of all slots."""
+    """The trained parameters of all slots."""
     return _read(session.device, "parameters", session.trained.params)
 
 

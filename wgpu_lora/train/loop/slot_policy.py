@@ -13,18 +13,17 @@ if TYPE_CHECKING:
 PATIENCE = 4  # rounds of all other adapters that an adapter waits at most
 
 
-@dataclass(frozen=True)
-class Standing:
-    """A slot that still has work, and its progress."""
+class Slot(Protocol):
+    """The fields of a run that a policy reads."""
 
     slot: int
     state: RunState
 
-    @property
-    def relative_loss(self) -> float:
-        """The latest held-out loss relative to the first; infinite if not measured."""
-        now, start = self.state.last_eval_loss, self.state.first_eval_loss
-        return math.inf if now is None or not start else now / start
+
+def relative_loss(run: Slot) -> float:
+    """The latest held-out loss relative to the first; infinite if not measured."""
+    now, start = run.state.last_eval_loss, run.state.first_eval_loss
+    return math.inf if now is None or not start else now / start
 
 
 class Policy(Protocol):
@@ -37,7 +36,7 @@ class Policy(Protocol):
     together: bool
     eval_steps: int
 
-    def choose(self, live: Sequence[Standing]) -> list[int]:
+    def choose(self, live: Sequence[Slot]) -> list[int]:
         """The slots that take the next step, ascending; `live` is ascending too, and not empty."""
 
 
@@ -48,8 +47,8 @@ class Synchronized:
     together = True
     eval_steps = 0
 
-    def choose(self, live: Sequence[Standing]) -> list[int]:
-        return [standing.slot for standing in live]
+    def choose(self, live: Sequence[Slot]) -> list[int]:
+        return [run.slot for run in live]
 
 
 @dataclass
@@ -60,8 +59,8 @@ class RoundRobin:
     eval_steps = 0
     last: int = -1
 
-    def choose(self, live: Sequence[Standing]) -> list[int]:
-        slots = [standing.slot for standing in live]
+    def choose(self, live: Sequence[Slot]) -> list[int]:
+        slots = [run.slot for run in live]
         self.last = next((slot for slot in slots if slot > self.last), slots[0])
         return [self.last]
 
@@ -74,12 +73,12 @@ class PriorityValLoss:
     eval_steps = 10
     waited: dict[str, int] = field(default_factory=dict)  # steps since a slot took one; JSON keys are text
 
-    def choose(self, live: Sequence[Standing]) -> list[int]:
-        def waiting(standing: Standing) -> int:
-            return self.waited.get(str(standing.slot), 0)
+    def choose(self, live: Sequence[Slot]) -> list[int]:
+        def waiting(run: Slot) -> int:
+            return self.waited.get(str(run.slot), 0)
 
         patient = max(live, key=waiting)
-        worst = max(live, key=lambda standing: (standing.relative_loss, waiting(standing)))
+        worst = max(live, key=lambda run: (relative_loss(run), waiting(run)))
         chosen = patient if waiting(patient) >= PATIENCE * len(live) else worst
         self.waited = {str(s.slot): 0 if s is chosen else waiting(s) + 1 for s in live}
         return [chosen.slot]

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from wgpu_lora.data import pack
 from wgpu_lora.events import Evaluating, EventForwarder, Events
 from wgpu_lora.signals import on_end_signal
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
-from wgpu_lora.train.loop.slot_policy import Policy, Standing, Synchronized
+from wgpu_lora.train.loop.slot_policy import Policy, Synchronized
 from wgpu_lora.train.loop.slot_progress import CHECKPOINT, SlotProgress
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.run.adapter_run import AdapterRun
@@ -32,40 +32,9 @@ class _Interrupted(Exception):
     """Raised while measuring a held-out loss."""
 
 
-class Keeper(Protocol):
-    """Saves the checkpoints that a run is resumed from."""
-
-    def save(self, trainer: Trainer) -> None: ...
-
-    def due(self, trainer: Trainer) -> bool:
-        """Whether to save after this step."""
-        ...
-
-    def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
-        """Called when a run has taken the last step of an epoch, numbered from 1."""
-        ...
-
-
-@dataclass(frozen=True)
-class StepKeeper:
-    """For a single run, whose checkpoints are complete by themselves."""
-
-    run: AdapterRun
-
-    def save(self, trainer: Trainer) -> None:
-        if self.run.state.step or trainer.interrupted:
-            self.run.save(trainer.session, trainer.events)
-
-    def due(self, trainer: Trainer) -> bool:
-        return trainer.all[0].checkpoint_due(trainer.overdue())
-
-    def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
-        """Nothing: checkpoints are saved by step."""
-
-
 @dataclass
 class Trainer:
-    """Trains every slot of a session until it ends.
+    """Trains every slot of a session until it ends, and saves the checkpoints of a single run.
 
     Attributes:
         step: steps of the session, by any slot.
@@ -77,7 +46,6 @@ class Trainer:
 
     session: Session
     runs: Sequence[AdapterRun]
-    keeper: Keeper
     events: Events = field(default_factory=Events)
     policy: Policy = field(default_factory=Synchronized)
     step: int = 0
@@ -104,7 +72,7 @@ class Trainer:
             self._measure_start()
             while live := self._live():
                 if self._full:
-                    self.keeper.save(self)
+                    self.save()
                     raise self._full
                 if self._stop.is_set():
                     self._retire(dict.fromkeys((p.run.slot for p in live), "callback" if self._asked else "interrupt"))
@@ -144,7 +112,7 @@ class Trainer:
     def _take(self, live: list[SlotProgress]) -> None:
         """Take one optimizer step of the slots that the policy chooses; one that would diverge is not updated."""
         device, optimizer = self.session.device, self.session.optimizer
-        slots = self.policy.choose([Standing(p.run.slot, p.run.state) for p in live])
+        slots = self.policy.choose([p.run for p in live])
         chosen = [p for p in live if p.run.slot in slots]
         begin = time.perf_counter()
         for progress in chosen:
@@ -173,10 +141,22 @@ class Trainer:
             if reasons[progress.run.slot] == "non-finite" and not self._sound(progress):
                 progress.run.fall_back(self.session)
         self._retire(reasons)
-        if self.keeper.due(self):
+        if self.save_due():
             with self.all[0].clock.between(CHECKPOINT):
-                self._write(partial(self.keeper.save, self))
+                self._write(self.save)
             self._saved = time.monotonic()
+
+    def save(self) -> None:
+        """Save the checkpoint that the run is resumed from."""
+        if self.runs[0].state.step or self.interrupted:
+            self.runs[0].save(self.session, self.events)
+
+    def save_due(self) -> bool:
+        """Whether to save after this step."""
+        return self.all[0].checkpoint_due(self.overdue())
+
+    def save_epoch(self, run: AdapterRun, number: int) -> None:
+        """Called after the last step of an epoch, numbered from 1; a single run's checkpoints are saved by step."""
 
     def overdue(self) -> bool:
         """Whether a checkpoint is due by --save-minutes, and the last one took at most SAVING_SHARE of the time."""
@@ -224,7 +204,7 @@ class Trainer:
             self._asked = True
             self._stop.set()
         if progress.epoch_done:
-            self._write(partial(self.keeper.epoch_done, progress.run, progress.epoch_done, self))
+            self._write(partial(self.save_epoch, progress.run, progress.epoch_done))
 
     def _retire(self, reasons: dict[int, str]) -> None:
         """End slots: save checkpoints, then write the results."""
@@ -235,7 +215,7 @@ class Trainer:
             progress.ended = reasons[progress.run.slot]
             if progress.ended == "target seconds":
                 self._write(partial(progress.close, self.events))
-        self._write(partial(self.keeper.save, self))
+        self._write(self.save)
         for progress in ending:
             assert progress.ended
             interrupted = self.signal if progress.ended == "interrupt" else None

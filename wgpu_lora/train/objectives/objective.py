@@ -266,7 +266,7 @@ class Objective:
         return tuple(float(values.sum(dtype=np.float64)) for values in logprobs)
 
     def logged(self, totals: Mapping[str, float], units: int) -> dict[str, float]:
-        """What is logged, given the sums of the metrics over a step, or over the held-out rows."""
+        """The logged metrics, given their sums over a step or over the held-out rows."""
         return {name: value / units for name, value in totals.items()}
 
     def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:

@@ -1,4 +1,4 @@
-"""What preference objectives have in common: their rows and options, and how their kernels are recorded."""
+"""The common parts of preference objectives: their rows and options, and how their kernels are recorded."""
 
 from __future__ import annotations
 

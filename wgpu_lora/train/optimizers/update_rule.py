@@ -186,7 +186,7 @@ class OptimizerState(Protocol):
         """A slot's state by name, as it is stored in checkpoints."""
 
     def fault(self, slot: int, stored: Mapping[str, np.ndarray]) -> str | None:
-        """What is wrong with a slot's stored state; None if it can be loaded."""
+        """Why a slot's stored state cannot be loaded; None if it can."""
 
     def write(self, device: Device, slot: int, stored: Mapping[str, np.ndarray]) -> None:
         """Upload a slot's state as `read` returned it; what is missing in `stored` becomes zero."""
@@ -196,7 +196,7 @@ class OptimizerState(Protocol):
 
 
 def wrong_values(name: str, values: np.ndarray, dtype: type, shape: tuple[int, ...], least: float | None) -> str | None:
-    """What is wrong with an array of a checkpoint, if anything."""
+    """Why an array of a checkpoint is invalid; None if it is valid."""
     if values.dtype != dtype or values.shape != shape:
         return f"{name} is {values.dtype} {list(values.shape)}, expected {np.dtype(dtype)} {list(shape)}"
     numbers = as_float64(values)

@@ -1,4 +1,4 @@
-"""Options of every run, whatever its objective, and their headings in the command line's help."""
+"""Options of runs of all objectives, and their headings in the command line's help."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
                 )
 
     def trains(self) -> str:
-        """What is trained, as text."""
+        """The trained parameters, as text."""
         what = "tables and scales" if self.train == "quant-scales" else f"rank {self.lora_r}"
         return f"{what} on {self.target_modules}"
 

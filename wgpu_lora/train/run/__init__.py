@@ -1,1 +1,1 @@
-"""What a run keeps on disk and in its records."""
+"""The files and records of a run."""

@@ -45,7 +45,7 @@ LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
 
 
 class Tracking:
-    """What is reported of a run while its job trains it; nothing, unless the job records it (`run_tracking`)."""
+    """Reports of a run in training; by default none (`run_tracking` has those of recorded runs)."""
 
     def started(self) -> None:
         """The run's adapter is loaded, and its directory is locked for it."""
@@ -107,7 +107,7 @@ class AdapterRun:
         return heldout or step % every == 0 or last
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the run it continues, and the planned length."""
+        """The fields that must match when the run is resumed, and the planned length."""
         options = {
             k: v for k, v in self.args.as_dict().items() if k not in CHANGEABLE_ON_RESUME and k != "init_adapter"
         }

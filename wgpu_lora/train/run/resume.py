@@ -151,7 +151,7 @@ def resumed_total_steps(state: RunState, planned: TrainingArguments, stream: Dat
 def resume_note(
     state: RunState, planned: TrainingArguments, stream: DataStream, own: Sequence[str] = (), extensible: bool = True
 ) -> str:
-    """What a resumed run will do, as text for the user.
+    """A note on how a resumed run goes on, for the user.
 
     Args:
         extensible: whether a finished run can be continued with other options.

@@ -113,12 +113,12 @@ def remove_run(run: Path) -> None:
 
 
 def trained_files(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> tuple[str, ...]:
-    """The files of what was trained that a directory should have, by what it has."""
+    """The files of trained parameters that a directory should have, judged by those that it has."""
     return CONSTANT_FILES if storage.is_file(directory / CONSTANT_FILES[0]) else ADAPTER_FILES
 
 
 def checkpoint_damage(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> str | None:
-    """What is wrong with a checkpoint; None if it is intact.
+    """The damage of a checkpoint, as text; None if it is intact.
 
     Raises:
         NewerSchemaError: it is from a newer version.
@@ -184,7 +184,7 @@ def run_of(directory: Path) -> Path:
 
 
 def origin_of(run: Path) -> dict[str, Any] | None:
-    """What a run began as, which its checkpoints state too; None for runs of earlier versions."""
+    """The identity with which a run began, which its checkpoints contain too; None for runs of earlier versions."""
     return read_json(run / ORIGIN) if (run / ORIGIN).is_file() else None
 
 
@@ -263,7 +263,7 @@ def _text(files: dict[str, str]) -> str:
 
 
 def damage(directory: Path, needed: tuple[str, ...], storage: CheckpointStore = PLAIN_FILES) -> str | None:
-    """What is wrong with a directory that has a manifest; None if it is intact.
+    """The damage of a directory that has a manifest, as text; None if it is intact.
 
     Files that the manifest does not name are ignored, since operating systems add some.
 
@@ -300,11 +300,11 @@ CONSTANT_FILES = ("constants.safetensors",)
 
 
 class CheckpointError(ValueError):
-    """What is wrong with the files of a checkpoint, for a sentence about it."""
+    """The damage of a checkpoint's files, as part of a sentence."""
 
 
 class Trainable(Protocol):
-    """What a run trains in its slot: where it begins, and the files that it is saved in."""
+    """The trained parameters of a slot: their initial values, and the files that they are saved in."""
 
     files: ClassVar[tuple[str, ...]]  # of a checkpoint and of the finished run; the first has the parameters
 

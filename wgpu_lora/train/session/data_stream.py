@@ -51,7 +51,7 @@ class DataStream:
 
     @cached_property
     def teacher(self) -> TeacherCache | None:
-        """The cache of what the objective's teacher says, if it has one."""
+        """The cache of the teacher's logits, if the objective has a teacher."""
         args = self.args
         return TeacherCache.open(args.teacher_cache) if args.objective == "kd" and args.teacher_cache else None
 

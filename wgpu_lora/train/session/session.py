@@ -122,7 +122,7 @@ class Session:
 
     @property
     def adapters(self) -> AdapterSet:
-        """What is trained, if that is adapters."""
+        """The trained adapters; None if other parameters are trained."""
         assert isinstance(self.trained, AdapterSet)
         return self.trained
 

@@ -63,7 +63,7 @@ class Mix:
 
 
 def suffix(group: int) -> str:
-    """What a group adds to a name."""
+    """The suffix of a group in a name."""
     return "-row" if group == ROW else "" if group == DEFAULT_GROUP else f"-g{group}"
 
 

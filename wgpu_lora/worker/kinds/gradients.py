@@ -21,8 +21,8 @@ from wgpu_lora.memory_leases import budget_bytes, claim
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.data_parallel import gradient_messages
 from wgpu_lora.train.data_parallel.gradient_messages import message
-from wgpu_lora.train.data_parallel.leader import StepPart
-from wgpu_lora.train.finetune import FinetuneJob, prepare_run, prepare_shared_session, with_stored_dtype
+from wgpu_lora.train.data_parallel.leader import StepPart, check_shared
+from wgpu_lora.train.finetune import FinetuneJob, prepare_run, prepare_session, with_stored_dtype
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.options.training_arguments import LENGTH_OPTIONS, TrainingArguments
 from wgpu_lora.train.options.typed_options import TrainingOptions
@@ -58,7 +58,7 @@ def run(
 
 
 def connected(link: str) -> Connection:
-    """Raises UserError if nobody listens."""
+    """Raises UserError if the connection is refused."""
     try:
         return Client(link)
     except (OSError, ValueError, EOFError) as error:
@@ -113,10 +113,9 @@ def prepare_worker(
     run = prepare_run(args, model, rows=rows)
     run.heldout = None
 
-    def replan(changes: Mapping[str, Any]) -> int:
-        return prepare_shared_session(model, run).memory().guarded  # no option may differ from the leader's
-
-    return FinetuneJob(prepare_shared_session(model, run), [run], replan)
+    check_shared(args)
+    session = prepare_session(model, [run], batch_tokens=run.stream.buckets()[-1])
+    return FinetuneJob(session, [run], lambda changes: session.memory().guarded)  # no option may differ here
 
 
 @contextmanager

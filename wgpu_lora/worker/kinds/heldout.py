@@ -31,7 +31,7 @@ def run(port: EventWriter, *, where: str, device: str | int | None = None) -> En
 
 @dataclass
 class _Measuring:
-    """Keeps one opened model, and the rows of runs that have been asked for."""
+    """Keeps one opened model, and the rows of runs that were requested."""
 
     port: EventWriter
     device: Device

@@ -21,7 +21,8 @@ from wgpu_lora.names.spelling import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.adapter_tasks import split_options
-from wgpu_lora.train.finetune import Job, prepare_job, prepare_shared_session, prepare_single_session
+from wgpu_lora.train.data_parallel.leader import check_shared
+from wgpu_lora.train.finetune import Job, prepare_job, prepare_session
 from wgpu_lora.train.memory import Needs
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
@@ -115,13 +116,14 @@ class _Planner:
         key = json.dumps({name: value for name, value in args.as_dict().items() if name not in RATES})
         if rows or key not in self._known:  # rows have no name
             job = prepare_job(args, model, planning=True, rows=rows)
-            run, session = job.run, prepare_shared_session if self.shared else prepare_single_session
+            run, batch_tokens = job.run, job.run.stream.buckets()[-1] if self.shared else None
             if self.shared:
-                job.session = session(model, run)
+                check_shared(args)
+                job.session = prepare_session(model, [run], batch_tokens=batch_tokens)
             self._known[key] = needs_of(job, base)
             if self.cached and run.teacher:
                 digest = caches_digest(run, cache_plans(run, model))
-                job.session = session(model, replace(run, teacher=None))
+                job.session = prepare_session(model, [replace(run, teacher=None)], batch_tokens=batch_tokens)
                 self._caches[key] = digest, needs_of(job, base)
         if key in self._caches:
             digest, needs = self._caches[key]
@@ -182,7 +184,8 @@ PLACES = {"output", "resume", "overwrite", "device", "model", "base_dtype", "sav
 
 
 def needs_of(job: Job[Any], base: str) -> Needs:
-    """What the runs of a job need together. Raises UserError if a tensor is larger than the limits of the device."""
+    """The requirements of the runs of a job together. Raises UserError if a tensor is larger than the limits of the
+    device."""
     plan, runs = job.session.memory(), job.runs
     timed = any(run.args.target_seconds for run in runs)
     rows = [stream.rows_digest() for run in runs for stream in _streams(run)]
