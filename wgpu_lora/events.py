@@ -184,8 +184,8 @@ class EventForwarder(Events):
 
 def _passing(name: str) -> Any:
     def tell(self: EventForwarder, *arguments: Any) -> bool | None:
-        said = [getattr(one, name)(*arguments) for one in self.to]
-        return True in said or None
+        text = [getattr(one, name)(*arguments) for one in self.to]
+        return True in text or None
 
     return tell
 

@@ -34,8 +34,8 @@ def program(name: str = NAME) -> str:
     beside = _beside(name)
     if beside is None:
         return name
-    found = shutil.which(name)
-    if found and Path(found).resolve() == beside.resolve():
+    result = shutil.which(name)
+    if result and Path(result).resolve() == beside.resolve():
         return name
     shorter = beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside
     return _quoted(str(shorter))

@@ -30,8 +30,8 @@ class Registry(MutableMapping[str, T]):
         entry = self._entries[name] if name in self._entries or not self._is_other(name) else self._other(name)
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")
-            found: T = getattr(import_module(module), attribute)
-            entry = self._entries[name] = found
+            result: T = getattr(import_module(module), attribute)
+            entry = self._entries[name] = result
         return entry
 
     def __setitem__(self, name: str, entry: T | str) -> None:
@@ -55,5 +55,5 @@ class Registry(MutableMapping[str, T]):
     def _other(self, name: str) -> T | str:
         assert self._others
         module, _, function = self._others[1].partition(":")
-        found: T = getattr(import_module(module), function)(name)
-        return found
+        result: T = getattr(import_module(module), function)(name)
+        return result

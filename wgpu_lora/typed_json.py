@@ -122,7 +122,7 @@ def _no_json(value: Any) -> Any:
 def _sentence(kind: Any, value: Any, name: str, problems: Sequence[Any]) -> str:
     """The first problem: an unknown field, whose missing one it may be, before others."""
     first = min(problems, key=lambda problem: problem["type"] not in _UNKNOWN)
-    place, found = _placed(value, first)
+    place, result = _placed(value, first)
     below = "".join(f"[{part}]" if isinstance(part, int) else f".{escape_unprintable(part)[:60]}" for part in place)
     called = f"{name[:-1]}{below}'" if name.startswith("'") else f"'{below.removeprefix('.')}'" if below else name
     if first["type"] == "missing":
@@ -140,8 +140,8 @@ def _sentence(kind: Any, value: Any, name: str, problems: Sequence[Any]) -> str:
     if first["type"] in _WORDS or _MUST_BE.match(first["msg"]):
         *most, last = texts
         wanted = f"{', '.join(most)} or {last}" if most else last
-        return f"{called} must be {wanted}, not {_shown(found)}"
-    return f"{called} is {_shown(found)} ({first['msg'].removeprefix('Value error, ')})"
+        return f"{called} must be {wanted}, not {_shown(result)}"
+    return f"{called} is {_shown(result)} ({first['msg'].removeprefix('Value error, ')})"
 
 
 def _wording(message: str) -> str:

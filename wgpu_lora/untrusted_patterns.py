@@ -39,7 +39,7 @@ def first_matches(
     if sum(map(len, patterns)) > MAX_CHARACTERS:
         raise UserError(f"the patterns are longer than {MAX_CHARACTERS:,} characters together")
     here = len(patterns) * len(names) <= _MOST_HERE
-    found: list[list[int | None]] = []
+    result: list[list[int | None]] = []
     others: list[list[tuple[int, str]]] = []  # by group, patterns that RE2 cannot match: (index, pattern)
     for group in groups:
         meant = [rf"(.*\.)?({pattern})" if endings else pattern for pattern in group]
@@ -47,12 +47,12 @@ def first_matches(
         compiled = [
             _compiled(pattern) if is_regular else None for pattern, is_regular in zip(meant, regular, strict=True)
         ]
-        found.append([_first(compiled, name) for name in names])
+        result.append([_first(compiled, name) for name in names])
         others.append([(i, pattern) for i, pattern in enumerate(meant) if compiled[i] is None])
     if any(others):
         firsts = _in_child(groups, others, names)
-        found = [[_least(*pair) for pair in zip(*both, strict=True)] for both in zip(found, firsts, strict=True)]
-    return found
+        result = [[_least(*pair) for pair in zip(*both, strict=True)] for both in zip(result, firsts, strict=True)]
+    return result
 
 
 def _is_regular(pattern: str) -> bool:

@@ -65,14 +65,14 @@ def listing(options: type, types: type, leave_out: Collection[str] = ()) -> Call
 
 def _parted(text: str) -> tuple[str, str, str]:
     """A docstring split into the part up to the end of its Args, the next heading, and the rest."""
-    found = [(text.index(heading), heading) for heading in ("Returns:", "Raises:") if heading in text]
-    place, heading = min(found)
+    result = [(text.index(heading), heading) for heading in ("Returns:", "Raises:") if heading in text]
+    place, heading = min(result)
     return text[:place].rstrip(), heading, text[place + len(heading) :]
 
 
 def _sentence(text: str) -> str:
     """A help text for the middle of a line, with options spelled as arguments."""
-    text = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), text)
+    text = re.sub(r"--([a-z][a-z-]*)", lambda match: match[1].replace("-", "_"), text)
     return text[:1].lower() + text[1:] if text[1:2].islower() else text
 
 
@@ -124,13 +124,13 @@ def finetune(
         UserError: an option is unknown or out of range, or the model, the data or the device is unsuitable.
     """
     told = listeners("finetune()", events, cast("dict[str, Any]", options), callback)
-    said = named(options, "finetune()", "recipe")
-    also = said.pop("model", None)
+    message = named(options, "finetune()", "recipe")
+    also = message.pop("model", None)
     if model is not None and also is not None:
         raise UserError("finetune() was given two models: pass one of them.")
     model = also if model is None else model
-    said, rows = split_python_rows(said)
-    given = {name: path_as_text(value, name, "finetune()") for name, value in said.items()}
+    message, rows = split_python_rows(message)
+    given = {name: path_as_text(value, name, "finetune()") for name, value in message.items()}
     loaded = model if isinstance(model, LoadedModel) else None
     if loaded:
         for name, fixed in (("model", loaded.name), ("base_dtype", loaded.decoder.base_dtype)):

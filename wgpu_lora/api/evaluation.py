@@ -186,14 +186,14 @@ def _measured(
     progress_bar: bool | None,
 ) -> dict[str, Evaluation]:
     """The loss of the same rows for each of `slots`, by name."""
-    found: dict[str, Evaluation] = {}
+    result: dict[str, Evaluation] = {}
     with Bars(progress_bar) as bars, adapters_on_device(model, directories) as loaded:
         for name, slot in slots.items():
-            events = SummedProgress(len(found), len(slots), bars, *told)
+            events = SummedProgress(len(result), len(slots), bars, *told)
             with recorded_evaluation(model, prepared, name, None if slot is None else directories[slot]) as entry:
-                found[name] = one = evaluate_rows(model, prepared, loaded, slot, events=events)
+                result[name] = one = evaluate_rows(model, prepared, loaded, slot, events=events)
                 note_results(entry, one)
-    return {name: replace(one, data=prepared.summary()) for name, one in found.items()}
+    return {name: replace(one, data=prepared.summary()) for name, one in result.items()}
 
 
 def _teacher(*given: str | Path | None) -> dict[str, str]:
@@ -228,10 +228,10 @@ def _objective_loss(
     args = from_values(options, "evaluate")
     prepared, begin = prepared_for(args, model, source), time.perf_counter()
     with Bars(progress_bar) as bars, recorded_evaluation(model, prepared, name, adapter, args.objective) as entry:
-        found = evaluate_objective(model, prepared, args, EventForwarder(bars, *told))
+        result = evaluate_objective(model, prepared, args, EventForwarder(bars, *told))
         seconds = time.perf_counter() - begin
         facts = prepared.trained_tokens, len(prepared.rows), seconds, prepared.max_length, prepared.summary()
-        one = Evaluation(found.pop("loss"), None, *facts, args.objective, found)
+        one = Evaluation(result.pop("loss"), None, *facts, args.objective, result)
         note_results(entry, one)
     return one
 

@@ -85,7 +85,7 @@ def generate(
     prompt = _listed(prompt)
     several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and not _is_conversation(prompt)
     if not stream:
-        found = answer(
+        result = answer(
             model,
             prompt if several else [prompt],
             adapter=adapter,
@@ -93,7 +93,7 @@ def generate(
             progress_bar=progress_bar,
             **options,
         )
-        return [one.text for one in found] if several else found[0].text
+        return [one.text for one in result] if several else result[0].text
     if several:
         raise UserError("stream=True works with a single prompt only: pass one, or leave stream out.")
     check_prompt(prompt)
@@ -197,10 +197,10 @@ def compare(
     slots = slots_of(adapters, include_base)
     check_prompt(prompt)
     with Bars(False if told and progress_bar is None else progress_bar) as bars:
-        (found,) = answer_table(
+        (result,) = answer_table(
             _opened(model), [prompt], adapters, slots, settings, batch=len(slots), events=EventForwarder(bars, *told)
         )
-    return found
+    return result
 
 
 def _opened(model: Model) -> LoadedModel:

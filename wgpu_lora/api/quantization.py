@@ -174,10 +174,10 @@ def _unrounded(model: LoadedModel) -> LoadedModel:
 
 
 def _perplexity(model: LoadedModel, data: str | Path, events: Events, unload: bool = True) -> float | None:
-    found = evaluate(model, data, run_log=False, events=events, progress_bar=False)
+    result = evaluate(model, data, run_log=False, events=events, progress_bar=False)
     if unload:
         model.unload()
-    return found.perplexity
+    return result.perplexity
 
 
 def _moments(

@@ -127,18 +127,18 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
     work |= {"tokens": args.length, "rank": args.lora_r, "compute_dtype": args.compute_dtype}
     work |= {"max_batch": batches.most, "batch_sizes": [*batches.sizes], "time_limit": batches.seconds}
     excluded = f"the first {WARMUP} steps of each batch, if there was time for more"
-    found: Record = {"header": header(SCHEMA, model.device, work=work, available=available, excluded=excluded)}
-    found |= {"rows": [], "summary": []}
-    events.measured(found["header"])
+    result: Record = {"header": header(SCHEMA, model.device, work=work, available=available, excluded=excluded)}
+    result |= {"rows": [], "summary": []}
+    events.measured(result["header"])
     memory = "memory" if batches.limit is None else LIMIT
     name = run_name(model.name, model.decoder.base_dtype, True, False, "max-batch", args.compute_dtype)
     facts = {"device": device_facts(model.device.info), "config": given_options(work)}
     with recorded("bench max-batch", name, objective="max-batch", **facts) as entry:
-        _search(model, batches, available, memory, events, found)
-        found["best"] = best(found["rows"])
-        events.measured(found["best"])
-        entry["results"] = {"searches": found["summary"], "best": found["best"]}
-    return found
+        _search(model, batches, available, memory, events, result)
+        result["best"] = best(result["rows"])
+        events.measured(result["best"])
+        entry["results"] = {"searches": result["summary"], "best": result["best"]}
+    return result
 
 
 def _search(
@@ -318,8 +318,8 @@ def search_pairs(work: Work, repeat: int = 2, events: Events = SILENT, opened: D
             fastest = max(ran, key=lambda pair: pair["samples_per_second"], default=None)
             entry["results"] = {"fastest": fastest}
             note_failure(entry, [] if fastest else ["no pair could be timed"])
-        found = {"kind": "fastest", "fastest": fastest}
-        events.measured(found)
+        result = {"kind": "fastest", "fastest": fastest}
+        events.measured(result)
     return {"header": head, "pairs": pairs, "fastest": fastest}
 
 

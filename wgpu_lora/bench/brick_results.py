@@ -102,10 +102,10 @@ def commit() -> dict[str, Any] | None:
 
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        result = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return {"id": found.removesuffix("-dirty"), "modified": found.endswith("-dirty")}
+    return {"id": result.removesuffix("-dirty"), "modified": result.endswith("-dirty")}
 
 
 class Writer:
@@ -194,8 +194,8 @@ def read_results(path: str | Path) -> tuple[Header, list[Result]]:
     """A result file of bricks. Raises UserError if it cannot be read, or has another schema or version."""
     _, first, lines = read_lines(path, {NAME: VERSION})
     try:
-        found = {name: typed(dict[str, Any], first.get(name), f"'{name}'") for name in ("device", "options")}
-        return first | found, [Result.of(line) for line in lines]
+        result = {name: typed(dict[str, Any], first.get(name), f"'{name}'") for name in ("device", "options")}
+        return first | result, [Result.of(line) for line in lines]
     except ValueError as error:
         raise damaged(path, error) from None
 
@@ -233,7 +233,7 @@ def compare(old: list[Result], new: list[Result]) -> list[Comparison]:
 def warnings(old: tuple[Header, list[Result]], new: tuple[Header, list[Result]]) -> list[str]:
     """Differences that make two files hard to compare: device, driver, options, and cases that only one of them has."""
     (before, old_results), (now, new_results) = (_facts(old[0]), old[1]), (_facts(new[0]), new[1])
-    found = [
+    result = [
         f"{name.replace('_', ' ')}: {before.get(name)} before, {now.get(name)} now"
         for name in before | now
         if before.get(name) != now.get(name)
@@ -241,8 +241,8 @@ def warnings(old: tuple[Header, list[Result]], new: tuple[Header, list[Result]])
     labels = {"old": {r.label for r in old_results}, "new": {r.label for r in new_results}}
     for where, other in (("old", "new"), ("new", "old")):
         if only := labels[where] - labels[other]:
-            found.append(f"only in the {where} file: {', '.join(sorted(only))}")
-    return found
+            result.append(f"only in the {where} file: {', '.join(sorted(only))}")
+    return result
 
 
 def _facts(header: Header) -> dict[str, Any]:

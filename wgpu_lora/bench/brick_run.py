@@ -169,9 +169,9 @@ def judge(contract: Contract, result: Result, names: Mapping[str, float], device
     """Record the share of the ceiling that the contract requires on this device, and all its violations."""
     broken = result.broken
     if contract.accuracy and result.reference:
-        found, limit = result.reference["nmse"], contract.accuracy.nmse
-        if not found <= limit:  # also if it is NaN
-            broken.append(f"{result.reference['kernel']} is off its reference: NMSE {found:.2g}, at most {limit:.2g}")
+        value, limit = result.reference["nmse"], contract.accuracy.nmse
+        if not value <= limit:  # also if it is NaN
+            broken.append(f"{result.reference['kernel']} is off its reference: NMSE {value:.2g}, at most {limit:.2g}")
     asked = contract.budget.share(device_class) if contract.applies(contract.budget.when, names) else None
     reached = result.budget["reached"]
     result.budget["asked"] = asked

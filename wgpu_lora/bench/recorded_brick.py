@@ -34,9 +34,9 @@ class KeptProgram(Program):
         self._temps = temps
 
     def temp(self, shape: tuple[int, ...], dtype: str = "f32", name: str = "temp") -> Tensor:
-        made = persistent(shape, dtype, "workspace", name)
-        self._temps.append(made)
-        return made
+        result = persistent(shape, dtype, "workspace", name)
+        self._temps.append(result)
+        return result
 
 
 class ProgramWorkload(Workload):
@@ -152,10 +152,10 @@ class ProgramWorkload(Workload):
 
     def check(self, rng: np.random.Generator) -> Checked:
         self.fresh(rng)
-        found, wanted = Checked(), {step.kernel.name for program in self.programs() for step in program.dispatches}
+        result, wanted = Checked(), {step.kernel.name for program in self.programs() for step in program.dispatches}
         for program in (self.forward, self.backward):
-            check(program, found, wanted)
-        return found
+            check(program, result, wanted)
+        return result
 
     def run(self) -> float:
         if not self._beside.dispatches:

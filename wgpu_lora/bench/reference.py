@@ -58,8 +58,8 @@ def forget_peak() -> None:
 def peak_resident_bytes() -> int:
     """The maximum memory of this process so far."""
     status = Path("/proc/self/status")
-    if status.is_file() and (found := re.search(r"VmHWM:\s+(\d+)", status.read_text())):
-        return 1024 * int(found[1])
+    if status.is_file() and (match := re.search(r"VmHWM:\s+(\d+)", status.read_text())):
+        return 1024 * int(match[1])
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     import resource

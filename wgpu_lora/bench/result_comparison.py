@@ -91,24 +91,24 @@ def _bricks(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figure
 
 
 def _training(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figure]:
-    found, name = dict[str, Figure](), work_name(header)
+    result, name = dict[str, Figure](), work_name(header)
     for line in lines:
         if line.get("kind") == "summary":
             summary = typed(_Summary, line)
             for key, (called, unit) in FIGURES.items():
                 median = typed(float | None, summary.spread[key].get("median"), key)
                 if median is not None:
-                    found[f"{name}: {called}"] = Figure(median, unit)
-            found[f"{name}: memory"] = Figure(typed(int, summary.memory.get("peak"), "'memory.peak'"), "bytes")
+                    result[f"{name}: {called}"] = Figure(median, unit)
+            result[f"{name}: memory"] = Figure(typed(int, summary.memory.get("peak"), "'memory.peak'"), "bytes")
         elif line.get("kind") == "pair":
             pair = typed(_Pair, line)
             if pair.samples_per_second is not None:
-                found[f"{name}: samples, {pair.batch} x {pair.accumulation}"] = Figure(pair.samples_per_second, "/s")
-    return found
+                result[f"{name}: samples, {pair.batch} x {pair.accumulation}"] = Figure(pair.samples_per_second, "/s")
+    return result
 
 
 def _batches(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figure]:
-    found, work = dict[str, Figure](), header["work"]
+    result, work = dict[str, Figure](), header["work"]
     name = f"{work['model']}, {count_noun(typed(int, work['layers'], 'layers'), 'layer')}"
     largest = dict[str, int]()
     for row in (typed(_Batch, line) for line in lines if line.get("kind") == "batch"):
@@ -122,20 +122,20 @@ def _batches(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figur
                 ("memory", row.planned, "bytes"),
             ):
                 if value is not None:
-                    found[f"{at}: {called}"] = Figure(value, unit)
-    return found | {f"{name}, largest batch{way}": Figure(rows, "rows") for way, rows in largest.items()}
+                    result[f"{at}: {called}"] = Figure(value, unit)
+    return result | {f"{name}, largest batch{way}": Figure(rows, "rows") for way, rows in largest.items()}
 
 
 def differences(files: Sequence[ResultFile]) -> list[str]:
     """The differences in how files of the same kind were measured, as text."""
-    found = []
+    result = []
     for kind in dict.fromkeys(file.kind for file in files):
         alike = [_flat(file.work) for file in files if file.kind == kind]
         for name in (name for name in alike[0] if all(name in work for work in alike)):  # not those of later versions
             values = [work[name] for work in alike]
             if any(value != values[0] for value in values):
-                found.append(f"{name.replace('_', ' ')}: {', '.join(str(value) for value in values)}")
-    return found
+                result.append(f"{name.replace('_', ' ')}: {', '.join(str(value) for value in values)}")
+    return result
 
 
 def _flat(work: Mapping[str, Any]) -> dict[str, Any]:

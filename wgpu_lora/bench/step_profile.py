@@ -91,17 +91,17 @@ class Profile:
 
     def groups(self, by_shape: bool = False) -> list[Group]:
         """The dispatches by kernel, the slowest first."""
-        found: dict[tuple[str, str | None], list[Piece]] = defaultdict(list)
+        result: dict[tuple[str, str | None], list[Piece]] = defaultdict(list)
         for piece in self.pieces:
-            found[piece.kernel, piece.shape if by_shape else None].append(piece)
-        made = []
-        for (kernel, shape), pieces in found.items():
+            result[piece.kernel, piece.shape if by_shape else None].append(piece)
+        new = []
+        for (kernel, shape), pieces in result.items():
             seconds = sum(piece.seconds for piece in pieces)
             counts = [piece.operations for piece in pieces if piece.operations is not None]
             gflops = sum(counts) / seconds / 1e9 if len(counts) == len(pieces) and seconds else None
             share = seconds / self.attributed_seconds if seconds else 0.0
-            made.append(Group(kernel, shape, len(pieces), seconds, share, gflops))
-        return sorted(made, key=lambda group: -group.seconds)
+            new.append(Group(kernel, shape, len(pieces), seconds, share, gflops))
+        return sorted(new, key=lambda group: -group.seconds)
 
     def as_dict(self, by_shape: bool = False) -> dict[str, Any]:
         names = ("clock", "rounds", "step_seconds", "step_spread", "device_seconds", "attributed_seconds")

@@ -132,7 +132,7 @@ def run_training(
             events.measured(runs[-1])
         summary = summarised(runs, model, max_spread)
         events.measured(summary)
-        medians = {name: found["median"] or 0.0 for name, found in summary["spread"].items()}
+        medians = {name: result["median"] or 0.0 for name, result in summary["spread"].items()}
         entry["results"] = medians
         varying = [
             f"the runs vary by {gate['spread']:.1%}" for gate in [summary["gate"]] if gate and not gate["passed"]
@@ -175,8 +175,8 @@ def summarised(runs: Sequence[Record], model: LoadedModel, max_spread: float | N
     peak, memory, budget = good[0]["peak_planned"], device_memory(info), budget_bytes(info).bytes
     gate = None
     if max_spread is not None:
-        found = max(spreads[name]["cv"] or 0.0 for name in ("seconds", "samples_per_second"))
-        gate = {"limit": max_spread, "spread": found, "passed": len(good) > 1 and found <= max_spread}
+        result = max(spreads[name]["cv"] or 0.0 for name in ("seconds", "samples_per_second"))
+        gate = {"limit": max_spread, "spread": result, "passed": len(good) > 1 and result <= max_spread}
     return {
         "kind": "summary",
         "runs": len(runs),

@@ -70,12 +70,12 @@ def read_chain(name: str, output: str | None = None, device: str | None = None, 
     for key, value in (("output", place), ("model", model)):
         if value is not None and not (isinstance(value, str) and value.strip()):
             raise UserError(f"{where}: '{key}' is {value!r:.60}, but must be text.")
-    made: dict[str, ChainStage] = {}
+    result: dict[str, ChainStage] = {}
     with naming(IN_FILE):
         for number, table in enumerate(tables, 1):
-            link = _link(f"{where}, stage {number}", table, Path(place), made, {"model": model, "device": device})
-            made[link.name] = link
-    return Chain(path, Path(place), tuple(made.values()))
+            link = _link(f"{where}, stage {number}", table, Path(place), result, {"model": model, "device": device})
+            result[link.name] = link
+    return Chain(path, Path(place), tuple(result.values()))
 
 
 def _link(

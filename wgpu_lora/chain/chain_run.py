@@ -40,9 +40,9 @@ def stage_statuses(chain: Chain, start: str | None = None) -> list[StageStatus]:
     """The state of every stage. Nothing is written, and no model is downloaded."""
     state, digests = State.read(chain.output), Digests(chain.output / DIGESTS)
     forced = _forced(chain, start)
-    found: list[StageStatus] = []
+    result: list[StageStatus] = []
     for link in chain.links:
-        due = [other.link.name for other in found if other.why and other.link.name in link.needs]
+        due = [other.link.name for other in result if other.why and other.link.name in link.needs]
         done = state.stages.get(link.name)
         if link.name in forced:
             why: str | None = "asked for"
@@ -54,8 +54,8 @@ def stage_statuses(chain: Chain, start: str | None = None) -> list[StageStatus]:
             why = "it has not run yet"
         else:
             why = _why(link, done, digests, download=False)
-        found.append(StageStatus(link, why, done.seconds if done else None))
-    return found
+        result.append(StageStatus(link, why, done.seconds if done else None))
+    return result
 
 
 def run(chain: Chain, watch: ChainWatch, start: str | None = None) -> None:
@@ -112,9 +112,9 @@ def _not_whole(link: ChainStage, done: StageResult | None, digests: Digests) -> 
     if done is None or done.outputs is None:
         return "it has not finished"
     for name, digest in done.outputs.items():
-        found = digests.of(link.output / name)
-        if found != digest:
-            return f"{name} {'is missing' if found == MISSING else 'has changed'}"
+        result = digests.of(link.output / name)
+        if result != digest:
+            return f"{name} {'is missing' if result == MISSING else 'has changed'}"
     return None
 
 

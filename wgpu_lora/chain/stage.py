@@ -75,15 +75,17 @@ class Stage:
 
 def model_files(model: str, download: bool) -> Iterator[Path]:
     """The files of a model; of a hub id, those in the cache unless it may be downloaded. Raises UserError."""
-    found = resolve_model(model) if download or not hub_id(model) else cached_model(model) or Path(model)
-    if not found.exists():
-        yield found
+    result = resolve_model(model) if download or not hub_id(model) else cached_model(model) or Path(model)
+    if not result.exists():
+        yield result
         return
-    if found.is_file():
-        yield found
+    if result.is_file():
+        yield result
         return
     yield from (
-        path for path in sorted(found.iterdir()) if path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt")
+        path
+        for path in sorted(result.iterdir())
+        if path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt")
     )
 
 

@@ -60,9 +60,9 @@ class Assertion:
             return str(error)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return f"{type(error).__name__}: {error}"
-        said = "" if self.message is None else f": {self.message}"
+        reason = "" if self.message is None else f": {self.message}"
         who = f"{self.calls[0][0]} returned" if len(values) == 1 else "the calls returned"
-        return f"assertion failed{said}: {self.text}, where {who} {', '.join(values)}"
+        return f"assertion failed{reason}: {self.text}, where {who} {', '.join(values)}"
 
 
 def parse_check(check: Any, where: str = "A row") -> tuple[Assertion, ...]:
@@ -78,15 +78,15 @@ def parse_check(check: Any, where: str = "A row") -> tuple[Assertion, ...]:
         raise UserError(f'{where} has a "check" that is not a text of at most {MAX_CHECK:,} characters: fix it.')
     try:
         body = ast.parse(check).body
-        found = tuple(_assertion(statement) for statement in body)
+        result = tuple(_assertion(statement) for statement in body)
     except (SyntaxError, ValueError) as error:
         why = escape_unprintable(" ".join(str(error).split()))
         raise UserError(f'{where} has a "check" that cannot be parsed ({why}): {FORM}.') from None
     except (MemoryError, RecursionError):
         raise UserError(f'{where} has a "check" that cannot be parsed (nested too deeply): {FORM}.') from None
-    if not found:
+    if not result:
         raise UserError(f'{where} has a "check" without an assert, which any answer would pass: add one.')
-    return found
+    return result
 
 
 def shown(value: Any) -> str:

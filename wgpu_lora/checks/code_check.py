@@ -103,22 +103,22 @@ def run_test(
             calls = 0
             while True:
                 try:
-                    kind, said = tester.next()
+                    kind, text = tester.next()
                 except TimedOutError:
                     raise
                 except ProcessEnded as error:
                     return _ended("error", f"the test {error}", True)
                 if kind == "passed":
-                    said = "" if calls else f"the test does not call {entry_point}, so any answer would pass"
-                    return _ended("error" if said else "passed", said or "passed", True)
+                    text = "" if calls else f"the test does not call {entry_point}, so any answer would pass"
+                    return _ended("error" if text else "passed", text or "passed", True)
                 if kind != "call":
-                    return _ended("error" if kind == "untestable" else "failed", said, True)
+                    return _ended("error" if kind == "untestable" else "failed", text, True)
                 calls += 1
-                answer.say([entry_point, *json.loads(said), True])
-                kind, said = answer.next()
+                answer.say([entry_point, *json.loads(text), True])
+                kind, text = answer.next()
                 if kind not in ("value", "raised"):
-                    return _ended("failed" if kind == "failed" else "error", said or SOMETHING_ELSE, True)
-                tester.say([kind, said])
+                    return _ended("failed" if kind == "failed" else "error", text or SOMETHING_ELSE, True)
+                tester.say([kind, text])
 
     return _confined(code, timeout, allow_unconfined, judge)
 
@@ -141,10 +141,10 @@ def _confined(
 
 def _begin(process: SandboxProcess) -> None:
     """Wait until the answer is parsed, which is before any code of it runs. Raises _FailedError."""
-    kind, said = process.next()
+    kind, text = process.next()
     process.parsed = kind == "parsed"
     if not process.parsed:
-        raise _FailedError(said)
+        raise _FailedError(text)
 
 
 class _FailedError(Exception):

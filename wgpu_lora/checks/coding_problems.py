@@ -149,7 +149,7 @@ def read_problems(source: Source) -> list[Problem]:
     Raises:
         UserError: rows have no check, or one that cannot be run (with their places); there is no row.
     """
-    account, found = RowCounts(source), []
+    account, result = RowCounts(source), []
     for place, row in source.rows(FORMATS):
         try:
             if isinstance(row, Unusable):
@@ -157,13 +157,13 @@ def read_problems(source: Source) -> list[Problem]:
             if not (row.get("check") or (row.get("test") and row.get("entry_point"))):
                 raise UserError(NO_CHECK)
             problem = FORMATS.read(row)
-            found.append(problem if problem.name else replace(problem, name=str(place)))
+            result.append(problem if problem.name else replace(problem, name=str(place)))
         except UserError as error:
             account.add_bad(place, Unusable(str(error)))
     account.refuse_bad("fix them")
-    if not found:
+    if not result:
         raise UserError(f"{source.called} has no rows: give rows with checks.")
-    return found
+    return result
 
 
 def code_of(text: str, names: set[str]) -> str:
@@ -174,7 +174,7 @@ def code_of(text: str, names: set[str]) -> str:
 
 
 def _blocks(text: str) -> Iterator[str]:
-    return (found[1] for found in _BLOCK.finditer(text))
+    return (item[1] for item in _BLOCK.finditer(text))
 
 
 def _defines(code: str, names: Collection[str]) -> bool:

@@ -201,15 +201,15 @@ class _Queue(EventForwarder):
         problem, row, sample = self._drawn[number]
         program = problem.program(answer.text, self._plain)
         seed = seed_of(self._seed, row, sample)
-        made = partial(Sample, row, problem.name, name or BASE, sample, seed, answer, program)
-        self._pending.append((made, self._checkers.submit(self._check, problem, program)))
+        result = partial(Sample, row, problem.name, name or BASE, sample, seed, answer, program)
+        self._pending.append((result, self._checkers.submit(self._check, problem, program)))
 
     def collect(self, wait: bool = False) -> None:
         """Take the samples that are checked, up to the first that is not; `wait`: all of them."""
         while self._pending and (wait or self._pending[0][1].done()):
-            made, future = self._pending.popleft()
+            new, future = self._pending.popleft()
             if not future.cancelled():
-                self._checked.append(made(future.result()))
+                self._checked.append(new(future.result()))
             if wait:
                 super().answering(len(self._checked), self._total, self._tokens)
         super().answering(len(self._checked), self._total, self._tokens)
@@ -258,14 +258,14 @@ def parse_ks(text: str | int | Sequence[int], samples: int) -> list[int]:
         raise UserError(f"{flag('samples')} must be from 1 to {MAX_SAMPLES:,}, not {samples:,}.")
     parts = text.split(",") if isinstance(text, str) else [text] if isinstance(text, int) else list(text)
     try:
-        found = sorted({int(part) for part in parts})
+        result = sorted({int(part) for part in parts})
     except (TypeError, ValueError):
         raise UserError(f"{name} must be numbers such as 1,5, not {text!r:.60}.") from None
-    if not found or found[0] < 1:
+    if not result or result[0] < 1:
         raise UserError(f"{name} must be numbers from 1, not {text!r:.60}.")
-    if found[-1] > samples:
+    if result[-1] > samples:
         raise UserError(
-            f"{name} {found[-1]} needs at least {found[-1]:,} samples per row, but {flag('samples')} is {samples:,}: "
+            f"{name} {result[-1]} needs at least {result[-1]:,} samples per row, but {flag('samples')} is {samples:,}: "
             "draw more, or leave it out."
         )
-    return found
+    return result

@@ -63,10 +63,10 @@ class Command(TyperCommand):
             name = _not_known(error)
             if name is not None:
                 raise UserError(_unknown(name, typed, self._names(ctx), ctx.command_path)) from None
-            said = self._wrong_value(ctx, error) or self._missing(ctx, error, typed)
-            if said is None:
+            text = self._wrong_value(ctx, error) or self._missing(ctx, error, typed)
+            if text is None:
                 raise
-            raise UserError(said) from None
+            raise UserError(text) from None
         if rest and not ctx.resilient_parsing:
             raise UserError(self.extra(ctx, rest[0]))
         return rest
@@ -95,8 +95,8 @@ class Command(TyperCommand):
         name = getattr(getattr(error, "param", None), "name", "")
         meant = f"did you mean {flag(name)} "
         words = [word for word in args if "Missing" in type(error).__name__ and not word.startswith("-")]
-        said = [self.extra(ctx, word) for word in words]
-        return next((text for text in said if meant in text), None)
+        message = [self.extra(ctx, word) for word in words]
+        return next((text for text in message if meant in text), None)
 
     def invoke(self, ctx: Any) -> Any:
         for name, value in ctx.params.items():
@@ -114,7 +114,7 @@ class Command(TyperCommand):
             record = parameter.get_help_record(ctx)
             if record:
                 left, right = record
-                record = re.sub(r"<list\[(\w+)\]>", lambda found: f"<{found[1].lower()}>", left), right
+                record = re.sub(r"<list\[(\w+)\]>", lambda match: f"<{match[1].lower()}>", left), right
                 default = "Arguments" if parameter.param_type_name == "argument" else OPTIONS
                 panels.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
         for title, records in sorted(panels.items(), key=lambda panel: panel[0] == OPTIONS):  # last
@@ -236,14 +236,14 @@ def _unknown(typed: str, args: list[str], known: list[str], command: str) -> str
         if name in known or name in aliases_of(known):
             return f"No such option: {whole}; options start with two dashes, as in {flag(name)}."
         typed = whole
-    said = foreign_option_advice(name, known)
-    if not said:
+    message = foreign_option_advice(name, known)
+    if not message:
         return f"No such option: {typed}; {advice(name, known, otherwise)}"
     # A line written for another program may have several such options: name them all.
     words = dict.fromkeys(arg[2:].split("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
     taken = {*known, *aliases_of(known), name}
     more = [text for word in words if word not in taken and (text := foreign_option_advice(word, known))]
-    return " ".join([said, *more[:MORE], *([f"{len(more) - MORE} more do not exist."] if len(more) > MORE else [])])
+    return " ".join([message, *more[:MORE], *([f"{len(more) - MORE} more do not exist."] if len(more) > MORE else [])])
 
 
 def _is_module(word: str) -> bool:

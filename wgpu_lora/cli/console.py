@@ -66,12 +66,12 @@ def table(
     """
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False)
+    result = Table(box=None, pad_edge=False)
     for name in columns:
-        made.add_column(name, justify="left" if name in left else "right", overflow="fold", no_wrap=name not in left)
+        result.add_column(name, justify="left" if name in left else "right", overflow="fold", no_wrap=name not in left)
     for row, style in zip(rows, styles, strict=False):
-        made.add_row(*row, style=style)
-    return made
+        result.add_row(*row, style=style)
+    return result
 
 
 def print_json(value: Any) -> None:

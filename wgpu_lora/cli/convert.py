@@ -146,7 +146,7 @@ def quantize(
     name = format_name(scheme, mlp, attention, group)
     shown = _Shown()
     try:
-        found = quantized(
+        result = quantized(
             source,
             name,
             output,
@@ -160,19 +160,19 @@ def quantize(
     finally:
         shown.close()
     if as_json:
-        kinds = [asdict(one) | {"bits": one.bits, "error": one.error} for one in found.kinds]
-        print_json({**asdict(found), "output": str(output), "kinds": kinds})
+        kinds = [asdict(one) | {"bits": one.bits, "error": one.error} for one in result.kinds]
+        print_json({**asdict(result), "output": str(output), "kinds": kinds})
         return 0
     columns = ("layers", "scheme", "matrices", "bits per weight", "relative error")
     rows = [
         (one.kind, ", ".join(one.schemes), f"{one.matrices:,}", f"{one.bits:.2f}", f"{one.error:.6f}")
-        for one in found.kinds
+        for one in result.kinds
     ]
     console().print(table(columns, rows, left=("layers", "scheme")))
-    if found.before is not None and found.after is not None:
-        line("perplexity", f"{found.before:.4f} before, {found.after:.4f} after")
-    line("quantised", f"{source} to {name} in {found.seconds:.1f} s")
-    line("written", f"{output}, {found.nbytes:,} bytes of weights")
+    if result.before is not None and result.after is not None:
+        line("perplexity", f"{result.before:.4f} before, {result.after:.4f} after")
+    line("quantised", f"{source} to {name} in {result.seconds:.1f} s")
+    line("written", f"{output}, {result.nbytes:,} bytes of weights")
     return 0
 
 
@@ -274,9 +274,9 @@ def push(
     if upload.card:
         table.add_row(CARD, f"{len(upload.card.encode()):,}", "model card, generated since there is none")
     console().print(table)
-    made = "public" if public else "private"
+    result = "public" if public else "private"
     line(
         "dry run",
-        f"{upload.kind} in {directory} to {repo} ({made} if created), {upload.nbytes:,} bytes; nothing was uploaded",
+        f"{upload.kind} in {directory} to {repo} ({result} if created), {upload.nbytes:,} bytes; nothing was uploaded",
     )
     return 0

@@ -63,7 +63,7 @@ def stats(
         raise UserError("--project and --price-per-hour need measured steps: leave --no-measure out.")
     args = with_demo_data(args)
     model = open_model(args.model or "demo", args.device, args.base_dtype)
-    found = row_statistics(args, model)
+    result = row_statistics(args, model)
     projection, larger = None, list[dict[str, Any]]()
     if measure:
         with Bar("measuring a few steps", None) as bar:
@@ -71,14 +71,14 @@ def stats(
             job = prepare_job(args, model, planning=True)
             projection = measured(job)
             larger = list(projected(projection.rates(), None, job.run.args, model, project or ()))
-    written = write_page(page, found, projection, price_per_hour, larger)
+    written = write_page(page, result, projection, price_per_hour, larger)
     if as_json:
-        print_json(_facts(found) | ({"projection": as_facts(projection, price_per_hour)} if projection else {})
+        print_json(_facts(result) | ({"projection": as_facts(projection, price_per_hour)} if projection else {})
                    | ({"larger": larger} if larger else {}))  # fmt: skip
         return 0
     if note:
         line("recipe", note)
-    _print_statistics(found)
+    _print_statistics(result)
     if projection:
         show_projection(projection, price_per_hour)
         for record in larger:
@@ -163,15 +163,15 @@ def show(
         raise UserError("--row counts from 1: give a larger number.")
     args = with_demo_data(args)
     source, numbers = sources_of(args)[0], set(row or ())
-    found = list(preview_rows(args, read_model(resolve_model(args.model or "demo")), source, numbers))
-    if len(found) < len(numbers):
+    result = list(preview_rows(args, read_model(resolve_model(args.model or "demo")), source, numbers))
+    if len(result) < len(numbers):
         raise UserError(f"{source.called} has fewer than {max(numbers):,} rows: give a smaller number for --row.")
     if as_json:
-        print_json([_as_json(one) for one in found])
+        print_json([_as_json(one) for one in result])
         return 0
     if note:
         line("recipe", note)
-    for one in found:
+    for one in result:
         _print_preview(one, PARTS[objective_of(args).parts], tokens)
     return 0
 

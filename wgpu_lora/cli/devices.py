@@ -99,14 +99,14 @@ def status(as_json: Json = False) -> None:
     from wgpu_lora.gpu.device_list import list_devices
     from wgpu_lora.memory_leases import Budget, Ledger, budget_bytes, device_key, device_memory
 
-    found: dict[Path, DeviceInfo | None] = {}
+    result: dict[Path, DeviceInfo | None] = {}
     listed = list_devices()
     for one in listed:  # several drivers may list the same device
-        found.setdefault(Ledger(device_key(one, listed)).path, one)
+        result.setdefault(Ledger(device_key(one, listed)).path, one)
     for ledger in Ledger.all():
-        found.setdefault(ledger.path, None)
+        result.setdefault(ledger.path, None)
     devices = []
-    for path, info in found.items():
+    for path, info in result.items():
         entries = Ledger(path.stem).read()
         budget = budget_bytes(info) if info else Budget(None, "no device of this name is present")
         memory = device_memory(info) if info else None
@@ -146,10 +146,10 @@ def release(
 
     if (lease is None) is not dead:
         raise UserError("Give either a lease id, as shown by 'wgpu-lora share status', or --dead.")
-    found = [(ledger, e) for ledger in Ledger.all() for e in ledger.read() if (e.dead if dead else e.id == lease)]
-    if lease and not found:
+    result = [(ledger, e) for ledger in Ledger.all() for e in ledger.read() if (e.dead if dead else e.id == lease)]
+    if lease and not result:
         raise UserError(f"There is no lease '{lease}': 'wgpu-lora share status' lists the leases.")
-    for ledger, entry in found:
+    for ledger, entry in result:
         if not entry.dead and not entry.holds:
             raise UserError(f"'{lease}' holds no memory but is waiting: end {entry.who} to remove it from the queue.")
         if not entry.dead and not force:
@@ -161,7 +161,7 @@ def release(
             # A live lease stays listed with 0 bytes: if it were removed, its owner's next renewal would restore it.
             entries[:] = [replace(e, bytes=0) if e.id == entry.id else e for e in entries]
         line("released", f"{count_noun(entry.bytes, 'byte')} of {entry.who}")
-    if not found:
+    if not result:
         line("released", "nothing: all processes are alive")
 
 

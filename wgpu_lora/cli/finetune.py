@@ -285,8 +285,8 @@ def report_pipeline(record: PipelineRecord, home: Path) -> int:
         outcome, text = adapter.outcome, STOP_TEXT[adapter.stop_reason]
         outcomes.append(outcome)
         why = f"{adapter.name}: {adapter.step:,} of {count_noun(adapter.total_steps, 'step')} ({text})"
-        found = adapter.losses
-        known = losses(found.train, found.before, found.held_out)
+        result = adapter.losses
+        known = losses(result.train, result.before, result.held_out)
         line(outcome, "; ".join([why, *known, f"the adapter is in {adapter.checkpoint}"]))
         if outcome == "failed":
             print(f"wgpu-lora: adapter {adapter.name}: {text}: {CURES}.", file=sys.stderr)
@@ -433,9 +433,9 @@ def run_protected(ctx: typer.Context, given: dict[str, Any], recipe: str | None,
     except (UserError, OSError):
         raise
     except Exception as error:  # terminals are logged, too
-        said = f"{type(error).__name__}: a fault of the program; its message may have something of the rows"
+        text = f"{type(error).__name__}: a fault of the program; its message may have something of the rows"
         typer.echo(
-            "".join(traceback.format_tb(error.__traceback__)) + f"wgpu-lora: {said}, so it is left out", err=True
+            "".join(traceback.format_tb(error.__traceback__)) + f"wgpu-lora: {text}, so it is left out", err=True
         )
         return 1
     begun = f"{program()} finetune --protected {shlex.quote(str(path))} --resume"

@@ -42,11 +42,11 @@ def or_files(values: Callable[[], Sequence[str]]) -> Completer:
     """Names, and files beside them; if there are only files, the shell completes them, which it does better."""
 
     def complete(incomplete: str) -> list[Any]:
-        found = [value for value in values() if value.startswith(incomplete)]
-        if not found:
+        result = [value for value in values() if value.startswith(incomplete)]
+        if not result:
             return []
         files = sorted(glob(f"{escape(incomplete)}*"))
-        return [*found, *(f"{path}/" if Path(path).is_dir() else path for path in files)]
+        return [*result, *(f"{path}/" if Path(path).is_dir() else path for path in files)]
 
     return complete
 
@@ -258,7 +258,7 @@ def option_parameter(item: Any) -> inspect.Parameter:
     declared = f"{name}/--no-{name[2:]}" if kind is bool else name
     within, choices = metadata["within"], metadata["choices"]
     unset = (None, within.unset if within else None)
-    said = item.default is not False and not any(item.default is value or item.default == value for value in unset)
+    text = item.default is not False and not any(item.default is value or item.default == value for value in unset)
     complete = BY_NAME.get(item.name)
     if choices:
         complete = one_of(choices)
@@ -269,7 +269,7 @@ def option_parameter(item: Any) -> inspect.Parameter:
         help=f"{metadata['help']} [{within}]" if within else metadata["help"],
         metavar="|".join(choices) if choices else None,
         rich_help_panel=metadata["panel"],
-        show_default=said,
+        show_default=text,
         autocompletion=complete,
     )
     return _parameter(item.name, Annotated[kind | None if "None" in parts else kind, settings], item.default)
@@ -291,7 +291,7 @@ def refuse_unused(ctx: typer.Context, names: Collection[str], where: str) -> Non
     where: the reason, such as 'with --list'.
     """
     given = [p for p in ctx.command.params if p.name in names and is_given(ctx, p.name)]
-    found = ["/".join((*p.opts, *p.secondary_opts)) for p in given]
-    if found:
-        does, it = ("does", "it") if len(found) == 1 else ("do", "them")
-        raise UserError(f"{' and '.join(found)} {does} nothing {where}: leave {it} out.")
+    result = ["/".join((*p.opts, *p.secondary_opts)) for p in given]
+    if result:
+        does, it = ("does", "it") if len(result) == 1 else ("do", "them")
+        raise UserError(f"{' and '.join(result)} {does} nothing {where}: leave {it} out.")

@@ -57,12 +57,12 @@ def run_chain(
     from wgpu_lora.chain.chain_run import run, stage_statuses
     from wgpu_lora.chain.stage import EndedEarlyError
 
-    found = read_chain(chain, output, device, model)
+    result = read_chain(chain, output, device, model)
     if listing:
-        _list(stage_statuses(found, start))
+        _list(stage_statuses(result, start))
         return 0
     try:
-        run(found, _Shown(found), start)
+        run(result, _Shown(result), start)
     except (EndedEarlyError, KeyboardInterrupt) as error:
         again = [program(), "run", chain]
         for name, value in (("--output", output), ("--model", model)):
@@ -71,7 +71,7 @@ def run_chain(
         if isinstance(error, EndedEarlyError):
             return error.code
         raise
-    line("finished", f"{len(found.links)} stages; the results are in {found.output}")
+    line("finished", f"{len(result.links)} stages; the results are in {result.output}")
     return 0
 
 

@@ -48,8 +48,8 @@ def describe_runs(job: Job[Any]) -> None:
         label, text = run.subject.described()
         line(label, f"{mark}{text}: {trained:,} trained parameters")
         for note in run.notes:
-            label, _, said = note.partition(": ")
-            line(label, mark + said)
+            label, _, message = note.partition(": ")
+            line(label, mark + message)
         describe_steps(run, mark)
 
 

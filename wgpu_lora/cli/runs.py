@@ -76,8 +76,8 @@ def runs(
             raise UserError(f"{option} must be one of {', '.join(allowed)}, not {value!r:.60}.")
     wanted = Filter(status, kind, objective, name, date(since) if since else None)
     log = RunLog()
-    found = log.read()
-    chosen = [find(found.entries, one) for one in names] or [one for one in found.entries if wanted.holds(one)]
+    result = log.read()
+    chosen = [find(result.entries, one) for one in names] or [one for one in result.entries if wanted.holds(one)]
     chosen = list(map(with_log, chosen if names else chosen[-(limit or len(chosen)) :]))
     if as_json:
         print_json([facts_of(entry) | {"status": entry.status} for entry in chosen])
@@ -106,9 +106,9 @@ def runs(
         else:
             screen.print(table(columns, printed, left, styles), markup=False)
     if not (as_markdown or rows):
-        line("runs", f"none{' of these' if found.entries else ''} in {log.path}")
-    if found.damaged and not as_markdown:
-        line("note", f"{count_noun(found.damaged, 'line')} of {log.path} cannot be read")
+        line("runs", f"none{' of these' if result.entries else ''} in {log.path}")
+    if result.damaged and not as_markdown:
+        line("note", f"{count_noun(result.damaged, 'line')} of {log.path} cannot be read")
     return 0
 
 
@@ -135,9 +135,9 @@ def report(
 
     if any(path.suffix == ".json" and path.is_file() for path in runs):
         return _overheads(runs, output)
-    found = read_runs(runs)
-    page = write_report(found, output)
-    for run in found:
+    result = read_runs(runs)
+    page = write_report(result, output)
+    for run in result:
         print(escape_unprintable(summary(run), "\n"), flush=True)
     others = missing_members([place for directory in runs for place in directories_of(directory)])
     if others:

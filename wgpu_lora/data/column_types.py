@@ -38,10 +38,10 @@ def _messages_in(cell: str) -> Any:
     if not cell.lstrip().startswith("[") or '"role"' not in cell:
         return cell
     try:
-        found = json.loads(cell)
+        result = json.loads(cell)
     except (ValueError, RecursionError):
         return cell
-    return found if found and all(isinstance(item, dict) and "role" in item for item in found) else cell
+    return result if result and all(isinstance(item, dict) and "role" in item for item in result) else cell
 
 
 def _list(value: Any, name: str) -> Any:
@@ -61,30 +61,30 @@ def _messages(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _integers(value: Any, name: str, least: int) -> list[int]:
-    found = _list(value, name)
-    if not isinstance(found, list) or not all(type(item) is int and least <= item < 2**31 for item in found):
+    result = _list(value, name)
+    if not isinstance(result, list) or not all(type(item) is int and least <= item < 2**31 for item in result):
         raise UserError(f"'{name}' must be a list of integers from {least} to 2^31 - 1.")
-    return found
+    return result
 
 
 def _number(value: Any, name: str) -> float:
     try:
-        found = float(value) if type(value) in (int, float, str) else None
+        result = float(value) if type(value) in (int, float, str) else None
     except (ValueError, OverflowError):
-        found = None
-    if found is None or not abs(found) <= _MAX_NUMBER:
+        result = None
+    if result is None or not abs(result) <= _MAX_NUMBER:
         shown = f"{value!r:.40}" if isinstance(value, str | float) and value == value else kind_of(value)
         raise UserError(f"'{name}' is {shown}, but must be a finite number.")
-    return found
+    return result
 
 
 def _flag(value: Any, name: str) -> bool:
     given = value.strip().lower() if isinstance(value, str) else value
-    found = _FLAGS.get(given) if isinstance(given, str | int | float) else None
-    if found is None:
+    result = _FLAGS.get(given) if isinstance(given, str | int | float) else None
+    if result is None:
         shown = f"{value!r:.40}" if isinstance(value, str) else kind_of(value)
         raise UserError(f"'{name}' is {shown}, but must be true or false.")
-    return found
+    return result
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:

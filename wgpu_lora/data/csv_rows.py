@@ -105,11 +105,11 @@ class _Lines:
 def _delimiter(lines: _Lines, formats: RowFormats[Any]) -> str:
     """The delimiter with which the header fits a format, else the one that gives the most columns."""
     try:
-        found = {mark: next(csv.reader([lines.first], delimiter=mark), []) for mark in DELIMITERS}
+        result = {mark: next(csv.reader([lines.first], delimiter=mark), []) for mark in DELIMITERS}
     except csv.Error:  # reading the header reports it with its line
         return DELIMITERS[0]
-    fitting = [mark for mark, names in found.items() if formats.fits([*map(str.strip, names)])]
-    return fitting[0] if fitting else max(DELIMITERS, key=lambda mark: len(found[mark]))
+    fitting = [mark for mark, names in result.items() if formats.fits([*map(str.strip, names)])]
+    return fitting[0] if fitting else max(DELIMITERS, key=lambda mark: len(result[mark]))
 
 
 def _decoded(cells: list[str]) -> list[str] | BadRow:

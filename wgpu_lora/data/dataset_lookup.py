@@ -40,8 +40,8 @@ class DatasetSplits:
         return next(iter(self.splits)) if len(self.splits) == 1 and not self.folder else None
 
     def take(self, name: str) -> FileSource | HubSource:
-        found = self.splits.pop(name)
-        return file_source(found) if isinstance(found, Path) else found
+        result = self.splits.pop(name)
+        return file_source(result) if isinstance(result, Path) else result
 
     def take_split(self, split: str) -> FileSource | HubSource:
         alike = next((names for names in (TRAIN, VALID, TEST) if split in names), (split,))
@@ -153,13 +153,13 @@ def _find_splits(data: str, split: str | None, config: str | None, option: str, 
     if path.is_dir():
         if is_saved(path):
             return DatasetSplits(data, {**load_splits(data, split, config)})
-        found = DatasetSplits(data, {}, folder=True)
+        result = DatasetSplits(data, {}, folder=True)
         for file in _files(path):
-            if _stem(file) in found.splits:
-                found.also.append(file.name)
+            if _stem(file) in result.splits:
+                result.also.append(file.name)
             else:
-                found.splits[_stem(file)] = file
-        return found
+                result.splits[_stem(file)] = file
+        return result
     if data == ROWS:
         raise UserError(f"{flag(argument)} was given as {ROWS}: give them again, as {argument}=[...] in Python.")
     if not is_hub_id(data):
@@ -170,8 +170,8 @@ def _find_splits(data: str, split: str | None, config: str | None, option: str, 
 
 def _files(folder: Path) -> list[Path]:
     """The files of a folder that are named like splits, ordered by format."""
-    found = [path for path in sorted(folder.iterdir()) if path.is_file() and _stem(path) in (*TRAIN, *VALID, *TEST)]
-    return sorted(found, key=lambda path: (SUFFIXES.index(bare_name(path).suffix.lower()), path.name))
+    result = [path for path in sorted(folder.iterdir()) if path.is_file() and _stem(path) in (*TRAIN, *VALID, *TEST)]
+    return sorted(result, key=lambda path: (SUFFIXES.index(bare_name(path).suffix.lower()), path.name))
 
 
 def _stem(path: Path) -> str:

@@ -97,15 +97,15 @@ def load_splits(data: str, split: str | None, config: str | None) -> dict[str, H
         datasets.disable_progress_bars()
     with _as_user_error(data):
         if any((Path(data) / name).is_file() for name in _SAVED):
-            found = datasets.load_from_disk(data)
-            if isinstance(found, Mapping) and split is not None:
-                found = {split: found[split]} if split in found else _no_split(data, split, found)
+            result = datasets.load_from_disk(data)
+            if isinstance(result, Mapping) and split is not None:
+                result = {split: result[split]} if split in result else _no_split(data, split, result)
         else:
             place = str(Path(data).absolute()) if Path(data).is_dir() else data
-            found = datasets.load_dataset(place, config, split=split)
-    if isinstance(found, Mapping):
-        return {str(name): HubSource(f"{data} ({name})", table) for name, table in found.items()}
-    return {split or "train": HubSource(f"{data} ({split})" if split else data, found)}
+            result = datasets.load_dataset(place, config, split=split)
+    if isinstance(result, Mapping):
+        return {str(name): HubSource(f"{data} ({name})", table) for name, table in result.items()}
+    return {split or "train": HubSource(f"{data} ({split})" if split else data, result)}
 
 
 def _no_split(data: str, split: str, found: Mapping[str, Any]) -> Any:

@@ -155,9 +155,9 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
     line = 1 + held.count(b"\n", 0, begin)  # of `begin`
     depth, in_string, is_long, count = 0, False, False, 0
     while True:
-        found = (_STRING if in_string else _WITHIN if depth else _OUTSIDE).search(held, at)
-        if found is None or found[0] == b"\\":
-            at = found.start() if found else len(held)
+        match = (_STRING if in_string else _WITHIN if depth else _OUTSIDE).search(held, at)
+        if match is None or match[0] == b"\\":
+            at = match.start() if match else len(held)
             if at - begin > MAX_LINE:
                 is_long = True
                 line += held.count(b"\n", begin, at)
@@ -170,7 +170,7 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
                 )
             held, at, begin = held[begin:] + more, at - begin, 0
             continue
-        mark, at = found[0], found.end()
+        mark, at = match[0], match.end()
         if in_string:
             in_string = mark != b'"'
         elif mark == b'"':
@@ -200,5 +200,5 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
 
 def _behind_space(held: bytes, begin: int, line: int) -> int:
     """The line of the first non-space after `begin`, which is in `line`."""
-    found = _NO_SPACE.search(held, begin)
-    return line + held.count(b"\n", begin, found.start() if found else len(held))
+    match = _NO_SPACE.search(held, begin)
+    return line + held.count(b"\n", begin, match.start() if match else len(held))

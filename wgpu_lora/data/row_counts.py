@@ -117,7 +117,7 @@ class RowCounts:
 
     def close(self) -> str:
         """Finish after the last row; returns the SHA-256 of the source's bytes, or else of the rows."""
-        self.bad.sort(key=lambda found: found[0].number)
+        self.bad.sort(key=lambda row: row[0].number)
         self._seen.clear()
         return self.source.digest() or self._digest.hexdigest()
 

@@ -83,11 +83,11 @@ class RowFormats(Generic[T]):
     @cached_property
     def columns(self) -> dict[str, ColumnType]:
         """All columns that the formats use; tables are read with these only, unless `every`."""
-        found: dict[str, ColumnType] = {}
+        result: dict[str, ColumnType] = {}
         for form in self.formats:
             for name, kind in (*form.required.items(), *form.optional.items()):
-                found.setdefault(name, kind)
-        return found
+                result.setdefault(name, kind)
+        return result
 
     def fits(self, names: Sequence[str]) -> bool:
         """Whether rows with these keys fit a format."""
@@ -128,8 +128,8 @@ class RowFormats(Generic[T]):
         kinds = {name: self.columns.get(name) for name in cells}
         row = {name: cell for name, cell in cells.items() if cell or (kind := kinds[name]) is None or kind.is_text}
         form = self._of(row)
-        made = {name: kind.cell(row[name]) for name, kind in (form.required if form else {}).items() if kind.cell}
-        return row if any(isinstance(value, str) for value in made.values()) else {**row, **made}
+        result = {name: kind.cell(row[name]) for name, kind in (form.required if form else {}).items() if kind.cell}
+        return row if any(isinstance(value, str) for value in result.values()) else {**row, **result}
 
     def unused(self, row: Row) -> list[str]:
         """Columns of a row that mean something elsewhere, but are not read in its format."""
@@ -209,11 +209,11 @@ def _renamed(known: dict[str, str], keys: Sequence[str], taken: Collection[str])
 
     known: names by their lower case; taken: keys that mean something else.
     """
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for key in keys:
-        left = {name for name in known if known[name] not in found and name not in taken} - ({*keys} - {key})
+        left = {name for name in known if known[name] not in result and name not in taken} - ({*keys} - {key})
         name = next((name for name in (key, *_OTHER_KEYS.get(key, ())) if name in left), None)
         if name is None:
             return {}
-        found[known[name]] = key
-    return {name: key for name, key in found.items() if name != key}
+        result[known[name]] = key
+    return {name: key for name, key in result.items() if name != key}

@@ -105,8 +105,8 @@ class TokenizedData:
     def summary(self) -> str:
         """One line with counts of rows and tokens."""
         what = "row" if self.parts == 1 else "pair"
-        found = self.account.summary(count_noun(len(self.samples), what), self.max_length)
-        return f"{found}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are trained on"
+        result = self.account.summary(count_noun(len(self.samples), what), self.max_length)
+        return f"{result}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are trained on"
 
 
 def common_prefix(rows: Sequence[Row], longest: int | None = None) -> int:
@@ -120,7 +120,7 @@ def common_prefix(rows: Sequence[Row], longest: int | None = None) -> int:
     size, (one, other) = min(lengths), rows
     differing = np.flatnonzero(one.input_ids[:size] != other.input_ids[:size])
     trained = [np.flatnonzero(row.labels[1:] != UNTRAINED) for row in (one, other)]
-    return min([size - 1, *(int(found[0]) for found in (differing, *trained) if found.size)])
+    return min([size - 1, *(int(item[0]) for item in (differing, *trained) if item.size)])
 
 
 def tokenize_source(
@@ -167,7 +167,7 @@ def tokenize_source(
     tokens, most_bytes = 0, psutil.virtual_memory().total // 2
     for block in _blocks(source, account, completion_only_loss, formats):
         examples = [example for _, _, sample, _ in block if sample for example in sample.examples]
-        found = tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs)
+        result = tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs)
         for place, row, sample, key in block:
             assert sample is None or len(sample.examples) == parts
             templated = tokenizer is not None and tokenizer.has_chat_template
@@ -176,7 +176,7 @@ def tokenize_source(
             wrong = None
             for _ in sample.examples if sample else ():
                 try:
-                    expanded = next(found)
+                    expanded = next(result)
                 except LimitError as error:
                     raise LimitError(f"{source.path}, {place}: {error}") from error
                 if isinstance(expanded, UserError):

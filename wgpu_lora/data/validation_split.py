@@ -70,16 +70,16 @@ def validation_mask(keys: np.ndarray, amount: float, seed: int, option: str = "v
 
 def _choose_groups(sizes: np.ndarray, wanted: int) -> np.ndarray:
     """The positions of the groups that are taken, in order, without exceeding `wanted` rows."""
-    found: list[np.ndarray] = []
+    result: list[np.ndarray] = []
     at, left = 0, wanted
     while left and len(fitting := np.flatnonzero(sizes[at:] <= left)):
         at += int(fitting[0])
         sums = np.cumsum(sizes[at : at + left], dtype=np.int64)  # each has a row
         count = int(np.searchsorted(sums, left, side="right"))
-        found.append(np.arange(at, at + count))
+        result.append(np.arange(at, at + count))
         left -= int(sums[count - 1])
         at += count
-    return np.concatenate(found) if found else np.array([], np.int64)
+    return np.concatenate(result) if result else np.array([], np.int64)
 
 
 def _mixed(keys: np.ndarray, seed: int) -> np.ndarray:

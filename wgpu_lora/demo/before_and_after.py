@@ -112,12 +112,12 @@ class Comparison:
         for start in range(0, len(self.rows), BATCH):
             rows = self.rows[start : start + BATCH]
             requests = [request_of(row) for row in rows]
-            found = answer(self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, events=told)
-            for one, row in zip(found, rows, strict=True):
+            result = answer(self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, events=told)
+            for one, row in zip(result, rows, strict=True):
                 verdict = run_check(one.text, row["check"], allow_unconfined=self.allow_unconfined)
                 checked.append(Checked(one.text, verdict.passed, verdict.reason))
-                told.answering(0, 0, sum(len(one.token_ids) for one in found))
-            told.before += sum(len(one.token_ids) for one in found)
+                told.answering(0, 0, sum(len(one.token_ids) for one in result))
+            told.before += sum(len(one.token_ids) for one in result)
         return Measured(checked)
 
     def trained(self, record: RunRecord, events: Events = SILENT) -> None:
@@ -131,8 +131,8 @@ class Comparison:
         """(request, before, after), starting with those that only succeed after training."""
         assert self.before
         assert self.after
-        found = list(zip(self.requests(), self.before.answers, self.after.answers, strict=True))
-        return sorted(found, key=lambda pair: pair[1].passed or not pair[2].passed)
+        result = list(zip(self.requests(), self.before.answers, self.after.answers, strict=True))
+        return sorted(result, key=lambda pair: pair[1].passed or not pair[2].passed)
 
     def write(self, record: RunRecord) -> Path:
         """Write the results to the run's demo.json."""

@@ -137,13 +137,13 @@ class Teacher(ForwardPasses[Forward]):
         Raises:
             NotFiniteError: a logit of the teacher is not finite.
         """
-        found: dict[int, TopKLogits] = {}
+        result: dict[int, TopKLogits] = {}
         for together, one in self.batches([segment.tokens for segment in segments]):
             chosen = [segments[i] for i in together]
             whole, places = self._run(one, chosen, [rows[i] for i in together])
             for i, (start, stop) in zip(together, places, strict=True):
-                found[i] = whole.part(int(start), int(stop))
-        return [found[i] for i in range(len(segments))]
+                result[i] = whole.part(int(start), int(stop))
+        return [result[i] for i in range(len(segments))]
 
     def _run(self, one: Forward, segments: list[Segment], rows: list[int]) -> tuple[TopKLogits, np.ndarray]:
         """The supports of a batch together, and [start, stop) of each segment's."""

@@ -91,8 +91,8 @@ class Header:
         return sum(shard.rows for shard in self.shards)
 
     def write(self, directory: Path) -> None:
-        said = asdict(self)
-        write_bytes_atomic(directory / CACHE, (to_json({**said, "sha256": _digest(said)}, indent=1) + "\n").encode())
+        text = asdict(self)
+        write_bytes_atomic(directory / CACHE, (to_json({**text, "sha256": _digest(text)}, indent=1) + "\n").encode())
 
 
 def _digest(said: dict[str, Any]) -> str:
@@ -109,14 +109,14 @@ def read_header(directory: Path) -> Header:
     path = directory / CACHE
     if not path.is_file():
         raise UserError(f"{directory} is not a teacher cache, since it has no {CACHE}: make one with teacher-cache.")
-    found = read_json(path)
-    if found.get("schema") != SCHEMA:
-        raise UserError(f"{path} has the schema {found.get('schema')!r:.40}, but this version reads {SCHEMA}.")
+    result = read_json(path)
+    if result.get("schema") != SCHEMA:
+        raise UserError(f"{path} has the schema {result.get('schema')!r:.40}, but this version reads {SCHEMA}.")
     try:
-        stated = found.pop("sha256", None)  # earlier versions wrote none
-        if stated is not None and stated != _digest(found):
+        stated = result.pop("sha256", None)  # earlier versions wrote none
+        if stated is not None and stated != _digest(result):
             raise ValueError("it is not what was written, by its SHA-256")
-        header: Header = typed(Header, found)
+        header: Header = typed(Header, result)
         sizes = (header.vocab_size, header.length, header.top_k, header.rows, header.positions)
         sound = min(sizes) > 0 and header.random >= 0 and header.tokens <= header.vocab_size <= 1 << 25
         sound = sound and type(header.options.get("seed")) is int
@@ -157,8 +157,8 @@ class Table:
         if hashlib.sha256(data).hexdigest() != header.table:
             raise UserError(f"{path} is damaged, since its SHA-256 is not that in {CACHE}: make the cache again.")
         try:
-            found = load(data)
-            table: Table | None = cls(*(found[name] for name in ("index", "positions", "digests")))
+            result = load(data)
+            table: Table | None = cls(*(result[name] for name in ("index", "positions", "digests")))
         except (SafetensorError, KeyError):
             table = None
         if table is None or not table._fits(header):

@@ -123,29 +123,29 @@ def _begin(output: Path, plan: CachePlan, model: LoadedModel, done: Sequence[Sha
 
 def _compared(output: Path, model: LoadedModel, done: Sequence[Shard]) -> Header:
     """The header on disk. Raises UserError if it is that of another teacher, or has changed since it was read."""
-    found = read_header(output)
-    if found.shards != list(done):
+    result = read_header(output)
+    if result.shards != list(done):
         raise UserError(f"Another process has written to {output} meanwhile: give the command again.")
-    before = found.teacher.get("weights")
+    before = result.teacher.get("weights")
     if before != model.weights_sha256:
         raise UserError(
             f"{output} was begun with another teacher, whose weights have the SHA-256 {before!s:.12}, not "
             f"{model.weights_sha256!s:.12}: give the same to continue it, or another {flag('output')}."
         )
-    return found
+    return result
 
 
 def _supports(
     teacher: Teacher, rows: Sequence[Row], slot: int | None, batch_tokens: int, watch: Callable[[int], None]
 ) -> list[TopKLogits]:
     """The supports of a shard's rows. Batches depend on the shard only, so it does not matter where a run began."""
-    found: dict[int, TopKLogits] = {}
+    result: dict[int, TopKLogits] = {}
     watch(0)
     for together in pack([len(row.input_ids) for row in rows], range(len(rows)), batch_tokens):
         segments = [Segment(rows[i].input_ids, rows[i].labels, slot) for i in together]
-        found |= zip(together, teacher.supports(segments, [rows[i].index for i in together]), strict=True)
-        watch(len(found))
-    return [found[i] for i in range(len(rows))]
+        result |= zip(together, teacher.supports(segments, [rows[i].index for i in together]), strict=True)
+        watch(len(result))
+    return [result[i] for i in range(len(rows))]
 
 
 def _write_shard(output: Path, header: Header, rows: Sequence[Row], supports: Sequence[TopKLogits]) -> Shard:
@@ -274,9 +274,9 @@ def finished_shards(output: Path, plan: CachePlan) -> list[Shard]:
         if not output.is_dir() or (not (output / CACHE).exists() and _others(output)):
             raise UserError(f"{output} exists already and is not a teacher cache: give {flag('output')} another name.")
         if (output / CACHE).exists():
-            found = read_header(output)
-            _compare(output, found, plan.header)
-            done = found.shards
+            result = read_header(output)
+            _compare(output, result, plan.header)
+            done = result.shards
     for shard in done:
         path = output / shard.file
         if not path.is_file() or path.stat().st_size != shard.bytes or file_digest(path) != shard.sha256:

@@ -116,12 +116,12 @@ def random_tokens(seed: int, row: int, positions: np.ndarray, count: int, vocab_
     assert count <= vocab_size
     half = max(1, -(-int(vocab_size - 1).bit_length() // 2))
     keys = _round_keys(seed, row, positions)
-    found = np.broadcast_to(np.arange(count, dtype=np.uint32), (len(positions), count)).copy()
-    out = np.ones(found.shape, bool)
+    result = np.broadcast_to(np.arange(count, dtype=np.uint32), (len(positions), count)).copy()
+    out = np.ones(result.shape, bool)
     while out.any():
-        found[out] = _shuffled(found[out], keys[:, np.nonzero(out)[0]], half)
-        out = found >= vocab_size
-    return found
+        result[out] = _shuffled(result[out], keys[:, np.nonzero(out)[0]], half)
+        out = result >= vocab_size
+    return result
 
 
 def _shuffled(x: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:

@@ -124,11 +124,11 @@ def export_models(
         write_tensors(writers, tensors)
     others = merged.beside.specs()
     notes = (*form.notes(config), *vocabulary.notes, *([note_of_skipped(others)] if others else []))
-    found = {}
+    result = {}
     for number, (kind, output) in enumerate(outputs.items()):
         tensor_bytes = sum(nbytes(shape, targets[number]) for shape, targets, _ in tensors.values())
-        found[kind] = Written(output.stat().st_size, tensor_bytes, total, notes)
-    return found
+        result[kind] = Written(output.stat().st_size, tensor_bytes, total, notes)
+    return result
 
 
 def check_expressible(config: ModelConfig, model: Path) -> None:

@@ -66,29 +66,29 @@ def read_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, model: Pat
             "use the tokenizer of the model."
         )
     unknown = bpe["vocab"].get(bpe.get("unk_token"), tokenizer.unk_id)
-    found = Vocabulary(splitting, [], [], notes=list(splitting.notes))
+    result = Vocabulary(splitting, [], [], notes=list(splitting.notes))
     for id in range(config.vocab_size):
         text = texts.get(id, f"[PAD{id}]")
         kind = _kind(id, text, added, splitting, unknown) if id in texts else TokenType.UNUSED
         # llama.cpp matches these tokens in the text, which has spaces.
-        found.tokens.append(text.replace("▁", " ") if kind == TokenType.USER_DEFINED else text)
-        found.kinds.append(int(kind))
+        result.tokens.append(text.replace("▁", " ") if kind == TokenType.USER_DEFINED else text)
+        result.kinds.append(int(kind))
     pairs = merges_of(bpe)
     if splitting.model == "gpt2":
-        found.merges = [f"{left} {right}" for left, right in pairs]
+        result.merges = [f"{left} {right}" for left, right in pairs]
     else:
         _check_bytes(bpe["vocab"], where)
-        found.scores = _scores(found.tokens, pairs)
+        result.scores = _scores(result.tokens, pairs)
     trimming = [token["content"] for token in added.values() if token.get("lstrip") or token.get("rstrip")]
     if trimming:
-        found.notes.append(f"llama.cpp keeps spaces next to {', '.join(trimming[:3])}, which this tokenizer removes.")
-    found.templates = {
+        result.notes.append(f"llama.cpp keeps spaces next to {', '.join(trimming[:3])}, which this tokenizer removes.")
+    result.templates = {
         "default" if name == "chat_template.jinja" else Path(name).stem: _GENERATION.sub(r"{#\1 \2#}", source)
         for name, source in files.items()
         if name.endswith(".jinja")
     }
-    _describe(found, tokenizer, unknown)
-    return found
+    _describe(result, tokenizer, unknown)
+    return result
 
 
 def _kind(id: int, text: str, added: dict[int, Any], splitting: Splitting, unknown: int | None) -> TokenType:

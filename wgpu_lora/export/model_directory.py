@@ -27,8 +27,8 @@ class SourceDirectory:
     """
 
     def __init__(self, source: WeightSource):
-        found = source.source if isinstance(source, DecodedCheckpoint) else source
-        self._checkpoint = found if isinstance(found, Checkpoint) else None
+        result = source.source if isinstance(source, DecodedCheckpoint) else source
+        self._checkpoint = result if isinstance(result, Checkpoint) else None
 
     def stored_name(self, name: str) -> str:
         """How the source names a tensor of the model."""

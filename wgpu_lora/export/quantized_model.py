@@ -84,9 +84,9 @@ def _write_weights(
         """The stored tensors of a packed matrix. The last matrix is cached, because its tensors are written in turn."""
         if name not in parts:
             parts.clear()
-            found = instead[name]() if name in instead else packed[name].packed(model.device)
-            assert found, f"{name} is not packed"
-            parts.update(form.tensors(name, found, TORCH.get(checkpoint.dtype(name), "bfloat16")))
+            result = instead[name]() if name in instead else packed[name].packed(model.device)
+            assert result, f"{name} is not packed"
+            parts.update(form.tensors(name, result, TORCH.get(checkpoint.dtype(name), "bfloat16")))
         return parts
 
     specs: dict[str, TensorSpec] = {}
@@ -142,13 +142,13 @@ class QuantizationError:
 
 def rounded(model: LoadedModel) -> list[QuantizationError]:
     """The matrices of a model that was quantised while it was loaded, of attention and of the MLP."""
-    found: dict[str, QuantizationError] = {}
+    result: dict[str, QuantizationError] = {}
     linears = model.config.matrices()
     for name, weight in model.decoder.matrices():
         if name not in linears:
             continue
         kind = "attention" if ATTENTION.search(name) else "mlp"
-        one = found.setdefault(kind, QuantizationError(kind))
+        one = result.setdefault(kind, QuantizationError(kind))
         values, packed = weight.values(model.device), weight.packed(model.device)
         source = model.checkpoint.read_f32(name).astype(np.float64)
         one.schemes = sorted({*one.schemes, weight.format})
@@ -156,4 +156,4 @@ def rounded(model: LoadedModel) -> list[QuantizationError]:
         one.stored += sum(part.nbytes for part in packed.read()) if packed else 0
         one.squares += float((source**2).sum())
         one.lost += float(((source - values) ** 2).sum())
-    return list(found.values())
+    return list(result.values())

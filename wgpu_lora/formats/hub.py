@@ -85,7 +85,7 @@ def _download(model: str) -> Path:
     )
 
     try:
-        found = Path(snapshot_download(model, allow_patterns=ALLOW_PATTERNS))
+        result = Path(snapshot_download(model, allow_patterns=ALLOW_PATTERNS))
     except GatedRepoError:
         raise UserError(
             f"{model} is gated on Hugging Face: accept its terms at https://huggingface.co/{model} and log in with "
@@ -108,9 +108,9 @@ def _download(model: str) -> Path:
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{model} could not be downloaded ({reason}): check the network and try again.") from None
-    if not any(found.glob("*.safetensors")):
+    if not any(result.glob("*.safetensors")):
         raise UserError(
             f"{model} has no safetensors: if it has GGUF files, download one with `hf download {model} FILE.gguf` "
             "and give its path."
         )
-    return found
+    return result

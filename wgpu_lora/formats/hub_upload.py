@@ -65,12 +65,12 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     check_name(directory)
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory: give the directory of an adapter or of a model.")
-    found = _files(directory)
-    kind, notes = _kind(directory, found)
+    result = _files(directory)
+    kind, notes = _kind(directory, result)
     include, exclude = include or [], exclude or []
-    known = _known(directory, kind, found)
-    reasons = {name: why for name in found if (why := _reason(name, known, include, exclude))}
-    chosen = {name: found[name] for name in reasons}
+    known = _known(directory, kind, result)
+    reasons = {name: why for name in result if (why := _reason(name, known, include, exclude))}
+    chosen = {name: result[name] for name in reasons}
     for path in chosen.values():
         if links_outside(path, directory):
             raise UserError(
@@ -84,7 +84,7 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     if kind == "adapter" and not {WEIGHTS, CONFIG} <= chosen.keys():
         notes.append(f"it cannot be loaded without {WEIGHTS} and {CONFIG}.")
     card = None
-    if CARD not in found and _reason(CARD, {CARD: "model card"}, include, exclude):
+    if CARD not in result and _reason(CARD, {CARD: "model card"}, include, exclude):
         weights = {name: path for name, path in chosen.items() if path.suffix in (".safetensors", ".gguf")}
         card = card_of_files(directory.resolve().name, kind, weights)
     files = {name: (path, path.stat().st_size) for name, path in chosen.items()}
@@ -104,13 +104,13 @@ def merge_uploads(folders: Mapping[str, Upload], roots: Sequence[Upload], card: 
     files: dict[str, tuple[Path, int]] = {}
     reasons: dict[str, str] = {}
     for folder, upload in (*folders.items(), *(("", upload) for upload in roots)):
-        for name, found in upload.files.items():
+        for name, result in upload.files.items():
             place = f"{folder}/{name}" if folder else name
             if name == CARD and not folder:
                 continue  # its place is the card's
             if place in files:
-                raise UserError(f"{files[place][0]} and {found[0]} would both be {place}: rename one of them.")
-            files[place], reasons[place] = found, upload.reasons[name]
+                raise UserError(f"{files[place][0]} and {result[0]} would both be {place}: rename one of them.")
+            files[place], reasons[place] = result, upload.reasons[name]
     if card:
         files[CARD], reasons[CARD] = (card, card.stat().st_size), "model card"
     notes = tuple(f"{folder}: {note}" for folder, upload in folders.items() for note in upload.notes)
@@ -119,12 +119,12 @@ def merge_uploads(folders: Mapping[str, Upload], roots: Sequence[Upload], card: 
 
 def _files(directory: Path) -> dict[str, Path]:
     """Files by their path in the directory, in order, without hidden ones."""
-    found = {}
+    result = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
-            found[name.as_posix()] = path
-    return found
+            result[name.as_posix()] = path
+    return result
 
 
 def _kind(directory: Path, found: dict[str, Path]) -> tuple[str, list[str]]:
@@ -209,8 +209,8 @@ def push(upload: Upload, repo: str, private: bool = True) -> str:
         content[CARD] = upload.card.encode()
     operations = [CommitOperationAdd(name, source) for name, source in content.items()]
     try:
-        made = api.create_repo(repo, private=private, exist_ok=True).repo_id
-        commit = api.create_commit(made, operations, commit_message=f"Upload {upload.kind} with wgpu-lora")
+        result = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        commit = api.create_commit(result, operations, commit_message=f"Upload {upload.kind} with wgpu-lora")
     except HfHubHTTPError as error:
         raise UserError(_refusal(repo, error)) from None
     except Exception as error:

@@ -24,8 +24,8 @@ def license_of(model: Path) -> str | None:
         stated = read_header(model).values.get("general.license")
         return stated if isinstance(stated, str) else None
     header = _HEADER.match(_own_card(model))
-    found = _LICENSE.search(header[0]) if header else None
-    return found[1] if found else None
+    result = _LICENSE.search(header[0]) if header else None
+    return result[1] if result else None
 
 
 def card_of_files(name: str, kind: str, files: Mapping[str, Path]) -> str:

@@ -86,8 +86,8 @@ class AdapterConfig:
             UserError: a pattern is invalid, or matching takes too long; the message has no full stop.
         """
         tables = (self.rank_pattern, self.alpha_pattern)
-        found = first_matches([list(table) for table in tables], modules, endings=True)
-        for known, table, numbers in zip(self._matched, tables, found, strict=True):
+        result = first_matches([list(table) for table in tables], modules, endings=True)
+        for known, table, numbers in zip(self._matched, tables, result, strict=True):
             values = list(table.values())
             known.update({m: None if n is None else values[n] for m, n in zip(modules, numbers, strict=True)})
 

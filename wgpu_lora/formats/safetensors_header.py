@@ -115,7 +115,7 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int)
 def read_bytes(entry: TensorEntry) -> np.ndarray:
     """The bytes of a whole tensor of any dtype: uint8. Raises UserError if the file has been truncated."""
     count = ITEM_BYTES[entry.dtype] * int(np.prod(entry.shape, dtype=np.int64))
-    found = np.fromfile(entry.path, np.uint8, count, offset=entry.offset)
-    if found.size != count:
+    result = np.fromfile(entry.path, np.uint8, count, offset=entry.offset)
+    if result.size != count:
         raise UserError(f"{entry.path} ended while it was read: download or copy the shard again.")
-    return found
+    return result

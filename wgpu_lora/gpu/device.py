@@ -201,18 +201,18 @@ class Device:
 
     def compute_pipeline(self, key: tuple[Any, ...], source: Callable[[], str]) -> Any:
         """The compute pipeline of a WGSL source, compiled once per key. Raises ShaderError."""
-        found = self._pipelines.get(key)
-        if found is None:
+        result = self._pipelines.get(key)
+        if result is None:
             label, text = str(key[0]), source()
             try:
                 with raise_device_lost(self.info.name):
                     compute = {"module": self._module(text, label), "entry_point": "main"}
-                    found = self.raw.create_compute_pipeline(label=label, layout="auto", compute=compute)
-                    found.bind_layout = found.get_bind_group_layout(0)
+                    result = self.raw.create_compute_pipeline(label=label, layout="auto", compute=compute)
+                    result.bind_layout = result.get_bind_group_layout(0)
             except wgpu.GPUError as error:
                 raise ShaderError(label, str(error)) from error
-            self._pipelines[key] = found
-        return found
+            self._pipelines[key] = result
+        return result
 
     def _module(self, code: str, label: str) -> Any:
         module = self.raw.create_shader_module(code=code, label=label)  # raises readable errors

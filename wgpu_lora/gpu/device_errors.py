@@ -71,8 +71,8 @@ class ShaderError(Exception):
     in a line."""
 
     def __init__(self, label: str, reason: str):
-        said = " ".join(reason.split())
-        self.label, self.reason = label, said if len(said) <= REASON else f"{said[: REASON - 3]}..."
+        text = " ".join(reason.split())
+        self.label, self.reason = label, text if len(text) <= REASON else f"{text[: REASON - 3]}..."
         super().__init__(f"{label} does not compile: {self.reason}")
 
 

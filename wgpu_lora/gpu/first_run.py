@@ -43,14 +43,14 @@ class Runnable(Protocol):
 
 def unchecked(program: Runnable) -> list[int]:
     """The dispatches to check in the first run: the first of each compute pipeline without a verdict."""
-    verdicts, found = verdicts_of(program.device), dict[Any, int]()
+    verdicts, result = verdicts_of(program.device), dict[Any, int]()
     if not verdicts.enabled:
         return []
     for index, step in enumerate(program.dispatches):
         checkable = not step.kernel.tuning and not step.fixed and _affordable(step)
-        if checkable and step.shader not in found and not verdicts.of(step, step.tiling):
-            found[step.shader] = index
-    return list(found.values())
+        if checkable and step.shader not in result and not verdicts.of(step, step.tiling):
+            result[step.shader] = index
+    return list(result.values())
 
 
 def run_checked(program: Runnable, indices: Iterable[int], count: int) -> None:
@@ -104,7 +104,7 @@ def _worst(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) 
     inputs = [array for name, array in before.items() if kernel.bindings[name] != "out"]
     if any(_extreme(array) for array in inputs):
         return None
-    found, names = [], [name for name in kernel.outputs if name in before]
+    result, names = [], [name for name in kernel.outputs if name in before]
     outputs = list(differences(kernel, constants, before, after))
     largest = max(map(_largest, (*inputs, *(want for _, want, _ in outputs))), default=0.0)
     if not any(_shows(want, before[name]) for name, (_, want, _) in zip(names, outputs, strict=False)):
@@ -117,8 +117,8 @@ def _worst(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) 
         error, limit = nmse(got, want), CODES if got.dtype.kind == "u" else NMSE
         if limit < error < np.inf and _rms(got.astype(np.float64) - want) < ROUNDED * largest:
             return None
-        found.append((error, limit))
-    return max(found, key=lambda pair: np.nan_to_num(pair[0], nan=np.inf) / pair[1])
+        result.append((error, limit))
+    return max(result, key=lambda pair: np.nan_to_num(pair[0], nan=np.inf) / pair[1])
 
 
 def _shows(want: np.ndarray, before: np.ndarray) -> bool:
@@ -154,12 +154,12 @@ def _affordable(step: Dispatch) -> bool:
 
 def read_tensors(device: Device, present: Sequence[str], tensors: Sequence[Tensor]) -> Arrays:
     """The values of a dispatch's tensors as stored."""
-    found = {}
+    result = {}
     for name, tensor in zip(present, tensors, strict=True):
         buffer, offset, _ = tensor.binding()
         values = device.read(buffer, tensor.nbytes, offset).view(NUMPY[tensor.dtype])
-        found[name] = values.reshape(tensor.shape).copy()
-    return found
+        result[name] = values.reshape(tensor.shape).copy()
+    return result
 
 
 def differences(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) -> Iterator[tuple[Any, Any, bool]]:

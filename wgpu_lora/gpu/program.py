@@ -106,9 +106,9 @@ class Program:
 
     def persistent_storages(self) -> set[Storage]:
         """All storages with buffers of their own, including the uniform dims."""
-        found = {t.storage for step in self.dispatches for t in step.tensors if not t.storage.temporary}
+        result = {t.storage for step in self.dispatches for t in step.tensors if not t.storage.temporary}
         dims = self._dims()
-        return found | ({self._dims_storage(len(dims))} if dims else set())
+        return result | ({self._dims_storage(len(dims))} if dims else set())
 
     def _dims(self) -> dict[tuple[int, ...], int]:
         """Distinct dims of the dispatches -> index in the uniform buffer."""

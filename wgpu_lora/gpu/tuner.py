@@ -93,20 +93,22 @@ class Tuner:
                     self._find_right(trial)
             ended = True
         finally:  # keep the choices made before an interrupt
-            found = {key: trial.entry(digests[trial.call.kernel.name]) for key, trial in trials.items()}
-            fresh = {key: found[key] for key, one in trials.items() if one.compared and (ended or one.is_over)}
+            result = {key: trial.entry(digests[trial.call.kernel.name]) for key, trial in trials.items()}
+            fresh = {key: result[key] for key, one in trials.items() if one.compared and (ended or one.is_over)}
             known |= fresh
             verdicts_of(self.device).save()
-            left = [key for key in found if ended and key not in known and found[key].tiling == trials[key].tilings[0]]
+            left = [
+                key for key in result if ended and key not in known and result[key].tiling == trials[key].tilings[0]
+            ]
             if fresh or left:
-                self.file.add(fresh, digests, skipped={key: found[key].digest for key in left})
+                self.file.add(fresh, digests, skipped={key: result[key].digest for key in left})
         if trials:
             tuning.seconds, tuning.over = time.perf_counter() - begin, True
             events.tuning(tuning)
         several = {key: tilings for key, call in calls.items() if len(tilings := self._tilings(call)) > 1}
         self.complete = several.keys() <= known.keys()
         defaults = {key: tilings[0] for key, tilings in several.items()}
-        return defaults | {key: entry.tiling for key, entry in (found | known).items() if key in several}
+        return defaults | {key: entry.tiling for key, entry in (result | known).items() if key in several}
 
     def _usable(self, call: Dispatch) -> Sequence[Tiling]:
         return call.kernel.tilings(self.device.capabilities, call.constants)

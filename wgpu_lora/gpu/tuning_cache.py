@@ -80,12 +80,12 @@ class Verdict:
     @classmethod
     def from_json(cls, value: Any) -> Verdict:
         """Raises one of DAMAGE if `value` is not a verdict."""
-        found, error = cls(**value), value["nmse"]
-        if not isinstance(found.right, bool) or not all(
-            isinstance(text, str) for text in (found.kernel, found.digest, found.reason)
+        result, error = cls(**value), value["nmse"]
+        if not isinstance(result.right, bool) or not all(
+            isinstance(text, str) for text in (result.kernel, result.digest, result.reason)
         ):
             raise ValueError("a verdict's values have other types")
-        return replace(found, nmse=None if error is None else float(error), limit=float(found.limit))
+        return replace(result, nmse=None if error is None else float(error), limit=float(result.limit))
 
 
 NO_VERDICTS: Mapping[str, Verdict] = MappingProxyType({})
@@ -157,8 +157,8 @@ class ChoiceFile:
     def _section(self, name: str, of: Callable[[Any], T]) -> dict[str, T]:
         try:
             content = json.loads(self.path.read_text())
-            found = content.get(name, {}) if content["schema"] == SCHEMA else {}
-            return {key: of(value) for key, value in found.items()}
+            result = content.get(name, {}) if content["schema"] == SCHEMA else {}
+            return {key: of(value) for key, value in result.items()}
         except DAMAGE:
             return {}
 

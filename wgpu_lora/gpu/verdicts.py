@@ -51,8 +51,8 @@ class Verdicts:
     def of(self, call: Dispatch, tiling: Tiling) -> Verdict | None:
         """The verdict on a call's compute pipeline, if it is known."""
         known = self._all() if self.enabled else self._failed
-        found = known.get(_key(call, tiling)) if known else None
-        return found if found and found.digest == self._digest(call.kernel) else None
+        result = known.get(_key(call, tiling)) if known else None
+        return result if result and result.digest == self._digest(call.kernel) else None
 
     def settle(self, call: Dispatch, tiling: Tiling, nmse: float | None, limit: float, reason: str = "") -> Verdict:
         """Notes a measured error, or None and the reason if the pipeline does not compile; `save` keeps it."""
@@ -82,10 +82,10 @@ class Verdicts:
             if verdict is None or verdict.right:
                 kept.append(tiling)
             elif not kept:
-                found = self.tell(tiling, verdict)
+                result = self.tell(tiling, verdict)
         if not kept:
             self.save()
-            raise WrongResults(found)
+            raise WrongResults(result)
         return kept
 
     def choose(self, call: Dispatch, choices: Choices) -> Tiling:
@@ -111,18 +111,18 @@ class Verdicts:
         """Reports a wrong tiling, once per process and kernel, to those who listen and as a warning."""
         info = self.device.info
         of = tiling.to_json(), verdict.nmse, verdict.limit, verdict.reason
-        found = WrongKernel(info.name, info.driver, verdict.kernel, *of)
+        result = WrongKernel(info.name, info.driver, verdict.kernel, *of)
         if (verdict.kernel, tiling) not in self._told:
-            self._told[verdict.kernel, tiling] = found
+            self._told[verdict.kernel, tiling] = result
             for events in self._listeners:
-                events.miscompiled(found)
-            warnings.warn(f"{found}.", DeviceWarning, stacklevel=_level_of_caller())
-        return found
+                events.miscompiled(result)
+            warnings.warn(f"{result}.", DeviceWarning, stacklevel=_level_of_caller())
+        return result
 
     @property
     def reported(self) -> list[str]:
         """The reports of this process, as sentences."""
-        return [f"{found}." for found in self._told.values()]
+        return [f"{item}." for item in self._told.values()]
 
     @contextmanager
     def telling(self, events: Events) -> Iterator[None]:
@@ -156,12 +156,12 @@ class Verdicts:
 
 def _level_of_caller() -> int:
     """The `stacklevel` with which a warning names the line, outside of this package, that called it."""
-    frame, level, found = sys._getframe(1).f_back, 2, 2
+    frame, level, result = sys._getframe(1).f_back, 2, 2
     while frame:
         if frame.f_code.co_filename.startswith(PACKAGE):
-            found = level + 1
+            result = level + 1
         frame, level = frame.f_back, level + 1
-    return found
+    return result
 
 
 def _key(call: Dispatch, tiling: Tiling) -> str:
@@ -172,5 +172,5 @@ def verdicts_of(device: Device) -> Verdicts:
     """The verdicts of a device, which all programs share."""
     if device.verdicts is None:
         device.verdicts = Verdicts(device)
-    found: Verdicts = device.verdicts
-    return found
+    result: Verdicts = device.verdicts
+    return result

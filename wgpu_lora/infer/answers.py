@@ -83,7 +83,7 @@ def answer_slots(
     tokenizer = tokenizer_of(model)
     ids = prompt_ids(tokenizer, prompts, settings, directories)
     samplers = [settings.sampler] * len(ids) if seeds is None else [replace(settings.sampler, seed=s) for s in seeds]
-    found: list[Answer] = []
+    result: list[Answer] = []
     done = 0
     with (
         adapters_on_device(model, directories) as adapters,
@@ -91,20 +91,20 @@ def answer_slots(
     ):
         for start in range(0, len(ids), generator.batch):
             part = slice(start, start + generator.batch)
-            made = [StreamedAnswer(tokenizer, len(one), settings.stop) for one in ids[part]]
+            new = [StreamedAnswer(tokenizer, len(one), settings.stop) for one in ids[part]]
             for _, piece in replies(
-                generator, made, ids[part], slots[part], settings, streamed, samplers=samplers[part]
+                generator, new, ids[part], slots[part], settings, streamed, samplers=samplers[part]
             ):
                 if streamed and piece:
                     events.text(piece)
-                tokens = done + sum(len(reply.generation.token_ids) for reply in made)
-                events.answering(len(found), len(prompts), tokens)
-            done += sum(len(reply.generation.token_ids) for reply in made)
-            for prompt, reply in zip(prompts[part], made, strict=True):
-                found.append(answer_of(prompt, reply))
-                number, who = divmod(len(found) - 1, max(1, len(names)))
-                events.answered(number, names[who] if names else None, found[-1])
-    return found
+                tokens = done + sum(len(reply.generation.token_ids) for reply in new)
+                events.answering(len(result), len(prompts), tokens)
+            done += sum(len(reply.generation.token_ids) for reply in new)
+            for prompt, reply in zip(prompts[part], new, strict=True):
+                result.append(answer_of(prompt, reply))
+                number, who = divmod(len(result) - 1, max(1, len(names)))
+                events.answered(number, names[who] if names else None, result[-1])
+    return result
 
 
 def stream_slot(
@@ -117,8 +117,8 @@ def stream_slot(
         adapters_on_device(model, [] if directory is None else [directory]) as adapters,
         open_generator(model, adapters, capacity_for(model, ids, settings), 1, 1, events) as generator,
     ):
-        made = [StreamedAnswer(tokenizer, len(ids[0]), settings.stop)]
-        for _, piece in replies(generator, made, ids, [0 if adapters else None], settings):
+        result = [StreamedAnswer(tokenizer, len(ids[0]), settings.stop)]
+        for _, piece in replies(generator, result, ids, [0 if adapters else None], settings):
             if piece:
                 yield piece
 
@@ -222,7 +222,7 @@ def answer_table(
         events: see `answer_slots`.
     """
     names = list(slots)
-    found = answer_slots(
+    result = answer_slots(
         model,
         [prompt for prompt in prompts for _ in names],
         list(adapters.values()),
@@ -232,7 +232,7 @@ def answer_table(
         names=names,
         events=events,
     )
-    rows = iter(found)
+    rows = iter(result)
     return [{name: next(rows) for name in names} for _ in prompts]
 
 

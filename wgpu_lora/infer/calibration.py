@@ -87,7 +87,7 @@ def _observed(decoder: Decoder, count: Tensor, squares: dict[str, Tensor]) -> De
         return replace(item, weight=MeasuredMatrix(item.weight, count, squares[name]))
 
     def layer(one: LayerWeights) -> LayerWeights:
-        found = {module: linear(f"{one.path}.{module}.weight", item) for module, item in one.linears.items()}
-        return replace(one, linears=found)
+        result = {module: linear(f"{one.path}.{module}.weight", item) for module, item in one.linears.items()}
+        return replace(one, linears=result)
 
     return replace(decoder, layers=tuple(map(layer, decoder.layers)))

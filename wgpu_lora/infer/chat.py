@@ -113,14 +113,14 @@ class Chat:
         worded = replace(self.settings, prompt_format=self.prompt_format)
         shown = [lane.prompt(self.tokenizer, text, worded, self.capacity) for lane in self.lanes.values()]
         ids = [prompt for prompt, _ in shown]
-        made = [StreamedAnswer(self.tokenizer, len(prompt), tuple(self.settings.stop)) for prompt in ids]
+        result = [StreamedAnswer(self.tokenizer, len(prompt), tuple(self.settings.stop)) for prompt in ids]
         order = list(self.adapters)
         slots = [None if name == BASE else order.index(name) for name in names]
         settings = replace(self.settings, seed=self.settings.seed + self._attempt)
-        for number, piece in replies(generator, made, ids, slots, settings, reuse=True, stopped=stopped):
+        for number, piece in replies(generator, result, ids, slots, settings, reuse=True, stopped=stopped):
             if piece:
                 yield names[number], piece
-        self.replies = dict(zip(names, made, strict=True))
+        self.replies = dict(zip(names, result, strict=True))
         self.left_out = {name: count for name, (_, count) in zip(names, shown, strict=True) if count}
         if self.remembered:
             for name, reply in self.replies.items():
@@ -266,8 +266,8 @@ class ChatHistory:
         room = min(settings.max_new_tokens, max(1, capacity // ROOM))
         first, left_out = self.first, 0
         while True:
-            said = [*self.messages[first:], {"role": "user", "content": text}]
-            shown: Any = said if templated else text
+            message = [*self.messages[first:], {"role": "user", "content": text}]
+            shown: Any = message if templated else text
             ids = chat_prompt(tokenizer, shown, settings.system, settings.prompt_format, **settings.template_kwargs)
             turns = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i >= first]
             if len(ids) + room <= capacity or not turns or not templated:
@@ -294,7 +294,7 @@ def rows_of(lanes: Iterable[ChatHistory], system: str | None, templated: bool) -
             rows.append({"messages": [*before, *lane.messages], **who})
         else:
             pairs = zip(lane.messages[::2], lane.messages[1::2], strict=True)
-            rows += [{"prompt": asked["content"], "completion": said["content"], **who} for asked, said in pairs]
+            rows += [{"prompt": asked["content"], "completion": text["content"], **who} for asked, text in pairs]
     return rows
 
 
@@ -308,7 +308,7 @@ def read_conversations(path: Path) -> list[tuple[str | None, list[Message]]]:
     Raises:
         UserError: the file cannot be read, or a row is not a conversation.
     """
-    found: list[tuple[str | None, list[Message]]] = []
+    result: list[tuple[str | None, list[Message]]] = []
     for number, row in read_jsonl(path):
         try:
             example = parse_example(row)
@@ -318,5 +318,5 @@ def read_conversations(path: Path) -> list[tuple[str | None, list[Message]]]:
             raise UserError(f"{path}, line {number}: the row has no messages.")
         messages = [{**message} for message in example.messages]
         system = messages.pop(0)["content"] if messages[0]["role"] == "system" else None
-        found.append((system, messages))
-    return found
+        result.append((system, messages))
+    return result

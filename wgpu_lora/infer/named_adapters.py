@@ -30,20 +30,20 @@ def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
     Raises:
         UserError: a name or a directory is empty or given twice.
     """
-    found: dict[str, Path] = {}
+    result: dict[str, Path] = {}
     places: dict[str, str] = {}
     for text in texts:
         name, directory = _split(text)
-        if name in found:
+        if name in result:
             raise UserError(
-                f"{flag('adapter')} gives two adapters the name '{name}' ({found[name]} and {directory}): give each "
+                f"{flag('adapter')} gives two adapters the name '{name}' ({result[name]} and {directory}): give each "
                 "its own, NAME=DIR."
             )
         same = places.setdefault(os.path.realpath(directory), name)
         if same != name:
             raise UserError(f"{flag('adapter')} lists {directory} twice, as '{same}' and as '{name}': leave one out.")
-        found[name] = directory
-    return found
+        result[name] = directory
+    return result
 
 
 def _split(text: str) -> tuple[str, Path]:

@@ -76,16 +76,16 @@ def read_requests(path: Path) -> list[Request]:
     if bare_name(path).suffix.lower() not in SUFFIXES and not _ROWS.match(begins):
         return [Request(line, {"prompt": line}) for line in _lines(path)]
     account = RowCounts(FileSource(path, reader_of(path)))
-    found = []
+    result = []
     for place, row in account.source.rows(FORMATS):
         try:
             if isinstance(row, BadRow):
                 raise UserError(row.reason)
-            found.append(_request(row))
+            result.append(_request(row))
         except UserError as error:
             account.add_bad(place, BadRow(str(error)))
     account.refuse_bad("fix them")
-    return found
+    return result
 
 
 def _lines(path: Path) -> list[str]:
@@ -125,8 +125,8 @@ def row_of(request: Request, answer: Answer, name: str | None = None) -> dict[st
     """A row of the output: the input row and the answer; `name` is the adapter's, if there are several."""
     kept = {key: value for key, value in request.row.items() if key not in (*ANSWERED, "adapter")}
     who = {} if name is None else {"adapter": name}
-    said = {"response": answer.text, "tokens": len(answer.token_ids), "stop_reason": answer.stop_reason}
-    return {**kept, **who, **said}
+    message = {"response": answer.text, "tokens": len(answer.token_ids), "stop_reason": answer.stop_reason}
+    return {**kept, **who, **message}
 
 
 def to_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:

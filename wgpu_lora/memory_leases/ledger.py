@@ -199,9 +199,9 @@ class Ledger:
     def _share_lock(self) -> None:
         """Let other users lock the ledger if they may write to its directory."""
         lock = Path(self._lock.lock_file)
-        found = lock.stat()
-        if os.name != "nt" and self.directory.stat().st_mode & 0o022 and found.st_uid == os.getuid():
-            lock.chmod(found.st_mode | 0o666)
+        result = lock.stat()
+        if os.name != "nt" and self.directory.stat().st_mode & 0o022 and result.st_uid == os.getuid():
+            lock.chmod(result.st_mode | 0o666)
 
     def _content(self) -> bytes:
         try:
@@ -323,8 +323,8 @@ def _entry(value: Any) -> LedgerEntry:
     if not isinstance(value, dict) or value.keys() != {f.name for f in fields(LedgerEntry)}:
         raise ValueError("an entry has missing or unknown fields")
     for field in fields(LedgerEntry):
-        kind, found = str(field.type), value[field.name]
-        fits = isinstance(found, TYPES[kind]) and isinstance(found, bool) == (kind == "bool")
-        if not fits or (kind == "int" and found < 0) or (kind == "float" and not 0 <= found < math.inf):
-            raise ValueError(f"an entry's '{field.name}' is {found!r}")
+        kind, result = str(field.type), value[field.name]
+        fits = isinstance(result, TYPES[kind]) and isinstance(result, bool) == (kind == "bool")
+        if not fits or (kind == "int" and result < 0) or (kind == "float" and not 0 <= result < math.inf):
+            raise ValueError(f"an entry's '{field.name}' is {result!r}")
     return LedgerEntry(**value)

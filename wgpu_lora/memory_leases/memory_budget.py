@@ -58,8 +58,8 @@ def budget_bytes(info: DeviceInfo, explicit: int | None = None) -> Budget:
 
 def device_memory(info: DeviceInfo) -> DeviceMemory | None:
     """A device's memory as the operating system reports it; None if it does not."""
-    if info.backend == "Metal" and (found := metal_memory(info.name)):
-        return found
+    if info.backend == "Metal" and (result := metal_memory(info.name)):
+        return result
     if is_unified(info):
         return system_memory()
     if info.vendor_id == AMD:

@@ -33,7 +33,7 @@ def read_adapter_for(
         UserError: the adapter cannot be read or does not fit (`check_adapter_shapes`), or has a module under two names.
         NotFiniteError: a value is NaN or infinite.
     """
-    said, stored = read_adapter(adapter, contents)
+    text, stored = read_adapter(adapter, contents)
     names = {theirs: config.STORED.own(theirs) for theirs in stored}
     matrices: dict[str, tuple[np.ndarray, ...]] = {}
     for theirs, ours in sorted(names.items(), key=lambda pair: in_order(pair[1])):
@@ -41,7 +41,7 @@ def read_adapter_for(
             raise UserError(f"The adapter {adapter} holds {ours} under two names: save it again, or use another.")
         matrices[ours] = stored[theirs]
     check_adapter_shapes(config, matrices, adapter, model)
-    return said if matrices.keys() == stored.keys() else _renamed(said, names, config), matrices
+    return text if matrices.keys() == stored.keys() else _renamed(text, names, config), matrices
 
 
 def _renamed(said: AdapterConfig, names: Mapping[str, str], config: ModelConfig) -> AdapterConfig:
@@ -126,10 +126,10 @@ def resolve_target_modules(target_modules: str, config: ModelConfig) -> list[str
     names = target_names(target_modules)
     if names is None:
         try:
-            (found,) = first_matches([[target_modules]], modules)
+            (result,) = first_matches([[target_modules]], modules)
         except UserError as error:
             raise UserError(f"{flag('target_modules')} cannot be used: {error}.") from None
-        chosen = [module for module, number in zip(modules, found, strict=True) if number is not None]
+        chosen = [module for module, number in zip(modules, result, strict=True) if number is not None]
         if not chosen:
             raise UserError(
                 f"{flag('target_modules')} '{target_modules:.80}' matches none of the model's modules: match paths "

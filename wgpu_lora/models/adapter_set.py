@@ -156,12 +156,12 @@ class AdapterSet:
 
     def bind(self, inputs: StepInputs) -> Mapping[str, LoraSlots]:
         """The adapters of each module for a batch, for the decoder's forward pass."""
-        found = {}
+        result = {}
         offsets: Mapping[str, LoraSlots] = self.offset.bind(inputs) if self.offset else {}
         for modules, scale in self.scales.items():
             stack = LoraStack(self.factors_of(modules, "A"), self.factors_of(modules, "B"), scale, len(modules))
             for index, module in enumerate(modules):
-                found[module] = LoraSlots(
+                result[module] = LoraSlots(
                     a=self.factors_of((module,), "A"),
                     b=self.factors_of((module,), "B"),
                     stack=stack,
@@ -174,7 +174,7 @@ class AdapterSet:
                     magnitudes=self._magnitudes(module),
                     offset=offsets[module].without_dropout() if module in offsets else None,
                 )
-        return found
+        return result
 
     def _magnitudes(self, module: str) -> Magnitudes | None:
         return Magnitudes(self.factors_of((module,), "M"), *self.gains[module]) if module in self.gains else None
@@ -223,8 +223,8 @@ class AdapterSet:
     ) -> dict[str, tuple[np.ndarray, ...]]:
         """Reads a slot's (A [rank, in], B [out, rank]) by module from `pages`, with the slot's own rank; with DoRA, the
         magnitudes [out] follow."""
-        found, parts = read_arrays(device, pages or self.params, self.places(slot)), self.parts(slot)
-        return {module: tuple(found[f"{module}.{which}"] for which in parts) for module in self.modules(slot)}
+        result, parts = read_arrays(device, pages or self.params, self.places(slot)), self.parts(slot)
+        return {module: tuple(result[f"{module}.{which}"] for which in parts) for module in self.modules(slot)}
 
     def places(self, slot: int) -> dict[str, Place]:
         parts = self.parts(slot)
@@ -326,8 +326,8 @@ class Norms:
         for module in self._weights:
             if module in self.adapters.specs[slot].scaling:
                 place, (_, norm) = self.adapters.places(slot)[f"{module}.M"], self.adapters.gains[module]
-                found = self.device.read(norm.storage.buffer).view(np.float32).reshape(norm.shape)
-                write_array(self.device, self.adapters.params, place, found[slot, : place.shape[1]])
+                result = self.device.read(norm.storage.buffer).view(np.float32).reshape(norm.shape)
+                write_array(self.device, self.adapters.params, place, result[slot, : place.shape[1]])
 
 
 def _weights(decoder: Decoder, adapters: AdapterSet) -> Iterator[tuple[str, Weight]]:

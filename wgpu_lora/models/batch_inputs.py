@@ -48,9 +48,9 @@ class Tables(dict[Table, Tensor]):
     @classmethod
     def declare(cls, tables: Iterable[Table], positions: int) -> Tables:
         """Declares tables for sequences of up to `positions` tokens, without allocating them."""
-        made = cls({t: persistent(t.shape(positions), "f32", "workspace", type(t).__name__) for t in tables})
-        made.positions = positions
-        return made
+        result = cls({t: persistent(t.shape(positions), "f32", "workspace", type(t).__name__) for t in tables})
+        result.positions = positions
+        return result
 
     def storages(self) -> set[Storage]:
         return {tensor.storage for tensor in self.values()}

@@ -66,8 +66,8 @@ class Cache:
 
     def largest(self) -> tuple[str, int]:
         """Name and bytes of a layer's largest tensor."""
-        found = [(tensor.nbytes, name) for layer in self.layers for name, tensor in layer.items()]
-        nbytes, name = max(found, default=(0, "nothing"))
+        result = [(tensor.nbytes, name) for layer in self.layers for name, tensor in layer.items()]
+        nbytes, name = max(result, default=(0, "nothing"))
         return name, nbytes
 
     def layer(self, index: int, rows: Tensor, newest: Tensor | None) -> LayerCache:

@@ -70,8 +70,8 @@ class LayerContext:
         loras = [self._lora(x, module, first_row) for module in modules]
         if gelu:
             return geglu(self.rec, *adapted_linears(self.rec, x, layers, loras))
-        found = adapted_gated(self.rec, x, layers, loras)
-        return found or swiglu(self.rec, *adapted_linears(self.rec, x, layers, loras))
+        result = adapted_gated(self.rec, x, layers, loras)
+        return result or swiglu(self.rec, *adapted_linears(self.rec, x, layers, loras))
 
     def _linear(self, module: str, first_row: int | None) -> Linear[FrozenMatrix]:
         """The frozen layer, or that with the matrix that is trained."""

@@ -255,8 +255,8 @@ class AuditedSource:
         return self._look(name, self._source.read_f32(name, row_start, row_stop), "F32")
 
     def packed(self, name: str) -> Packed | None:
-        found = self._source.packed(name)
-        return found and replace(found, read=lambda: self._look_at_parts(name, found))
+        result = self._source.packed(name)
+        return result and replace(result, read=lambda: self._look_at_parts(name, result))
 
     def _look_at_parts(self, name: str, packed: Packed) -> tuple[np.ndarray, ...]:
         return tuple(self._look(name, part, FLOATS.get(part.dtype.name)) for part in packed.read())

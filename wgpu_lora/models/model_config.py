@@ -207,13 +207,13 @@ class ModelConfig(ABC):
     def parameters(self) -> dict[str, Parameter]:
         """All parameters of the model, by their names in the checkpoint."""
         table = Parameter((self.vocab_size, self.hidden_size), TABLE, gguf="token_embd")
-        found = {self.EMBEDDING: table}
+        result = {self.EMBEDDING: table}
         for i in range(self.num_hidden_layers):
-            found |= {f"{self.path(i)}.{name}": item for name, item in self.layer(i).items()}
-        found[self.FINAL_NORM] = Parameter((self.hidden_size,), gguf="output_norm", offset=self.NORM_OFFSET)
+            result |= {f"{self.path(i)}.{name}": item for name, item in self.layer(i).items()}
+        result[self.FINAL_NORM] = Parameter((self.hidden_size,), gguf="output_norm", offset=self.NORM_OFFSET)
         if not self.tie_word_embeddings:
-            found[self.HEAD] = replace(table, gguf="output")
-        return found
+            result[self.HEAD] = replace(table, gguf="output")
+        return result
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter, by name."""

@@ -111,8 +111,8 @@ def config_fields(header: Header) -> dict[str, Any]:
     """The fields of config.json, except for those that a tensor determines."""
     name = _general_architecture(header)
     for model_type, kind in ARCHITECTURES.items():
-        if kind.GGUF is not None and kind.GGUF.name == name and (found := kind.GGUF.fields(header)) is not None:
-            return {"model_type": model_type, **found}  # which may name another class for files of the same name
+        if kind.GGUF is not None and kind.GGUF.name == name and (result := kind.GGUF.fields(header)) is not None:
+            return {"model_type": model_type, **result}  # which may name another class for files of the same name
     raise UserError(f"{header.path} is a variant of {name!r} that is not supported: use another model.")
 
 
@@ -129,13 +129,13 @@ def open_weights(header: Header, config: ModelConfig) -> GGUFCheckpoint:
 def gguf_names(config: ModelConfig) -> dict[str, str]:
     """GGUF's name of each parameter: 'model.layers.0.self_attn.q_proj.weight' -> 'blk.0.attn_q.weight'."""
     config.gguf()
-    found = {}
+    result = {}
     for name, item in config.parameters.items():
         assert item.gguf is not None, f"{config.architecture} has a GGUF form, but {name} has no name in it"
         inner, kind = name.removeprefix(f"{config.LAYERS}."), name.rpartition(".")[2]
         block = "" if inner == name else f"blk.{inner.partition('.')[0]}."
-        found[name] = f"{block}{item.gguf}.{kind}" if kind in ("weight", "bias") else f"{block}{item.gguf}"
-    return found
+        result[name] = f"{block}{item.gguf}.{kind}" if kind in ("weight", "bias") else f"{block}{item.gguf}"
+    return result
 
 
 def _general_architecture(header: Header) -> str:

@@ -41,9 +41,9 @@ class Place:
         """The values as they lie in the page."""
         if values.shape == self.shape:
             return np.ascontiguousarray(values, np.float32)
-        found, matrix = np.zeros(self.shape, np.float32), np.atleast_2d(values)
-        found[: matrix.shape[0], : matrix.shape[1]] = matrix
-        return found
+        result, matrix = np.zeros(self.shape, np.float32), np.atleast_2d(values)
+        result[: matrix.shape[0], : matrix.shape[1]] = matrix
+        return result
 
     def cropped(self, page: np.ndarray) -> np.ndarray:
         """The array, from the values of its page."""

@@ -105,11 +105,11 @@ class QuantConstants:
         }
 
     def _views(self, module: str, weight: ConstantWeight, pages: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        found = {}
+        result = {}
         for name, shape in weight.constant_shapes().items():
             place = self.names[f"{module}.{name}"]
-            found[name] = Tensor(shape, "f32", pages[place.page].storage, 4 * place.first, f"{module}.{name}")
-        return found
+            result[name] = Tensor(shape, "f32", pages[place.page].storage, 4 * place.first, f"{module}.{name}")
+        return result
 
     # -- host side -------------------------------------------------------------------------------------------------
 

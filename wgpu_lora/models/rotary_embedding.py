@@ -96,10 +96,10 @@ def rotary_dim(head_dim: int, partial: float) -> int:
 
 def check_pairs(head_dim: int, partial: float, where: str) -> None:
     """Raises UserError unless the rotated values of a head are pairs."""
-    found = rotary_dim(head_dim, partial)
-    if found < 2 or found % 2:
+    result = rotary_dim(head_dim, partial)
+    if result < 2 or result % 2:
         raise UserError(
-            f"partial_rotary_factor {partial} in {where} rotates {found} of the {head_dim} values of a head, "
+            f"partial_rotary_factor {partial} in {where} rotates {result} of the {head_dim} values of a head, "
             "which are not pairs: correct it."
         )
 
@@ -331,8 +331,8 @@ def parse_longrope(
     if kind not in ("longrope", "su", "yarn"):  # earlier names, which transformers still reads
         raise UserError(f"rope_type {kind!r:.100} in {where} is not supported: use a model with default or longrope.")
     name = "original_max_position_embeddings"
-    found = (place[name] for place in (d, rope) if place.get(name) is not None)
-    original = whole({name: next(found, 4096)}, name, where)
+    result = (place[name] for place in (d, rope) if place.get(name) is not None)
+    original = whole({name: next(result, 4096)}, name, where)
     factor = positive(rope.get("factor") or positions / original, "rope factor", where)
     if rope.get("attention_factor") is not None:
         attention = positive(rope["attention_factor"], "attention_factor", where)

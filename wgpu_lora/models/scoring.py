@@ -43,8 +43,8 @@ class ForwardPasses(Generic[P]):
         return [each.program for each in self.passes.values()]
 
     def storages(self) -> set[Storage]:
-        found: set[Storage] = set()
-        return found.union(*(each.storages() for each in self.passes.values()))
+        result: set[Storage] = set()
+        return result.union(*(each.storages() for each in self.passes.values()))
 
     def use(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
         """Where the programs run; each is built before its first use."""
@@ -112,7 +112,7 @@ class Scorer(ForwardPasses[Forward]):
 
     def logprobs(self, samples: Sequence[Sequence[Segment]]) -> list[list[np.ndarray]]:
         """The log-probabilities of the targets of each segment, f32. A sample's segments stay in one batch."""
-        found: dict[int, list[np.ndarray]] = {}
+        result: dict[int, list[np.ndarray]] = {}
         lengths = [sum(segment.tokens for segment in segments) for segments in samples]
         for together, one in self.batches(lengths):
             segments = [replace(segment, draws=None) for i in together for segment in samples[i]]
@@ -121,5 +121,5 @@ class Scorer(ForwardPasses[Forward]):
             values = self.device.read(one.logprobs.storage.buffer).view(np.float32)
             for i in together:
                 spans = [next(places) for _ in samples[i]]
-                found[i] = [values[start:stop].copy() for start, stop in spans]
-        return [found[i] for i in range(len(samples))]
+                result[i] = [values[start:stop].copy() for start, stop in spans]
+        return [result[i] for i in range(len(samples))]

@@ -20,12 +20,12 @@ OPTIONS_BY_ALIAS = {name: options for options, names in ALIASES.items() for name
 
 def aliases_of(known: Collection[str]) -> dict[str, str]:
     """Aliases -> the options of a command, without names that are options of the command themselves."""
-    found = {}
+    result = {}
     for name, options in OPTIONS_BY_ALIAS.items():
         target = next((option for option in options if option in known), None)
         if target and name not in known:
-            found[name] = target
-    return found
+            result[name] = target
+    return result
 
 
 def foreign_option_advice(name: str, known: Collection[str]) -> str | None:

@@ -82,9 +82,9 @@ def _packed(
     put, get = Program(program.device), Program(program.device)
 
     def temp(shape: tuple[int, ...], dtype: str, what: str) -> Tensor:
-        made = program.temp(shape, dtype, f"{storage.name} {what}")
-        made.storage.on_host = saving.offload
-        return made
+        result = program.temp(shape, dtype, f"{storage.name} {what}")
+        result.storage.on_host = saving.offload
+        return result
 
     for tensor in tensors:
         of, back = tensor.reshape(tensor.size), replace(tensor, shape=(tensor.size,), storage=new)

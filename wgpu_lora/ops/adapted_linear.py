@@ -57,16 +57,16 @@ def adapted_linears(
     apart: bool = False,
 ) -> list[Tensor]:
     """x [T, in] -> the outputs [T, out] of several layers, as `ops.linear.linears` computes and stores them."""
-    found = [lora for lora in loras if lora]
-    if all(lora.plain for lora in found):
+    result = [lora for lora in loras if lora]
+    if all(lora.plain for lora in result):
         return linears(rec, x, layers, loras, apart)
     own = [lora and replace(lora, magnitudes=None, offset=None) for lora in loras]
-    if not any(lora.magnitudes for lora in found):
+    if not any(lora.magnitudes for lora in result):
         ys = linears(rec, x, layers, own, apart)
-    elif len(found) == len(loras) and all(lora.magnitudes and not lora.draws for lora in found):
+    elif len(result) == len(loras) and all(lora.magnitudes and not lora.draws for lora in result):
         us = linears(rec, x, [Linear(layer.weight) for layer in layers], own, apart)
         ys = _beside(rec, us)
-        for u, y, layer, lora in zip(us, ys, layers, found, strict=True):
+        for u, y, layer, lora in zip(us, ys, layers, result, strict=True):
             magnified(rec, u, lora, layer.bias, y, accumulate=False)
     else:
         rows = x.size // layers[0].weight.in_features

@@ -60,9 +60,9 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
             # In decoding each row is of another sequence, whose cache one workgroup reads once for a key head's group.
             held = max(n for n in range(1, min(size, 8) + 1) if c.group % n == 0)
             few = [Tiling("spread", size, held, width_of(c.dim, size), span) for span in (2, 1)]
-            found = [one for one in few if capabilities.software or fits(one, capabilities, c)]
-            if found:
-                return [*found, *([plain] if capabilities.software else [])]
+            result = [one for one in few if capabilities.software or fits(one, capabilities, c)]
+            if result:
+                return [*result, *([plain] if capabilities.software else [])]
         if capabilities.software:
             # There loads take most of the time, and the rows of a lane share them.
             items = c.rows * c.group if queries else c.rows

@@ -55,11 +55,11 @@ def magnitude_scale(
     accumulate: Flag = False,
 ) -> Any:
     """y[t] (+)= gain[s] u[t] (+ bias), s the slot of row t, gain[s] at s * stride; the gain of other rows is 1."""
-    found = u.reshape(rows, cols).copy()
+    result = u.reshape(rows, cols).copy()
     for s, own in enumerate(slots_of(ranges, first_row, rows)):
-        found[own] *= gain.reshape(slots, stride)[s, :cols]
-    found = found + (0 if bias is None else bias)
-    return y.reshape(rows, cols) + found if accumulate else found
+        result[own] *= gain.reshape(slots, stride)[s, :cols]
+    result = result + (0 if bias is None else bias)
+    return y.reshape(rows, cols) + result if accumulate else result
 
 
 @kernel("magnitude_partial.wgsl.j2", grid=lambda c: linear_grid(c.slots * c.chunks * c.cols), lib=("linear",))
@@ -77,11 +77,11 @@ def magnitude_partial(
     first_row: Place[Dim] = 0,
 ) -> Any:
     """partial[s, i] = the sum of dy[t] u[t] over rows [i * chunk, (i + 1) * chunk) of slot s."""
-    products, found = dy.reshape(rows, cols) * u.reshape(rows, cols), np.zeros((slots, chunks, cols))
+    products, result = dy.reshape(rows, cols) * u.reshape(rows, cols), np.zeros((slots, chunks, cols))
     for s, own in enumerate(slots_of(ranges, first_row, rows)):
         for i in range(chunks):
-            found[s, i] = products[own][i * chunk : (i + 1) * chunk].sum(axis=0)
-    return found
+            result[s, i] = products[own][i * chunk : (i + 1) * chunk].sum(axis=0)
+    return result
 
 
 @kernel("magnitude_gradient.wgsl", grid=lambda c: linear_grid(c.slots * c.cols), lib=("linear",))
@@ -124,8 +124,8 @@ def adapted_norm(
     s, factor = scale.reshape(-1)[int(scale_at)], b.reshape(-1)[: rows * rank].reshape(rows, rank)
     cross = (factor * p.reshape(rank, rows).T).sum(axis=1)
     square = ((factor @ gram.reshape(rank, rank)) * factor).sum(axis=1)
-    found = np.sqrt(np.maximum(squares.reshape(-1)[:rows] + s * (2 * cross + s * square), 0))
-    return found, np.divide(m.reshape(-1)[:rows], found, out=np.ones(rows), where=found != 0)
+    result = np.sqrt(np.maximum(squares.reshape(-1)[:rows] + s * (2 * cross + s * square), 0))
+    return result, np.divide(m.reshape(-1)[:rows], result, out=np.ones(rows), where=result != 0)
 
 
 def magnified(rec: Recorder, u: Tensor, lora: LoraSlots, bias: Tensor | None, y: Tensor, accumulate: bool) -> Tensor:

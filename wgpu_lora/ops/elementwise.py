@@ -138,8 +138,8 @@ def dropout_join(
     """x (+)= rest + (dropped - rest) keep / (1 - p), the gradient of `dropout_split`."""
     rest = rest.reshape(rows, cols)
     change = dropped.reshape(rows, cols) - rest
-    found = rest + dropout_apply(change, draws, np.zeros((rows, cols)), rows=rows, cols=cols, module=module)
-    return x.reshape(rows, cols) + found if accumulate else found
+    result = rest + dropout_apply(change, draws, np.zeros((rows, cols)), rows=rows, cols=cols, module=module)
+    return x.reshape(rows, cols) + result if accumulate else result
 
 
 def dropout_parts(rec: Recorder, x: Tensor, draws: Tensor, module: int) -> tuple[Tensor, Tensor]:

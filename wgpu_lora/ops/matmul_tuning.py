@@ -66,16 +66,16 @@ def tilings(
         plain = Tiling("plain", 32, rows=min(chosen[0][0], 8), cols=4, span=span)
         if size not in (4, 8, 16, 32, 64):
             return [plain, replace(plain, cols=2)]
-        found = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in chosen]
+        result = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in chosen]
         if c.form == "nt" and c.m <= FEW_ROWS and not capabilities.software and size > owners:
-            found = [
+            result = [
                 Tiling("few", size, few, cols, span * max(1, 32 // span // few), size // own)
                 for own, cols in ((owners, 2), (2 * owners, 2), (owners, 4))
                 if own < size
             ]
-        fitting = [tiling for tiling in found if tiling.rows * tiling.cols + beside <= capabilities.registers]
+        fitting = [tiling for tiling in result if tiling.rows * tiling.cols + beside <= capabilities.registers]
         if capabilities.int64:
-            wide = [replace(tiling, wide=True) for tiling in (found if capabilities.software else fitting)]
+            wide = [replace(tiling, wide=True) for tiling in (result if capabilities.software else fitting)]
             if capabilities.software and size == CPU_LANES and (c.form == "tn" or c.m > FEW_ROWS):
                 wide.insert(0, Tiling("broadcast", size, *large(c, size), cpu_span or span, wide=True))
                 if hasattr(c, "slots") and c.n < 8 * size:

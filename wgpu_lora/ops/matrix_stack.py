@@ -45,11 +45,11 @@ def sizes_of(name: str, parts: Sequence[int]) -> dict[str, Any]:
 
 def split(array: np.ndarray, counts: Sequence[int], item_bytes: int = 4) -> list[np.ndarray]:
     """Views of the parts of a flat array, which have `counts` values."""
-    flat, first, found = array.reshape(-1), 0, []
+    flat, first, result = array.reshape(-1), 0, []
     for count in counts:
-        found.append(flat[first : first + count])
+        result.append(flat[first : first + count])
         first += region(count, item_bytes)
-    return found
+    return result
 
 
 def joined(parts: Sequence[np.ndarray], item_bytes: int = 4) -> np.ndarray:
@@ -68,8 +68,8 @@ def forward_reference(kernel: Any, arrays: dict[str, Any], c: dict[str, Any], of
         gate, up = split(
             forward_reference(kernel, {**arrays, "y": y}, {**c, "gated": False}, of_b), [m * n for n in ns]
         )
-        found: np.ndarray = gate / (1 + np.exp(-gate)) * up
-        return found.reshape(m, ns[0])
+        value: np.ndarray = gate / (1 + np.exp(-gate)) * up
+        return value.reshape(m, ns[0])
     result: np.ndarray = arrays["y"].reshape(-1).copy()
     views = {"y": split(result, [m * n for n in ns])}
     views |= {name: split(arrays[name], counts, size) for name, (counts, size) in of_b.items()}

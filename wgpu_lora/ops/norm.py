@@ -106,27 +106,27 @@ def gated_norm_backward(
 def l2norm(rec: Recorder, q: Tensor, k: Tensor, q_scale: float, eps: float) -> tuple[Tensor, Tensor]:
     """The heads of q and k [T, heads, dim] divided by their norms, q also multiplied by q_scale; in one storage."""
     dim = q.shape[2]
-    made = rec.temps(q.shape, k.shape, name="normalised")
+    result = rec.temps(q.shape, k.shape, name="normalised")
     shapes: list[dict[str, Any]] = [{"rows": x.size // dim, "cols": dim, "eps": eps} for x in (q, k)]
     for shape, scale in zip(shapes, (q_scale, 1.0), strict=True):
         shape["scale"] = scale
 
     def record(whole: Tensor) -> None:
-        for x, y, shape in zip((q, k), made, shapes, strict=True):
+        for x, y, shape in zip((q, k), result, shapes, strict=True):
             rec.dispatch(l2norm_forward, x, Tensor(y.shape, "f32", whole.storage, y.byte_offset), **shape)
 
-    whole = Tensor((made[0].storage.nbytes // 4,), "f32", made[0].storage, name="normalised")
+    whole = Tensor((result[0].storage.nbytes // 4,), "f32", result[0].storage, name="normalised")
     record(whole)
     rec.cheap(whole, record)
 
     def backward() -> None:
-        for x, y, shape in zip((q, k), made, shapes, strict=True):
+        for x, y, shape in zip((q, k), result, shapes, strict=True):
             dx, accumulate = rec.gradient_target(x)
             assert not accumulate, "q and k have other uses"
             rec.dispatch(l2norm_backward, rec.again(x), rec.gradient(y), dx, **shape)
 
-    rec.node(backward, inputs=[q, k], outputs=made[:1])
-    return made[0], made[1]
+    rec.node(backward, inputs=[q, k], outputs=result[:1])
+    return result[0], result[1]
 
 
 def gated_norm(rec: Recorder, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -119,9 +119,9 @@ class Recorder:
         """
 
         def compute() -> Tensor:
-            made = replace(y, storage=Storage(y.storage.nbytes, "activations", y.name, temporary=True))
-            record(made)
-            return made
+            result = replace(y, storage=Storage(y.storage.nbytes, "activations", y.name, temporary=True))
+            record(result)
+            return result
 
         self._cheap[y.storage] = cache(compute)
 

@@ -73,19 +73,19 @@ def rope_forward(
     first `rotated` values rotated by its angle table[positions[t]]; in x or, if they are bound, y. q, k and v are the
     values of x from *_first on. With rows_of, row t of k goes to row rows_of[t] of cache_k instead, and that of v to
     cache_v; 0xffffffff: nowhere."""
-    x, y, found = x.copy(), None if y is None else y.copy(), []
+    x, y, result = x.copy(), None if y is None else y.copy(), []
     for count, weight, name in ((heads, q_weight, "q"), (kv_heads, k_weight, "k")):
         firsts = {"q": (q_first, yq_first), "k": (k_first, yk_first)}[name]
         one = _region(x, firsts[0], rows, count, dim)
         normed = one if weight is None else one / np.sqrt((one**2).mean(axis=2, keepdims=True) + eps) * weight
         turned = _turned(normed, positions, table, rotated)
         if name == "k" and rows_of is not None:
-            found = [_stored(turned, rows_of, cache_k), _stored(_region(x, v_first, *one.shape), rows_of, cache_v)]
+            result = [_stored(turned, rows_of, cache_k), _stored(_region(x, v_first, *one.shape), rows_of, cache_v)]
         elif y is None:
             one[:] = turned
         else:
             _region(y, firsts[1], *one.shape)[:] = turned
-    return (x, *([] if y is None else [y]), *found)
+    return (x, *([] if y is None else [y]), *result)
 
 
 @kernel("rope_backward.wgsl.j2", grid=PER_HEAD, variants=by_subgroup)

@@ -28,44 +28,44 @@ TOLERANCE = 1e-3
 
 def devices_compute(proof: Proof, finding: Finding) -> str:
     """Passes if every device used multiplied matrices correctly, and two are used if there are two."""
-    found = proof.devices()
-    devices, used, different = found["devices"], found["used"], len(set(found["hardware"]))
+    value = proof.devices()
+    devices, used, different = value["devices"], value["used"], len(set(value["hardware"]))
     discrete = sum(device["kind"] == "discrete" for device in devices)
-    finding.figures = {name: found[name] for name in ("devices", "used", "computed", "wgpu_native")}
+    finding.figures = {name: value[name] for name in ("devices", "used", "computed", "wgpu_native")}
     finding.figures |= {"discrete": discrete, "required_discrete": proof.discrete}
     finding.expect(devices, "wgpu found no device: no driver is installed, or none that works")
-    for index, result in found["computed"].items():
+    for index, result in value["computed"].items():
         name = f"device {index} ({devices[int(index)]['name']})"
         finding.expect(result["fine"], f"{name} multiplied matrices with an error of {np.float64(result['error']):.1e}")
     fault = f"only {len(used)} of {different} different devices are used"
-    finding.expect(found["asked"] or len(used) >= min(2, different), fault)
+    finding.expect(value["asked"] or len(used) >= min(2, different), fault)
     lacking = proof.lacks_discrete()
     finding.expect(not lacking, f"{lacking}")
     unused = len(devices) - len(used)
-    left = f"; {unused} left out by --devices" if found["asked"] and unused else ""
+    left = f"; {unused} left out by --devices" if value["asked"] and unused else ""
     names = ", ".join("{index} {name} ({driver}, {backend}, {kind})".format(**devices[index]) for index in used)
     return f"{len(devices)} found, {discrete} discrete; used: {names}{left}"
 
 
 def devices_agree(proof: Proof, finding: Finding) -> str:
     """Imports the checkpoint on each device, generates with the packed model, and compares all with the first."""
-    found = {index: generated(proof, index) for index in proof.used()}
-    for index, made in found.items():
-        packed, matrices = made["packed_matrices"], made["matrices"]
+    value = {index: generated(proof, index) for index in proof.used()}
+    for index, new in value.items():
+        packed, matrices = new["packed_matrices"], new["matrices"]
         finding.expect(packed == matrices, f"device {index} holds {packed} of {matrices} matrices in NF4")
-        finding.expect(any(answer["ids"] for answer in made["answers"]), f"device {index} generated nothing")
-    finding.figures = {"tolerance": TOLERANCE, "generated": found}
-    first, *others = found
-    answers = found[first]["answers"]
+        finding.expect(any(answer["ids"] for answer in new["answers"]), f"device {index} generated nothing")
+    finding.figures = {"tolerance": TOLERANCE, "generated": value}
+    first, *others = value
+    answers = value[first]["answers"]
     tokens = sum(len(answer["ids"]) for answer in answers)
     if not others:
         raise NotRun(f"the only device imported the model and generated {tokens} tokens: there is nothing to compare")
-    compared = finding.figures["compared"] = {index: compare(found[first], found[index]) for index in others}
+    compared = finding.figures["compared"] = {index: compare(value[first], value[index]) for index in others}
     finding.faults += [f"device {index}: {fault}" for index, result in compared.items() for fault in result["faults"]]
     worst = max(result["worst"] for result in compared.values())
     ties = sum(result["near_ties"] for result in compared.values())
     return (
-        f"{found[first]['packed_matrices']} matrices packed to NF4 on each of {len(found)} devices; logits within "
+        f"{value[first]['packed_matrices']} matrices packed to NF4 on each of {len(value)} devices; logits within "
         f"{worst:.1e} of the largest (allowed {TOLERANCE:.0e}); {len(answers)} greedy answers with {tokens} tokens are "
         f"the same{f' except for {ties} near-ties' if ties else ''}"
     )
@@ -212,18 +212,18 @@ def work_happened_on_the_device(proof: Proof, finding: Finding) -> str:
     """Passes if run.json names the listed device and the first step, repeated there, gives the logged loss."""
     training = proof.trained()
     assert training.record
-    index, said = training.devices[0], asdict(training.record.environment.device)
+    index, text = training.devices[0], asdict(training.record.environment.device)
     facts = (*FACTS, "kind")
     clock = proof.children.run("clock", "proof-clock", directory=str(training.directory), device=index)
     logged, loss = training.log[0]["loss"], float(np.float64(clock["loss"]))  # null becomes NaN
     share = clock["device_seconds"] / clock["host_seconds"]
     finding.figures = {
-        "device": {name: said[name] for name in facts},
+        "device": {name: text[name] for name in facts},
         "clock": clock,
         "share": share,
         "logged_loss": logged,
     }
-    finding.expect_device(index, proof.device(index), "run.json", said, facts)
+    finding.expect_device(index, proof.device(index), "run.json", text, facts)
     fault = f"the timed step's loss is {loss:.7f}, but the run logged {logged:.7f}"
     finding.expect(abs(loss - logged) <= SAME_LOSS * abs(logged), fault)
     finding.expect(clock["dispatches"], "no kernel was dispatched")
@@ -233,7 +233,7 @@ def work_happened_on_the_device(proof: Proof, finding: Finding) -> str:
         fault = f"the device's timestamps account for {share:.0%} of the step's time on the host, which is impossible"
         finding.expect(0 < share <= 1 + SKEW, fault)
     return (
-        f"{said['name']}, {said['driver']}, {said['backend']}; the first step, repeated afterwards in "
+        f"{text['name']}, {text['driver']}, {text['backend']}; the first step, repeated afterwards in "
         f"{clock['dispatches']} dispatches, has the logged loss, {logged:.6f}; {by}"
     )
 
@@ -244,17 +244,17 @@ def gradients_agree(proof: Proof, finding: Finding) -> str:
         raise NotRun(f"activations are rounded to {proof.args.compute_dtype}: finite differences need f32")
     training = proof.trained()
     where = {"directory": str(training.directory), "device": training.devices[0]}
-    found = proof.children.run("gradients", "proof-gradients", **where)
-    rounding = EXTRAPOLATED * found["rounding"]
+    result = proof.children.run("gradients", "proof-gradients", **where)
+    rounding = EXTRAPOLATED * result["rounding"]
     tolerance = {"of_one": OF_ONE, "of_the_loss": rounding, "of_all": OF_ALL}
-    finding.figures = {**found, "tolerance": tolerance}
-    count, rows = len(found["directions"]), [row for row in found["directions"] if row["length"] is not None]
+    finding.figures = {**result, "tolerance": tolerance}
+    count, rows = len(result["directions"]), [row for row in result["directions"] if row["length"] is not None]
     bent = count - len(rows)
     finding.expect(bent <= BENT * count, f"the loss is too curved along {bent} of {count} directions")
     # Null becomes NaN.
     measured, gradient = (np.array([row[name] for row in rows], float) for name in ("measured", "gradient"))
     finding.expect(gradient.any(), "every gradient is zero")
-    allowed = OF_ONE * np.abs(gradient) + rounding * abs(np.float64(found["loss"]))
+    allowed = OF_ONE * np.abs(gradient) + rounding * abs(np.float64(result["loss"]))
     for row, moved, slope, most in zip(rows, measured, gradient, allowed, strict=True):
         fault = f"along {row['matrix']} the loss changes by {moved:.3e}, but the gradient predicts {slope:.3e}"
         finding.expect(abs(moved - slope) <= most, fault)
@@ -320,19 +320,19 @@ def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
         raise NotRun(f"{seen} of {count} held-out rows are training rows too: their answers could be memorised")
     adapters = {"before": proof.args.init_adapter, "after": str(proof.trained().directory)}
     options = {"options": proof.args.as_dict(), "device": proof.used()[0], "allow_unconfined": proof.allow_unconfined}
-    found = {
+    result = {
         when: proof.children.run(f"answers-{when}", "proof-answers", adapter=adapter, **options)
         for when, adapter in adapters.items()
     }
     finding.figures["margin"] = MARGIN
-    for when, answers in found.items():
+    for when, answers in result.items():
         parsed, passed = (sum(answer[name] for answer in answers) for name in ("parses", "passed"))
         score = {"requests": len(answers), "parsed": parsed, "passed": passed, "pass_rate": passed / len(answers)}
         finding.figures[when] = score
-    was, now = (finding.figures[when]["passed"] for when in found)
+    was, now = (finding.figures[when]["passed"] for when in result)
     finding.figures["answers"] = [
         {"request": before.pop("request"), "before": before, "after": {name: after[name] for name in before}}
-        for before, after in zip(*found.values(), strict=True)
+        for before, after in zip(*result.values(), strict=True)
     ]
     fault = f"{was} of {len(rows)} answers passed before training and {now} after, but {MARGIN:.0%} more had to"
     finding.expect(now - was >= MARGIN * len(rows), fault)

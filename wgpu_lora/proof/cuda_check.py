@@ -30,11 +30,11 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     used, started, seen = proof.devices()["used"], proof.children.started, proof.children.watcher.stop()
     # The children's own accounts; one that was ended early has none.
     files = {child.name: proof.children.witness(child.name) for child in started}
-    said: dict[str, Any] = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+    text: dict[str, Any] = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
     # The libraries that each process had mapped, as seen from outside and by its own account.
     names = {child.process.pid: child.name for child in started}
     accounts = [(names.get(one.pid) or short(one.command), one.pid, one.libraries) for one in seen]
-    accounts += [(name, account["pid"], account["libraries"]) for name, account in said.items()]
+    accounts += [(name, account["pid"], account["libraries"]) for name, account in text.items()]
     mapped: dict[str, set[str]] = {}
     for name, pid, libraries in accounts:
         mapped.setdefault(f"{name} ({pid})", set()).update(libraries)
@@ -42,15 +42,15 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     paths = sorted(set().union(*mapped.values()))
     native = package_libraries(paths)
     naming, unread = look_into(native)
-    opened = {name: account["opened"] for name, account in said.items()}
-    modules = {*sys.modules, *(module for account in said.values() for module in account["modules"])}
-    ran = [command for account in said.values() for command in account["commands"]]
+    opened = {name: account["opened"] for name, account in text.items()}
+    modules = {*sys.modules, *(module for account in text.values() for module in account["modules"])}
+    ran = [command for account in text.values() for command in account["commands"]]
     requirements = sorted(required(PACKAGE))
     # CUDA's driver side, by path: the processes in which NVIDIA's Vulkan driver was mapped too.
     explained = {path: where for path in paths if (where := [n for n, of in judged.items() if path in of.explained])}
     looked_at, looks = {one.pid for one in seen if one.looks}, sum(one.looks for one in seen)
     kinds = {
-        "mapped": [path for path in paths if any(path in found.forbidden for found in judged.values())],
+        "mapped": [path for path in paths if any(path in item.forbidden for item in judged.values())],
         "opened by Python": [f"{lib} ({name})" for name, libs in opened.items() for lib in libs if is_cuda(lib)],
         "named in packages' libraries": [f"{', '.join(n)} in {file_name(path)}" for path, n in naming.items()],
         "not readable, so not searched for CUDA's names": unread,
@@ -62,18 +62,18 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         ],
         "required by the package": cuda_packages(requirements),
         "never looked at": [name for pid, name in names.items() if pid not in looked_at],
-        "ended without saying what it opened": [name for name in files if explained and name not in said],
+        "ended without saying what it opened": [name for name in files if explained and name not in text],
     }
     for what, items in kinds.items():
         finding.expect(not items, f"{what}: {', '.join(items)}")
-    drivers = sorted({file_name(path) for found in judged.values() if found.explained for path in found.icds})
+    drivers = sorted({file_name(path) for item in judged.values() if item.explained for path in item.icds})
     why = reason_for(drivers, opened, native, clean=not finding.faults) if explained else None
     finding.figures = {
         "processes": [{"pid": s.pid, "parent": s.parent, "command": s.command, "looks": s.looks} for s in seen],
         "looks": looks,
         "libraries": paths,
         "cuda_of_the_driver": {"libraries": explained, "why": why},
-        "nvidia_driver": sorted({path for found in judged.values() for path in found.own}),
+        "nvidia_driver": sorted({path for item in judged.values() for path in item.own}),
         "opened_by_python": opened,
         "searched": {"names": [name.decode() for name in NAMES], "libraries": native, "found": naming},
         "requirements": requirements,
@@ -86,7 +86,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     driver = f" except {len(explained)} mapped beside NVIDIA's Vulkan driver" if explained else ""
     return (
         f"{len(paths)} libraries in {count_noun(len(looked_at), 'process', 'processes')}, examined {looks} times: none "
-        f"belongs to CUDA{driver}; {count_noun(len(said), 'child process', 'child processes')} opened none through "
+        f"belongs to CUDA{driver}; {count_noun(len(text), 'child process', 'child processes')} opened none through "
         "ctypes "
         f"or cffi, {len(native)} native libraries of installed packages name none, none of {len(requirements)} "
         "requirements belongs to CUDA, and nvcc was not run"
@@ -187,7 +187,7 @@ def package_libraries(mapped: Iterable[str]) -> list[str]:
 
 def look_into(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
     """(the NAMES that files contain, by path, where there are any; paths that could not be read)."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     unread = []
     for path in paths:
         try:
@@ -195,8 +195,8 @@ def look_into(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
         except OSError:
             unread.append(path)
         else:
-            found[path] = [name.decode() for name in NAMES if name in content]
-    return {path: names for path, names in found.items() if names}, unread
+            result[path] = [name.decode() for name in NAMES if name in content]
+    return {path: names for path, names in result.items() if names}, unread
 
 
 def imported(modules: Iterable[str]) -> list[str]:

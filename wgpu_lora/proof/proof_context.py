@@ -37,16 +37,16 @@ def computed_once(make: Callable[[Proof], T]) -> Callable[[Proof], T]:
     """A method that runs once. If a worker fails in it, the first caller fails, and for others it raises NotRun."""
 
     def get(proof: Proof) -> T:
-        made, name = proof.made, make.__name__
-        if isinstance(made.get(name), WorkerFailed):
-            raise NotRun(f"it needs what failed before: {made[name]}")
-        if name not in made:
+        result, name = proof.made, make.__name__
+        if isinstance(result.get(name), WorkerFailed):
+            raise NotRun(f"it needs what failed before: {result[name]}")
+        if name not in result:
             try:
-                made[name] = make(proof)
+                result[name] = make(proof)
             except WorkerFailed as error:
-                made[name] = error
+                result[name] = error
                 raise
-        return made[name]
+        return result[name]
 
     return get
 
@@ -70,17 +70,17 @@ class Proof:
     @computed_once
     def devices(self) -> dict[str, Any]:
         """The result of jobs.devices. Raises Refused if --devices cannot be followed."""
-        found: dict[str, Any] = self.children.run(
+        result: dict[str, Any] = self.children.run(
             "devices", "proof-devices", select=self.select, discrete=self.discrete
         )
-        if "refused" in found:
-            raise Refused(found["refused"])
-        return found
+        if "refused" in result:
+            raise Refused(result["refused"])
+        return result
 
     def known(self) -> dict[str, Any]:
         """The same for a report: empty if no check needed the devices, or if they could not be listed."""
-        found = self.made.get("devices")
-        return found if isinstance(found, dict) else {}
+        result = self.made.get("devices")
+        return result if isinstance(result, dict) else {}
 
     def lacks_discrete(self) -> str | None:
         """Why --require-discrete is not met, if it is not."""

@@ -81,11 +81,11 @@ def on_devices(found: dict[str, Any]) -> str:
     kinds: dict[str, list[str]] = {}
     for device in hardware(found):
         kinds.setdefault(device["kind"], []).append(device["name"])
-    said = " and ".join(f"{count_noun(len(of), f'{kind} device')} ({', '.join(of)})" for kind, of in kinds.items())
-    if not said or "discrete" in kinds:
-        return said
+    text = " and ".join(f"{count_noun(len(of), f'{kind} device')} ({', '.join(of)})" for kind, of in kinds.items())
+    if not text or "discrete" in kinds:
+        return text
     had = any(device["kind"] == "discrete" for device in found["devices"])
-    return f"{said}; no discrete GPU was {'used' if had else 'found'}"
+    return f"{text}; no discrete GPU was {'used' if had else 'found'}"
 
 
 def prove(
@@ -114,7 +114,7 @@ def prove(
     if ANSWERS in wanted:
         check_answers_can_run(args, allow_unconfined)
     out = numbered(out)
-    made = not out.exists()
+    new = not out.exists()
     proof = Proof(out, path, args, devices, Children(out), discrete, allow_unconfined)
     checks: list[Check] = []
     lock = ExitStack()
@@ -134,7 +134,7 @@ def prove(
         proof.children.end()
         for directory in out.iterdir():
             shutil.rmtree(directory)
-        if made:
+        if new:
             out.rmdir()
         raise
     except KeyboardInterrupt as error:

@@ -77,11 +77,11 @@ class Watcher(threading.Thread):
             try:
                 # Each time: between fork and exec, a child has its parent's command line.
                 command = process.cmdline()
-                found = self.seen.setdefault(process, ProcessRecord(process.pid, process.ppid(), command))
-                found.command = command or found.command
+                result = self.seen.setdefault(process, ProcessRecord(process.pid, process.ppid(), command))
+                result.command = command or result.command
                 if not UNREADABLE and (mapped := libraries(process.pid)):
-                    found.libraries |= mapped
-                    found.looks += 1
+                    result.libraries |= mapped
+                    result.looks += 1
             except (psutil.Error, OSError):
                 continue  # it has ended
 
@@ -125,8 +125,8 @@ def command_of(event: str, arguments: Sequence[Any]) -> list[str]:
     program, words = arguments[1:3] if event == "os.spawn" else arguments[:2]
     if isinstance(words, str | bytes | os.PathLike):  # Windows takes a line
         words = shlex.split(_text(words), posix=False) if os.name == "nt" else [words]
-    found = [_text(word) for word in words]
-    return [_text(program), *found[1:]] if program else found
+    result = [_text(word) for word in words]
+    return [_text(program), *result[1:]] if program else result
 
 
 def _text(word: Any) -> str:

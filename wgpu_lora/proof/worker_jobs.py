@@ -60,14 +60,14 @@ def devices(port: EventWriter, *, select: str | None, discrete: int = 0) -> dict
     select: indices or names, separated by commas; `refused` says what is wrong with it.
     discrete: how many discrete devices are wanted if `select` is None.
     """
-    found = list_devices()
+    result = list_devices()
     try:
-        used = named(select) if select and found else by_default(found, max(AT_ONCE, discrete))
+        used = named(select) if select and result else by_default(result, max(AT_ONCE, discrete))
     except UserError as error:
         return {"refused": str(error)}
     return {
-        "devices": [info.as_dict() for info in found],
-        "hardware": [device_key(info, found) for info in found],
+        "devices": [info.as_dict() for info in result],
+        "hardware": [device_key(info, result) for info in result],
         "used": used,
         "asked": select is not None,
         "computed": {index: multiply(index) for index in used},
@@ -122,14 +122,14 @@ def generate(port: EventWriter, *, options: dict[str, Any], device: int, arrays:
             if len(logits[sequence]) < KEPT:
                 logits[sequence].append(row.copy())
 
-        found = generator.generate(prompts, None, SHORT, stop_ids=stop_ids, on_token=keep)
+        result = generator.generate(prompts, None, SHORT, stop_ids=stop_ids, on_token=keep)
     np.savez(arrays, *(np.array(kept) for kept in logits))  # arr_0, arr_1 ...
     linears = [item.weight for layer in model.decoder.layers for item in layer.linears.values()]
     decode = model.tokenizer.decode if model.tokenizer else str
     return {
         "matrices": len(linears),
         "packed_matrices": sum(weight.format == DEFAULT_FORMAT for weight in linears),
-        "answers": [{"ids": g.token_ids, "gaps": gaps[i], "text": decode(g.token_ids)} for i, g in enumerate(found)],
+        "answers": [{"ids": g.token_ids, "gaps": gaps[i], "text": decode(g.token_ids)} for i, g in enumerate(result)],
     }
 
 
@@ -145,13 +145,13 @@ def answers(
     prompts = [prompt_of(request, tokenizer, args.template_kwargs()) for request in requests]
     slots = [0 if adapter else None] * len(prompts)
     with generator_for(model, prompts, NEW_TOKENS, adapter) as generator:
-        made = generator.generate(prompts, slots, NEW_TOKENS, stop_ids=tokenizer.stop_ids)
-    found = []
-    for request, row, one in zip(requests, rows, made, strict=True):
+        new = generator.generate(prompts, slots, NEW_TOKENS, stop_ids=tokenizer.stop_ids)
+    result = []
+    for request, row, one in zip(requests, rows, new, strict=True):
         text = tokenizer.decode(one.token_ids)
         verdict = run_check(text, row["check"], allow_unconfined=allow_unconfined)
-        found.append({"request": shown(request), "text": text, "passed": verdict.passed, **asdict(verdict)})
-    return found
+        result.append({"request": shown(request), "text": text, "passed": verdict.passed, **asdict(verdict)})
+    return result
 
 
 def opened(options: dict[str, Any], device: int) -> tuple[TrainingArguments, LoadedModel]:
@@ -272,9 +272,9 @@ def gradients(port: EventWriter, *, directory: str, device: int) -> dict[str, An
                 changed = (matrix + by * direction).astype(np.float32)
                 return loss({module: (a, changed) if which else (changed, b)})
 
-            found = difference(moved, 2 * float((gradient * direction).sum()), centre)
+            result = difference(moved, 2 * float((gradient * direction).sum()), centre)
             session.adapters.write(session.device, 0, {module: adapter[module]})
-            return {"matrix": f"{module}.{'AB'[which]}", **found}
+            return {"matrix": f"{module}.{'AB'[which]}", **result}
 
         modules = chosen(list(session.adapters.modules(0)))
         directions = [direction_of(module, which) for module in modules for which in (0, 1)]

@@ -138,16 +138,16 @@ def best_run_sentence(runs: Sequence[Run]) -> str:
 def summary(run: Run) -> str:
     """A Markdown line for a run log."""
     state, options, device = run.record.state, run.record.options, run.record.environment.device
-    found, cost = losses(run), costs(run)
-    said = [f"loss {number(state.last_loss)}"]
+    result, cost = losses(run), costs(run)
+    message = [f"loss {number(state.last_loss)}"]
     if state.last_eval_loss is not None:
         seen = {"{} before": state.first_eval_loss, "best {}": state.best_eval_loss}
         more = ", ".join(text.format(number(loss)) for text, loss in seen.items() if loss is not None)
-        said.append(f"held-out {number(state.last_eval_loss)}" + (f" ({more})" if more else ""))
+        message.append(f"held-out {number(state.last_eval_loss)}" + (f" ({more})" if more else ""))
     speeds = ", ".join(f"{value:,.0f} {kind}" for kind, value in run.speeds().items())
     return (
         f"- **{run.name}**: {options.model or 'demo'}, {options.trains()}, "
-        f"{found['steps']} steps ({found['ended']}), {', '.join(said)}, {cost['time']}, "
+        f"{result['steps']} steps ({result['ended']}), {', '.join(message)}, {cost['time']}, "
         f"{f'{speeds} tokens/s' if speeds else 'speed not logged'}, {cost['peak device memory']} of device memory, "
         f"on {device.name}, {device.driver}"
     )

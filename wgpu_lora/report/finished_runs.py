@@ -52,8 +52,8 @@ class Run:
 
     def speeds(self) -> dict[str, float]:
         """The median logged speed for each kind of token."""
-        found = {kind: [line[key] for line in self.log if key in line] for kind, key in SPEEDS.items()}
-        return {kind: statistics.median(values) for kind, values in found.items() if values}
+        result = {kind: [line[key] for line in self.log if key in line] for kind, key in SPEEDS.items()}
+        return {kind: statistics.median(values) for kind, values in result.items() if values}
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -137,13 +137,13 @@ def directories_of(directory: Path) -> list[Path]:
     """
     if (directory / RUN).is_file() or not (directory / PIPELINE).is_file():
         return [directory]
-    found = _members(directory)
-    if missing := next((place for place in found if not (place / RUN).is_file()), None):
+    result = _members(directory)
+    if missing := next((place for place in result if not (place / RUN).is_file()), None):
         raise UserError(
             f"The pipeline in {directory} trained an adapter in {missing}, where there is no {RUN} now: give the "
             "adapters' own directories."
         )
-    return found
+    return result
 
 
 def _members(pipeline: Path) -> list[Path]:
@@ -169,9 +169,9 @@ def nothing_in(directory: Path) -> UserError:
 
 def missing_members(directories: Sequence[Path]) -> list[Path]:
     """Runs that were trained together with the given ones, but are not given themselves."""
-    places, found = {directory.resolve() for directory in directories}, dict[Path, Path]()
+    places, result = {directory.resolve() for directory in directories}, dict[Path, Path]()
     for directory in directories:
         with suppress(UserError):  # a pipeline that was moved or damaged is ignored
             home = home_of(directory)
-            found |= {path.resolve(): path for path in (_members(home) if home else [])}
-    return [path for place, path in found.items() if place not in places and (path / RUN).is_file()]
+            result |= {path.resolve(): path for path in (_members(home) if home else [])}
+    return [path for place, path in result.items() if place not in places and (path / RUN).is_file()]

@@ -136,15 +136,15 @@ class Scale:
     @classmethod
     def from_zero(cls, values: Iterable[float], log: bool = False) -> Scale:
         """From 0 to the largest of non-negative values; the unit of `log` is the smallest non-zero value."""
-        found = [value for value in values if value > 0]
-        whole = all(float(value).is_integer() for value in found)
-        return cls(0.0, max(found, default=1.0), min(found, default=1.0) if log else None, whole)
+        result = [value for value in values if value > 0]
+        whole = all(float(value).is_integer() for value in result)
+        return cls(0.0, max(result, default=1.0), min(result, default=1.0) if log else None, whole)
 
     @classmethod
     def around(cls, values: Iterable[float]) -> Scale:
         """With round ends: from 0, unless the values are so close together that the line would look flat."""
-        found = list(values) or [1.0]
-        low, high = min(found), max(found)
+        result = list(values) or [1.0]
+        low, high = min(result), max(result)
         low = low if 0 < high < 2 * low else min(low, 0.0)
         step = _step(high - low or abs(high) or 1.0)
         low, high = step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
@@ -157,12 +157,12 @@ class Scale:
 
     def ticks(self) -> Ticks:
         values = self._even() if self.unit is None else self._decades(self.unit)
-        found: Ticks = []
+        result: Ticks = []
         for value in values:
             place = round(self.place(value), 9)
-            if not found or place - found[-1][0] >= APART:
-                found.append((place, short(value)))
-        return found
+            if not result or place - result[-1][0] >= APART:
+                result.append((place, short(value)))
+        return result
 
     def _even(self) -> list[float]:
         step = max(1.0 if self.whole else 0.0, _step(self.high - self.low))
@@ -172,8 +172,8 @@ class Scale:
     def _decades(self, unit: float) -> list[float]:
         first, last = math.floor(math.log10(unit)), math.floor(math.log10(self.high))
         factors = DECADE if last - first < 3 else (1,)
-        found = (factor * 10.0**power for power in range(first, last + 1) for factor in factors)
-        return [0.0, *(value for value in found if value <= self.high)]
+        result = (factor * 10.0**power for power in range(first, last + 1) for factor in factors)
+        return [0.0, *(value for value in result if value <= self.high)]
 
 
 def short(value: float) -> str:

@@ -52,11 +52,11 @@ def render_report(runs: Sequence[Run]) -> str:
 
 def table(runs: Sequence[Run], of: Callable[[Run], comparison_tables.Facts]) -> tuple[list[str], list[list[str]]]:
     """The head, and a row for each run; some have more facts than others."""
-    found = [of(run) for run in runs]
-    names = dict.fromkeys(name for each in sorted(found, key=len, reverse=True) for name in each)
+    result = [of(run) for run in runs]
+    names = dict.fromkeys(name for each in sorted(result, key=len, reverse=True) for name in each)
     return ["run", *names], [
         [run.name, *(each.get(name, comparison_tables.number(None)) for name in names)]
-        for run, each in zip(runs, found, strict=True)
+        for run, each in zip(runs, result, strict=True)
     ]
 
 

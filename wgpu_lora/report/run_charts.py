@@ -71,7 +71,7 @@ def lengths_differ(runs: Sequence[Run]) -> bool:
 
 def plots(runs: Sequence[Run]) -> list[Plot]:
     """Every line chart that the runs have data for."""
-    found = []
+    result = []
     for title, (label, note, _) in PLOTS.items():
         views = []
         for axis, x_label in axes_of(runs).items():
@@ -80,9 +80,9 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
             views += [View(axis, log, line_chart(lines, x_label, label, log)) for log in scales if lines]
         if views:
             faint = any(line.style == "faint" for view in views for line in view.chart.lines)
-            said = [note, FAINT if faint else "", *(map(_low_power, runs) if title == "Power" else ())]
-            found.append(Plot(title, " ".join(filter(None, said)), views))
-    return found
+            text = [note, FAINT if faint else "", *(map(_low_power, runs) if title == "Power" else ())]
+            result.append(Plot(title, " ".join(filter(None, text)), views))
+    return result
 
 
 def _low_power(run: Run) -> str:
@@ -126,7 +126,7 @@ class Bar(NamedTuple):
     def of(cls, label: str, value: str, whole: float, sizes: Sequence[tuple[float, int, str]]) -> Bar:
         """sizes: (size, colour, tooltip) of each part; `whole` is the size of the whole width."""
         places = parts((size for size, _, _ in sizes), whole)
-        return cls(label, value, [(*at, c % COLOURS, said) for at, (_, c, said) in zip(places, sizes, strict=True)])
+        return cls(label, value, [(*at, c % COLOURS, text) for at, (_, c, text) in zip(places, sizes, strict=True)])
 
 
 def memory(runs: Sequence[Run]) -> dict[str, list[int]]:
@@ -155,8 +155,8 @@ def kernels(runs: Sequence[Run]) -> dict[str, list[Bar]]:
 
     def bar(kernel: str, colour: int, name: str, seconds: Mapping[str, float]) -> Bar:
         spent = seconds.get(kernel, 0.0)
-        said = f"{1e3 * spent:,.2f} ms"
-        return Bar.of(name, said, max(most.values()), [(spent, colour, f"{name}: {said}")])
+        text = f"{1e3 * spent:,.2f} ms"
+        return Bar.of(name, text, max(most.values()), [(spent, colour, f"{name}: {text}")])
 
     shown = sorted(most, key=lambda kernel: -most[kernel])[:KERNELS]
     return {kernel: [bar(kernel, *one) for one in profiled] for kernel in shown}

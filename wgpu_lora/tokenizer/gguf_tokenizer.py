@@ -53,17 +53,17 @@ def splitting_of(stated: Mapping[str, Any], where: str) -> Splitting:
         raise UserError(f"{where} is of type {kind!r}, but only BPE can be exported: use merge instead.")
     pieces = _steps(stated.get("pre_tokenizer"), "pretokenizers")
     changes = _steps(stated.get("normalizer"), "normalizers")
-    found = None
+    result = None
     if pieces and pieces[-1].get("type") == "ByteLevel":
-        found = _byte_level_splitting(model, pieces, changes)
+        result = _byte_level_splitting(model, pieces, changes)
     elif model.get("byte_fallback"):
-        found = _sentencepiece_splitting(pieces, changes)
-    if found is None:
+        result = _sentencepiece_splitting(pieces, changes)
+    if result is None:
         raise UserError(
             f"{where} has a pre_tokenizer and normalizer that llama.cpp does not support: a GGUF file would tokenise "
             "text wrongly, so use merge instead."
         )
-    return found
+    return result
 
 
 def merges_of(model: Mapping[str, Any]) -> list[list[str]]:
@@ -113,8 +113,8 @@ def _made_by_no_merges(model: Mapping[str, Any]) -> str | None:
     texts = list(model["vocab"])
     try:
         merging = TokenizerProcess(json.dumps({"model": {**model, "ignore_merges": False}}))
-        found = merging.call("encode", texts)
-        return next((text for text, ids in zip(texts, found, strict=True) if len(ids) != 1), None)
+        result = merging.call("encode", texts)
+        return next((text for text, ids in zip(texts, result, strict=True) if len(ids) != 1), None)
     except (TokenizerError, ChildEnded) as error:
         raise UserError(f"The tokenizer cannot be read ({error}): use the model's own files.") from error
 
@@ -331,14 +331,14 @@ def _rebuilt_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     if sum(len(piece) for piece in pieces) > _MAX_SPLITS or max(map(len, pieces), default=0) > _MAX_TOKEN:
         raise UserError(f"{header.path} has tokens that are too long: use another conversion of the model.")
     same = len({float(scores[id]) for id in pieces.values()}) == 1
-    found = []
+    result = []
     for piece, id in pieces.items():
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in pieces and right in pieces:
-                found.append((id if same else -float(scores[id]), -cut, left, right))
-    found.sort(key=lambda merge: merge[:2])
-    return [(left, right) for _, _, left, right in found]
+                result.append((id if same else -float(scores[id]), -cut, left, right))
+    result.sort(key=lambda merge: merge[:2])
+    return [(left, right) for _, _, left, right in result]
 
 
 def _added_tokens(vocabulary: _Vocabulary) -> list[Document]:

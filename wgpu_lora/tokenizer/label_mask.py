@@ -50,10 +50,10 @@ def tokenize_example(
         UserError: the row needs a tokenizer and there is none, or the chat template fails on it.
         UnusableError: the tokenizer or the chat template is unusable for other rows, too.
     """
-    [found] = tokenize_examples([example], tokenizer, completion_only_loss, chat_template_kwargs)
-    if isinstance(found, UserError):
-        raise found
-    return found.pairs
+    [result] = tokenize_examples([example], tokenizer, completion_only_loss, chat_template_kwargs)
+    if isinstance(result, UserError):
+        raise result
+    return result.pairs
 
 
 def tokenize_examples(

@@ -19,8 +19,8 @@ MARKER = re.compile(
 
 def marker_in(text: str) -> str | None:
     """The first marker of reasoning in a text, or None."""
-    found = MARKER.search(text)
-    return found[0] if found else None
+    match = MARKER.search(text)
+    return match[0] if match else None
 
 
 def mark_of(example: Example) -> str | None:
@@ -58,19 +58,19 @@ def without_thinking(text: str) -> str:
     kept: list[str] = []
     depth = at = 0
     first = True
-    for found in MARKER.finditer(text):
-        closes = bool(found["close"] or found["end"] or found["stop"])
+    for item in MARKER.finditer(text):
+        closes = bool(item["close"] or item["end"] or item["stop"])
         if not closes:
             if not depth:
-                kept.append(text[at : found.start()])
+                kept.append(text[at : item.start()])
             depth += 1
         elif depth:
             depth -= 1
         elif first:  # the chat template has written the opening marker
             kept.clear()
         else:
-            raise UserError(f"{found[0]!r} closes no reasoning; remove it.")
-        at, first = found.end(), False
+            raise UserError(f"{item[0]!r} closes no reasoning; remove it.")
+        at, first = item.end(), False
     if depth:
         raise UserError("its reasoning is not closed, so it is not known where the answer begins; close or remove it.")
     if first:

@@ -105,7 +105,7 @@ def _marked(messages: Sequence[Message], tools: Schemas) -> tuple[list[Message],
         for field in [CONTENT, *[name for name in REASONING if message.get(name)][:1]]:
             if isinstance(text := message.get(field), str) and text.strip():
                 # At both ends of the answer, which begins behind reasoning.
-                start = max([0, *(found.end() for found in MARKER.finditer(text.rstrip()))])
+                start = max([0, *(item.end() for item in MARKER.finditer(text.rstrip()))])
                 start += len(text[start:]) - len(text[start:].lstrip())
                 end = len(text.rstrip())
                 body = mark(i, field) + text[start:end] if start < end else text[start:end]

@@ -79,15 +79,15 @@ class Tokenizer:
     def files(self) -> dict[str, str]:
         """Contents of the files that `load` reads, by name."""
         settings = {**self._special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
-        found = {
+        result = {
             "tokenizer.json": self._call("The tokenizer cannot be saved", "to_json"),
             "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
         }
         if self._eos_ids:
-            found["generation_config.json"] = json.dumps({"eos_token_id": self._eos_ids}) + "\n"
+            result["generation_config.json"] = json.dumps({"eos_token_id": self._eos_ids}) + "\n"
         for name, source in self._chat_templates.items():
-            found[TEMPLATE if name == "default" else f"additional_chat_templates/{name}.jinja"] = source
-        return found
+            result[TEMPLATE if name == "default" else f"additional_chat_templates/{name}.jinja"] = source
+        return result
 
     def _call(self, problem: str, method: str, *arguments: Any, **options: Any) -> Any:
         """The value of a method of `LocalTokenizer`, whose error is raised as a sentence that begins with `problem`."""
@@ -223,8 +223,8 @@ class Tokenizer:
         except UserError:
             return None  # errors of the template are reported when it is used
         after = text.rpartition(answer)[2].lstrip()
-        found = [token for token in self.special_texts if after.startswith(token)]
-        return self.token_id(max(found, key=len)) if found else None
+        result = [token for token in self.special_texts if after.startswith(token)]
+        return self.token_id(max(result, key=len)) if result else None
 
     @property
     def has_chat_template(self) -> bool:

@@ -43,9 +43,9 @@ def _value(method: str, arguments: list[Any]) -> Any:
         return [answer(["example", settings, text, *options]) for text in texts]
     if method == "example":
         settings, text, *options = arguments
-        found = tokenize(example_of(text), _tokenizer(settings), *options)
-        pairs = [[_packed(ids), _packed(labels)] for ids, labels in found.pairs]
-        return [pairs, sorted(found.unrendered), found.untrained_turns, sorted(found.remarks)]
+        result = tokenize(example_of(text), _tokenizer(settings), *options)
+        pairs = [[_packed(ids), _packed(labels)] for ids, labels in result.pairs]
+        return [pairs, sorted(result.unrendered), result.untrained_turns, sorted(result.remarks)]
     value = _opened[0].call(method, *arguments)
     return [_packed(numbers) for numbers in value] if method in PACKED else value
 

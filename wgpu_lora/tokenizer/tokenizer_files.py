@@ -46,18 +46,18 @@ def tokenizer_files(model: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
     except OSError:  # removed or locked since loading
         files = {}
     if hashlib.sha256(files.get(WHOLE, b"")).hexdigest() != tokenizer.digest:
-        made = tokenizer.files()
-        made.pop(OF_OTHERS, None)
-        return {name: text.encode() for name, text in made.items()}
+        result = tokenizer.files()
+        result.pop(OF_OTHERS, None)
+        return {name: text.encode() for name, text in result.items()}
     if not _names_its_class(files.get(SETTINGS)):  # else transformers looks it up in the model's config.json
         stated = json.loads(files[SETTINGS]) if SETTINGS in files else {}
-        made = json.loads(tokenizer.files()[SETTINGS])
-        files[SETTINGS] = (json.dumps({**made, **stated}, indent=2, ensure_ascii=False) + "\n").encode()
+        result = json.loads(tokenizer.files()[SETTINGS])
+        files[SETTINGS] = (json.dumps({**result, **stated}, indent=2, ensure_ascii=False) + "\n").encode()
     return files
 
 
 def _files_of(model: Path) -> dict[str, bytes]:
-    found, total = {}, 0
+    result, total = {}, 0
     for path in sorted([*model.iterdir(), *(model / "additional_chat_templates").glob("*.jinja")]):
         name = path.relative_to(model).as_posix()
         known = TOKENIZER.fullmatch(name) or TEMPLATE.fullmatch(name)
@@ -65,8 +65,8 @@ def _files_of(model: Path) -> dict[str, bytes]:
             total += path.stat().st_size
             if total > MAX_BYTES:
                 return {}
-            found[name] = path.read_bytes()
-    return found
+            result[name] = path.read_bytes()
+    return result
 
 
 def _names_its_class(data: bytes | None) -> bool:

@@ -54,13 +54,13 @@ def _with_added(entries: Any, vocabulary: Any, added_tokens: Sequence[Mapping[st
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise TokenizerError("its added tokens are not a list of objects")
     pieces = vocabulary if isinstance(vocabulary, dict) else {entry[0]: i for i, entry in enumerate(vocabulary)}
-    found = {entry.get("content"): entry for entry in entries}
+    result = {entry.get("content"): entry for entry in entries}
     following = max([len(vocabulary) - 1, *(id for entry in entries if type(id := entry.get("id")) is int)]) + 1
     for token in added_tokens:
         content, special = token["content"], bool(token.get("special"))
         attributes = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": not special}
-        if before := found.get(content):  # as in transformers, its id stays
-            found[content] = {**before, **attributes, **token, "id": before.get("id")} if "id" in token else before
+        if before := result.get(content):  # as in transformers, its id stays
+            result[content] = {**before, **attributes, **token, "id": before.get("id")} if "id" in token else before
             continue
         id = pieces.get(content, following)
         if token.get("id", id) != id:
@@ -68,7 +68,7 @@ def _with_added(entries: Any, vocabulary: Any, added_tokens: Sequence[Mapping[st
                 f"its settings give {content!r:.80} the id {token.get('id')}, but as an added token it has the id {id}"
             )
         following += id == following
-        found[content] = {**attributes, **token, "id": id, "special": special}
-    if found == {entry.get("content"): entry for entry in entries}:
+        result[content] = {**attributes, **token, "id": id, "special": special}
+    if result == {entry.get("content"): entry for entry in entries}:
         return entries
-    return sorted(found.values(), key=lambda entry: entry.get("id", 0))
+    return sorted(result.values(), key=lambda entry: entry.get("id", 0))

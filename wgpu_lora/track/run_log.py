@@ -135,10 +135,10 @@ def _facts(line: bytes) -> dict[str, Any] | None:
 
 def facts_of(entry: RunEntry) -> dict[str, Any]:
     """All fields of an entry as JSON values."""
-    found: dict[str, Any] = json.loads(
+    result: dict[str, Any] = json.loads(
         to_json({item.name: getattr(entry, item.name) for item in fields(entry)}, default=vars)
     )
-    return found
+    return result
 
 
 RUNNING, FINISHED, STOPPED, INTERRUPTED, FAILED, KILLED = RUN_STATUSES

@@ -47,10 +47,10 @@ def cells(entry: RunEntry) -> tuple[str, ...]:
 
 def place(path: str) -> str:
     """A path from the working folder, or the end of one outside of it."""
-    found = Path(path)
-    if found.is_relative_to(Path.cwd()):
-        return str(found.relative_to(Path.cwd()))
-    return str(Path(*found.parts[-2:])) if found.is_absolute() else path
+    result = Path(path)
+    if result.is_relative_to(Path.cwd()):
+        return str(result.relative_to(Path.cwd()))
+    return str(Path(*result.parts[-2:])) if result.is_absolute() else path
 
 
 def card(row: Sequence[str]) -> list[str]:
@@ -150,16 +150,16 @@ def results(entry: RunEntry) -> dict[str, str]:
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Nested results by labels: {"a": {"b": 1}} -> {"a, b": 1}."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in values.items():
         label = before + str(name).replace("_", " ")
         if isinstance(value, Mapping):
-            found |= flat(value, f"{label}, ")
+            result |= flat(value, f"{label}, ")
         elif isinstance(value, list):
-            found |= flat({str(number): item for number, item in enumerate(value, 1)}, f"{label} ")
+            result |= flat({str(number): item for number, item in enumerate(value, 1)}, f"{label} ")
         else:
-            found[label] = f"{value:.4g}" if isinstance(value, float) else value
-    return found
+            result[label] = f"{value:.4g}" if isinstance(value, float) else value
+    return result
 
 
 def _options(entry: RunEntry) -> dict[str, str]:
@@ -205,10 +205,10 @@ class Filter:
 def date_of(entry: RunEntry) -> datetime:
     """When a run began; the beginning of time if its entry does not say so."""
     try:
-        found = datetime.fromisoformat(entry.date)
+        result = datetime.fromisoformat(entry.date)
     except ValueError:
         return datetime.min.replace(tzinfo=UTC)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+    return result if result.tzinfo else result.replace(tzinfo=UTC)
 
 
 def _matches(pattern: str, text: str | None) -> bool:
@@ -228,8 +228,8 @@ def since(text: str, at: datetime | None = None) -> datetime:
     """
     at = at or datetime.now(UTC)
     try:
-        if found := re.fullmatch(r"(\d{1,6})([mhdw])", text.strip()):
-            return at - timedelta(**{UNITS[found[2]]: int(found[1])})
+        if match := re.fullmatch(r"(\d{1,6})([mhdw])", text.strip()):
+            return at - timedelta(**{UNITS[match[2]]: int(match[1])})
         return datetime.fromisoformat(text.strip()).astimezone(UTC)
     except (ValueError, OverflowError):
         raise UserError(
@@ -246,10 +246,10 @@ def find(entries: Sequence[RunEntry], name: str) -> RunEntry:
     if name == LAST and entries:
         return entries[-1]
     exact = [entry for entry in entries if entry.id == name]
-    found = exact or [entry for entry in entries if name and (entry.id.startswith(name) or entry.id.endswith(name))]
-    if len(found) > 1:
-        some = ", ".join(entry.id for entry in found[:3])
-        raise UserError(f"{name!r:.60} stands for {len(found)} runs: give more of the id ({some}).")
-    if not found:
+    result = exact or [entry for entry in entries if name and (entry.id.startswith(name) or entry.id.endswith(name))]
+    if len(result) > 1:
+        some = ", ".join(entry.id for entry in result[:3])
+        raise UserError(f"{name!r:.60} stands for {len(result)} runs: give more of the id ({some}).")
+    if not result:
         raise UserError(f"There is no run {name!r:.60} in the run log: 'wgpu-lora runs' lists them.")
-    return found[0]
+    return result[0]

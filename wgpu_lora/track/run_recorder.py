@@ -72,8 +72,8 @@ class Recording:
 
         resumed: the id of the run that it continues.
         """
-        said = current_remarks()
-        facts = {"goal": said.goal, "notes": said.notes, **facts}
+        text = current_remarks()
+        facts = {"goal": text.goal, "notes": text.notes, **facts}
         entry = RunEntry(
             id=resumed or new_id(),
             date=now(),
@@ -86,13 +86,13 @@ class Recording:
             process=Process.this(),
             **facts,
         )
-        logged = asked and said.log
+        logged = asked and text.log
         return cls(replace(entry, git=git_state()) if run_log_enabled(logged) and "git" not in facts else entry, logged)
 
     def end(self, status: str, losses: Losses | None = None, **facts: Any) -> None:
         """Log how it ended; `facts` are fields of Entry."""
-        found = {} if losses is None else {"losses": asdict(losses), "improvement": losses.improvement}
-        self._append({"id": self.entry.id, "recorded": status, "ended": now(), **found, **facts})
+        result = {} if losses is None else {"losses": asdict(losses), "improvement": losses.improvement}
+        self._append({"id": self.entry.id, "recorded": status, "ended": now(), **result, **facts})
 
     def _append(self, facts: dict[str, Any]) -> None:
         if self._log is None:
@@ -120,14 +120,14 @@ def status_of(error: BaseException) -> dict[str, Any]:
 @contextmanager
 def recorded(kind: str, name: str, **facts: Any) -> Iterator[dict[str, Any]]:
     """Record what runs in the block; it fills the yielded dict with fields of Entry, and `status` if not finished."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     recording = Recording.of(kind, name, **facts)
     try:
-        yield found
+        yield result
     except BaseException as error:
-        recording.end(**{**found, **status_of(error)})
+        recording.end(**{**result, **status_of(error)})
         raise
-    recording.end(**{"status": FINISHED, **found})
+    recording.end(**{"status": FINISHED, **result})
 
 
 def note_failure(entry: dict[str, Any], errors: Sequence[str]) -> None:

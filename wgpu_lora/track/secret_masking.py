@@ -82,6 +82,6 @@ def _text(text: str, known: list[str]) -> str:
 
 def _of_environment() -> list[str]:
     """The longest first, since one may contain another."""
-    found = {value for name, value in os.environ.items() if _VARIABLE.search(name.upper()) and len(value) >= SHORTEST}
+    values = {value for name, value in os.environ.items() if _VARIABLE.search(name.upper()) and len(value) >= SHORTEST}
     # A path or a number is not a secret, and would mask what everything else is about.
-    return sorted((value for value in found if not (value.isdigit() or os.path.isabs(value))), key=len, reverse=True)
+    return sorted((value for value in values if not (value.isdigit() or os.path.isabs(value))), key=len, reverse=True)

@@ -108,16 +108,16 @@ def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
 
 def _by_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A table's values by the names in OWN and OPTIONS; option names, also of other programs, are accepted."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with naming(IN_FILE):
         otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}."
         named = real_names(values, [*OWN, *OPTIONS, *KEYS], where, "key", otherwise)
     for name, value in named.items():
         key = KEYS.get(name, name)
-        if key in found:
+        if key in result:
             raise UserError(f"{where}: '{key}' and '{name}' are the same key: leave one out.")
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
 def _plain(value: Any) -> Any:
@@ -163,12 +163,12 @@ def named_tasks(pairs: Sequence[str], config: Path | None) -> list[AdapterTask]:
 
 def request_of(tasks: Sequence[AdapterTask], home: Path) -> list[dict[str, Any]]:
     """The tasks for a pipeline's record, with checkpoints relative to it."""
-    found = []
+    result = []
     for task in tasks:
-        said = {name: value for name, value in vars(task).items() if name != "rows"}
+        text = {name: value for name, value in vars(task).items() if name != "rows"}
         place = os.path.relpath(Path(task.checkpoint), home)
-        found.append({**said, "options": dict(task.options), "checkpoint": place})
-    return found
+        result.append({**text, "options": dict(task.options), "checkpoint": place})
+    return result
 
 
 def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask]:
@@ -178,13 +178,13 @@ def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask
         UserError: the record does not have them.
     """
     tasks = []
-    for number, said in enumerate(request["adapters"], 1):
-        options = said.get("options") if isinstance(said, dict) else None
+    for number, text in enumerate(request["adapters"], 1):
+        options = text.get("options") if isinstance(text, dict) else None
         if not isinstance(options, dict):
             raise UserError(
                 f"The record of the pipeline in {home} has no adapter {number}: name all with {flag('adapters')}."
             )
-        task = task_of({k: v for k, v in said.items() if k != "options"}, f"The record in {home}")
+        task = task_of({k: v for k, v in text.items() if k != "options"}, f"The record in {home}")
         began_in, known = request.get("directory"), {k: v for k, v in options.items() if k in OPTIONS.values()}
         known = {**task.options, **known}  # version 0.1.0 stored the objective beside the options
         known |= {name: resolve_recorded_path(began_in, known[name]) for name in PATHS if known.get(name)}

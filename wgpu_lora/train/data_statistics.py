@@ -80,8 +80,8 @@ class RowStatistics:
     @property
     def saved(self) -> float | None:
         """Share of the positions that packing saves at the run's own maximum length; None if either is not possible."""
-        found = {one.packing: one.positions for one in self.others if one.max_length == self.own.max_length}
-        return 1 - found[True] / found[False] if len(found) == 2 else None
+        result = {one.packing: one.positions for one in self.others if one.max_length == self.own.max_length}
+        return 1 - result[True] / result[False] if len(result) == 2 else None
 
 
 def row_statistics(args: TrainingArguments, model: LoadedModel) -> RowStatistics:

@@ -134,8 +134,8 @@ class Job(Generic[Record]):
 
     def _beside(self, free: int) -> str:
         """Options that would make the run fit into the free memory."""
-        found = options_that_fit(free, self.run.args, self.replan)
-        return f"run with {found}" if found else ""
+        result = options_that_fit(free, self.run.args, self.replan)
+        return f"run with {result}" if result else ""
 
     def tuner(self) -> Tuner | None:
         """The tuner of kernel tilings; None if the run is resumed or uses the defaults."""
@@ -177,8 +177,8 @@ class Job(Generic[Record]):
 
     def newest_state(self) -> Path | None:
         """The newest state on disk that the job can be resumed from."""
-        found = run_checkpoint.latest_checkpoint(self.run.directory, self.run.storage)
-        return found and self.run.storage.place(found)
+        result = run_checkpoint.latest_checkpoint(self.run.directory, self.run.storage)
+        return result and self.run.storage.place(result)
 
     def begin(self, events: Events) -> None:
         """Called before the device's memory is allocated."""
@@ -192,7 +192,7 @@ class Job(Generic[Record]):
 def locked(directory: Path) -> Iterator[None]:
     """Lock a directory against other processes; it is created if missing, and removed again if it stays empty."""
     check_output(directory, flag("output"))
-    made = not directory.exists()
+    result = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = lock_file(directory / LOCK).lock
@@ -208,7 +208,7 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        if made and {p.name for p in directory.iterdir()} <= {LOCK}:
+        if result and {p.name for p in directory.iterdir()} <= {LOCK}:
             with suppress(OSError):  # the run ended before it wrote anything
                 (directory / LOCK).unlink(missing_ok=True)
                 directory.rmdir()
@@ -331,7 +331,7 @@ def prepare_run(
     args, note = default_batches(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}
-    notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _resume_notes(stream, own, storage)
+    notes = [f"{label}: {text}" for label, text in chosen.items() if text] + _resume_notes(stream, own, storage)
     use = f"use {flag('eval_data')} or {flag('validation_split')}"
     for option in ("eval_steps", "rounded_from"):
         if (value := getattr(args, option)) and not heldout:

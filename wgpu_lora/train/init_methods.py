@@ -101,15 +101,15 @@ def offsets(name: str) -> bool:
 
 def check_initialisation(name: str, rank: int, use_dora: bool, init_adapter: str | None) -> None:
     """Raise UserError if an initialisation cannot be combined with other options."""
-    said = setting("init_lora_weights", name)
+    text = setting("init_lora_weights", name)
     if name != DEFAULT and init_adapter:
         raise UserError(
-            f"{said} and {flag('init_adapter')} cannot be combined: the adapter has values already, so leave one out."
+            f"{text} and {flag('init_adapter')} cannot be combined: the adapter has values already, so leave one out."
         )
     if use_dora and offsets(name):
-        raise UserError(f"{said} and {flag('use_dora')} cannot be combined: leave one of them out.")
+        raise UserError(f"{text} and {flag('use_dora')} cannot be combined: leave one of them out.")
     if name == "orthogonal" and rank % 2:
-        raise UserError(f"{said} needs an even rank: use {setting('lora_r', rank + 1)}.")
+        raise UserError(f"{text} needs an even rank: use {setting('lora_r', rank + 1)}.")
 
 
 def from_weight(name: str, w: np.ndarray, rank: int, scaling: float, rng: np.random.Generator) -> Factors:
@@ -117,8 +117,8 @@ def from_weight(name: str, w: np.ndarray, rank: int, scaling: float, rng: np.ran
 
     What a matrix smaller than the rank lacks is zero.
     """
-    found, fits = NITER.fullmatch(name), min(rank, *w.shape)
-    a, b = pissa(w, fits, scaling, rng, int(found[1])) if found else FROM_WEIGHT[name](w, fits, scaling, rng)
+    result, fits = NITER.fullmatch(name), min(rank, *w.shape)
+    a, b = pissa(w, fits, scaling, rng, int(result[1])) if result else FROM_WEIGHT[name](w, fits, scaling, rng)
     whole = np.zeros((rank, w.shape[1]), np.float32), np.zeros((w.shape[0], rank), np.float32)
     whole[0][:fits], whole[1][:, :fits] = a, b
     return whole

@@ -46,8 +46,8 @@ def check_memory(peak: int, base: int, budget: Budget, args: TrainingArguments, 
         return
     need = f"This run needs {format_bytes_exact(peak)} of device memory, but the budget is {format_bytes(available)} "
     need += f"({budget.source})"
-    found = options_that_fit(available, args, replan)
-    advice = f"it would fit with {found}" if found else no_fit_advice(base, available, args, replan)
+    result = options_that_fit(available, args, replan)
+    advice = f"it would fit with {result}" if result else no_fit_advice(base, available, args, replan)
     raise UserError(f"{need}: {advice}.")
 
 
@@ -104,8 +104,8 @@ def fitting_suggestions(available: int, args: TrainingArguments, replan: Replan)
     single = {name: _way({name: value}, fitting) for name, value in savings.items()}
     batch = _largest_batch(args, fitting, {})
     offloaded = None if args.offload_activations else _way({"offload_activations": True}, fitting)
-    found = [single.get("gradient_checkpointing"), offloaded, batch, single.get("base_dtype")]
-    ways = [way for way in found if way]
+    result = [single.get("gradient_checkpointing"), offloaded, batch, single.get("base_dtype")]
+    ways = [way for way in result if way]
     if ways:
         return ways
     together = _way(savings, fitting) if len(savings) > 1 else None
@@ -116,9 +116,9 @@ def fitting_suggestions(available: int, args: TrainingArguments, replan: Replan)
 
 def _savings(args: TrainingArguments) -> dict[str, Any]:
     """Options that would save memory with little effect on the result, if not chosen yet."""
-    found: dict[str, Any] = {} if args.gradient_checkpointing else {"gradient_checkpointing": True}
+    result: dict[str, Any] = {} if args.gradient_checkpointing else {"gradient_checkpointing": True}
     smaller = base_format(DEFAULT_FORMAT).bits < base_format(args.base_dtype).bits and args.train != "quant-scales"
-    return found | ({"base_dtype": DEFAULT_FORMAT} if smaller else {})
+    return result | ({"base_dtype": DEFAULT_FORMAT} if smaller else {})
 
 
 def _way(changes: Mapping[str, Any], fitting: Fitting) -> Suggestion | None:
@@ -128,18 +128,18 @@ def _way(changes: Mapping[str, Any], fitting: Fitting) -> Suggestion | None:
 
 def _largest_batch(args: TrainingArguments, fitting: Fitting, changes: Mapping[str, Any]) -> Suggestion | None:
     """The most rows per batch that fit, fewer than now, beside other options; None if not even one does."""
-    found, fits, too_many = None, 0, args.batching[1]
+    result, fits, too_many = None, 0, args.batching[1]
     middle = 1
     while too_many - fits > 1:
         way = _way({**changes, "per_device_train_batch_size": middle}, fitting)
         if way is None:
-            if not found:
+            if not result:
                 return None
             too_many = middle
         else:
-            found, fits = way, middle
+            result, fits = way, middle
         middle = (fits + too_many) // 2
-    return found
+    return result
 
 
 def _longest_rows(args: TrainingArguments, fitting: Fitting, changes: Mapping[str, Any]) -> Suggestion | None:

@@ -75,14 +75,14 @@ def _trained(adapter: Path) -> dict[str, Any]:
     for name in (RUN, METADATA):
         try:
             record = read_json(adapter / name)
-            said = _said(record.get("options"))
+            text = _said(record.get("options"))
             for option in ("reference_adapter", *TEACHER, "eval_teacher_cache"):
-                if path := said.get(option):
-                    said[option] = resolve_recorded_path(record.get("directory"), path)
-            from_values(said, name)
+                if path := text.get(option):
+                    text[option] = resolve_recorded_path(record.get("directory"), path)
+            from_values(text, name)
         except UserError:
             continue
-        return said
+        return text
     return {}
 
 
@@ -133,10 +133,10 @@ def evaluate_objective(
             if frozen:
                 session.place_reference(0, frozen.matrices)
             at = Evaluating(0, len(stream.prepared.rows))
-            found = heldout_loss(session, stream, 0, lambda rows: events.evaluating(replace(at, rows=rows)))
+            result = heldout_loss(session, stream, 0, lambda rows: events.evaluating(replace(at, rows=rows)))
         finally:
             session.close()
-    return found
+    return result
 
 
 def open_unrounded_model(args: TrainingArguments, device: Device, config: ModelConfig) -> LoadedModel:

@@ -162,14 +162,14 @@ def normalized_args(kind: type, options: Any, selected_by: str) -> str | None:
 
 def format_args(values: Mapping[str, Any]) -> str:
     """NAME=VALUE,..."""
-    said = {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
-    return ",".join(f"{name}={value}" for name, value in said.items())
+    text = {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
+    return ",".join(f"{name}={value}" for name, value in text.items())
 
 
 def _parse_args(kind: type, options: Any, selected_by: str) -> dict[str, Any]:
     option, known = OWN_OPTIONS[selected_by], {item.name for item in fields(options)}
     own = {item.name: item for item in fields(kind) if item.name not in known}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for part in filter(None, map(str.strip, (getattr(options, option) or "").split(","))):
         key, equals, text = (piece.strip() for piece in part.partition("="))
         name = key.replace("-", "_")
@@ -179,16 +179,16 @@ def _parse_args(kind: type, options: Any, selected_by: str) -> dict[str, Any]:
             chosen = setting(selected_by, getattr(options, selected_by))
             advice = f"use {flag(name)}" if name in known else _listed(own.values())
             raise UserError(f"{flag(option)}: {chosen} has no option {key!r:.80} of its own: {advice}.")
-        if name in found:
+        if name in result:
             raise UserError(f"{flag(option)} has {name!r} twice: leave one out.")
-        found[name] = _value(own[name], text, option)
-    return found
+        result[name] = _value(own[name], text, option)
+    return result
 
 
 def _listed(own: Collection[Field[Any]]) -> str:
     """The choices, with the help of each."""
-    said = (f"{o.name} ({o.metadata.get('help', '').rstrip('.') or TYPES[kinds(o)[0]]}; {o.default})" for o in own)
-    return f"choose among {', '.join(said)}" if own else "it has none, so leave it out"
+    text = (f"{o.name} ({o.metadata.get('help', '').rstrip('.') or TYPES[kinds(o)[0]]}; {o.default})" for o in own)
+    return f"choose among {', '.join(text)}" if own else "it has none, so leave it out"
 
 
 def _value(item: Field[Any], text: str, option: str) -> Any:

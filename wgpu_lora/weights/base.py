@@ -83,20 +83,20 @@ class Stacking(Weight, Protocol):
 def stacked(weights: Sequence[Weight], max_binding: int) -> Sequence[Weight]:
     """The declared matrices, which will be multiplied with the same inputs, stored together if their formats can."""
     first, *others = weights
-    found = first.stacked(others, max_binding) if isinstance(first, Stacking) and others else None
-    return found or weights
+    result = first.stacked(others, max_binding) if isinstance(first, Stacking) and others else None
+    return result or weights
 
 
 def of_layer(weights: Sequence[Weight]) -> Sequence[Weight]:
     """All declared matrices of a layer, which may be in several formats."""
-    found = list(weights)
+    result = list(weights)
     for kind in dict.fromkeys(map(type, weights)):
         places = [place for place, weight in enumerate(weights) if type(weight) is kind]
         first, *others = (weights[place] for place in places)
         if isinstance(first, Stacking):
             for place, weight in zip(places, first.of_layer(others), strict=True):
-                found[place] = weight
-    return found
+                result[place] = weight
+    return result
 
 
 class BaseFormat(Protocol):
@@ -169,8 +169,8 @@ def write(device: Device, tensor: Tensor, values: np.ndarray, offset: int = 0) -
 
 def scratch_bytes(weights: Iterable[Weight]) -> int:
     """Device memory in bytes that loading needs besides the matrices: scratch, and a program's dims."""
-    found = _scratch(weights).values()
-    return sum(tensor.storage.nbytes for tensor in found) + ALIGNMENT if found else 0
+    result = _scratch(weights).values()
+    return sum(tensor.storage.nbytes for tensor in result) + ALIGNMENT if result else 0
 
 
 def _scratch(weights: Iterable[Weight]) -> dict[str, Tensor]:

@@ -88,8 +88,8 @@ def _answer(side: Any, line: str) -> dict[str, Any]:
     name = request.pop("request", None)
     if not isinstance(name, str) or name not in methods:
         raise UserError(f"The request {name!r:.60} is not known: choose one of {', '.join(methods)}.")
-    found: dict[str, Any] = methods[name](**_taken(name, methods[name], request))
-    return found
+    result: dict[str, Any] = methods[name](**_taken(name, methods[name], request))
+    return result
 
 
 def _taken(name: str, method: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
@@ -137,11 +137,11 @@ def work(source: str) -> int:
             run = KINDS[job.kind]
             port.emit("begin", job=job.kind, pid=os.getpid())
             with naming(IN_JSON):
-                found = run(port, **arguments(run, job))
+                value = run(port, **arguments(run, job))
         except BaseException as error:
             port.emit("error", kind=type(error).__name__, message=_message(error))
             raise
-        ended = found if isinstance(found, Ended) else Ended(found, 0, "")
+        ended = value if isinstance(value, Ended) else Ended(value, 0, "")
         port.emit("result", code=ended.code, said=ended.said, result=ended.result)
         return ended.code
 

@@ -145,8 +145,8 @@ class Worker:
         told = self.last.get("message") or self.last.get("said")
         if told:
             return str(told)[:300]
-        said = [line.strip() for line in self.errors.read_text(errors="replace").split("\n") if line.strip()]
-        return said[-1][:300] if said else "it said nothing"
+        text = [line.strip() for line in self.errors.read_text(errors="replace").split("\n") if line.strip()]
+        return text[-1][:300] if text else "it said nothing"
 
     def end(self) -> None:
         """End it and its own children if it is still running."""

@@ -60,10 +60,10 @@ class MultiAdapterStep(SessionWorkload):
         self.turns: list[dict[str, float]] = []  # tokens per second
 
     def check(self, rng: np.random.Generator) -> Checked:
-        found = Checked()
+        result = Checked()
         for step in self.steps.values():
-            step.check(rng, found)
-        return found
+            step.check(rng, result)
+        return result
 
     def run(self) -> float:
         """A turn of all steps, in alternating order, so that a machine that slows down favours none."""
@@ -100,19 +100,19 @@ def planned_figures(context: Context) -> Extra:
     memory_ratio: three relative to one on q and v; all_ratio: on all linear layers. Growths: the largest of the three
     figures over the smallest, for the worse of both targets.
     """
-    found: Extra = dict.fromkeys(("base_growth", "activation_growth", "base_reads_growth"), 1.0)
+    result: Extra = dict.fromkeys(("base_growth", "activation_growth", "base_reads_growth"), 1.0)
     for name, modules in (("memory", QV), ("all", ALL)):
         sessions = [context.session([context.tokens], slots, modules) for slots in (1, FEW, MANY)]
         plans = [session.memory() for session in sessions]
         one, few = plans[0].training, plans[1].training
-        found |= {f"{name}_ratio": few / one, f"{name}_one_bytes": float(one), f"{name}_three_bytes": float(few)}
+        result |= {f"{name}_ratio": few / one, f"{name}_one_bytes": float(one), f"{name}_three_bytes": float(few)}
         figures = {
             "base_growth": [plan.groups["base"] for plan in plans],
             "activation_growth": [plan.groups["activations"] for plan in plans],
             "base_reads_growth": [base_reads(session) for session in sessions],
         }
-        found |= {key: max(found[key], max(values) / min(values)) for key, values in figures.items()}
-    return found
+        result |= {key: max(result[key], max(values) / min(values)) for key, values in figures.items()}
+    return result
 
 
 class MultiAdapterMemory(SessionWorkload):

@@ -37,10 +37,10 @@ class DeviceSpeed(SessionWorkload):
         self.turns: list[dict[str, float]] = []  # seconds
 
     def check(self, rng: np.random.Generator) -> Checked:
-        found = Checked()
+        result = Checked()
         for step in self.steps.values():
-            step.check(rng, found)
-        return found
+            step.check(rng, result)
+        return result
 
     def measure(self, iterations: int, limit: float) -> Extra:
         """The figures without comparisons with references, of at least `iterations` turns, or more for up to `limit`

@@ -97,7 +97,7 @@ class Serving(Workload):
         """Check a prefill step of the prompts and a decoding step after it, as the Generator recorded them."""
         assert self._generator is not None, "open() first"
         self._rng, device, recorded = rng, self._context.device, self._generator.programs
-        arena, state, batch, found = self._generator.arena, recorded.state, self._sequences, Checked()
+        arena, state, batch, result = self._generator.arena, recorded.state, self._sequences, Checked()
         fitting = [step for step in recorded.prefill if step.tokens < 2 * batch * self._prompt]
         prefill = fitting[-1] if fitting else recorded.prefill[0]  # as the Generator chooses
         each, everyone = min(self._prompt, prefill.tokens // batch), np.arange(batch)
@@ -110,15 +110,15 @@ class Serving(Workload):
             program.build(arena)
         for storage in {state.last.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
             fill_with_nan(device, storage.buffer)
-        check(recorded.kept, found)
+        check(recorded.kept, result)
         for step, (positions, sequences, picked) in steps.items():
             for buffer in arena.buffers:
                 fill_with_nan(device, buffer)
             ids = rng.integers(0, self._context.config.vocab_size, positions.size)
             step.upload(ids, positions, sequences, positions + 1, self._slots, picked)
-            check(step.program, found)
-        check(recorded.head, found)
-        return found
+            check(step.program, result)
+        check(recorded.head, result)
+        return result
 
     def run(self) -> float:
         if self._new_tokens == 1:
@@ -197,9 +197,9 @@ class Load(Workload):
         error = nmse(values, want)
         if isinstance(weight, LowBitWeight):
             error = max(0.0, nmse(values, source) - 1.01 * nmse(want, source))
-        found = Checked()
-        found.add(error, name.removesuffix(".weight"), part=True)
-        return found
+        result = Checked()
+        result.add(error, name.removesuffix(".weight"), part=True)
+        return result
 
     def _load(self) -> LoadedModel:
         self._loaded = self._context.model.declared()

@@ -99,11 +99,11 @@ class TrainStep(SessionWorkload):
 
     def extra(self, timings: Timings) -> Extra:
         device, timer = self._session.device, self._context.timer
-        found = {"tokens_per_second": self._step.tokens / timings.seconds, "peak_bytes": float(device.peak_allocated)}
+        result = {"tokens_per_second": self._step.tokens / timings.seconds, "peak_bytes": float(device.peak_allocated)}
         if timer.clock == "timestamps":
             programs = self._session.programs()
             pairs = [(self.run(), sum(map(timer.run, programs))) for _ in range(DEVICE_RUNS)]  # alternating
             whole, device_seconds = np.median(pairs, axis=0)
             host_share = max(0.0, 1 - device_seconds / whole)  # due to noise, the part may be larger
-            found |= {"device_seconds": float(device_seconds), "host_share": float(host_share)}
-        return found
+            result |= {"device_seconds": float(device_seconds), "host_share": float(host_share)}
+        return result

@@ -49,9 +49,9 @@ class Gguf(Stage):
         with watch.tensors("exporting", len(config_of(base).parameter_shapes())) as events:
             outputs = {kind: output / f"{self.stem}-{kind}.gguf" for kind in self.quantize}
             adapter = Path(self.adapter) if self.adapter else None
-            found = export_models(base, outputs, adapter, self.stem, events)
-        for kind, written in found.items():
+            result = export_models(base, outputs, adapter, self.stem, events)
+        for kind, written in result.items():
             text = f"{written.nbytes:,} bytes, {written.bits_per_weight:.2f} bits per weight"
             watch.said("gguf", f"{outputs[kind].name}: {text}")
-        for note in next(iter(found.values())).notes:
+        for note in next(iter(result.values())).notes:
             watch.said("note", note)

@@ -45,8 +45,8 @@ class Prepare(Stage):
         return Preparation(**{name: value for name, value in asdict(self).items() if name != "inputs"})
 
     def files(self, download: bool) -> Iterator[Path]:
-        found = find_inputs(self.inputs, Path("unwritten"), self.exclude)
-        yield from (path for path in found.paths if path is not None)
+        result = find_inputs(self.inputs, Path("unwritten"), self.exclude)
+        yield from (path for path in result.paths if path is not None)
 
     def run(self, output: Path, watch: Watch, resuming: bool) -> None:
         def tell(progress: Progress) -> None:
@@ -60,9 +60,9 @@ class Prepare(Stage):
 
     def _check_place(self, chain: Path) -> None:
         """Raise UserError if the inputs include the chain's own files, which change with every run."""
-        found = find_inputs(self.inputs, Path("unwritten"), self.exclude)
+        result = find_inputs(self.inputs, Path("unwritten"), self.exclude)
         around = [name for name in self.inputs if Path(name).is_dir() and chain.is_relative_to(Path(name).resolve())]
-        own = [str(path) for path in found.paths if path is not None and path.resolve().parent == chain]
+        own = [str(path) for path in result.paths if path is not None and path.resolve().parent == chain]
         if around or own:
             raise UserError(
                 f"{(around or own)[0]} includes what the chain writes: choose an --output elsewhere, or name the files."

@@ -65,8 +65,8 @@ class Push(Stage):
         count = f"{len(files)} files, {upload.nbytes:,} bytes"
         if self.dry_run:
             address = None
-            made = "private" if self.private else "public"
-            watch.said("dry run", f"{count} to {self.repo} ({made} if created); nothing was uploaded")
+            new = "private" if self.private else "public"
+            watch.said("dry run", f"{count} to {self.repo} ({new} if created); nothing was uploaded")
         else:
             address = send(upload, self.repo, private=self.private)
             watch.said("uploaded", f"{count}: {address}")

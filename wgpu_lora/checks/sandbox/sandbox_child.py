@@ -214,11 +214,11 @@ def run(
         if odd := _opaque([plain_data.load(given), plain_data.load(named)]):
             raise untestable(f"{odd}, which is not plain data")
         send("call", json.dumps([given, named]))
-        kind, said = json.loads(read())
+        kind, text = json.loads(read())
         if kind == "raised":
-            raise _exception(said)
+            raise _exception(text)
         try:
-            value, after = plain_data.load(said)
+            value, after = plain_data.load(text)
         except (plain_data.NotPlainError, TypeError, ValueError) as error:
             raise RuntimeError(f"the answer returned {error}") from None
         if after is not None:
@@ -249,7 +249,7 @@ def _opaque(value: Any) -> plain_data.Opaque | None:
         return value
     parts = [*value, *value.values()] if isinstance(value, dict) else value
     inner = parts if isinstance(parts, list | tuple | set | frozenset) else ()
-    return next((found for part in inner if (found := _opaque(part))), None)
+    return next((result for part in inner if (result := _opaque(part))), None)
 
 
 def completed(prompt: str) -> str:

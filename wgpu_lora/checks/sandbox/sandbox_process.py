@@ -62,8 +62,8 @@ class Confinement:
     def unenforced(self) -> list[str]:
         """The limits that the system does not enforce, of: files, network, other processes, memory. Time always is."""
         places = {"files": "mount", "network": "network", "other processes": "PID"}
-        found = [what for what, kind in places.items() if self.refused and kind not in self.namespaces]
-        return found + ([] if "AS" in self.limits else ["memory"])
+        result = [what for what, kind in places.items() if self.refused and kind not in self.namespaces]
+        return result + ([] if "AS" in self.limits else ["memory"])
 
     def __str__(self) -> str:
         parts = [] if self.refused else ["a seccomp filter"]
@@ -212,14 +212,14 @@ class SandboxProcess:
     def _started(self, allow_unconfined: bool) -> Confinement:
         self._wait_until(START)
         try:
-            kind, found = self._hear()
+            kind, result = self._hear()
             if kind != "confined":
-                raise ProcessEnded(str(found))
+                raise ProcessEnded(str(result))
         except ProcessEnded as error:
             raise UserError(
                 f"The process for a model's code cannot be started ({error}): check that {sys.executable} -I -S runs."
             ) from None
-        confinement = Confinement(found["namespaces"], found["limits"], found["filter"])
+        confinement = Confinement(result["namespaces"], result["limits"], result["filter"])
         self.waits = "PID" in confinement.namespaces
         if confinement.missing and not allow_unconfined:
             raise UserError(
@@ -299,16 +299,16 @@ CODECS = (
 def modules_for(code: str) -> list[str]:
     """The modules that an answer may import: those whose names it contains."""
     words = set(re.findall(r"\w+", code))
-    found = set(IMPORTABLE.split()) & words
-    found |= {needed for name in words & NEEDS.keys() for needed in NEEDS[name].split()}
+    result = set(IMPORTABLE.split()) & words
+    result |= {needed for name in words & NEEDS.keys() for needed in NEEDS[name].split()}
     codecs = set(CODECS.split()) if words & {"encode", "decode", "encoding", "codecs"} else set()
     for name in re.findall(r"""['"]([\w .-]{2,40})['"]""", code):
         name = encodings.normalize_encoding(name.lower())
         codecs.add(encodings.aliases.aliases.get(name, name))
-    found |= {f"encodings.{name}" for name in codecs & _all_codecs()}
+    result |= {f"encodings.{name}" for name in codecs & _all_codecs()}
     if not code.isascii() or r"\N" in code:
-        found |= {"unicodedata"}  # used by Python's parser
-    return sorted(found)
+        result |= {"unicodedata"}  # used by Python's parser
+    return sorted(result)
 
 
 @cache

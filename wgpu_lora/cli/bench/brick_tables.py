@@ -65,13 +65,13 @@ def noise_text(result: Result) -> str:
 def details(result: Result) -> str:
     """Facts that are not in the table: the clock, the error, and the brick's own figures."""
     clock = "the device's clock" if result.clock == "timestamps" else "the host's clock"
-    said = [f"{count_noun(result.iterations, 'run')} by {clock}"]
-    said.append(f"the middle 60% from {duration(result.p20)} to {duration(result.p80)}")
+    text = [f"{count_noun(result.iterations, 'run')} by {clock}"]
+    text.append(f"the middle 60% from {duration(result.p20)} to {duration(result.p80)}")
     if result.reference:
         part = " (the largest kernels in part)" if result.reference["in_part"] else ""
-        said.append(f"relative squared error {result.reference['nmse']:.1e} against float64{part}")
-    said += [_figure(name, value) for name, value in result.extra.items()]
-    return f"{result.label}: {', '.join(said)}"
+        text.append(f"relative squared error {result.reference['nmse']:.1e} against float64{part}")
+    text += [_figure(name, value) for name, value in result.extra.items()]
+    return f"{result.label}: {', '.join(text)}"
 
 
 def _figure(name: str, value: float) -> str:

@@ -91,14 +91,14 @@ def protected(
     }  # fmt: skip
     work = Work(recipe, shape, layers, training_options(options))
     with remarks(goal, notes, run_log):
-        found = measure_overhead(
+        result = measure_overhead(
             OverheadOptions(work, target_seconds, (order,) if order else ORDERS, repeat), json, _ProtectedProgress()
         )
-    for text in found["interpretation"]:
+    for text in result["interpretation"]:
         line("overhead", text)
     if json:
         line("results", str(json))
-    return 0 if all(row["cleanModelArtifact"] for row in found["results"]) else 1
+    return 0 if all(row["cleanModelArtifact"] for row in result["results"]) else 1
 
 
 class _ProtectedProgress(Events):
@@ -115,8 +115,8 @@ class _ProtectedProgress(Events):
             for side in ("raw", "protected")
         )
         clean = "clean" if record["cleanModelArtifact"] else f"not clean: {'; '.join(record['notClean'])}"
-        found = f"{record['overheadPct']:+.2f}%, protecting took {record['protectionSec']:,.2f} s"
-        line("row", f"{record['label']}, {record['order']}: {', '.join(sides)}; {found}; {clean}")
+        result = f"{record['overheadPct']:+.2f}%, protecting took {record['protectionSec']:,.2f} s"
+        line("row", f"{record['label']}, {record['order']}: {', '.join(sides)}; {result}; {clean}")
 
 
 BRICKS = "bricks"
@@ -347,17 +347,17 @@ def compare(
 
     if len(files) < 2:
         raise UserError("There is nothing to compare: give at least two result files.")
-    found = [read_measured(file) for file in files]
-    if len(found) == 2 and all(file.kind == KINDS[NAME] for file in found):
+    result = [read_measured(file) for file in files]
+    if len(result) == 2 and all(file.kind == KINDS[NAME] for file in result):
         return _compare_bricks(*files)
     names = _names(files)
-    for name, file in zip(names, found, strict=True):
+    for name, file in zip(names, result, strict=True):
         line("file", f"{name}: {file.kind}, {file.device}{f', {file.time}' if file.time else ''}")
-    for text in differences(found):
+    for text in differences(result):
         line("differs", text)
-    labels = dict.fromkeys(label for file in found for label in file.figures)
-    both = len(found) == 2
-    rows = [comparing_cells(label, [file.figures.get(label) for file in found], both) for label in labels]
+    labels = dict.fromkeys(label for file in result for label in file.figures)
+    both = len(result) == 2
+    rows = [comparing_cells(label, [file.figures.get(label) for file in result], both) for label in labels]
     columns = ("measured", *names, *(["new / old"] if both else []))
     console().print(table(columns, rows, columns[:1]))
     return 0
@@ -377,9 +377,9 @@ def _compare_bricks(before: str, now: str) -> int:
     old, new = read_results(before), read_results(now)
     for text in warnings(old, new):
         line("warning", text)
-    found = compared(old[1], new[1])
-    if not found:
+    result = compared(old[1], new[1])
+    if not result:
         raise UserError(f"{before} and {now} have no brick in common: measure the same ones.")
     columns = ("brick", "old", "new", "new / old", "verdict")
-    console().print(table(columns, map(comparison_cells, found), LEFT))
+    console().print(table(columns, map(comparison_cells, result), LEFT))
     return 0

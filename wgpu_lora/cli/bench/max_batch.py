@@ -65,14 +65,14 @@ def max_batch(
     batches = Batches(args, most, memory_limit, time_limit, _sizes(batch_sizes))
     with Writer(json) as writer, remarks(goal, notes, run_log):
         opened = chosen_model(model, shape, layers, OpenedDevice(device), base_dtype)
-        found = find_max_batch(opened, batches, _Noted(writer))
-    console().print(table(BATCHES, map(_cells, found["rows"]), ("status",), map(_style, found["rows"])))
+        result = find_max_batch(opened, batches, _Noted(writer))
+    console().print(table(BATCHES, map(_cells, result["rows"]), ("status",), map(_style, result["rows"])))
     console().print(f"\n{KEY}\n", style="dim")
-    if any(row["warmup"] == 0 for row in found["rows"]):
+    if any(row["warmup"] == 0 for row in result["rows"]):
         line("*", "there was only time for the first steps, which include compilation")
-    for summary in found["summary"]:
+    for summary in result["summary"]:
         line("largest", _largest(summary))
-    for label, text in _best(found["best"]):
+    for label, text in _best(result["best"]):
         line(label, text)
     return 0
 
@@ -109,14 +109,14 @@ def _best(record: Record) -> list[tuple[str, str]]:
     if not fastest:
         return []
     rows = count_noun(fastest["batch"], "row")
-    said = [("fastest", f"{rows} {_way(fastest)}: {fastest['tokens_per_second']:,.0f} tokens/s")]
+    text = [("fastest", f"{rows} {_way(fastest)}: {fastest['tokens_per_second']:,.0f} tokens/s")]
     for pair in record["checkpointing"][-1:]:
         time = "" if pair["time"] is None else f"{pair['time']:.2f} times the time and "
         rows, verb = count_noun(pair["batch"], "row"), "takes" if pair["batch"] == 1 else "take"
-        said.append(
+        text.append(
             ("compared", f"with gradient checkpointing, {rows} {verb} {time}{pair['memory']:.2f} times the memory")
         )
-    return said
+    return text
 
 
 class _Noted(Events):

@@ -79,7 +79,7 @@ def profile(
         with Bar("profiling", rounds, " rounds") as bar:
             bar.advance("loading the weights and compiling the kernels", 0)
             step.allocate(choices)
-            found = profile_step(step, rounds, lambda: bar.advance("profiling"))
+            result = profile_step(step, rounds, lambda: bar.advance("profiling"))
     finally:
         step.close()
     work = {
@@ -98,14 +98,14 @@ def profile(
     }
     what = described(work)
     if trace:
-        write_trace(Path(trace), found, what)
+        write_trace(Path(trace), result, what)
     if as_json:
-        print_json(header(SCHEMA, opened.device, work=work) | found.as_dict(by_shape))
+        print_json(header(SCHEMA, opened.device, work=work) | result.as_dict(by_shape))
         return 0
     line("device", f"{opened.device.info.name}, {opened.device.info.driver}, {opened.device.info.backend}")
     line("step", what)
-    console().print(_table(found, by_shape))
-    _summary(found)
+    console().print(_table(result, by_shape))
+    _summary(result)
     if trace:
         line("trace", f"{trace}; open it in https://ui.perfetto.dev")
     return 0

@@ -86,15 +86,15 @@ def training(
     with Writer(json) as records, Writer(summary, "--summary") as report, remarks(goal, notes, run_log):
         if search_batch:
             return _show_pairs(search_pairs(work, repeat, _Noted(records)))
-        found = run_training(work, repeat, _Noted(records), shapes=shapes, max_spread=limit)
-        report.text(written(found))
+        result = run_training(work, repeat, _Noted(records), shapes=shapes, max_spread=limit)
+        report.text(written(result))
     if project:
-        console().print(table(PROJECTED, map(_projection, found["projections"]), PROJECTED[:2]))
+        console().print(table(PROJECTED, map(_projection, result["projections"]), PROJECTED[:2]))
         line("projected", "memory from each model's plan; time from counted operations at the measured rate")
         line("tokens/s", "processed tokens, including padding")
         line("grades", f"share of the budget: {', '.join(f'{name} up to {part:.0%}' for name, part in GRADES)}")
-    gate = found["summary"]["gate"]
-    finished = all(run["stop_reason"] in FINISHED for run in found["runs"])
+    gate = result["summary"]["gate"]
+    finished = all(run["stop_reason"] in FINISHED for run in result["runs"])
     return 0 if finished and (gate is None or gate["passed"]) else 1
 
 

@@ -118,11 +118,11 @@ def _explain(seen: Snapshot) -> None:
     named = [
         replace(task, name=f"{task.run}/{task.name}") for task in seen.tasks if task.run not in over or not task.fetched
     ]
-    found = reasons(named)
-    for state, why in found[:REASONS]:
+    result = reasons(named)
+    for state, why in result[:REASONS]:
         line(state, why)
-    if len(found) > REASONS:
-        line("and", f"{len(found) - REASONS:,} more reasons: see '{program()} cluster status --json'")
+    if len(result) > REASONS:
+        line("and", f"{len(result) - REASONS:,} more reasons: see '{program()} cluster status --json'")
 
 
 def _device(view: DeviceView, host: str) -> list[str]:
@@ -194,9 +194,9 @@ def release(
 
     with connected(target(address, file, local)) as cluster:
         seen = snapshot_of(cluster)
-        found = chosen_device(seen, device)
-        cluster.coordinator("release", found.facts.id)
-    line("released", f"{place_of(seen, found)}, {found.facts.name}")
+        result = chosen_device(seen, device)
+        cluster.coordinator("release", result.facts.id)
+    line("released", f"{place_of(seen, result)}, {result.facts.name}")
     return 0
 
 

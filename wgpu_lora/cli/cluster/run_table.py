@@ -132,9 +132,9 @@ class Table:
     def _lines(self, snapshot: Snapshot) -> None:
         places, now = places_of(snapshot), time.monotonic()
         for task in snapshot.tasks:
-            state, said, since = self._said.get(task.name, ("", "", now - OFTEN))
+            state, message, since = self._said.get(task.name, ("", "", now - OFTEN))
             text = sentence_of(task, places)
-            if task.state == state and (said == text or now - since < OFTEN):
+            if task.state == state and (message == text or now - since < OFTEN):
                 continue
             self._said[task.name] = (task.state, text, now)
             line(task.state, text)
@@ -211,9 +211,9 @@ def sentence_of(task: TaskView, places: Mapping[str, str]) -> str:
 def summary(tasks: Sequence[TaskView]) -> str:
     """How many tasks are in which state, and what they all train together."""
     count = {state: sum(task.state == state for task in tasks) for state in ORDER}
-    said = ", ".join(f"{number:,} {state}" for state, number in count.items() if number)
+    text = ", ".join(f"{number:,} {state}" for state, number in count.items() if number)
     speed = sum(task.progress.tokens_per_second or 0 for task in tasks if task.state == "running")
-    return f"{said}, {speed:,.0f} tokens/s" if speed else said
+    return f"{text}, {speed:,.0f} tokens/s" if speed else text
 
 
 def kept(task: str, why: str) -> str:
@@ -273,11 +273,11 @@ def why_of(task: TaskView) -> str:
 
 def reasons(tasks: Iterable[TaskView]) -> list[tuple[str, str]]:
     """The states and the reasons of tasks that have one; those with the same are named together."""
-    found: dict[tuple[str, str], list[str]] = {}
+    result: dict[tuple[str, str], list[str]] = {}
     for task in tasks:
         if why := why_of(task):
-            found.setdefault((task.state, why), []).append(escape_unprintable(task.name))
-    ordered = sorted(found.items(), key=lambda one: REASON_ORDER.index(one[0][0]))
+            result.setdefault((task.state, why), []).append(escape_unprintable(task.name))
+    ordered = sorted(result.items(), key=lambda one: REASON_ORDER.index(one[0][0]))
     return [(state, f"{_named(names)}: {why}") for (state, why), names in ordered]
 
 

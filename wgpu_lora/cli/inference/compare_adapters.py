@@ -58,10 +58,10 @@ def show_losses(losses: Mapping[str, Evaluation]) -> None:
     titles = shown or ["perplexity"]
     for title in ("loss", *titles, "tokens"):
         table.add_column(title, justify="right", no_wrap=True)
-    for name, found in losses.items():
-        others = [found.metrics.get(metric) for metric in shown] or [found.perplexity]
+    for name, result in losses.items():
+        others = [result.metrics.get(metric) for metric in shown] or [result.perplexity]
         values = ["" if value is None else f"{value:.4f}" for value in others]
-        table.add_row(Text(escape_unprintable(name)), f"{found.loss:.6f}", *values, f"{found.tokens:,}")
+        table.add_row(Text(escape_unprintable(name)), f"{result.loss:.6f}", *values, f"{result.tokens:,}")
     console().print(table)
-    rows, seconds = next(iter(losses.values())).rows, sum(found.seconds for found in losses.values())
+    rows, seconds = next(iter(losses.values())).rows, sum(result.seconds for result in losses.values())
     line("over", f"{rows:,} rows in {seconds:.1f} s")

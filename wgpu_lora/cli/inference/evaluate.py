@@ -188,21 +188,21 @@ def evaluate(
         else:
             show_losses(losses)
     else:
-        (found,) = losses.values()
+        (result,) = losses.values()
         if as_json:
             info = opened.device.info
             device_facts = {"name": info.name, "driver": info.driver, "backend": info.backend}
-            print_json(asdict(found) | {"device": device_facts})
+            print_json(asdict(result) | {"device": device_facts})
         else:
-            after = "" if found.perplexity is None else f", perplexity {found.perplexity:.4f}"
-            line("loss", f"{found.loss:.6f}{after}")
-            for name, value in found.metrics.items():
+            after = "" if result.perplexity is None else f", perplexity {result.perplexity:.4f}"
+            line("loss", f"{result.loss:.6f}{after}")
+            for name, value in result.metrics.items():
                 line("metric", f"{name} {value:.6f}")
-            tokens, over = count_noun(found.tokens, "trained token"), count_noun(found.rows, "row")
-            line("over", f"{tokens} in {over}, in {found.seconds:.1f} s")
+            tokens, over = count_noun(result.tokens, "trained token"), count_noun(result.rows, "row")
+            line("over", f"{tokens} in {over}, in {result.seconds:.1f} s")
     if not as_json:
         line("data", next(iter(losses.values())).data)
-    bad = [name for name, found in losses.items() if not math.isfinite(found.loss)]
+    bad = [name for name, result in losses.items() if not math.isfinite(result.loss)]
     return _fail(f"The loss of {', '.join(bad)} is not finite: its weights are damaged, or too large.") if bad else 0
 
 

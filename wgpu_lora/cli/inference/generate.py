@@ -149,7 +149,7 @@ def generate(
             return 0
         rows: list[dict[str, Any]] = []
         with kept_on_failure(output, lambda: rows, _note):
-            found = answer_table(
+            result = answer_table(
                 opened,
                 asked,
                 adapters,
@@ -166,11 +166,11 @@ def generate(
         print("\n".join(map(to_json, rows)), flush=True)
     elif as_json:
         listed = [
-            as_rows(answers, adapters) if several else [one.as_dict() for one in answers.values()] for answers in found
+            as_rows(answers, adapters) if several else [one.as_dict() for one in answers.values()] for answers in result
         ]
         print_json([row for rows in listed for row in rows])
     else:
-        show_answers(_titled(requests, found, several))
+        show_answers(_titled(requests, result, several))
     return 0
 
 
@@ -209,7 +209,7 @@ def _answer_one(
     """Stream a single answer, or print it as JSON."""
     from wgpu_lora.infer.answers import answer_slots
 
-    (found,) = answer_slots(
+    (result,) = answer_slots(
         model,
         [request.prompt],
         list(adapters.values()),
@@ -219,10 +219,10 @@ def _answer_one(
         events=_Streamed(bar),
     )
     if as_json:
-        print_json(found.as_dict())
+        print_json(result.as_dict())
     else:
         print(flush=True)
-    if not found.text:
+    if not result.text:
         _note(EMPTY)
 
 

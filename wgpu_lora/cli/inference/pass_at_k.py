@@ -70,13 +70,13 @@ def evaluate_checks(
     if settings["enable_thinking"] is None:  # as in training
         limit = opened.config.max_position_embeddings
         settings["enable_thinking"] = evaluation_rows({}, list(adapters.values()), limit).enable_thinking
-    found: list[Sample] = []
+    result: list[Sample] = []
     config = {**settings, "pass_at_k": pass_at_k, "samples": samples, "timeout": options["timeout"]}
     with (
         remarks(**said),
         _recorded(opened, source, slots, adapters, config) as entries,
         Bar("loading", opened.tensors_to_load()) as bar,
-        kept_on_failure(output, lambda: [one.as_dict() for one in found], _note),
+        kept_on_failure(output, lambda: [one.as_dict() for one in result], _note),
     ):
         rates = measure(
             opened,
@@ -86,7 +86,7 @@ def evaluate_checks(
             generation_options(settings, "The command line"),
             adapters,
             slots,
-            found=found,
+            found=result,
             events=_Shown(bar),
             **options,
         )

@@ -177,10 +177,10 @@ class SlashCommands:
         words = _words(rest)
         row = words.pop() if len(words) == 2 and words[1].isdecimal() else "1"
         path = _one_path(shlex.join(words), "/load FILE [ROW]")
-        found = read_conversations(path)
-        if not 1 <= int(row) <= len(found):
-            raise UserError(f"{path} has {len(found):,} rows, counted from 1: there is no row {row}.")
-        system, messages = found[int(row) - 1]
+        result = read_conversations(path)
+        if not 1 <= int(row) <= len(result):
+            raise UserError(f"{path} has {len(result):,} rows, counted from 1: there is no row {row}.")
+        system, messages = result[int(row) - 1]
         cut = len(messages)
         while cut and messages[cut - 1]["role"] != "assistant":
             cut -= 1
@@ -188,7 +188,7 @@ class SlashCommands:
         self.chat.reset(messages[:cut])
         self._saved.clear()
         left = "" if cut == len(messages) else "; messages after the last answer are left out"
-        self.say(f"continuing from row {row} of {len(found):,}, {count_noun(cut, 'message')}{left}")
+        self.say(f"continuing from row {row} of {len(result):,}, {count_noun(cut, 'message')}{left}")
 
 
 def _shown(value: object) -> str:

@@ -152,13 +152,13 @@ def verify(
 
     now = time.time() if at is None else _time(at)
     rules = Policy.read(policy)
-    found = verifying.verify(evidence, rules, nonce, now)
-    result = found.appraisal
+    value = verifying.verify(evidence, rules, nonce, now)
+    result = value.appraisal
     if json:
         print_json(result.to_json())
         return 0 if result.passed else 1
     line("policy", f"{rules.name}, version {rules.version}, SHA-256 {rules.sha256}")
-    line("evidence", f"{found.subject()}, SHA-256 {result.evidence_sha256}, {result.level}")
+    line("evidence", f"{value.subject()}, SHA-256 {result.evidence_sha256}, {result.level}")
     for failure in result.failures:
         line("failed", failure.line())
     if result.not_applied:
@@ -174,8 +174,8 @@ def verify(
 def _time(text: str) -> float:
     """Unix time of a date; without a zone it is in UTC."""
     try:
-        found = datetime.fromisoformat(text)
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        result = datetime.fromisoformat(text)
+        return (result if result.tzinfo else result.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         raise UserError(f"--at must be a time such as 2026-01-31T12:00:00Z, not {text!a:.60}.") from None
 
@@ -205,16 +205,16 @@ def check(
     from wgpu_lora.protect.policies.policy import Policy
     from wgpu_lora.protect.sealed.keys import PublicKey
 
-    found = check_run(
+    result = check_run(
         run,
         PublicKey.read(broker_key) if broker_key else None,
         Policy.read(policy) if policy else None,
         adapter,
     )
     if json:
-        print_json(found.to_json())
+        print_json(result.to_json())
     else:
-        for sentence in found.failures:
+        for sentence in result.failures:
             line("failed", sentence)
-        line("failed" if not found.verified else "verified" if broker_key else "unproven", found.line())
-    return 0 if found.verified else 1
+        line("failed" if not result.verified else "verified" if broker_key else "unproven", result.line())
+    return 0 if result.verified else 1

@@ -269,8 +269,8 @@ class Curation:
         out = sum(lines.rows for name, lines in written.items() if name != REJECTED)
         if not out:
             self._refuse_nothing("No row is left")
-        found = out + rejected + repeated, sum(one.out for one in self.counts.inputs), self.counts.rejected
-        if found != (self.counts.rows, out, rejected):
+        result = out + rejected + repeated, sum(one.out for one in self.counts.inputs), self.counts.rejected
+        if result != (self.counts.rows, out, rejected):
             raise RuntimeError(f"{self.counts.rows} rows were read, but {out}, {rejected} and {repeated} accounted for")
 
     def _refuse_nothing(self, what: str) -> None:
@@ -332,7 +332,7 @@ class Counts:
 
     def reject(self, reason: str) -> None:
         self.inputs[-1].rejected += 1
-        kind = _VARYING.sub(lambda found: found[0] if found[0].startswith("'") else "N", reason)
+        kind = _VARYING.sub(lambda match: match[0] if match[0].startswith("'") else "N", reason)
         if kind not in self.reasons and len(self.reasons) >= _REASONS:
             kind = reason = _OTHERS
         self.reasons[kind] += 1

@@ -47,15 +47,15 @@ def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ())
     Raises:
         UserError: a name leads to nothing, a file is not supported, or the output would replace an input.
     """
-    found, seen = Inputs(), dict[tuple[int, int], Path]()
+    result, seen = Inputs(), dict[tuple[int, int], Path]()
     place = output.resolve()
     for name in names:
         if not name.strip():
             raise UserError("An input is empty: give a file, a folder or a pattern such as 'data/*.jsonl'.")
         check_path(name)
-        for path in _named(name, exclude, found):
+        for path in _named(name, exclude, result):
             if isinstance(path, str):
-                _add_dataset(path, found)
+                _add_dataset(path, result)
                 continue
             check_name(path)
             if place == path.resolve() or place in path.resolve().parents:
@@ -64,17 +64,17 @@ def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ())
             file = status.st_dev, status.st_ino
             if file in seen:
                 same = "" if path == seen[file] else f" ({seen[file]} is the same file)"
-                found.notes.append(f"{path} is given more than once{same}; it is read once")
+                result.notes.append(f"{path} is given more than once{same}; it is read once")
                 continue
             seen[file] = path
-            found.sizes.append(status.st_size)
-            found.paths.append(path)
+            result.sizes.append(status.st_size)
+            result.paths.append(path)
             # Whatever is in an empty file, it has no format.
-            found.sources.append(file_source(path))
-    if not found.sources:
-        why = f" ({'; '.join(found.notes)})" if found.notes else ""
+            result.sources.append(file_source(path))
+    if not result.sources:
+        why = f" ({'; '.join(result.notes)})" if result.notes else ""
         raise UserError(f"There is nothing to read in {join_words(names)}{why}: give files of rows.")
-    return found
+    return result
 
 
 def _named(name: str, exclude: Sequence[str], found: Inputs) -> Iterator[Path | str]:

@@ -45,8 +45,8 @@ class Duplicates:
         parts = parts_of(read)
         exact, normal = digest(parts), [normalize_text(part) for part in parts]
         key = exact if self._exactly else digest(normal)
-        if found := self._seen.add(key, exact[:8], source, number):
-            return Duplicate(EXACT if found[0] else NORMALIZED, *found[1:])
+        if result := self._seen.add(key, exact[:8], source, number):
+            return Duplicate(EXACT if result[0] else NORMALIZED, *result[1:])
         if self._near and (near := self._near.add(read.kind, shingles(normal), source, number)):
             return Duplicate(NEAR, *near[1:], near[0])
         return None
@@ -83,8 +83,8 @@ def _parts(example: Example) -> list[str]:
         case Conversation():
             return _conversation(example)
         case Alpaca():
-            said = [*example.asked, {"role": "assistant", "content": example.output}]
-            return _conversation(Conversation(said, frozenset({len(said) - 1})))
+            message = [*example.asked, {"role": "assistant", "content": example.output}]
+            return _conversation(Conversation(message, frozenset({len(message) - 1})))
         case Completion():
             return ["completion", example.prompt, example.completion]
         case Text():
@@ -212,13 +212,13 @@ class NearDuplicates:
             for i, part in enumerate(signature.reshape(BANDS, -1))
         ]
         marks = ",".join("?" * BANDS)
-        found = self._do(
+        result = self._do(
             f"SELECT row, signature, place FROM signatures WHERE row IN "
             f"(SELECT DISTINCT row FROM bands WHERE band IN ({marks}) LIMIT {COMPARED}) ORDER BY row",
             bands,
         )
         best: tuple[float, int] | None = None
-        for _, other, where in found:
+        for _, other, where in result:
             alike = float(np.mean(np.frombuffer(other, np.uint32) == signature))
             if alike >= self._threshold and (best is None or alike > best[0]):
                 best = alike, where

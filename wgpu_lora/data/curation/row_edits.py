@@ -41,10 +41,10 @@ def listed_messages(row: Row) -> Row:
 
 def _parsed(text: str) -> Any:
     try:
-        found = json.loads(text) if text.lstrip().startswith("[") else text
+        result = json.loads(text) if text.lstrip().startswith("[") else text
     except (ValueError, RecursionError):  # is reported when the row is read
         return text
-    return found if isinstance(found, list) else text
+    return result if isinstance(result, list) else text
 
 
 def without_system(row: Row) -> tuple[Row, int]:
@@ -70,9 +70,9 @@ def without_reasoning(row: Row) -> tuple[Row, int]:
     for name in MESSAGE_COLUMNS:
         value: Any = row.get(name)
         if _are_messages(value):
-            made = [_message_without(message) for message in value]
-            dropped += sum(new is not old for new, old in zip(made, value, strict=True))
-            edited[name] = made
+            result = [_message_without(message) for message in value]
+            dropped += sum(new is not old for new, old in zip(result, value, strict=True))
+            edited[name] = result
     for name in ANSWER_COLUMNS:
         if isinstance(text := row.get(name), str):
             edited[name] = _said(without_thinking, text, f"'{name}'")
@@ -83,20 +83,20 @@ def without_reasoning(row: Row) -> tuple[Row, int]:
 def _message_without(message: Row) -> Row:
     if _role(message) not in _ASSISTANT:
         return message
-    made = {key: value for key, value in message.items() if key not in FIELDS or not isinstance(value, str | None)}
+    result = {key: value for key, value in message.items() if key not in FIELDS or not isinstance(value, str | None)}
     for key in ("content", "value"):
-        text = made.get(key)
+        text = result.get(key)
         if isinstance(text, list):
             parts = [part for part in text if not (isinstance(part, dict) and part.get("type") in _OF_THOUGHT)]
             plain = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
             text = "".join(part["text"] for part in parts) if plain else parts
-            changed = len(parts) < len(made[key])
+            changed = len(parts) < len(result[key])
             bare = _said(without_thinking, text, "an answer") if isinstance(text, str) else text
             if changed or bare != text:
-                made[key] = bare
+                result[key] = bare
         elif isinstance(text, str):
-            made[key] = _said(without_thinking, text, "an answer")
-    return made if made != message else message
+            result[key] = _said(without_thinking, text, "an answer")
+    return result if result != message else message
 
 
 def _said(edit: Callable[[str], str], text: str, what: str) -> str:
@@ -179,14 +179,14 @@ def json_row(row: Row, needed: Collection[str]) -> tuple[Row, list[str]]:
 
     needed: columns that the formats read; their values are checked when they are read.
     """
-    made, dropped = {}, []
+    result, dropped = {}, []
     for name, value in row.items():
         try:
-            made[name] = json.loads(json.dumps(value, default=_text))
+            result[name] = json.loads(json.dumps(value, default=_text))
         except (TypeError, ValueError):
             if name not in needed:
                 dropped.append(name)
-    return made, dropped
+    return result, dropped
 
 
 def _text(value: Any) -> str:
@@ -236,10 +236,10 @@ def examples_only(patterns: Sequence[str]) -> RowFormats[Read]:
 
     def refusing(form: RowFormat[Read]) -> RowFormat[Read]:
         def read(row: Fields) -> Read:
-            found = form.read(row)
-            if found.kind != EXAMPLE:
-                raise UserError(f"{found.kind}s are only taken from files that match {those}.")
-            return found
+            result = form.read(row)
+            if result.kind != EXAMPLE:
+                raise UserError(f"{result.kind}s are only taken from files that match {those}.")
+            return result
 
         return replace(form, read=read)
 

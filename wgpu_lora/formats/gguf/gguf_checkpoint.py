@@ -159,15 +159,15 @@ class GGUFCheckpoint:
         info = self._tensors[name]
         row_bytes = info.nbytes // info.shape[0]
         count = (stop - start) * row_bytes
-        found = np.fromfile(self.path, np.uint8, count, offset=info.offset + start * row_bytes)
-        if found.size != count:
+        result = np.fromfile(self.path, np.uint8, count, offset=info.offset + start * row_bytes)
+        if result.size != count:
             raise UserError(f"{self.path} ended while {name} was read: download or copy the file again.")
-        return found.reshape(stop - start, row_bytes)
+        return result.reshape(stop - start, row_bytes)
 
 
 def _checked(header: Header, tensors: Mapping[str, GGUFTensor], passed_over: re.Pattern[str]) -> dict[str, TensorInfo]:
     """The tensors by the model's names. Raises UserError (see `GGUFCheckpoint`)."""
-    path, found = header.path, {}
+    path, result = header.path, {}
     for name, stored in tensors.items():
         theirs, shape = stored.name, file_shape(stored.shape)
         info = header.tensors.get(theirs)
@@ -183,12 +183,12 @@ def _checked(header: Header, tensors: Mapping[str, GGUFTensor], passed_over: re.
                 f"{theirs} in {path} is stored as {info.kind.name}, which cannot be decoded: use another quantisation, "
                 "such as Q8_0 or Q4_K_M."
             )
-        found[name] = info
+        result[name] = info
     known = {stored.name for stored in tensors.values()}
     for theirs in header.tensors:
         if theirs not in known and not passed_over.fullmatch(theirs):
             raise UserError(f"{path} holds {theirs!r:.100}, which its metadata do not account for: use another model.")
-    return found
+    return result
 
 
 def _decodable(kind: Kind) -> bool:

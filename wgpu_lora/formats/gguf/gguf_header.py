@@ -54,8 +54,8 @@ class Header:
             return value
         if isinstance(value, float) and math.isfinite(value):
             return float(str(np.float32(value))) if abs(value) < 1e38 else value  # 1e-6, not its nearest f32
-        said = "an array" if isinstance(value, Array) else f"{value!r:.100}"
-        raise UserError(f"{key} in {self.path} is {said}, expected one number: use another model.")
+        text = "an array" if isinstance(value, Array) else f"{value!r:.100}"
+        raise UserError(f"{key} in {self.path} is {text}, expected one number: use another model.")
 
     def strings(self, key: str, most: int) -> Iterator[str] | None:
         """The strings of an array, read lazily, or None if the key is missing.

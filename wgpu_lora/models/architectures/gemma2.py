@@ -98,12 +98,12 @@ class Gemma(Transformer):
         return self.final_cap
 
     def layer(self, index: int) -> dict[str, Parameter]:
-        found = super().layer(index)
+        result = super().layer(index)
         hidden = Parameter((self.hidden_size,))
-        found[f"{AFTER_ATTENTION}.weight"] = replace(hidden, gguf="post_attention_norm")
-        found[f"{BEFORE_MLP}.weight"] = replace(hidden, gguf="ffn_norm")
-        found[f"{AFTER_MLP}.weight"] = replace(hidden, gguf="post_ffw_norm")
-        return {name: replace(item, offset=1.0) if item.kind == VECTOR else item for name, item in found.items()}
+        result[f"{AFTER_ATTENTION}.weight"] = replace(hidden, gguf="post_attention_norm")
+        result[f"{BEFORE_MLP}.weight"] = replace(hidden, gguf="ffn_norm")
+        result[f"{AFTER_MLP}.weight"] = replace(hidden, gguf="post_ffw_norm")
+        return {name: replace(item, offset=1.0) if item.kind == VECTOR else item for name, item in result.items()}
 
     def block(self, block: LayerContext, index: int, x: Tensor) -> Tensor:
         eps = self.rms_norm_eps
@@ -152,9 +152,9 @@ class GemmaGGUF(TransformerGGUF):
         return d["hidden_size"] // d["num_attention_heads"] if wide else d["head_dim"]
 
     def stated(self, config: Any, path: Path) -> dict[str, Any]:
-        found = super().stated(config, path)
-        found.pop("hidden_act")
-        return found | {"hidden_activation": "gelu_pytorch_tanh"}
+        result = super().stated(config, path)
+        result.pop("hidden_act")
+        return result | {"hidden_activation": "gelu_pytorch_tanh"}
 
     def refusal(self, config: Any) -> str | None:
         gemma: Gemma = config

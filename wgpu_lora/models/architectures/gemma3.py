@@ -80,9 +80,9 @@ def _rope_of(d: Mapping[str, Any], kind: str, theta: str, default: float, positi
     stated = {name: value for name, value in every.items() if value is not None}
     if stated and not stated.keys() <= {FULL, SLIDING}:
         raise UserError(f"rope_parameters in {where} must be by kind of layer, {FULL} and {SLIDING}: correct the file.")
-    found = stated.get(kind, {})
-    if not isinstance(found, Mapping):
-        raise UserError(f"rope_parameters.{kind} in {where} is {found!r:.60}, expected an object: correct the file.")
+    result = stated.get(kind, {})
+    if not isinstance(result, Mapping):
+        raise UserError(f"rope_parameters.{kind} in {where} is {result!r:.60}, expected an object: correct the file.")
     earlier = stated_rope({"rope_scaling": d.get("rope_scaling")}, where) if kind == FULL else {}
-    own = {"rope_theta": d.get(theta, default), **found, **earlier}
+    own = {"rope_theta": d.get(theta, default), **result, **earlier}
     return parse_rope({**d, "rope_parameters": own, "rope_scaling": None}, positions, where, default)

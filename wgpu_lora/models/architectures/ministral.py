@@ -50,12 +50,12 @@ class Ministral3GGUF(TransformerGGUF):
         return {**d, "rope_parameters": {**d["rope_parameters"], **scale}}
 
     def stated(self, config: Any, path: Path) -> dict[str, Any]:
-        found = super().stated(config, path)
-        if config.query_beta and "rope_parameters" in found:  # which replaces those of `fields`
+        result = super().stated(config, path)
+        if config.query_beta and "rope_parameters" in result:  # which replaces those of `fields`
             scale = {"llama_4_scaling_beta": config.query_beta}
             scale["original_max_position_embeddings"] = config.query_original
-            found["rope_parameters"] |= scale
-        return found
+            result["rope_parameters"] |= scale
+        return result
 
     def write(self, config: Any, writer: GGUFWriter) -> None:
         super().write(config, writer)

@@ -60,12 +60,12 @@ class PhiGGUF(TransformerGGUF):
     def stated(self, config: Transformer, path: Any) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
         rope["partial_rotary_factor"] = config.partial_rotary_factor
-        found = {"hidden_act": "silu", "rope_parameters": rope}
+        result = {"hidden_act": "silu", "rope_parameters": rope}
         if isinstance(scaling := config.rope_scaling, LongRopeScaling):
             rope |= {"rope_type": "longrope", "attention_factor": scaling.attention_factor}
             rope |= {"short_factor": list(scaling.factors), "long_factor": list(scaling.long_factors)}
             rope["original_max_position_embeddings"] = scaling.original_max_position_embeddings
-        return found
+        return result
 
     def notes(self, config: Transformer) -> list[str]:
         if not isinstance(scaling := config.rope_scaling, LongRopeScaling):
@@ -96,10 +96,10 @@ def _factors(header: Header, name: str, count: int) -> tuple[float, ...]:
     info, path = header.tensors[name], header.path
     if info.kind != GGMLQuantizationType.F32 or info.shape != (count,):
         raise UserError(f"{name} in {path} does not have {count} F32 values: download or copy the file again.")
-    found = np.fromfile(path, "<f4", count, offset=info.offset).astype(np.float64)
-    if found.size != count or not all(math.isfinite(value) and value > 0 for value in found):
+    result = np.fromfile(path, "<f4", count, offset=info.offset).astype(np.float64)
+    if result.size != count or not all(math.isfinite(value) and value > 0 for value in result):
         raise UserError(f"{name} in {path} are not positive numbers: download or copy the file again.")
-    return tuple(found.tolist())
+    return tuple(result.tolist())
 
 
 class Phi3(Transformer):

@@ -163,14 +163,14 @@ class Qwen35Text(Transformer):
     # -- layers ----------------------------------------------------------------------------------------------------
 
     def layer(self, index: int) -> dict[str, Parameter]:
-        found = super().layer(index)
-        found = {name: replace(item, offset=1.0) if item.kind == VECTOR else item for name, item in found.items()}
-        found[f"{MLP_NORM}.weight"] = replace(found[f"{MLP_NORM}.weight"], gguf="post_attention_norm")
+        result = super().layer(index)
+        result = {name: replace(item, offset=1.0) if item.kind == VECTOR else item for name, item in result.items()}
+        result[f"{MLP_NORM}.weight"] = replace(result[f"{MLP_NORM}.weight"], gguf="post_attention_norm")
         name = "self_attn.q_proj.weight"
         if not self.linear_layers[index]:
-            out, hidden = found[name].shape
-            return {**found, name: replace(found[name], shape=(2 * out, hidden))}
-        others = {name: item for name, item in found.items() if not name.startswith("self_attn.")}
+            out, hidden = result[name].shape
+            return {**result, name: replace(result[name], shape=(2 * out, hidden))}
+        others = {name: item for name, item in result.items() if not name.startswith("self_attn.")}
         return self._delta_net().parameters() | others
 
     def stacks(self, index: int) -> Sequence[Sequence[str]]:

@@ -67,7 +67,7 @@ class DeltaNet:
         hidden, heads, values = self.hidden_size, self.value_heads, self.value_heads * self.value_dim
         order = Tiled(self.key_heads, heads)
         dealt, mixed = Layout(order), Layout(replace(order, start=2 * self.key_heads * self.key_dim))
-        found = {
+        result = {
             "dt_bias": Parameter((heads,), gguf="ssm_dt.bias", gguf_layout=dealt),
             "A_log": Parameter((heads,), gguf="ssm_a", gguf_layout=Layout(order, negative_exp=True)),
             "conv1d.weight": Parameter((self.columns, 1, self.taps), gguf="ssm_conv1d", gguf_layout=mixed),
@@ -78,7 +78,7 @@ class DeltaNet:
             "in_proj_a.weight": Parameter((heads, hidden), KEPT, True, "ssm_alpha", dealt),
             "out_proj.weight": Parameter((hidden, values), MATRIX, True, "ssm_out", Layout(columns=order)),
         }
-        return {f"{self.name}.{name}": item for name, item in found.items()}
+        return {f"{self.name}.{name}": item for name, item in result.items()}
 
     def stacks(self) -> tuple[tuple[str, ...], ...]:
         """The modules that read the same x, by their formats."""

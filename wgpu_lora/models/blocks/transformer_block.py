@@ -195,7 +195,7 @@ class Transformer(ModelConfig):
         turned, kv_turned = PLAIN_LAYOUT, PLAIN_LAYOUT
         if self.GGUF_INTERLEAVES:
             turned, kv_turned = Layout(InterleavedHalves(self.num_attention_heads)), Layout(InterleavedHalves(kv_heads))
-        found = {f"{ATTENTION_NORM}.weight": Parameter((hidden,), gguf="attn_norm")}
+        result = {f"{ATTENTION_NORM}.weight": Parameter((hidden,), gguf="attn_norm")}
         qkv: Linears = (
             ("self_attn.q_proj", (q, hidden), self.attention_bias, "attn_q", turned),
             ("self_attn.k_proj", (kv, hidden), self.attention_bias, "attn_k", kv_turned),
@@ -214,14 +214,14 @@ class Transformer(ModelConfig):
             *gate_up,
             ("mlp.down_proj", (hidden, inner), self.mlp_bias, "ffn_down", PLAIN_LAYOUT),
         ):
-            found[f"{module}.weight"] = Parameter(shape, MATRIX, True, gguf, layout)
+            result[f"{module}.weight"] = Parameter(shape, MATRIX, True, gguf, layout)
             if bias:
-                found[f"{module}.bias"] = Parameter(shape[:1], BIAS, gguf=gguf, gguf_layout=layout)
+                result[f"{module}.bias"] = Parameter(shape[:1], BIAS, gguf=gguf, gguf_layout=layout)
         if self.qk_norm:
-            found["self_attn.q_norm.weight"] = Parameter((self.head_dim,), gguf="attn_q_norm")
-            found["self_attn.k_norm.weight"] = Parameter((self.head_dim,), gguf="attn_k_norm")
-        found[f"{MLP_NORM}.weight"] = Parameter((hidden,), gguf="ffn_norm")
-        return found
+            result["self_attn.q_norm.weight"] = Parameter((self.head_dim,), gguf="attn_q_norm")
+            result["self_attn.k_norm.weight"] = Parameter((self.head_dim,), gguf="attn_k_norm")
+        result[f"{MLP_NORM}.weight"] = Parameter((hidden,), gguf="ffn_norm")
+        return result
 
     def stacks(self, index: int) -> Sequence[Sequence[str]]:
         stacks = self._attention(index).stack(), self._mlp.stack()

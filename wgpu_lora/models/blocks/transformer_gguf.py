@@ -108,8 +108,8 @@ class TransformerGGUF(GGUFForm[Transformer]):
         def has(*parts: str) -> bool:
             return any(f"blk.0.{part}.bias" in header.tensors for part in parts)
 
-        found = {"attention_bias": has("attn_q", "attn_k", "attn_v")} if self.attention_bias else {}
-        return found | ({"mlp_bias": has("ffn_gate", "ffn_up", "ffn_down")} if self.mlp_bias else {})
+        result = {"attention_bias": has("attn_q", "attn_k", "attn_v")} if self.attention_bias else {}
+        return result | ({"mlp_bias": has("ffn_gate", "ffn_up", "ffn_down")} if self.mlp_bias else {})
 
     def _head_dim(self, header: Header, d: Mapping[str, Any]) -> Any:
         heads, head_dim = d["num_attention_heads"], self._number(header, "attention.key_length")
@@ -119,10 +119,10 @@ class TransformerGGUF(GGUFForm[Transformer]):
             "attention.value_length": self._number(header, "attention.value_length", head_dim),
             "rope.dimension_count": self.rotated(header, head_dim),
         }
-        for key, found in stated.items():
-            if found != head_dim:
+        for key, value in stated.items():
+            if value != head_dim:
                 raise UserError(
-                    f"{self.name}.{key} in {header.path} is {found}, but heads of {head_dim} are expected: use another "
+                    f"{self.name}.{key} in {header.path} is {value}, but heads of {head_dim} are expected: use another "
                     "model."
                 )
         return head_dim
@@ -195,9 +195,9 @@ class TransformerGGUF(GGUFForm[Transformer]):
 
     def stated(self, config: Transformer, path: Path) -> dict[str, Any]:
         """Rope parameters for config.json: those of llama3 if they give the file's factors."""
-        found: dict[str, Any] = {"hidden_act": "silu", "rope_theta": config.rope_theta}  # where transformers 4 looks
+        result: dict[str, Any] = {"hidden_act": "silu", "rope_theta": config.rope_theta}  # where transformers 4 looks
         if config.rope_scaling is None or config.rope_scaling.rope_type != "factors":
-            return found
+            return result
         scaling = {"rope_type": "llama3", "factor": round(max(config.rope_scaling.factors), 3), **_LLAMA3}
         like = replace(config, rope_scaling=RopeScaling(**scaling))
         if not np.allclose(inv_freq(like), inv_freq(config), rtol=1e-6, atol=0):
@@ -205,7 +205,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
                 f"{path} scales its frequencies by factors that config.json cannot express: import the model that it "
                 "was converted from."
             )
-        return found | {"rope_parameters": {"rope_theta": config.rope_theta, **scaling}}
+        return result | {"rope_parameters": {"rope_theta": config.rope_theta, **scaling}}
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

@@ -22,13 +22,13 @@ def _before(x: np.ndarray, runs: np.ndarray, back: int, state: np.ndarray | None
     """x `back` rows earlier in the same sequence [rows, cols], from the state before the batch if there is one, or
     0."""
     before, _, sequence, goes_on = runs.reshape(-1, 4).astype(np.int64).T
-    found = np.zeros_like(x)
+    result = np.zeros_like(x)
     here = np.flatnonzero(before >= back)
-    found[here] = x[here - back]
+    result[here] = x[here - back]
     if state is not None:
         kept = np.flatnonzero((before < back) & (goes_on != 0))
-        found[kept] = state[sequence[kept], state.shape[1] + before[kept] - back]
-    return found
+        result[kept] = state[sequence[kept], state.shape[1] + before[kept] - back]
+    return result
 
 
 def _sum(
@@ -75,8 +75,8 @@ def causal_conv_forward(
     batch, if any, are in its state [taps - 1, cols], the newest last. y is in three parts, of key_cols, key_cols and
     the other columns."""
     total, y = _sum(x, weight, runs, rows, cols, taps, state), y.copy()
-    found = np.split(total / (1 + np.exp(-total)), (key_cols, 2 * key_cols), axis=1)
-    for part, values in zip(_parts(y, rows, cols, key_cols, q_first, k_first, v_first), found, strict=True):
+    result = np.split(total / (1 + np.exp(-total)), (key_cols, 2 * key_cols), axis=1)
+    for part, values in zip(_parts(y, rows, cols, key_cols, q_first, k_first, v_first), result, strict=True):
         part[:] = values
     return y
 

@@ -117,8 +117,8 @@ def delta_pairs(
         dots = sum(np.einsum("ihd,jhd->hij", a[here], b[here]) for a, b in pairs)
         ratio = decays[here, None, :, 0] - decays[None, here, :, 0]
         seen = lower(stop - start, strict)[..., None]
-        found = np.where(seen, dots.transpose(1, 2, 0) * np.exp(np.where(seen, ratio, 0)), 0) * betas[here, None, :, 0]
-        result[here, :, at : at + stop - start] = (-found if negative else found).transpose(0, 2, 1)
+        value = np.where(seen, dots.transpose(1, 2, 0) * np.exp(np.where(seen, ratio, 0)), 0) * betas[here, None, :, 0]
+        result[here, :, at : at + stop - start] = (-value if negative else value).transpose(0, 2, 1)
     return result
 
 
@@ -161,11 +161,11 @@ def delta_mix(
     of = block(first, heads, value_heads, key_heads)
     scale = scalars(beta, rows, of) * (1 if decay is None else np.exp(scalars(decay, rows, of)))
     x, a, result = of_block(x, x_of, rows, of) * scale, a.reshape(rows, heads, CHUNK), y.copy()
-    found = of_block(result, y_of, rows, of)  # a view
+    value = of_block(result, y_of, rows, of)  # a view
     for start, stop in pieces(runs, rows):
         matrix = a[start:stop, :, start % CHUNK : start % CHUNK + stop - start]
         mixed = np.einsum("jhi,jhd->ihd" if transposed else "ihj,jhd->ihd", matrix, x[start:stop])
-        found[start:stop] = found[start:stop] + mixed if accumulate else mixed
+        value[start:stop] = value[start:stop] + mixed if accumulate else mixed
     return result
 
 

@@ -160,11 +160,11 @@ def delta_through(
     for start, stop in pieces(runs, rows):
         before, after = (int(n) for n in runs.reshape(-1, 4)[start, :2])
         if start + after > stop if behind else before:
-            found = np.einsum("ihc,hdc->ihd", x[start:stop], states[start // CHUNK])
+            value = np.einsum("ihc,hdc->ihd", x[start:stop], states[start // CHUNK])
             if decay is not None:
                 decays = scalars(decay, rows, of)
-                found = found * np.exp(decays[stop - 1] - decays[start:stop] if behind else decays[start:stop])
-            result[start:stop] += -found if negative else found
+                value = value * np.exp(decays[stop - 1] - decays[start:stop] if behind else decays[start:stop])
+            result[start:stop] += -value if negative else value
     return result
 
 

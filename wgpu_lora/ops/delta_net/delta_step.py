@@ -56,14 +56,14 @@ def delta_inputs(
     mixed = causal_conv_forward(runs, x, weight, state, np.zeros(rows * cols), **shape, **one_part)
     decays = np.exp(-np.exp(a_log) * np.logaddexp(0, a.reshape(rows, heads) + dt_bias))
     zeros = np.zeros((rows, padded(heads) - heads))
-    found = np.concatenate([mixed.reshape(rows, cols), decays, zeros], axis=1)
-    return causal_conv_state(runs, x, state, **shape), found
+    result = np.concatenate([mixed.reshape(rows, cols), decays, zeros], axis=1)
+    return causal_conv_state(runs, x, state, **shape), result
 
 
 def possible_slices(key_dim: int, value_dim: int) -> list[int]:
     """Into how many slices the rows of a state may be divided, whose lanes have four columns each."""
-    found = (n for n in (8, 4, 2, 1) if key_dim // 4 % n == 0)
-    return [n for n in found if value_dim // 4 * n <= LANES and key_dim // n <= HELD]
+    result = (n for n in (8, 4, 2, 1) if key_dim // 4 % n == 0)
+    return [n for n in result if value_dim // 4 * n <= LANES and key_dim // n <= HELD]
 
 
 def slices(capabilities: Capabilities, c: Any) -> list[Tiling]:

@@ -44,7 +44,7 @@ def read(card: Path) -> Status:
 def _opened(fdinfo: Path) -> set[str]:
     """The PCI addresses of the devices that this process has open."""
     texts = [_text(file) for file in fdinfo.glob("*")]
-    return {found[1] for text in texts if (found := re.search(r"^drm-pdev:\s*(\S+)", text, re.MULTILINE))}
+    return {match[1] for text in texts if (match := re.search(r"^drm-pdev:\s*(\S+)", text, re.MULTILINE))}
 
 
 def _text(path: Path) -> str:

@@ -26,8 +26,8 @@ def find(info: DeviceInfo) -> ReadStatus | None:
 def status(ioreg: bytes, powermetrics: bytes) -> Status:
     """The status from the property lists that both print."""
     accelerators, power = _plist(ioreg), _plist(powermetrics)
-    found = accelerators[0] if isinstance(accelerators, list) and accelerators else {}
-    known = found.get("PerformanceStatistics") if isinstance(found, dict) else None
+    result = accelerators[0] if isinstance(accelerators, list) and accelerators else {}
+    known = result.get("PerformanceStatistics") if isinstance(result, dict) else None
     known = known if isinstance(known, dict) else {}
     return Status(
         busy=_number(known.get("Device Utilization %")),

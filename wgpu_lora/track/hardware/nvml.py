@@ -60,8 +60,8 @@ def read(asked: Callable[..., Any], card: Any) -> Status:
 
 def _processes(asked: Callable[..., Any], card: Any) -> set[int]:
     kinds = ("Graphics", "Compute")
-    found = [asked(f"nvmlDeviceGet{kind}RunningProcesses", card) or [] for kind in kinds]
-    return {one.pid for some in found for one in some}
+    result = [asked(f"nvmlDeviceGet{kind}RunningProcesses", card) or [] for kind in kinds]
+    return {one.pid for some in result for one in some}
 
 
 def _name(name: Any) -> str | None:

@@ -56,10 +56,10 @@ class Sampler:
 
     def since(self, begin: float) -> dict[str, float]:
         """The means of the samples since a time of time.monotonic, by keys of the log; without unknown values."""
-        found = [asdict(sample.status) for sample in list(self._samples) if sample.at >= begin]
+        result = [asdict(sample.status) for sample in list(self._samples) if sample.at >= begin]
         means: dict[str, float] = {}
         for item in fields(Status):
-            values = [each[item.name] for each in found if _known(each[item.name])]
+            values = [each[item.name] for each in result if _known(each[item.name])]
             if values:
                 means[f"gpu_{item.name}"] = round(statistics.fmean(values), 3)
         return means

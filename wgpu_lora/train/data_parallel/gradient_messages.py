@@ -21,8 +21,8 @@ LOST = "lost"  # how whoever passes messages on says that the other side has gon
 
 def message(said: Mapping[str, Any], arrays: Arrays | None = None) -> bytes:
     """JSON values and arrays as bytes, in the safetensors format."""
-    made: bytes = save(dict(arrays or {}), {SAID: json.dumps(said)})
-    return made
+    result: bytes = save(dict(arrays or {}), {SAID: json.dumps(said)})
+    return result
 
 
 def read_message(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -34,12 +34,12 @@ def read_message(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     try:
         arrays = load(data)
         length = int.from_bytes(data[:8], "little")  # `load` has checked it
-        said = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][SAID])
+        text = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][SAID])
     except Exception as error:  # safetensors raises an error of its own
         raise ValueError(f"a message cannot be read ({error})") from None
-    if not isinstance(said, dict):
+    if not isinstance(text, dict):
         raise ValueError("a message has no values")
-    return said, arrays
+    return text, arrays
 
 
 def parameters(session: Session) -> dict[str, np.ndarray]:
@@ -80,11 +80,11 @@ def clear_gradients(session: Session) -> None:
 
 def sum_gradients(first: Arrays, others: Sequence[Arrays]) -> dict[str, np.ndarray]:
     """The sums of all, in f32 and in this order, so that the same members give the same bits."""
-    found = {name: values.copy() for name, values in first.items()}
+    result = {name: values.copy() for name, values in first.items()}
     for other in others:
-        for name, values in found.items():
+        for name, values in result.items():
             values += other[name]
-    return found
+    return result
 
 
 def is_valid_gradient(session: Session, arrays: Arrays) -> bool:

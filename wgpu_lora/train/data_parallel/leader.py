@@ -136,28 +136,28 @@ class DataParallelLeader:
     def _ask(self, shared: StepPart, spans: Mapping[int, Span], tokens: Mapping[int, int]) -> None:
         parameters = gradient_messages.parameters(shared.session)
         for member, span in spans.items():
-            helper, said, arrays = self._helpers[member], shared.question(span), parameters
+            helper, text, arrays = self._helpers[member], shared.question(span), parameters
             if helper.new:
                 self._shares.forget(member)
-                said["run"] = {**shared.run.identity(), "code": self._code}
+                text["run"] = {**shared.run.identity(), "code": self._code}
                 arrays = {**parameters, **gradient_messages.read_offsets(shared.session)}
-            helper.ask(gradient_messages.message(said, arrays), tokens[member])
+            helper.ask(gradient_messages.message(text, arrays), tokens[member])
 
     def _add(
         self, shared: StepPart, spans: Mapping[int, Span], answers: Mapping[int, Answer | None]
     ) -> dict[int, Answer]:
         """Add the helpers' sums, and compute here what is missing; returns the answers that were added."""
         session = shared.session
-        found = {
+        result = {
             m: answer
             for m, answer in answers.items()
             if answer and gradient_messages.is_valid_gradient(session, answer.arrays)
         }
-        for member in answers.keys() - found.keys():
+        for member in answers.keys() - result.keys():
             shared.accumulate(spans[member])
         own = gradient_messages.read_gradients(session)
         for member, answer in answers.items():
-            if answer and member in found:
+            if answer and member in result:
                 self._shares.took(member, self._helpers[member].tokens, answer.seconds)
             elif answer and gradient_messages.finite(own):  # else the rows are at fault, as the update will report
                 self._barred.add(member)
@@ -166,11 +166,11 @@ class DataParallelLeader:
                     "finite or not those of this run: it is not asked again",
                     stacklevel=1,
                 )
-        if found:
+        if result:
             gradient_messages.write_gradients(
-                session, gradient_messages.sum_gradients(own, [answer.arrays for answer in found.values()])
+                session, gradient_messages.sum_gradients(own, [answer.arrays for answer in result.values()])
             )
-        return found
+        return result
 
 
 KEPT = 32  # steps that shares stay as they are, so that results can be explained
@@ -222,8 +222,8 @@ class LoadBalance:
     def _computed(self, members: Sequence[int]) -> dict[int, float]:
         speeds = {member: 1 / statistics.median(known) for member in members if (known := self._seconds.get(member))}
         usual = statistics.fmean(speeds.values()) if speeds else 1.0
-        found = {member: speeds.get(member, usual) for member in members}
-        return {member: speed / sum(found.values()) for member, speed in found.items()}
+        result = {member: speeds.get(member, usual) for member in members}
+        return {member: speed / sum(result.values()) for member, speed in result.items()}
 
     def took(self, member: int, tokens: int, seconds: float) -> None:
         """A member has computed a part of this many tokens."""

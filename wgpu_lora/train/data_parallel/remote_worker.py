@@ -70,11 +70,11 @@ class RemoteWorker:
     def _asked(self, question: bytes) -> Answer | None:
         begin = time.monotonic()
         self._link.send_bytes(question)
-        said, arrays = read_message(self._link.recv_bytes())
-        if said.get("say") == LOST:
+        text, arrays = read_message(self._link.recv_bytes())
+        if text.get("say") == LOST:
             self._here.clear()
             return None
-        return Answer(said, arrays, time.monotonic() - begin)
+        return Answer(text, arrays, time.monotonic() - begin)
 
     # -- the leader's side -----------------------------------------------------------------------------------------
 
@@ -99,11 +99,11 @@ class RemoteWorker:
     def answer(self, seconds: float) -> Answer | None:
         """The answer to the only open question; None if it is late, or the helper was lost."""
         try:
-            found = self._answers.get(timeout=max(0.0, seconds))
+            result = self._answers.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return None
         self._open -= 1
-        return found
+        return result
 
     def close(self) -> None:
         """Hang up, as soon as nothing is being computed."""

@@ -127,9 +127,9 @@ class SlotProgress:
 
     def measure_start(self, events: Events) -> None:
         """Measure the held-out loss before the first step, and log it on a line of its own."""
-        found = self._measure(events)
-        if found:
-            self._log({"step": 0, "epoch": 0.0, **found, **self._times()})
+        result = self._measure(events)
+        if result:
+            self._log({"step": 0, "epoch": 0.0, **result, **self._times()})
 
     def measure_heldout(self, events: Events) -> None:
         self._line |= self._measure(events)
@@ -137,9 +137,9 @@ class SlotProgress:
     def _measure(self, events: Events) -> dict[str, float]:
         begin = time.perf_counter()
         with self.clock.between(HELD_OUT):
-            found = self.run.measure_heldout(self.session, events)
+            result = self.run.measure_heldout(self.session, events)
         self.run.state.seconds += time.perf_counter() - begin
-        return found
+        return result
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
@@ -183,10 +183,10 @@ class SlotProgress:
         self.run.state.total_steps = self.run.state.step
         if not self._last_line or "eval_loss" in self._last_line:
             return
-        found = self._measure(events)
-        self._last_line |= found
-        if found and not self.run.state.pending:  # the last step was logged, when nobody knew that it was the last
-            self._log(self._written | found | self._times())
+        result = self._measure(events)
+        self._last_line |= result
+        if result and not self.run.state.pending:  # the last step was logged, when nobody knew that it was the last
+            self._log(self._written | result | self._times())
         self.write_pending()
         self.save_best()
 
@@ -316,10 +316,10 @@ class TrainingClock:
         """Progress of the decay at the beginning of the step, from 0 to 1."""
         args, state, warmed = self.run.args, self.run.state, self.run.state.warmed_seconds or 0.0
         assert args.target_seconds
-        found = (self._begun - warmed) / max(args.target_seconds - warmed, 1e-9)
+        result = (self._begun - warmed) / max(args.target_seconds - warmed, 1e-9)
         if args.max_steps > 0:
-            found = max(found, (state.step - state.warmed_step) / max(1, args.max_steps - state.warmed_step))
-        return min(1.0, max(0.0, found))
+            result = max(result, (state.step - state.warmed_step) / max(1, args.max_steps - state.warmed_step))
+        return min(1.0, max(0.0, result))
 
     def _end_warmup(self) -> None:
         """Note when the warm-up ended, if it has."""
@@ -331,16 +331,16 @@ class TrainingClock:
     def _warmed(self) -> float:
         """The share of the warm-up that is done; at 1 it is over."""
         args, step = self.run.args, self.run.state.step
-        found = 0.0
+        result = 0.0
         if args.warmup_steps or args.max_steps > 0:
             count = args.warmup_steps
             if args.max_steps > 0:
                 count = warmup_steps(args.max_steps, args.warmup_ratio, args.warmup_steps)
-            found = (step + 1) / (count + 1) if step < count else 1.0
+            result = (step + 1) / (count + 1) if step < count else 1.0
         if args.warmup_steps:
-            return found
+            return result
         seconds = self._warmup_seconds()
-        return max(found, self._warming() / seconds if seconds else 1.0)
+        return max(result, self._warming() / seconds if seconds else 1.0)
 
     def _warmup_seconds(self) -> float:
         return self.run.args.warmup_ratio * (self.run.args.target_seconds or 0.0)

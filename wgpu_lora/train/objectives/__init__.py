@@ -40,5 +40,5 @@ def formats_of(objective: Objective) -> RowFormats[Sample]:
 def _readers(names: Sequence[str]) -> str | None:
     """Advice about rows with these keys: the objectives that read them and need nothing else."""
     fitting = [name for name, kind in OBJECTIVES.items() if kind.formats.fits(names) and not kind.taught]
-    found = [setting("objective", name) for name in fitting]
-    return f"use {' or '.join(found)} for such rows" if found else None
+    result = [setting("objective", name) for name in fitting]
+    return f"use {' or '.join(result)} for such rows" if result else None

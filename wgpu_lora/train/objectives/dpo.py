@@ -143,14 +143,14 @@ class DPO(Referenced, Pairs):
     @staticmethod
     def _weights(text: str) -> list[float]:
         try:
-            found = [float(part) for part in text.split(",")]
-            if not all(0 <= weight < 1e30 for weight in found) or not any(found):
+            result = [float(part) for part in text.split(",")]
+            if not all(0 <= weight < 1e30 for weight in result) or not any(result):
                 raise ValueError
         except ValueError:
             raise UserError(
                 f"{flag('loss_weights')} must be numbers of at least 0, not all 0, with commas, not {text!r:.80}."
             ) from None
-        return found
+        return result
 
     def idle(self) -> dict[str, str]:
         return (

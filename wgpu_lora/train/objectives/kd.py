@@ -56,8 +56,8 @@ def kd_scores(
         top, total = softmax_state.reshape(rows, 4)[:, :2].T
         with np.errstate(divide="ignore"):
             rest = np.where(total > 0, by * top + np.log(total), -np.inf)
-        found = np.concatenate([by * logits[:, :-1], rest[:, None]], 1)
-        return found - np.logaddexp.reduce(found, 1, keepdims=True)
+        result = np.concatenate([by * logits[:, :-1], rest[:, None]], 1)
+        return result - np.logaddexp.reduce(result, 1, keepdims=True)
 
     with np.errstate(invalid="ignore"):
         lq = softmax(state, rate)
@@ -82,10 +82,10 @@ def kd_scores(
     agrees = logits[:, 0] >= np.maximum(logits.max(1), np.where(mass > 0, largest, -np.inf))
     total = kd * loss.sum(1) + top1 * top1_loss + full * full_loss
     logged = [loss.sum(1), top1_loss, full_loss, agrees, np.exp(lp[:, kept]), np.exp(lq_tail)]
-    found = np.zeros((9, stride))
-    found[:, :rows] = np.where(w != 0, np.stack([w * rests[0], w * rests[1], total, *logged]), 0)
+    result = np.zeros((9, stride))
+    result[:, :rows] = np.where(w != 0, np.stack([w * rests[0], w * rests[1], total, *logged]), 0)
     slopes = (soft + hard)[:, : kept + 1]
-    return np.where((w != 0)[:, None], w[:, None] * slopes, 0), found
+    return np.where((w != 0)[:, None], w[:, None] * slopes, 0), result
 
 
 @dataclass(frozen=True)

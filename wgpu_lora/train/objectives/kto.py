@@ -76,13 +76,13 @@ class KTO(Referenced):
 
     def logged(self, totals: Mapping[str, float], units: int) -> dict[str, float]:
         """Means over the answers with each label, for labels that there are, and their difference."""
-        found = {name: value / units for name, value in totals.items() if name not in BY_LABEL}
+        result = {name: value / units for name, value in totals.items() if name not in BY_LABEL}
         for label in LABELS:
             count = totals[f"count/{label}"]
-            found |= {f"{kind}/{label}": totals[f"{kind}/{label}"] / count for kind in ("rewards", "logps") if count}
-        if all(f"rewards/{label}" in found for label in LABELS):
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return found
+            result |= {f"{kind}/{label}": totals[f"{kind}/{label}"] / count for kind in ("rewards", "logps") if count}
+        if all(f"rewards/{label}" in result for label in LABELS):
+            result["rewards/margins"] = result["rewards/chosen"] - result["rewards/rejected"]
+        return result
 
     def kernel(self) -> Kernel:
         return kto_scores

@@ -53,17 +53,17 @@ def code_words(states: int) -> int:
 
 def unpacked(codes: Any, values: Any, places: Any, states: int) -> list[np.ndarray]:
     """The states by parameter: float64 [blocks * 1024] each; zero where nothing is kept."""
-    found = [np.zeros((len(places), BLOCK)) for _ in range(states)]
+    result = [np.zeros((len(places), BLOCK)) for _ in range(states)]
     for block, (owner, word, value, wide) in enumerate(places.astype(np.int64)):
         if owner == NO_OWNER or wide == UNKEPT:
             continue
-        for at, state in enumerate(found):
+        for at, state in enumerate(result):
             if wide:
                 state[block] = values[value + at * BLOCK :][:BLOCK]
                 continue
             scales = np.repeat(values[value + at * QUARTERS :][:QUARTERS], QUANT_BLOCK)
             state[block] = dynamic_map(SIGNED[at])[codes[4 * word + at * BLOCK :][:BLOCK]] * scales
-    return [state.reshape(-1) for state in found]
+    return [state.reshape(-1) for state in result]
 
 
 def packed(states: Sequence[Any], go: Any, codes: Any, values: Any, places: Any) -> tuple[Any, Any]:
@@ -188,7 +188,7 @@ class EightBit:
     def read(self, device: Device, slot: int) -> Arrays:
         codes = [device.read(page[0].storage.buffer).view(np.uint8) for page in self.pages]
         values = [device.read(page[1].storage.buffer).view(np.float32) for page in self.pages]
-        found: Arrays = {}
+        result: Arrays = {}
         for record in self._records(slot):
             place, count = record.place, len(self.states)
             size = place.blocks * record_values(count, record.wide)
@@ -199,10 +199,10 @@ class EightBit:
                 whole = whole.reshape(place.blocks, count, BLOCK)
             for at, state in enumerate(self.states):
                 name = f"{record.name}.{state.name}"
-                found[name] = replace(place, first=0).cropped(whole[:, at].reshape(-1))
+                result[name] = replace(place, first=0).cropped(whole[:, at].reshape(-1))
                 if not record.wide:
-                    found[name + ABSMAX] = own[:, at].reshape(-1).copy()
-        return found
+                    result[name + ABSMAX] = own[:, at].reshape(-1).copy()
+        return result
 
     def fault(self, slot: int, stored: Mapping[str, np.ndarray]) -> str | None:
         expected: dict[str, tuple[type, tuple[int, ...], float | None]] = {}
@@ -251,12 +251,12 @@ DECADES = 7
 @cache
 def dynamic_map(signed: bool) -> np.ndarray:
     """The 256 values of the codes, ascending, from -1 or 0 to 1: float64 [256] of float32 values."""
-    found = [0.0, 1.0]
+    result = [0.0, 1.0]
     for decade in range(DECADES):
         edges = np.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
         middles = 10.0 ** (decade - DECADES + 1) * (edges[:-1] + edges[1:]) / 2
-        found += [*middles, *(-middles if signed else ())]
-    values: np.ndarray = np.sort(np.array(found)).astype(np.float32).astype(np.float64)
+        result += [*middles, *(-middles if signed else ())]
+    values: np.ndarray = np.sort(np.array(result)).astype(np.float32).astype(np.float64)
     values.flags.writeable = False
     return values
 

@@ -79,8 +79,8 @@ def muon_momentum(grads: InOut, momentum: InOut, block_owners: Fixed, hyper: Fix
 def vectors(values: Any, home: Any, rank: int) -> np.ndarray:
     """The vectors of a matrix, [rank, length]: the rows of A, the columns of B."""
     owner, _, first, _, _, length, *_ = home
-    found = values[first : first + rank * length]
-    rows: np.ndarray = found.reshape(rank, length) if owner % 2 == 0 else found.reshape(length, rank).T
+    result = values[first : first + rank * length]
+    rows: np.ndarray = result.reshape(rank, length) if owner % 2 == 0 else result.reshape(length, rank).T
     return rows
 
 
@@ -93,11 +93,11 @@ def vectors(values: Any, home: Any, rank: int) -> np.ndarray:
 )
 def muon_gram(direction: In, homes: Fixed, firsts: Fixed, gram: Out, *, matrices: U32, rank: U32) -> Any:
     """gram[n] = X X^T of matrix n, [rank, rank]."""
-    all_homes, found = homes.reshape(-1, HOME_WORDS).astype(np.int64), np.zeros((matrices, rank, rank))
+    all_homes, result = homes.reshape(-1, HOME_WORDS).astype(np.int64), np.zeros((matrices, rank, rank))
     for n, first in enumerate(firsts[:matrices]):
         x = vectors(direction, all_homes[first], rank)
-        found[n] = x @ x.T
-    return found
+        result[n] = x @ x.T
+    return result
 
 
 @kernel("optimizers/muon_normalise.wgsl", grid=lambda c: linear_grid(c.matrices * c.rank * c.rank), lib=("linear",))
@@ -153,10 +153,10 @@ def muon(
     checking: Flag = False,
 ) -> Any:
     """p = p (1 - lr wd) - lr scale (q x) / norm, by matrix; skips gated slots."""
-    found, fine = params.copy(), report.reshape(-1, 4)[:, 2] != 0
+    result, fine = params.copy(), report.reshape(-1, 4)[:, 2] != 0
     for slot, place, new in muon_step(params, direction, q, norms, homes, hyper, rank):
-        found[place] = new if fine[slot] else params[place]
-    return found
+        result[place] = new if fine[slot] else params[place]
+    return result
 
 
 @kernel(

@@ -166,8 +166,8 @@ def find_diverged(
     bad = ~(np.abs(params) <= MAX_PARAMETER)
     for values, _ in zip(kept, states, strict=False):
         bad |= ~(np.abs(values) <= largest)
-    found: np.ndarray = (go & bad).reshape(-1, BLOCK).any(axis=1).astype(np.float64)
-    return found
+    result: np.ndarray = (go & bad).reshape(-1, BLOCK).any(axis=1).astype(np.float64)
+    return result
 
 
 ANOTHER = "it holds the state of another optimizer"
@@ -209,9 +209,9 @@ def wrong_values(name: str, values: np.ndarray, dtype: type, shape: tuple[int, .
 
 def laid_out(place: Place, values: np.ndarray, fill: int = 0) -> np.ndarray:
     """An array in its padded shape."""
-    found, matrix = np.full(place.shape, fill, values.dtype), np.atleast_2d(values)
-    found[: matrix.shape[0], : matrix.shape[1]] = matrix
-    return found
+    result, matrix = np.full(place.shape, fill, values.dtype), np.atleast_2d(values)
+    result[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return result
 
 
 class PlainState:
@@ -236,17 +236,17 @@ class PlainState:
         return {f"{name}.{state.name}": place for name, place in self.trained.places(slot).items()}
 
     def read(self, device: Device, slot: int) -> Arrays:
-        found: Arrays = {}
+        result: Arrays = {}
         for at, state in enumerate(self.states):
             host = [device.read(page[at].storage.buffer).view(NUMPY[state.dtype]) for page in self.pages]
             for name, place in self._places(state, slot).items():
                 if state.by_parameter:
-                    found[name] = place.cropped(host[place.page])
+                    result[name] = place.cropped(host[place.page])
                     continue
                 first = place.first // BLOCK * state.values
                 values = host[place.page][first : first + place.blocks * state.values]
-                found[name] = values.reshape(place.blocks, state.values).copy()
-        return found
+                result[name] = values.reshape(place.blocks, state.values).copy()
+        return result
 
     def fault(self, slot: int, stored: Mapping[str, np.ndarray]) -> str | None:
         expected = {

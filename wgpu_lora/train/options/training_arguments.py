@@ -142,11 +142,11 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
         """memory_budget in bytes."""
         if self.memory_budget is None:
             return None
-        found = SIZE.fullmatch(self.memory_budget)
-        require(found is not None, "memory_budget", "must be a size such as 4GiB or 800MB", self.memory_budget)
-        assert found
-        power = " kmgt".index(found[2].lower() or " ")
-        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+        match = SIZE.fullmatch(self.memory_budget)
+        require(match is not None, "memory_budget", "must be a size such as 4GiB or 800MB", self.memory_budget)
+        assert match
+        power = " kmgt".index(match[2].lower() or " ")
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
     @property
     def directory(self) -> Path:

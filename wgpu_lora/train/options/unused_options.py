@@ -20,10 +20,10 @@ def unused_options(given: Collection[str], args: TrainingArguments) -> list[str]
 
 def idle_options(args: TrainingArguments) -> list[tuple[str, str]]:
     """The options that do nothing beside the others, with the reasons."""
-    found: list[tuple[str, str]] = []
+    result: list[tuple[str, str]] = []
 
     def say(names: Collection[str], holds: bool, why: str) -> None:
-        found.extend((name, why) for name in names if holds)
+        result.extend((name, why) for name in names if holds)
 
     warms_up = LR_SCHEDULES[args.lr_scheduler_type].warms_up
     constant = setting("lr_scheduler_type", "constant_with_warmup")
@@ -64,7 +64,7 @@ def idle_options(args: TrainingArguments) -> list[tuple[str, str]]:
         chosen: str = getattr(args, name)
         read, others = _options(kinds[chosen]), {option for kind in kinds.values() for option in _options(kind)}
         say(sorted(others - read), True, f"{setting(name, chosen)} does not use it")
-    return found
+    return result
 
 
 def _options(kind: Any) -> set[str]:

@@ -168,17 +168,17 @@ def read_weight(model: LoadedModel, name: str, residual: bool = False) -> np.nda
 
 def check_residual(args: TrainingArguments, model: LoadedModel) -> None:
     """Raise UserError if loftq has nothing to restore."""
-    said = setting("init_lora_weights", args.init_lora_weights)
+    text = setting("init_lora_weights", args.init_lora_weights)
     if args.init_lora_weights != "loftq" or args.resume:
         return
     if model.config.packed:
         raise UserError(
-            f"{said} needs the weights before quantisation, but those of {model.name} are stored in "
+            f"{text} needs the weights before quantisation, but those of {model.name} are stored in "
             f"{model.config.packed.upper()}: use the model in full precision."
         )
     if base_format(model.decoder.base_dtype).bits >= 16:
         raise UserError(
-            f"{said} needs a quantised base, not {setting('base_dtype', model.decoder.base_dtype)}: use "
+            f"{text} needs a quantised base, not {setting('base_dtype', model.decoder.base_dtype)}: use "
             f"{setting('base_dtype', 'nf4')}, or {setting('init_lora_weights', 'pissa')}."
         )
 
@@ -191,8 +191,8 @@ def double_rank(config: AdapterConfig) -> AdapterConfig:
 
 def halve_rank(config: AdapterConfig, alpha: float) -> AdapterConfig:
     """The inverse of `double_rank`. alpha: that of the options, which is kept if it is the config's up to rounding."""
-    found = config.lora_alpha / (math.sqrt(2) if config.use_rslora else 2)
-    return replace(config, r=config.r // 2, lora_alpha=alpha if math.isclose(alpha, found) else found)
+    result = config.lora_alpha / (math.sqrt(2) if config.use_rslora else 2)
+    return replace(config, r=config.r // 2, lora_alpha=alpha if math.isclose(alpha, result) else result)
 
 
 def split_offset(matrices: Matrices) -> tuple[Matrices, Matrices]:
@@ -267,9 +267,9 @@ def init_from_reference(args: TrainingArguments, objective: Objective) -> tuple[
     if not path or args.init_adapter or args.resume:
         return args, ""
     if args.init_lora_weights != DEFAULT:
-        said = setting("init_lora_weights", args.init_lora_weights)
+        text = setting("init_lora_weights", args.init_lora_weights)
         raise UserError(
-            f"{said} and {flag('reference_adapter')} cannot be combined: training starts from the reference, so leave "
+            f"{text} and {flag('reference_adapter')} cannot be combined: training starts from the reference, so leave "
             "one out."
         )
     return replace(args, init_adapter=path), f"starts from the reference adapter {path}"

@@ -144,8 +144,8 @@ class AdapterRun:
                 run_checkpoint.remove_run(directory)
             if self.storage is PLAIN_FILES:
                 options = hashlib.sha256(to_json(self.identity()["options"], sort_keys=True).encode()).hexdigest()
-                said = to_json({"id": secrets.token_hex(16), "options_sha256": options}) + "\n"
-                self.storage.write(directory / run_checkpoint.ORIGIN, said.encode())
+                text = to_json({"id": secrets.token_hex(16), "options_sha256": options}) + "\n"
+                self.storage.write(directory / run_checkpoint.ORIGIN, text.encode())
         accounts = [data.account for data in (self.stream.prepared, self.heldout) if data]
         self.storage.write(directory / SKIPPED, skipped_rows(accounts))
 
@@ -299,7 +299,7 @@ class AdapterRun:
         ]
         sound = [(state, place) for state, place in kept if state.step < self.state.step]
         if sound:
-            self.state, place = max(sound, key=lambda found: found[0].step)
+            self.state, place = max(sound, key=lambda pair: pair[0].step)
             run_checkpoint.restore(place, session, self.slot, self.subject, storage)
         else:
             first = self.state.first_eval_loss
@@ -325,9 +325,9 @@ class AdapterRun:
         stream = self.heldout_stream
         self.before_step(session)
         at = Evaluating(0, len(self.heldout.rows), step=self.state.step, adapter=self.name)
-        found = heldout_loss(session, stream, self.slot, lambda rows: events.evaluating(replace(at, rows=rows)))
-        loss = found["loss"]
-        if not all(map(math.isfinite, found.values())):
+        result = heldout_loss(session, stream, self.slot, lambda rows: events.evaluating(replace(at, rows=rows)))
+        loss = result["loss"]
+        if not all(map(math.isfinite, result.values())):
             return {}
         state = self.state
         state.last_eval_loss = loss
@@ -336,7 +336,7 @@ class AdapterRun:
         elif state.best_eval_loss is None or loss < state.best_eval_loss:
             state.best_eval_loss, state.best_step = loss, state.step
         events.evaluating(replace(at, rows=at.total, loss=loss))
-        return {f"eval_{name}": value for name, value in found.items()}
+        return {f"eval_{name}": value for name, value in result.items()}
 
     # -- end -------------------------------------------------------------------------------------------------------
 

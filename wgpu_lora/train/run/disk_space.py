@@ -63,7 +63,7 @@ def reserve(session: Session, runs: Sequence[AdapterRun]) -> int:
 
 def release(runs: Sequence[AdapterRun]) -> bool:
     """Remove the reserves; returns whether there was one."""
-    found = [run.directory / RESERVE for run in runs if (run.directory / RESERVE).exists()]
-    for path in found:
+    result = [run.directory / RESERVE for run in runs if (run.directory / RESERVE).exists()]
+    for path in result:
         path.unlink()
-    return bool(found)
+    return bool(result)

@@ -62,14 +62,14 @@ def link_members(home: Path, members: Iterable[Path]) -> None:
     """Write the location of the record into every adapter's directory."""
     for member in members:
         if member.resolve() != home.resolve():
-            said = {"pipeline": os.path.relpath(home.resolve(), member.resolve())}
-            write_bytes_atomic(member / MEMBER, (to_json(said) + "\n").encode())
+            text = {"pipeline": os.path.relpath(home.resolve(), member.resolve())}
+            write_bytes_atomic(member / MEMBER, (to_json(text) + "\n").encode())
 
 
 def write_pipeline_state(directory: Path, state: PipelineState) -> None:
     """Replace the state, with its SHA-256."""
-    said = vars(state)
-    text = to_json({"schema": SCHEMA, "sha256": _digest(said), "state": said}, indent=1)
+    message = vars(state)
+    text = to_json({"schema": SCHEMA, "sha256": _digest(message), "state": message}, indent=1)
     write_bytes_atomic(directory / STATE, (text + "\n").encode())
 
 
@@ -80,17 +80,17 @@ def read_pipeline_state(directory: Path) -> PipelineState:
         raise UserError(f"There is no pipeline in {directory} to resume: start without {flag('resume')}.")
     advice = f"start again elsewhere, from the adapters' own checkpoints with {flag('init_adapter')}"
     try:
-        found = read_json(path)
-        schema_of(found, path)
+        result = read_json(path)
+        schema_of(result, path)
     except NewerSchemaError:
         raise
     except (UserError, ValueError) as error:
         wrong = error.problem if isinstance(error, UserError) else error
         raise UserError(f"The pipeline's state is damaged ({wrong}): {advice}.") from None
-    said = found.get("state")
-    if not isinstance(said, dict) or found.get("sha256") != _digest(said) or not _is_state(said):
+    text = result.get("state")
+    if not isinstance(text, dict) or result.get("sha256") != _digest(text) or not _is_state(text):
         raise UserError(f"The pipeline's state {path} is damaged: {advice}.")
-    return PipelineState(**said)
+    return PipelineState(**text)
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -99,9 +99,9 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     if then != given:
         return f"its adapters were {', '.join(then)}, not {', '.join(given)}"
     for old, new in zip(before["adapters"], now["adapters"], strict=True):
-        found = next((key for key in new if old.get(key) != new[key]), None)
-        if found:
-            return f"the {found} of adapter '{new['name']}' was {old.get(found)!r}, not {new[found]!r}"
+        result = next((key for key in new if old.get(key) != new[key]), None)
+        if result:
+            return f"the {result} of adapter '{new['name']}' was {old.get(result)!r}, not {new[result]!r}"
     flat_before, flat_now = ({**d, **d.get("options", {})} for d in (before, now))
     names = [name for name in flat_now if name != "options" and flat_before.get(name) != flat_now[name]]
     name = names[0] if names else "options"

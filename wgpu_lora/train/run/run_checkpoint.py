@@ -139,7 +139,7 @@ def checkpoint_damage(directory: Path, storage: CheckpointStore = PLAIN_FILES) -
 def damaged_checkpoint_error(directory: Path, wrong: str, storage: CheckpointStore = PLAIN_FILES) -> UserError:
     """The error for a damaged checkpoint, which names the newest intact one of the run."""
     run = run_of(directory)
-    said = f"The checkpoint {directory} is damaged: {wrong}"
+    text = f"The checkpoint {directory} is damaged: {wrong}"
     places = [path for _, path in list_checkpoints(run / STEPS, storage=storage)] + results_of(run, storage)
     intact = {
         path: read_state(path, storage)[0].step
@@ -151,11 +151,11 @@ def damaged_checkpoint_error(directory: Path, wrong: str, storage: CheckpointSto
     if intact:
         latest = max(states or intact, key=lambda path: intact[path])
         if states:
-            return UserError(f"{said}; remove that directory to resume from {latest.name}, which is intact.")
+            return UserError(f"{text}; remove that directory to resume from {latest.name}, which is intact.")
         return UserError(
-            f"{said}; start a new run from the adapter in {latest}, which is intact, with {flag('init_adapter')}."
+            f"{text}; start a new run from the adapter in {latest}, which is intact, with {flag('init_adapter')}."
         )
-    return UserError(f"{said}; no other is intact, so start again in another directory.")
+    return UserError(f"{text}; no other is intact, so start again in another directory.")
 
 
 def results_of(run: Path, storage: CheckpointStore = PLAIN_FILES) -> list[Path]:
@@ -208,8 +208,8 @@ def current_state_name(name: str, modules: Collection[str]) -> str:
     """Convert a state's name of version 0.1.0, such as '0.q_proj.A.first_moment', to the module's path."""
     layer, _, rest = name.partition(".")
     module, _, which = rest.partition(".")
-    found = [m for m in modules if f".{layer}." in m and m.endswith(f".{module}")] if layer.isdecimal() else []
-    return f"{found[0]}.{which}" if len(found) == 1 else name
+    result = [m for m in modules if f".{layer}." in m and m.endswith(f".{module}")] if layer.isdecimal() else []
+    return f"{result[0]}.{which}" if len(result) == 1 else name
 
 
 def restore(

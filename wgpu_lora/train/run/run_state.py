@@ -130,12 +130,12 @@ def schema_of(facts: Any, path: Path) -> int:
     """
     if not isinstance(facts, dict):
         raise ValueError(f"{path.name} is not a JSON object")
-    found = facts.get("schema", 1)
-    if type(found) is not int or found < 1:
-        raise ValueError(f"the schema of {path.name} is {found!r:.40}")
-    if found > SCHEMA:
+    result = facts.get("schema", 1)
+    if type(result) is not int or result < 1:
+        raise ValueError(f"the schema of {path.name} is {result!r:.40}")
+    if result > SCHEMA:
         raise NewerSchemaError(
-            f"{path} was written by a newer version of wgpu-lora (schema {found}, and this version reads up to "
+            f"{path} was written by a newer version of wgpu-lora (schema {result}, and this version reads up to "
             f"{SCHEMA}): update wgpu-lora."
         )
-    return found
+    return result

@@ -72,8 +72,8 @@ class RunTracking(Tracking):
 
     def hardware(self) -> dict[str, float]:
         begin, self._sampled = self._sampled, time.monotonic()
-        if said := self.sampler.warning():
-            warnings.warn(said, DeviceWarning, stacklevel=2)
+        if text := self.sampler.warning():
+            warnings.warn(text, DeviceWarning, stacklevel=2)
         return self.sampler.since(begin)
 
     def log(self, line: Mapping[str, float]) -> None:
@@ -106,11 +106,11 @@ class RunTracking(Tracking):
     def fail(self, error: BaseException) -> None:
         """Called when an exception has ended the job before the run."""
         if not self.over:
-            found = status_of(error)
-            if self.run.stream.prepared.account.source.private and found.get("error"):
-                found["error"] = type(error).__name__  # its message may have something of the rows
-            self.recording.end(**found)
-            self._close(found["status"])
+            result = status_of(error)
+            if self.run.stream.prepared.account.source.private and result.get("error"):
+                result["error"] = type(error).__name__  # its message may have something of the rows
+            self.recording.end(**result)
+            self._close(result["status"])
 
     def _close(self, status: str) -> None:
         for tracker in self.trackers:
@@ -183,8 +183,8 @@ def _file(prepared: TokenizedData) -> DataFile:
 def logged_id(directory: Path) -> str | None:
     """The id of a directory's run; None if it has none, or a damaged one."""
     with suppress(UserError):
-        found = read_json(directory / FILE).get("id")
-        return found if isinstance(found, str) and found.isascii() and 0 < len(found) <= 64 else None
+        result = read_json(directory / FILE).get("id")
+        return result if isinstance(result, str) and result.isascii() and 0 < len(result) <= 64 else None
     return None
 
 
@@ -212,6 +212,6 @@ def with_log(entry: RunEntry) -> RunEntry:
         return entry
     lines = read_log(path)
     held = _losses(lines, "eval_loss", HELD_OUT)
-    found = held if held.final is not None else _losses(lines, "loss", TRAINING)
+    result = held if held.final is not None else _losses(lines, "loss", TRAINING)
     last = lines[-1] if lines else {}
-    return replace(entry, losses=found, steps=last.get("step"), tokens=last.get("tokens"), seconds=last.get("seconds"))
+    return replace(entry, losses=result, steps=last.get("step"), tokens=last.get("tokens"), seconds=last.get("seconds"))

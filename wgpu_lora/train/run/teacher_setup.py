@@ -61,8 +61,8 @@ def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher |
     random = 0 if args.temperature == 1 else min(RANDOM, theirs - kept)
     adapter = None
     if args.teacher_adapter:
-        found = frozen_adapter(args.teacher_adapter, model.config)
-        adapter = found.spec, found.matrices, found.digest
+        result = frozen_adapter(args.teacher_adapter, model.config)
+        adapter = result.spec, result.matrices, result.digest
     return LiveTeacher(model, TopK(kept, random, args.seed), args.temperature, adapter)
 
 
@@ -113,8 +113,8 @@ def check_caches(
             f"or hold out rows of {flag('data')} with {flag('validation_split')}."
         )
     if own and (split or not heldout):
-        said = setting("validation_split", args.validation_split)
-        why = f"with {said} they are in {flag('teacher_cache')}" if split else "there are none"
+        text = setting("validation_split", args.validation_split)
+        why = f"with {text} they are in {flag('teacher_cache')}" if split else "there are none"
         raise UserError(f"{flag('eval_teacher_cache')} is for held-out rows of their own, but {why}: leave it out.")
     if heldout:
         caches.append((heldout_options(args), heldout))

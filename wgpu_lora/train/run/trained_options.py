@@ -82,31 +82,31 @@ def evaluation_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], po
     Raises:
         UserError: a given value is invalid.
     """
-    said = check_rows(given)
+    text = check_rows(given)
     trained = _common_options([_trained_with(Path(adapter)) for adapter in adapters])
-    of_adapters = {name: value for name, value in trained.items() if name not in said}
+    of_adapters = {name: value for name, value in trained.items() if name not in text}
     length = of_adapters.pop("max_length", None)
     notes = [setting(name, value) for name, value in of_adapters.items() if value != ROWS[name]]
-    if "max_length" in said:
-        _refuse_longer(said["max_length"], positions)
+    if "max_length" in text:
+        _refuse_longer(text["max_length"], positions)
     elif length is not None and length <= positions:
-        said["max_length"] = length
+        text["max_length"] = length
         notes[:0] = [setting("max_length", length)] if length != min(LENGTH, positions) else []
     note = f"{', '.join(notes)}, as in training" if notes else ""
-    if "max_length" not in said:
-        said["max_length"] = min(LENGTH, positions)
-        if said["max_length"] < LENGTH:
+    if "max_length" not in text:
+        text["max_length"] = min(LENGTH, positions)
+        if text["max_length"] < LENGTH:
             short = f"rows of at most {positions:,} tokens, the number of positions of this model"
             note = f"{short}; {note}" if note else short
-    return EvaluationRowOptions(**{**ROWS, **of_adapters, **said}, note=note)
+    return EvaluationRowOptions(**{**ROWS, **of_adapters, **text}, note=note)
 
 
 def check_rows(given: Mapping[str, Any]) -> dict[str, Any]:
     """The given values of max_length and ROWS. Raises UserError if no model allows a value."""
-    said = {name: value for name in ("max_length", *ROWS) if (value := given.get(name)) is not None}
-    for name, value in said.items():
+    text = {name: value for name in ("max_length", *ROWS) if (value := given.get(name)) is not None}
+    for name, value in text.items():
         check(name, value, TrainingArguments.__dataclass_fields__[name].metadata)
-    return said
+    return text
 
 
 def _refuse_longer(length: int, positions: int) -> None:
@@ -133,14 +133,14 @@ def _trained_with(adapter: Path) -> dict[str, Any]:
 
 
 def _valid_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    declared, found = TrainingArguments.__dataclass_fields__, {}
+    declared, result = TrainingArguments.__dataclass_fields__, {}
     for name in ("max_length", *ROWS):
         value = options.get(name)
         kind = {"max_length": int, "on_overflow": str, "template_date": str}.get(name, bool)
         if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             check(name, value, declared[name].metadata)
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
 def _common_options(trained: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -137,15 +137,15 @@ class TrainableQuantScales:
         chosen = {
             module: matrices[f"{module}.weight"] for module in resolve_target_modules(args.target_modules, model.config)
         }
-        found = {module: own for module, weight in chosen.items() if (own := quant_constants(weight))}
-        if not found:
+        result = {module: own for module, weight in chosen.items() if (own := quant_constants(weight))}
+        if not result:
             formats = " and ".join(dict.fromkeys(weight.format.upper() for weight in chosen.values()))
             advice = setting("base_dtype", "lut2")
             raise UserError(
                 f"{setting('train', args.train)} needs a base with lookup tables or group scales, but the linear "
                 f"layers of {model.name} are in {formats}: quantise it first, for example with {advice}."
             )
-        return cls(args, found)
+        return cls(args, result)
 
     def described(self) -> tuple[str, str]:
         return "trains", f"tables and scales of {count_noun(len(self.weights), 'matrix', 'matrices')}"
@@ -188,11 +188,11 @@ class TrainableQuantScales:
 
     def write(self, session: Session, slot: int, directory: Path) -> None:
         """The models with the constants: those of the last step and of best/, in f32 and rounded to f16."""
-        found = {"last": self._set(session).read(session.device)}
+        result = {"last": self._set(session).read(session.device)}
         best = directory / run_checkpoint.BEST / self.files[0]
         if best.exists():
-            found["best"] = load_file(best)
-        for which, constants in found.items():
+            result["best"] = load_file(best)
+        for which, constants in result.items():
             for dtype in ("f32", "f16"):
                 self._write_model(session.model, constants, dtype, directory / f"{which}-{dtype}")
 

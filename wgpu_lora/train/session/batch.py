@@ -124,8 +124,8 @@ class Batch:
 
     def storages(self) -> set[Storage]:
         """All persistent storage that the program reads or writes, or that `upload` fills."""
-        found = self.inputs.storages() | self.program.persistent_storages()
-        return found | {tensor.storage for scoring in self._scoring.values() for tensor in scoring.tensors()}
+        result = self.inputs.storages() | self.program.persistent_storages()
+        return result | {tensor.storage for scoring in self._scoring.values() for tensor in scoring.tensors()}
 
     def upload(self, groups: Sequence[Group]) -> None:
         """Upload groups, which must fit into the batch."""

@@ -67,8 +67,8 @@ class DataStream:
             packing, rows, group = args.batching
             order = epoch_order(len(self.lengths), args.seed, number, args.shuffle)
             longest = args.length * self.objective.parts
-            made = batches(self.lengths, order.tolist(), batch_size=rows, max_length=longest, packing=packing)
-            self._epochs = {number: [made[i : i + group] for i in range(0, len(made), group)]}
+            result = batches(self.lengths, order.tolist(), batch_size=rows, max_length=longest, packing=packing)
+            self._epochs = {number: [result[i : i + group] for i in range(0, len(result), group)]}
         return self._epochs[number]
 
     def total_steps(self) -> int:
@@ -87,9 +87,9 @@ class DataStream:
     def steps(self, epoch: int = 0, index: int = 0) -> Iterator[Step]:
         """Steps from a position on, without end; the caller decides when to stop."""
         while True:
-            made = self.epoch(epoch)
-            for i in range(index, len(made)):
-                yield Step(epoch, i, i == len(made) - 1, made[i])
+            result = self.epoch(epoch)
+            for i in range(index, len(result)):
+                yield Step(epoch, i, i == len(result) - 1, result[i])
             epoch, index = epoch + 1, 0
 
     def position(self, steps: int) -> tuple[int, int]:
@@ -106,8 +106,8 @@ class DataStream:
             if not epoch:
                 return None
             epoch, index = epoch - 1, len(self.epoch(epoch - 1))
-        made = self.epoch(epoch)
-        return Step(epoch, index - 1, index == len(made), made[index - 1])
+        result = self.epoch(epoch)
+        return Step(epoch, index - 1, index == len(result), result[index - 1])
 
     def trained_tokens(self, samples: Iterable[int]) -> int:
         """Number of trained tokens."""
@@ -152,8 +152,8 @@ class DataStream:
             before = {order[0]: (order[0] + 1) % len(self.prepared.samples)}
 
         def group(sample: int) -> Group:
-            made = replace(self.group(sample, weight, slot, epoch), shared=shared)
-            return replace(made, mismatched=self._mismatched(sample, before[sample], slot)) if mismatched else made
+            result = replace(self.group(sample, weight, slot, epoch), shared=shared)
+            return replace(result, mismatched=self._mismatched(sample, before[sample], slot)) if mismatched else result
 
         mismatched = self.objective.mismatched
         chosen = [[sample for sample in batch if only is None or sample in only] for batch in batches]
@@ -165,8 +165,8 @@ class DataStream:
         prefixes = [0] * (len(rows) - 1) + [self.prepared.prefixes[sample]]
         labels = [row.input_ids if whole and not number else row.labels for number, row in enumerate(rows)]
         context = tuple(prompt_targets(row.labels) if whole and not number else 0 for number, row in enumerate(rows))
-        made = zip(rows, labels, self._draws(epoch, rows), prefixes, strict=True)
-        segments = [Segment(row.input_ids, own, slot, drawn, prefix) for row, own, drawn, prefix in made]
+        result = zip(rows, labels, self._draws(epoch, rows), prefixes, strict=True)
+        segments = [Segment(row.input_ids, own, slot, drawn, prefix) for row, own, drawn, prefix in result]
         value, reference, index = self.prepared.value(sample), self.references.get(sample), rows[0].index
         teacher = None
         if self.teacher:
@@ -175,11 +175,11 @@ class DataStream:
 
     def _mismatched(self, sample: int, other: int, slot: int) -> Segment:
         """The prompt of a sample with the answer of another, cut to the maximum length."""
-        asked, said = self.prepared.samples[sample][0], self.prepared.samples[other][0]
-        prompt, behind = prompt_tokens(asked.labels), prompt_tokens(said.labels)
+        asked, text = self.prepared.samples[sample][0], self.prepared.samples[other][0]
+        prompt, behind = prompt_tokens(asked.labels), prompt_tokens(text.labels)
         length = self.args.length
-        ids = np.concatenate([asked.input_ids[:prompt], said.input_ids[behind:]])[:length]
-        labels = np.concatenate([asked.labels[:prompt], said.labels[behind:]])[:length]
+        ids = np.concatenate([asked.input_ids[:prompt], text.input_ids[behind:]])[:length]
+        labels = np.concatenate([asked.labels[:prompt], text.labels[behind:]])[:length]
         return Segment(ids, labels, slot)
 
     @cached_property

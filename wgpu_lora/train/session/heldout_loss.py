@@ -48,7 +48,7 @@ def precompute(session: Session, stream: DataStream, slot: int, events: Events, 
     events.evaluating(at)
     for together in pack(stream.lengths, every, max(session.frozen.passes)):
         groups = session.referenced([stream.group(sample, 1.0, slot) for sample in together])
-        found = {sample: group.reference for sample, group in zip(together, groups, strict=True) if group.reference}
-        stream.references |= found
+        result = {sample: group.reference for sample, group in zip(together, groups, strict=True) if group.reference}
+        stream.references |= result
         at = replace(at, rows=at.rows + len(together) * stream.prepared.parts)
         events.evaluating(at)

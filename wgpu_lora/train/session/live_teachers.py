@@ -81,7 +81,7 @@ class Teachers:
                 self.models.append(live.model)
                 for storage in live.model.decoder.storages():
                     storage.group = "teacher"
-        self._tables = [made for made in all_tables.values() if made is not tables]
+        self._tables = [result for result in all_tables.values() if result is not tables]
         for key, kept in dict.fromkeys((live.key, live.kept) for live in taught.values()):
             mine = {slot: live for slot, live in taught.items() if (live.key, live.kept) == (key, kept)}
             self.groups.append(_Group(models[key], mine, buckets, all_tables[key], kept, compute_dtype))
@@ -90,9 +90,9 @@ class Teachers:
         return [program for group in self.groups for program in group.teacher.programs()]
 
     def storages(self) -> set[Storage]:
-        found: set[Storage] = set()
+        result: set[Storage] = set()
         weights = (model.decoder.storages() for model in self.models)
-        return found.union(*weights, *(t.storages() for t in self._tables), *(g.storages() for g in self.groups))
+        return result.union(*weights, *(t.storages() for t in self._tables), *(g.storages() for g in self.groups))
 
     def base_bytes(self, loaded: bool | None = None) -> int:
         """Bytes of the weights that are not the student's; of those that are on the device, if `loaded`."""
@@ -113,8 +113,8 @@ class Teachers:
 
     def weights_sha256(self, slot: int) -> str | None:
         """That of a slot's teacher, once loaded; None without."""
-        found = [group.model.weights_sha256 for group in self.groups if slot in group.slots]
-        return found[0] if found else None
+        result = [group.model.weights_sha256 for group in self.groups if slot in group.slots]
+        return result[0] if result else None
 
     def place(self, arena: Arena, choices: Choices) -> None:
         """Upload adapters and tables, once everything is allocated."""

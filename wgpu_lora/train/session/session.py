@@ -139,13 +139,13 @@ class Session:
         return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else []), *frozen]
 
     def storages(self) -> set[Storage]:
-        found = self.model.decoder.storages() | self.trained.storages() | self.optimizer.storages()
+        result = self.model.decoder.storages() | self.trained.storages() | self.optimizer.storages()
         batches = [*self.steps.values(), *([self.heldout] if self.heldout else [])]
         frozen = self.references.storages() if self.references else set()
         scorers = (scorer.storages() for scorer in self._scorers())
-        found |= self.norms.program.persistent_storages() if self.norms else set()
+        result |= self.norms.program.persistent_storages() if self.norms else set()
         others = self.totals.storages() | frozen | self.teachers.storages()
-        return found.union(others, *(batch.storages() for batch in batches), *scorers)
+        return result.union(others, *(batch.storages() for batch in batches), *scorers)
 
     def _arena_sizes(self, on_host: bool = False) -> list[int]:
         return Arena.sizes_for([program.plan(on_host) for program in self.programs()])

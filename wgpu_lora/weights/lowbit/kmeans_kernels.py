@@ -109,8 +109,8 @@ def lut_start(
     successive bins is considered (dynamic programming; Wang and Song 2011).
     """
     x, weights = _weighted({"rows": rows, "size_in": size_in, "group": group}, w, scales, importance)
-    found = (_histogram(*one) for one in zip(x, weights, strict=True))
-    return _known(np.stack([_divided(*one, 2**bits) if one else np.full(2**bits, np.nan) for one in found]))
+    result = (_histogram(*one) for one in zip(x, weights, strict=True))
+    return _known(np.stack([_divided(*one, 2**bits) if one else np.full(2**bits, np.nan) for one in result]))
 
 
 def _histogram(x: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -123,7 +123,7 @@ def _histogram(x: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarr
         return None
     bins = np.minimum(places, BINS - 1).astype(np.int64)
     sums = [np.bincount(bins, values, BINS) for values in (weights, weights * x)]
-    mass, moment = (np.concatenate([[0], np.cumsum(found)]) for found in sums)
+    mass, moment = (np.concatenate([[0], np.cumsum(item)]) for item in sums)
     return mass, moment
 
 
@@ -168,8 +168,8 @@ def lut_lloyd(
     millionth of the weight keeps its centre.
     """
     x, weights = _weighted({"rows": rows, "size_in": size_in, "group": group}, w, scales, importance)
-    found = table.reshape(rows, 2**bits).copy()
-    for own, values, mass in zip(found, x, weights, strict=True):
+    result = table.reshape(rows, 2**bits).copy()
+    for own, values, mass in zip(result, x, weights, strict=True):
         for _ in range(iterations):
             codes, close = _nearest(values, own)
             if close.any():
@@ -178,7 +178,7 @@ def lut_lloyd(
             masses, moments = (np.bincount(codes, terms, own.size) for terms in (mass, mass * values))
             filled = masses > 1e-6 * masses.sum()
             own[filled] = moments[filled] / masses[filled]
-    return _known(found)
+    return _known(result)
 
 
 @kernel("fit/lut_rescale.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup, part=fit_part)
@@ -199,9 +199,9 @@ def lut_rescale(
     """
     x, _ = _weighted({"rows": rows, "size_in": size_in, "group": group}, w, scales, None)
     tables = table.reshape(rows, 2**bits)
-    found = [_nearest(values, own) for values, own in zip(x, tables, strict=True)]
-    chosen = np.stack([own[codes] for (codes, _), own in zip(found, tables, strict=True)])
-    close = np.stack([close for _, close in found]).reshape(rows, -1, group).any(axis=2)
+    result = [_nearest(values, own) for values, own in zip(x, tables, strict=True)]
+    chosen = np.stack([own[codes] for (codes, _), own in zip(result, tables, strict=True)])
+    close = np.stack([close for _, close in result]).reshape(rows, -1, group).any(axis=2)
     weights = np.ones(size_in) if importance is None else importance
     sums = [
         (weights * chosen * other).reshape(rows, -1, group).sum(axis=2) for other in (w.reshape(rows, size_in), chosen)
@@ -243,12 +243,12 @@ def lowbit_encode(
     if scales is not None:
         x = x / np.repeat(scales.reshape(rows, -1), group or size_in, axis=1)
     if table is None:
-        found = np.rint(x).clip(-127, 127).astype(np.int8)
+        value = np.rint(x).clip(-127, 127).astype(np.int8)
     else:
         tables = table.reshape(rows, 2**bits)
         pairs = zip(x, tables, strict=True)
         chosen = [np.searchsorted((own[1:] + own[:-1]) / 2, values) for values, own in pairs]
-        found = np.stack(chosen).astype(np.uint8)
+        value = np.stack(chosen).astype(np.uint8)
     result = codes.reshape(-1, out).copy()
-    result[:, first : first + rows] = to_words(pack(found, bits), size_in, bits)
+    result[:, first : first + rows] = to_words(pack(value, bits), size_in, bits)
     return result

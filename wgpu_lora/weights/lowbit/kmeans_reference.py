@@ -58,8 +58,8 @@ def fit(
 
 def largest(values: np.ndarray, group: int) -> np.ndarray:
     """The largest magnitude of each group [out, in / group], at least 2^-24, the smallest positive f16."""
-    found = np.abs(values.reshape(values.shape[0], -1, group)).max(axis=2)
-    result: np.ndarray = np.maximum(found, 2.0**-24)
+    value = np.abs(values.reshape(values.shape[0], -1, group)).max(axis=2)
+    result: np.ndarray = np.maximum(value, 2.0**-24)
     return result
 
 
@@ -81,17 +81,17 @@ def kmeans(values: np.ndarray, weights: np.ndarray, bits: int) -> np.ndarray:
     zeros = np.zeros((len(values), 1))
     masses = np.concatenate([zeros, np.cumsum(mass, axis=1)], axis=1)
     moments = np.concatenate([zeros, np.cumsum(mass * ordered, axis=1)], axis=1)
-    for row, found in enumerate(table):
+    for row, result in enumerate(table):
         before = None
         for _ in range(ROUNDS):
-            inner = np.searchsorted(ordered[row], (found[1:] + found[:-1]) / 2)
+            inner = np.searchsorted(ordered[row], (result[1:] + result[:-1]) / 2)
             bounds = np.concatenate([[0], inner, [values.shape[1]]])
             if before is not None and (bounds == before).all():
                 break
             own, sums = np.diff(masses[row][bounds]), np.diff(moments[row][bounds])
             filled = own > 0
-            found[filled] = sums[filled] / own[filled]
-            found.sort()
+            result[filled] = sums[filled] / own[filled]
+            result.sort()
             before = bounds
     return table
 

@@ -78,12 +78,12 @@ class LowBitWeight:
         weights = self._like(others)
         if weights is None:
             return None
-        found = []
+        result = []
         for tensors in ([w.codes for w in weights], [w.constants for w in weights]):
             if sum(align(tensor.nbytes) for tensor in tensors) > max_binding:
                 return None
-            found.append(share_storage(tensors, f"{tensors[0].name} and others"))
-        return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, *found, strict=True)]
+            result.append(share_storage(tensors, f"{tensors[0].name} and others"))
+        return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, *result, strict=True)]
 
     def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
         return [self, *others]
@@ -99,9 +99,9 @@ class LowBitWeight:
         return CodesProduct(outs, self.in_features, self.scheme.bits, self.scheme.group, codes, constants)
 
     def _product(self) -> CodesProduct:
-        found = self.product(())
-        assert found is not None, "one tensor alone is whole"
-        return found
+        result = self.product(())
+        assert result is not None, "one tensor alone is whole"
+        return result
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
         self._product().forward(rec, x, y, bias, accumulate, None)
@@ -253,8 +253,8 @@ class LowBitMix:
 
 def lowbit_format(name: str) -> LowBit | LowBitMix:
     """The low-bit format of this name. Raises ValueError if it is of none."""
-    found = format_of(name)
-    return LowBit(found) if isinstance(found, Scheme) else LowBitMix(found)
+    result = format_of(name)
+    return LowBit(result) if isinstance(result, Scheme) else LowBitMix(result)
 
 
 LUT4, LUT3, LUT2, INT8 = (LowBit(Scheme(bits)) for bits in (4, 3, 2, 8))

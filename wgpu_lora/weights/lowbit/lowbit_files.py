@@ -53,40 +53,40 @@ class LowBitFiles:
         name = quantization_config.get("base_dtype")
         if quantization_config.get("quant_method") != METHOD or not isinstance(name, str):
             return None
-        found = Scheme.of(name) or Mix.of(name)
-        kinds = self.quantization_config(found.name) if found else {}
+        result = Scheme.of(name) or Mix.of(name)
+        kinds = self.quantization_config(result.name) if result else {}
         for kind in ("mlp", "attention"):
-            if found and quantization_config.get(kind, kinds.get(kind)) != kinds.get(kind):
+            if result and quantization_config.get(kind, kinds.get(kind)) != kinds.get(kind):
                 raise UserError(
                     f"quantization_config states base_dtype {name!r}, but {kind} {quantization_config[kind]!r:.40}: "
                     "copy the model again."
                 )
-        return found.name if found else None
+        return result.name if result else None
 
     def is_packed(self, tensors: StoredTensors, name: str) -> bool:
         return name + TABLE in tensors or name + SCALES in tensors
 
     def check(self, tensors: StoredTensors, name: str, shape: tuple[int, ...], base_format: str) -> None:
         where = f"{name} in {tensors.directory}"
-        found, stated = _stored_scheme(tensors, name, shape), scheme_of(base_format, name)
-        if found is None or found != _as_stored(stated, shape):
-            kind = f"stored as {found.name}" if found else "not stored in any scheme"
+        result, stated = _stored_scheme(tensors, name, shape), scheme_of(base_format, name)
+        if result is None or result != _as_stored(stated, shape):
+            kind = f"stored as {result.name}" if result else "not stored in any scheme"
             raise UserError(f"{where} is {kind}, but config.json states {stated.name}: copy the model again.")
         out, size_in = shape
         wanted = {
-            name: (out, row_bytes(size_in, found.bits)),
-            name + TABLE: (out, table_size(found.bits)),
-            name + SCALES: (scale_count(size_in, found.bits, found.group), out),
+            name: (out, row_bytes(size_in, result.bits)),
+            name + TABLE: (out, table_size(result.bits)),
+            name + SCALES: (scale_count(size_in, result.bits, result.group), out),
         }
         for part in _parts(tensors, name):
             if tensors.shape(part) != wanted[part]:
                 has, asks = list(tensors.shape(part)), list(wanted[part])
                 raise UserError(
-                    f"{part} in {tensors.directory} has shape {has}, but {found.name} of {size_in:,} inputs asks for "
+                    f"{part} in {tensors.directory} has shape {has}, but {result.name} of {size_in:,} inputs asks for "
                     f"{asks}: copy the model again."
                 )
         types = [tensors.stored_dtype(part) for part in _parts(tensors, name)]
-        if types[0] != _codes_dtype(found) or types[1] not in ("F16", "F32") or len(set(types[1:])) > 1:
+        if types[0] != _codes_dtype(result) or types[1] not in ("F16", "F32") or len(set(types[1:])) > 1:
             raise UserError(f"{where} has parts of types {', '.join(types)}, which do not fit: copy the model again.")
 
     def read(self, tensors: StoredTensors, name: str, shape: tuple[int, ...]) -> Packed:

@@ -35,9 +35,9 @@ class Scheme:
     @classmethod
     def of(cls, name: str) -> Scheme | None:
         """The scheme of this name, or None."""
-        found = _SCHEME.fullmatch(name)
+        match = _SCHEME.fullmatch(name)
         bits = {kind: bits for bits, kind in KINDS.items()}
-        return cls(bits[found["kind"]], _group(found)) if found else None
+        return cls(bits[match["kind"]], _group(match)) if match else None
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Mix:
     @classmethod
     def of(cls, name: str) -> Mix | None:
         """The mix of this name, or None."""
-        found = _MIX.fullmatch(name)
-        return cls(*(Scheme(int(found[kind]), _group(found)) for kind in ("mlp", "attention"))) if found else None
+        match = _MIX.fullmatch(name)
+        return cls(*(Scheme(int(match[kind]), _group(match)) for kind in ("mlp", "attention"))) if match else None
 
     def scheme(self, tensor: str) -> Scheme:
         """The scheme of a matrix, by its name in the checkpoint."""
@@ -73,16 +73,16 @@ def _group(found: re.Match[str]) -> int:
 
 def format_of(name: str) -> Scheme | Mix:
     """The scheme or mix of this name. Raises ValueError if it is of none."""
-    found = Scheme.of(name) or Mix.of(name)
-    if found is None:
+    result = Scheme.of(name) or Mix.of(name)
+    if result is None:
         raise ValueError(f"{name} is not a low-bit format")
-    return found
+    return result
 
 
 def scheme_of(base_format: str, tensor: str) -> Scheme:
     """The scheme of a matrix in a low-bit format or mix of this name. Raises ValueError if the name is of none."""
-    found = format_of(base_format)
-    return found.scheme(tensor) if isinstance(found, Mix) else found
+    result = format_of(base_format)
+    return result.scheme(tensor) if isinstance(result, Mix) else result
 
 
 # The planes of a code, low bits first: how many of its bits each has. A plane's words have whole codes.
@@ -119,15 +119,15 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
 
     Each row has its planes one after the other, in whole bytes. A plane's codes begin in the lowest bits.
     """
-    found, first = [], 0
+    result, first = [], 0
     for plane in PLANES[bits]:
         each, per = (codes.view(np.uint8) >> first) & (2**plane - 1), 8 // plane
         padded = np.zeros((len(codes), -(-codes.shape[1] // per) * per), np.uint8)
         padded[:, : codes.shape[1]] = each
         shifts = (plane * np.arange(per)).astype(np.uint8)
-        found.append(np.bitwise_or.reduce(padded.reshape(len(codes), -1, per) << shifts, axis=2))
+        result.append(np.bitwise_or.reduce(padded.reshape(len(codes), -1, per) << shifts, axis=2))
         first += plane
-    return np.concatenate(found, axis=1)
+    return np.concatenate(result, axis=1)
 
 
 def unpack(packed: np.ndarray, size_in: int, bits: int) -> np.ndarray:
@@ -143,25 +143,25 @@ def unpack(packed: np.ndarray, size_in: int, bits: int) -> np.ndarray:
 
 def to_words(packed: np.ndarray, size_in: int, bits: int) -> np.ndarray:
     """Converts `pack`'s bytes to the device's layout, uint32 [word_rows, out]: each plane [words, out]."""
-    found, at = [], 0
+    result, at = [], 0
     for plane in PLANES[bits]:
         width, words = -(-size_in * plane // 8), -(-size_in * plane // 32)
         padded = np.zeros((len(packed), 4 * words), np.uint8)
         padded[:, :width] = packed[:, at : at + width]
-        found.append(padded.view("<u4").T)
+        result.append(padded.view("<u4").T)
         at += width
-    return np.ascontiguousarray(np.concatenate(found))
+    return np.ascontiguousarray(np.concatenate(result))
 
 
 def from_words(words: np.ndarray, size_in: int, bits: int) -> np.ndarray:
     """`pack`'s bytes, uint8 [out, row_bytes]: the inverse of `to_words`."""
-    found, at, out = [], 0, words.shape[1]
+    result, at, out = [], 0, words.shape[1]
     for plane in PLANES[bits]:
         width, count = -(-size_in * plane // 8), -(-size_in * plane // 32)
         rows = np.ascontiguousarray(words[at : at + count].T).astype("<u4").view(np.uint8).reshape(out, 4 * count)
-        found.append(_without_padding(rows[:, :width], size_in * plane % 8))
+        result.append(_without_padding(rows[:, :width], size_in * plane % 8))
         at += count
-    return np.concatenate(found, axis=1)
+    return np.concatenate(result, axis=1)
 
 
 def _without_padding(rows: np.ndarray, used: int) -> np.ndarray:

@@ -29,9 +29,9 @@ def packing_scratch(shape: tuple[int, int], bits: int, group: int) -> Mapping[st
     """Sizes, in f32 values, of the scratch tensors that `pack_lowbit` uses, by name."""
     _, size_in = shape
     _, rows = next(_pieces(shape))
-    found = {"staging": rows * size_in, "importance": size_in}
+    result = {"staging": rows * size_in, "importance": size_in}
     sizes = {"fit_table": rows * table_size(bits), "fit_scales": rows * scale_count(size_in, bits, group)}
-    return found | {name: size for name, size in sizes.items() if size}
+    return result | {name: size for name, size in sizes.items() if size}
 
 
 def pack_lowbit(
@@ -77,11 +77,11 @@ def pack_lowbit(
                 tables[first : first + rows] = read(device, table)
             if own:
                 scales[:, first : first + rows] = read(device, own).T
-    found = [values if values.size else None for values in (tables, scales)]
-    held = all((np.abs(values) <= LARGEST).all() for values in found if values is not None)
+    result = [values if values.size else None for values in (tables, scales)]
+    held = all((np.abs(values) <= LARGEST).all() for values in result if values is not None)
     if not held and np.isfinite(source.read_f32(name)).all():  # models.audit reports values that are not finite
         raise UserError(f"{name} has values that f16 cannot hold: quantise this model to nf4 instead.")
-    return found[0], found[1]
+    return result[0], result[1]
 
 
 def record_packing(

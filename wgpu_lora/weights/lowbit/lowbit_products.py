@@ -48,8 +48,8 @@ def _of_parts(c: Constants) -> dict[str, tuple[list[int], int]]:
 def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
     """Codes and constants of a random W [out, in] of values around 1, with random padding past the last column."""
     counts = {
-        name: sum(region(n, size) for n in found) if c["stacked"] else found[0]
-        for name, (found, size) in _of_parts(c).items()
+        name: sum(region(n, size) for n in result) if c["stacked"] else result[0]
+        for name, (result, size) in _of_parts(c).items()
     }
     codes = rng.integers(0, 2**32, counts["codes"], np.uint32)
     constants = (rng.random(counts["scales"]) + 0.5) * np.where(rng.random(counts["scales"]) < 0.5, -1, 1)
@@ -66,14 +66,14 @@ def _columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays | None
     if c["form"] == "nt":
         kept = [tables[columns].reshape(-1), scales[:, columns].reshape(-1)]
         return {"codes": codes[:, columns], "scales": np.concatenate(kept)}
-    found, at = [], 0
+    result, at = [], 0
     for plane in (2, 1) if bits == 3 else (bits,):
         per, count = 32 // plane, -(-size_in * plane // 32)
-        found.append(codes[at : at + count][np.unique(columns // per)])
+        result.append(codes[at : at + count][np.unique(columns // per)])
         at += count
     if group:
         scales = scales[np.unique(columns // group)]
-    return {"codes": np.concatenate(found), "scales": np.concatenate([flat[:own], scales.reshape(-1)])}
+    return {"codes": np.concatenate(result), "scales": np.concatenate([flat[:own], scales.reshape(-1)])}
 
 
 def _limited(variants: Variants) -> Variants:
@@ -82,16 +82,16 @@ def _limited(variants: Variants) -> Variants:
     def limited(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
         most = 4 if c.form == "nn" and c.m > FEW_ROWS and c.bits == 3 else 32  # faster on CPUs, too
         most = min(most, c.group or most)
-        found = [replace(one, span=min(one.span, most)) for one in variants(capabilities, c)]
+        result = [replace(one, span=min(one.span, most)) for one in variants(capabilities, c)]
         if capabilities.software:  # taller tiles: to decode costs more than to load, but for 3 bits
             taller = c.bits != 3 and c.m > 16
-            return [replace(one, rows=32, cols=4) if taller and one.cols == 8 else one for one in found]
+            return [replace(one, rows=32, cols=4) if taller and one.cols == 8 else one for one in result]
         if c.form != "nt":
             sums = capabilities.registers - BESIDE_WIDE
-            return [one for one in found if not one.wide or one.rows * one.cols <= sums]
+            return [one for one in result if not one.wide or one.rows * one.cols <= sums]
         tables = 8 if c.bits == 2 else table_size(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
-        kept = [one for one in found if one.cols * (one.rows + tables) + BESIDE <= capabilities.registers]
-        return kept or found[-1:]
+        kept = [one for one in result if one.cols * (one.rows + tables) + BESIDE <= capabilities.registers]
+        return kept or result[-1:]
 
     return limited
 

@@ -114,9 +114,9 @@ class NF4Weight:
         shared = [i for i, weight in enumerate(weights) if isinstance(weight, NF4Weight) and len(weight.constants) > 1]
         for first in range(0, len(shared), MATRICES):
             places = shared[first : first + MATRICES]
-            found = [weight for weight in (weights[i] for i in places) if isinstance(weight, NF4Weight)]
-            layer = LayerScales.together([weight.constants for weight in found], found[0].codes.name)
-            for index, (place, weight) in enumerate(zip(places, found, strict=True)):
+            result = [weight for weight in (weights[i] for i in places) if isinstance(weight, NF4Weight)]
+            layer = LayerScales.together([weight.constants for weight in result], result[0].codes.name)
+            for index, (place, weight) in enumerate(zip(places, result, strict=True)):
                 weights[place] = replace(weight, constants=layer.constants[index], layer=layer, index=index)
         return weights
 
@@ -166,16 +166,16 @@ class NF4Weight:
     def _pack(self, loading: Loading, source: MatrixSource, name: str) -> None:
         """Quantises on the device. Only the block constants, 1/64 of the values, are quantised on the host."""
         device, staging, absmax = loading.device, loading.scratch["staging"], loading.scratch["absmax"]
-        found = []
+        result = []
         for first, rows in self.pieces():
             device.write(staging.storage.buffer, source.read_raw(name, first, first + rows))
             program, dtype = Program(device, "pack"), DTYPES[source.dtype(name)]
             values = replace(staging, shape=(rows, self.in_features), dtype=dtype)
             self.record_packing(program, values, replace(absmax, shape=(self.blocks(rows),)), first, rows, dtype)
             with loading.running(program):
-                found.append(device.read(absmax.storage.buffer, 4 * self.blocks(rows)).view(np.float32).copy())
+                result.append(device.read(absmax.storage.buffer, 4 * self.blocks(rows)).view(np.float32).copy())
         with np.errstate(invalid="ignore"):  # models.audit reports non-finite values
-            codes, nested, offset = double_quantize(np.concatenate(found))
+            codes, nested, offset = double_quantize(np.concatenate(result))
         self._write_constants(device, codes, np.append(nested, offset).astype(np.float32))
 
     def _write_constants(self, device: Device, *found: np.ndarray) -> None:

@@ -41,7 +41,7 @@ def _of_parts(c: Constants) -> dict[str, tuple[list[int], int]]:
 def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
     """Codes and scales of a random W [out, in], with random padding in the nibbles past the last column."""
     if c["stacked"]:
-        counts = {name: sum(map(region, found)) for name, (found, _) in _of_parts(c).items()}
+        counts = {name: sum(map(region, result)) for name, (result, _) in _of_parts(c).items()}
         codes = rng.integers(0, 2**32, counts["codes"], np.uint32)
         return {"codes": codes, "scales": rng.random(counts["scales"], np.float32) + np.float32(0.5)}
     out, size_in = (c["n"], c["k"]) if c["form"] == "nt" else (c["k"], c["n"])
@@ -175,9 +175,9 @@ class NF4Product:
         return not (bias and rec.compute_dtype == "f16")  # with scales of x's rows there would be nine bindings
 
     def _scales(self, rec: Recorder) -> Tensor:
-        found = spanning([scales.of(rec) for scales in self.scales])
-        assert found is not None, "the scales of a stack are in one storage"
-        return found
+        result = spanning([scales.of(rec) for scales in self.scales])
+        assert result is not None, "the scales of a stack are in one storage"
+        return result
 
     def forward(
         self,

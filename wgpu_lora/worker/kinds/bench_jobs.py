@@ -78,6 +78,6 @@ def run_bench_training(
 ) -> Ended:
     """The options are those of the command `bench training`. The exit code is 1 if a run did not finish."""
     options: dict[str, Any] = {name: value for name, value in locals().items() if name not in OWN}
-    found = run_training(Work(recipe, shape, layers, training_options(options), where), repeat, port)
-    reasons = [run["stop_reason"] for run in found["runs"] if run["stop_reason"] not in FINISHED]
-    return Ended(found["summary"], int(bool(reasons)), f"a run ended: {reasons[0]}" if reasons else "")
+    result = run_training(Work(recipe, shape, layers, training_options(options), where), repeat, port)
+    reasons = [run["stop_reason"] for run in result["runs"] if run["stop_reason"] not in FINISHED]
+    return Ended(result["summary"], int(bool(reasons)), f"a run ended: {reasons[0]}" if reasons else "")

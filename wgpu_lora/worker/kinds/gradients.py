@@ -160,14 +160,14 @@ class DataParallelWorker:
         """
         session, run = self.session, self.run
         try:
-            said, arrays = gradient_messages.read_message(question)
-            if "run" in said:
-                self._check(said["run"])
+            text, arrays = gradient_messages.read_message(question)
+            if "run" in text:
+                self._check(text["run"])
                 gradient_messages.write_offsets(session, _of(arrays, "offset"))
             gradient_messages.place_parameters(session, _of(arrays, "parameters"))
-            run.stream.references.update({int(sample): tuple(known) for sample, known in said["references"].items()})
-            shared = StepPart(session, run, self._step(said), said["estimate"])
-            begin, end = said["span"]
+            run.stream.references.update({int(sample): tuple(known) for sample, known in text["references"].items()})
+            shared = StepPart(session, run, self._step(text), text["estimate"])
+            begin, end = text["span"]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise UserError(
                 f"A question of the leader of this data-parallel run cannot be answered ({error}): use the same "
@@ -175,9 +175,9 @@ class DataParallelWorker:
             ) from None
         session.begin()
         shared.accumulate((begin, end))
-        found = gradient_messages.read_gradients(session)
+        result = gradient_messages.read_gradients(session)
         gradient_messages.clear_gradients(session)
-        return gradient_messages.message({"say": "part"}, found)
+        return gradient_messages.message({"say": "part"}, result)
 
     def _check(self, leader: dict[str, Any]) -> None:
         """Raise UserError if the leader's run is not this one."""
@@ -194,8 +194,8 @@ class DataParallelWorker:
 
     def _step(self, said: dict[str, Any]) -> Step:
         epoch, index = said["epoch"], said["index"]
-        made = self.run.stream.epoch(epoch)
-        step = Step(epoch, index, index == len(made) - 1, made[index])
+        result = self.run.stream.epoch(epoch)
+        step = Step(epoch, index, index == len(result) - 1, result[index])
         if len(step.samples) != said["samples"]:
             raise ValueError(f"the step has {len(step.samples)} samples here")
         return step

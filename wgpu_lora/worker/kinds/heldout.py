@@ -63,11 +63,11 @@ class _Measuring:
         model = self._opened(args)
         if known and known[0] == options:
             return known[1], model
-        found = prepare_run(with_stored_dtype(replace(args, resume=False), model), model, rows=rows)
-        if not found.heldout:
+        result = prepare_run(with_stored_dtype(replace(args, resume=False), model), model, rows=rows)
+        if not result.heldout:
             raise UserError(f"{name} has no held-out rows: give --eval-data or --validation-split.")
-        self._runs[name] = options, found
-        return found, model
+        self._runs[name] = options, result
+        return result, model
 
     def _opened(self, args: TrainingArguments) -> LoadedModel:
         key = args.model or "demo", args.base_dtype

@@ -41,7 +41,7 @@ def run_evaluate(
     opened = load(model, device=device, base_dtype=base_dtype)
 
     def measure() -> dict[str, Any]:
-        found = evaluate(
+        value = evaluate(
             opened,
             data,
             split=split,
@@ -60,7 +60,7 @@ def run_evaluate(
             progress_bar=False,
         )
         info = opened.device.info
-        return asdict(found) | {"device": {"name": info.name, "driver": info.driver, "backend": info.backend}}
+        return asdict(value) | {"device": {"name": info.name, "driver": info.driver, "backend": info.backend}}
 
     def prepare() -> dict[str, Any]:
         opened.load_weights(port)
@@ -89,5 +89,5 @@ def run_generate(
     """prompts: texts or conversations. The other options are those of `wgpu_lora.answer`."""
     generation_options(options, where)
     opened = load(model, device=device, base_dtype=base_dtype)
-    found = answer(opened, prompts, adapter=adapter, batch=batch, events=port, progress_bar=False, **options)
-    return [one.as_dict() for one in found]
+    result = answer(opened, prompts, adapter=adapter, batch=batch, events=port, progress_bar=False, **options)
+    return [one.as_dict() for one in result]

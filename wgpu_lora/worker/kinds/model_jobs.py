@@ -75,18 +75,18 @@ def run_plan(
     teacher are also in `taught`, with the `digest` of caches that would replace it and what they `need` with these.
     """
     try:
-        made = [typed(Task, task) for task in tasks]
+        result = [typed(Task, task) for task in tasks]
     except ValueError as error:
         raise UserError(f"{where}: a task must have a 'name' and 'options' ({error}).") from None
-    named = {task.name: task for task in made}
-    if len(named) < len(made):
+    named = {task.name: task for task in result}
+    if len(named) < len(result):
         raise UserError(f"{where}: two tasks have the same name: give each its own.")
     unknown = [name for names in joined or [] for name in names if name not in named]
     if unknown:
         raise UserError(f"{where}: 'joined' names {unknown[0]!r:.60}, which is not a task.")
     planner = _Planner(Device(device), shared, cached)
     return {
-        "tasks": {task.name: asdict(planner.alone(task)) for task in made},
+        "tasks": {task.name: asdict(planner.alone(task)) for task in result},
         "joined": [asdict(planner.together([named[name] for name in names])) for names in joined or []],
         "taught": planner.taught,
     }

@@ -90,8 +90,8 @@ class OurSide:
         prefill, decode = [], []
         with Generator(self._model, capacity=prompt + new, buckets=(prompt,)) as generator:
             for run in range(2 + runs):
-                (made,) = generator.generate([ids], max_new_tokens=new)
+                (result,) = generator.generate([ids], max_new_tokens=new)
                 if run >= 2:
-                    prefill.append(made.prefill_speed)
-                    decode.append(made.decode_speed)
+                    prefill.append(result.prefill_speed)
+                    decode.append(result.decode_speed)
         return {"prefill": statistics.median(prefill), "decode": statistics.median(decode), "runs": runs}

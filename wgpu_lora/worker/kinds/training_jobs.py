@@ -82,8 +82,8 @@ def run_pipeline(
     job.requests = asked
     record = job.train(port)
     codes = [exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters]
-    said = "; ".join(f"{adapter.name}: {STOP_TEXT[adapter.stop_reason]}" for adapter in record.adapters)
-    return Ended(record.to_json(), max(codes), said)
+    text = "; ".join(f"{adapter.name}: {STOP_TEXT[adapter.stop_reason]}" for adapter in record.adapters)
+    return Ended(record.to_json(), max(codes), text)
 
 
 def run_teacher_cache(
@@ -105,5 +105,5 @@ def run_teacher_cache(
     texts, rows = split_python_rows({name: path_as_text(value, name, where) for name, value in training.items()})
     args = with_demo_data(resolve_options(texts, None, where)[0])
     student = open_model(args.model or "demo", device, args.base_dtype)
-    found = prepare_run(with_stored_dtype(replace(args, resume=False), student), student, rows=rows)
-    return write_caches(found, student, Path(output), port)
+    result = prepare_run(with_stored_dtype(replace(args, resume=False), student), student, rows=rows)
+    return write_caches(result, student, Path(output), port)
