@@ -17,6 +17,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.formats.hub_upload import prepare
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, Checkpoint
 from wgpu_lora.formats.safetensors_header import read_header
@@ -72,14 +73,12 @@ def test_an_index_leads_nowhere_else(tmp_path: Path, shard: object) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_pipes_are_not_waited_for(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)
-    read = load_config if name == "config.json" else Checkpoint
-    refused(lambda: read(tmp_path), "not a regular file")
-
-
-def test_a_link_to_a_device_is_not_read(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    refused(lambda: load_config(tmp_path), "not a regular file")
+    os.mkfifo(tmp_path / "model.safetensors")
+    refused(lambda: Checkpoint(tmp_path), "not a regular file")
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").symlink_to("/dev/zero")
     refused(lambda: Checkpoint(tmp_path), "not a regular file")
 
@@ -123,9 +122,17 @@ def test_replacing_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
     assert not link.is_symlink()
 
 
+ODD = [7, [1], {"a": 1}, True, 1.5, "a\0b", "\udcff"]
+FINE = [("target_modules", "a\0b"), ("target_modules", "\udcff"), ("lora_alpha", 7), ("lora_alpha", 1.5)]
+FINE += [("rank_pattern", {"a": 1})]  # type: ignore[list-item]
+KEYS = ("base_model_name_or_path", "lora_alpha", "r", "target_modules", "rank_pattern")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
+        *((key, value, ".") for key in KEYS for value in ODD if (key, value) not in FINE or value is True),
+        *(("lora_alpha", value, "lora_alpha") for value in (10**400, 1e300, 1e-46, 0, -1.0, float("nan"))),
         ("rank_pattern", {"(" * 5000: 4}, "bad pattern"),
         ("rank_pattern", {"(?=(([a-z_.0-9]+)+)+!)": 4}, "exceeded its computation limit"),
         ("alpha_pattern", {f"m{i}": 1 for i in range(3000)}, "more than 2,000 patterns"),
@@ -137,7 +144,7 @@ def test_adapter_configs(tmp_path: Path, key: str, value: object, words: str) ->
     adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
     stated = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(stated | {key: value}))
-    refused(lambda: read_adapter(adapter), words)
+    refused(lambda: prepare(adapter) if words == "." else read_adapter(adapter), words)
 
 
 def test_a_pattern_that_backtracks_is_only_a_pattern(tmp_path: Path) -> None:

@@ -191,15 +191,6 @@ def test_other_names_and_true_or_false_are_understood(monkeypatch: pytest.Monkey
     assert (args.gradient_checkpointing, args.output, args.shuffle) == (True, "--o_dd", True)
 
 
-def test_usage_has_arguments_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
-    group: Any = typer.main.get_command(app)
-    for name, command in group.commands.items():
-        for words in [[name], *([name, sub] for sub in getattr(command, "commands", ()))]:
-            assert main([*words, "--help"]) == 0
-            (usage,) = re.findall(r"Usage: wgpu-lora [a-z -]+([^a-z{}]*)\n", capsys.readouterr().out)
-            assert usage.startswith("[OPTIONS]")
-
-
 def test_help_starts_with_what_people_change(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

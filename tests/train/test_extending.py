@@ -146,12 +146,6 @@ def test_a_relative_path_is_found_from_elsewhere(
     assert record.steps == 2
 
 
-def test_a_callback_stops_it_early(device: Device, tmp_path: Path) -> None:
-    record = train(device, options(tmp_path, "run"), lambda result: result.step == 3)
-    assert (record.stop_reason, record.steps) == ("callback", 3)
-    assert train(device, {"output": str(tmp_path / "run"), "resume": True}).stop_reason == "epochs"
-
-
 def test_before_the_first_step(device: Device, tmp_path: Path, finished: Path, run: Path) -> None:
     """The held-out loss that the card calls "before" is that of the start, never another."""
     state = RunRecord.read(finished).state

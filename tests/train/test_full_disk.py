@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.training import model_dir, random_rows
+from support.shared_runs import result, run_options
 
 from wgpu_lora import api
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import StorageError
 from wgpu_lora.events import StepResult
-from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.checkpoint_store import PlainFiles
 from wgpu_lora.train.run.disk_space import GROWTH
@@ -29,33 +28,9 @@ from wgpu_lora.train.run.training_log import LOG, Log, read_log
 STATE = r"and the newest complete state is (\S+): make room for ([\d,]+) bytes there and go on with resume=True\."
 
 
-@pytest.fixture(scope="module")
-def model(device: Device) -> LoadedModel:
-    return open_model(str(model_dir("qwen2")), device, "nf4")
-
-
-def options(place: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    for file, count in (("rows", 12), ("heldout", 3)):
-        if not (place / f"{file}.jsonl").exists():
-            random_rows(place / f"{file}.jsonl", count, 301, count)
-    return {
-        "data": str(place / "rows.jsonl"), "eval_data": str(place / "heldout.jsonl"), "output": str(output),
-        "lora_r": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_length": 16,
-        "packing": False, "max_steps": 7, "save_steps": 2, "save_total_limit": 9, "eval_steps": 2, "logging_steps": 3,
-        "learning_rate": 1e-3, **changes,
-    }  # fmt: skip
-
-
-def result(run: Path) -> tuple[bytes, list[dict[str, float]]]:
-    log = [{k: v for k, v in line.items() if "second" not in k} for line in read_log(run / LOG)]
-    return (run / "adapter_model.safetensors").read_bytes(), log
-
-
-@pytest.fixture(scope="module")
-def whole(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("whole")
-    api.finetune(model, **options(place, place / "run"))
-    return place
+def options(place: Path, output: Path) -> dict[str, Any]:
+    given = run_options(place, output=str(output))
+    return {name: value for name, value in given.items() if name != "model"}
 
 
 def later_best(path: Path, data: bytes = b"") -> bool:
@@ -100,8 +75,8 @@ def fill(monkeypatch: pytest.MonkeyPatch, full: Callable[[Path, bytes], bool], e
     ],
 )
 def test_the_last_state_is_saved_and_goes_on(
-    model: LoadedModel,
-    whole: Path,
+    qwen2: LoadedModel,
+    finished_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     full: Callable[[Path, bytes], bool],
@@ -112,34 +87,34 @@ def test_the_last_state_is_saved_and_goes_on(
     with monkeypatch.context() as patched:
         fill(patched, full, even_then)
         with pytest.raises(StorageError, match=STATE) as error:
-            api.finetune(model, **options(whole, run))
+            api.finetune(qwen2, **options(finished_run, run))
     found = re.search(STATE, str(error.value))
     assert found
     assert found[1] == str(run / newest)
     assert run_checkpoint.checkpoint_damage(run / newest) is None
     assert not list(run.rglob("*.tmp"))
-    api.finetune(model, resume=True, output=str(run))
-    assert result(run) == result(whole / "run")
+    api.finetune(qwen2, resume=True, output=str(run))
+    assert result(run) == result(finished_run / "run")
 
 
 def test_results_that_fit_into_the_reserve_end_the_run_well(
-    model: LoadedModel, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen2: LoadedModel, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(monkeypatch, lambda path, data: path.name in ("step-7", "adapter_model.safetensors"))
-    record = api.finetune(model, **options(whole, tmp_path / "run"))
+    record = api.finetune(qwen2, **options(finished_run, tmp_path / "run"))
     assert record.outcome == "finished"
-    assert result(tmp_path / "run") == result(whole / "run")
+    assert result(tmp_path / "run") == result(finished_run / "run")
 
 
 def test_a_run_without_any_state_can_begin_again(
-    model: LoadedModel, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen2: LoadedModel, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         fill(patched, lambda path, data: path.parent.name == "checkpoints" or path.name == "best", even_then=True)
         with pytest.raises(StorageError, match=r"there is no complete state yet: make room for .* and start again\."):
-            api.finetune(model, **options(whole, tmp_path / "run"))
-    api.finetune(model, **options(whole, tmp_path / "run"))
-    assert result(tmp_path / "run") == result(whole / "run")
+            api.finetune(qwen2, **options(finished_run, tmp_path / "run"))
+    api.finetune(qwen2, **options(finished_run, tmp_path / "run"))
+    assert result(tmp_path / "run") == result(finished_run / "run")
 
 
 def test_a_part_of_a_line_does_not_stay_in_the_log(tmp_path: Path, small: Path) -> None:
@@ -169,11 +144,21 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def needed(place: Path, model: LoadedModel, given: dict[str, Any]) -> int:
+def filling(rest: Path) -> Callable[[StepResult], None]:
+    """Fills the disk after the third step."""
+
+    def others(step: StepResult) -> None:
+        if step.step == 3:
+            rest.write_bytes(bytes(shutil.disk_usage(rest.parent).free))
+
+    return others
+
+
+def needed(place: Path, qwen2: LoadedModel, given: dict[str, Any]) -> int:
     """What a run that is refused says that it needs; the sentence names the path and the free bytes, too."""
     (place / "rest").write_bytes(bytes(shutil.disk_usage(place).free - (1 << 16)))
     with pytest.raises(StorageError) as refused:
-        api.finetune(model, **given)
+        api.finetune(qwen2, **given)
     (place / "rest").unlink()
     said = re.fullmatch(
         r"The disk of (\S+) has ([\d,]+) bytes free, but a checkpoint and the results of the run need ([\d,]+) \(No "
@@ -187,45 +172,36 @@ def needed(place: Path, model: LoadedModel, given: dict[str, Any]) -> int:
     return int(said[3].replace(",", ""))
 
 
-def test_a_disk_that_fills_during_a_run(model: LoadedModel, whole: Path, small: Path) -> None:
+def test_a_disk_that_fills_during_a_run(qwen2: LoadedModel, finished_run: Path, small: Path) -> None:
     """A real one: refused before the first step; filled by others after the third; then with room again."""
-    given = options(whole, small / "run")
-    room = needed(small, model, given)
+    given = options(finished_run, small / "run")
+    room = needed(small, qwen2, given)
     rest = small / "rest"
-
-    def others(step: StepResult) -> None:
-        if step.step == 3:
-            rest.write_bytes(bytes(shutil.disk_usage(small).free))
-
     with pytest.raises(StorageError, match=STATE) as error:
-        api.finetune(model, callback=others, **given)
+        api.finetune(qwen2, callback=filling(rest), **given)
     found = re.search(STATE, str(error.value))
     assert found
     assert int(found[2].replace(",", "")) == room + GROWTH
     assert read_state(Path(found[1]))[0].step == 4
     with pytest.raises(StorageError, match="bytes free, but"):
-        api.finetune(model, resume=True, output=given["output"])
+        api.finetune(qwen2, resume=True, output=given["output"])
     rest.unlink()
     assert shutil.disk_usage(small).free >= room + GROWTH
-    api.finetune(model, resume=True, output=given["output"])
-    assert result(small / "run") == result(whole / "run")
+    api.finetune(qwen2, resume=True, output=given["output"])
+    assert result(small / "run") == result(finished_run / "run")
 
 
-def test_a_pipeline_on_a_disk_that_fills(model: LoadedModel, whole: Path, small: Path) -> None:
-    rest, given = small / "rest", options(whole, small / "home")
+def test_a_pipeline_on_a_disk_that_fills(qwen2: LoadedModel, finished_run: Path, tmp_path: Path, small: Path) -> None:
+    rest, given = small / "rest", options(finished_run, small / "home")
     own = {name: given.pop(name) for name in ("data", "eval_data")}
     tasks = [{**own, "checkpoint": str(small / name)} for name in "ab"]
 
-    def others(step: StepResult) -> None:
-        if step.step == 3:
-            rest.write_bytes(bytes(shutil.disk_usage(small).free))
-
     with pytest.raises(StorageError, match=rf"newest complete state is {small}/home/state\.json"):
-        MultiAdapterPipeline(tasks, model, **given).train(others)
+        MultiAdapterPipeline(tasks, qwen2, **given).train(filling(rest))
     rest.unlink()
-    MultiAdapterPipeline(tasks, model, **given, resume=True).train()
+    MultiAdapterPipeline(tasks, qwen2, **given, resume=True).train()
     MultiAdapterPipeline(
-        [{**own, "checkpoint": str(whole / name)} for name in "ab"], model, **given | {"output": str(whole / "home")}
+        [{**own, "checkpoint": str(tmp_path / name)} for name in "ab"], qwen2, **given | {"output": str(tmp_path)}
     ).train()
     for name in "ab":
-        assert result(small / name) == result(whole / name)
+        assert result(small / name) == result(finished_run / name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,6 @@ from support.sources import written
 from support.training import golden_arguments
 
 from wgpu_lora.data import Row
-from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor
@@ -27,12 +24,10 @@ from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.train.adapter_tasks import AdapterTask
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.objectives.objective import Group, Objective, Score, Scoring
 from wgpu_lora.train.option_types import Range, own_option
-from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.run.training_log import LOG, read_log
 
 SCALE = 0.5
@@ -239,38 +234,6 @@ def test_it_is_trained_logged_and_resumed(device: Device, tmp_path: Path) -> Non
     assert lines[-1]["margin"] > lines[1]["margin"]
 
 
-def test_beside_another_objective(device: Device, tmp_path: Path) -> None:
-    """In one pipeline with shared batches, each adapter is the same as when trained alone."""
-    alone = [
-        job(tmp_path / "pairwise"),
-        job(tmp_path / "sft", objective="sft", data=str(rows(tmp_path / "plain.jsonl"))),
-    ]
-    for one in alone:
-        one.train()
-    tasks = [
-        AdapterTask(
-            str(one.run.args.data),
-            str(tmp_path / f"together-{name}"),
-            name,
-            options={"objective": name, "init_adapter": one.run.args.init_adapter} | own,
-        )
-        for name, one, own in zip(("pairwise", "sft"), alone, ({"objective_args": {"scale": SCALE}}, {}), strict=True)
-    ]
-    shared = golden_arguments(tmp_path, "qwen2", max_steps=4, base_dtype="f32", data=None, init_adapter=None)
-    prepare_pipeline(shared, tasks).train()
-    for name in ("pairwise", "sft"):
-        ours, theirs = read_adapter(tmp_path / f"together-{name}")[1], read_adapter(tmp_path / name / "run")[1]
-        for key, pair in ours.items():
-            for got, want in zip(pair, theirs[key], strict=True):
-                np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
-
-
-def rows(path: Path) -> Path:
-    rng = np.random.default_rng(3)
-    path.write_text("".join(json.dumps({"input_ids": rng.integers(0, 301, 9).tolist()}) + "\n" for _ in range(6)))
-    return path
-
-
 @dataclass(frozen=True)
 class Weighted(Objective):
     valued: ClassVar[bool] = True
@@ -286,35 +249,3 @@ def test_each_tokens_row_has_a_number() -> None:
     scoring.upload(SimpleNamespace(write=written.__setitem__), groups, [np.array([[3, 6]]), np.array([[0, 3]])])
     assert written[scoring.values].tolist() == [0.5] * 3 + [3.0] * 3 + [0.0] * 2
     assert written[scoring.weights].tolist() == [0.25] * 6 + [0.0] * 2
-
-
-def test_rows_in_tables(tmp_path: Path) -> None:
-    """Their numbers and lists are those of JSONL."""
-    lines, *tables = (
-        job(tmp_path / "a", data=str(pairs(tmp_path / f"a.{kind}"))) for kind in ("jsonl", "csv", "parquet")
-    )
-    for table in tables:
-        found, expected = (each.run.stream.prepared for each in (table, lines))
-        assert [row.input_ids.tolist() for row in found.rows] == [row.input_ids.tolist() for row in expected.rows]
-        assert found.values == expected.values
-
-
-def test_rows_that_lack_something(tmp_path: Path) -> None:
-    path = tmp_path / "half.jsonl"
-    path.write_text(
-        '{"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [4], "weight": 1}\n{"prompt_ids": [1]}\n'
-    )
-    words = r"half\.jsonl, line 2: the row fits no format: its keys are 'prompt_ids', but the formats need prompt_ids, "
-    with pytest.raises(UserError, match=words):
-        job(tmp_path / "a", data=str(path))
-
-
-def test_one_that_is_not_registered(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"objective must be one of sft, dpo, kto, orpo, cpo, kd, pairwise, not ppo\."):
-        job(tmp_path / "a", objective="ppo")
-
-
-def test_another_than_the_run_began_with(tmp_path: Path) -> None:
-    job(tmp_path / "a", max_steps=1).train()
-    with pytest.raises(UserError, match="objective was 'pairwise', not 'sft'"):
-        job(tmp_path / "a", resume=True, objective="sft", data=str(rows(tmp_path / "plain.jsonl"))).train()

@@ -16,7 +16,6 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.unused_options import unused_options
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
 
@@ -101,9 +100,3 @@ def test_what_the_plan_says(model: LoadedModel, tmp_path: Path, capsys: pytest.C
     assert "adamw: 512.0 KiB (524,288 bytes) of state, 13.79 bytes per trained parameter" in said["adamw"]  # in pages
     assert "adamw_8bit: 80.2 KiB (82,144 bytes) of state, 2.16 bytes per trained parameter" in said["adamw_8bit"]
     assert said["sgd"].split() == ["optimizer", "sgd:", "no", "state"]
-
-
-def test_options_without_effect(tmp_path: Path) -> None:
-    args = golden_arguments(tmp_path, "qwen2", optim="sgd")
-    assert not unused_options(("weight_decay", "loraplus_lr_ratio"), args)
-    assert len(unused_options(("adam_beta1", "adam_epsilon"), args)) == 2

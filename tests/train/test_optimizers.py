@@ -17,13 +17,11 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.ops.gradient_norm import BLOCK
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.optimizers.update_rule import Page, PlainState, State
 from wgpu_lora.train.option_types import Range, own_option
-from wgpu_lora.train.options.unused_options import unused_options
 from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
 from wgpu_lora.train.session.optimizer_update import SlotUpdate
 
@@ -209,23 +207,3 @@ def test_values_that_no_state_can_have(
     ):
         stored[name][-1, -1] = np.float32(value).view(np.uint32) >> 16 if dtype == "bf16" else value
         assert kept.fault(0, stored) == (said and f"{name} has values {said}")
-
-
-def test_options_that_it_does_not_read(tmp_path: Path) -> None:
-    args = golden_arguments(tmp_path, "qwen2", optim="momentum")
-    with naming(COMMAND_LINE):
-        assert not unused_options(("adam_beta2", "seed"), golden_arguments(tmp_path, "qwen2"))
-        assert unused_options(("adam_beta2", "seed"), args) == [
-            "--adam-beta2 does nothing: --optim momentum does not use it."
-        ]
-
-
-def test_one_that_is_not_registered(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"optim must be one of adamw, .*, momentum, not adafactor\."):
-        golden_arguments(tmp_path, "qwen2", optim="adafactor")
-
-
-def test_another_than_the_run_began_with(tmp_path: Path) -> None:
-    job(tmp_path / "a", max_steps=1).train()
-    with pytest.raises(UserError, match="optim was 'momentum', not 'adamw'"):
-        job(tmp_path / "a", resume=True, optim="adamw", optim_args=None).train()

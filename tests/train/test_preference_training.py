@@ -125,13 +125,6 @@ def test_the_plan_counts_the_reference(tmp_path: Path) -> None:
     assert plain["workspace"] < alone["workspace"]
 
 
-def test_a_token_counts_once(tmp_path: Path) -> None:
-    """Whether the reference is computed in the step or before."""
-    for precompute in (False, True):
-        stream = job(tmp_path / str(precompute), precompute_ref_log_probs=precompute).run.stream
-        assert stream.processed_tokens([0, 1]) == sum(stream.lengths[:2])
-
-
 def test_training_starts_from_the_reference(tmp_path: Path) -> None:
     frozen = save_golden_adapter("qwen2", tmp_path / "frozen", scale=2.0)
     run = job(tmp_path / "a", reference_adapter=str(frozen), init_adapter=None).run
@@ -239,15 +232,6 @@ def test_lists_of_losses_and_options_of_other_objectives() -> None:
         "ld_alpha",
         "simpo_gamma",
     ]
-
-
-def test_rows_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = written(tmp_path / "chat.jsonl", [{"prompt": "a", "completion": "b"}])
-    options = ["--model", str(model_dir("qwen2")), "--data", str(data), "--objective", "dpo"]
-    assert main(["plan", *options]) == 2
-    said = capsys.readouterr().err
-    assert "chat.jsonl, line 1: the row fits no format" in said
-    assert "use --objective sft for such rows." in said
 
 
 def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path, capsys: Any) -> None:

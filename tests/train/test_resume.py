@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.events import hearing
 from support.sampling import seeds
-from support.training import model_dir, random_rows
+from support.shared_runs import WEIGHTS, killed_run, result, run_options
+from support.training import random_rows
 
 from wgpu_lora.api.call_arguments import Callback
 from wgpu_lora.errors import UserError
@@ -25,10 +27,9 @@ from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.loop.trainer import StepKeeper, Trainer
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
-from wgpu_lora.train.run.records import RUN, RunRecord
+from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.training_log import LOG, read_log
 
 # Run in a child process, so that it can be killed: argv = options as JSON, the step to die after (0: never).
@@ -47,26 +48,9 @@ prepare_job(TrainingArguments(**options)).train(Deadly())
 """
 
 
-def options(tmp_path: Path, name: str = "run", **changes: object) -> dict[str, object]:
-    """With dropout and accumulation, three steps per epoch, a checkpoint every other step."""
-    data = tmp_path / "rows.jsonl"
-    if not data.exists():
-        random_rows(data, 12, 301)
-    return {
-        "model": str(model_dir("qwen2")),
-        "data": str(data),
-        "output": str(tmp_path / name),
-        "lora_r": 4,
-        "lora_dropout": 0.1,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_length": 16,
-        "packing": False,
-        "max_steps": 7,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-    } | changes
+def options(tmp_path: Path, name: str = "run", **changes: object) -> dict[str, Any]:
+    """Without held-out rows, unless a test asks for them."""
+    return run_options(tmp_path, name, **{"eval_data": None, **changes})
 
 
 def child(opts: dict[str, object], deadly: int = 0) -> subprocess.Popen[str]:
@@ -88,24 +72,30 @@ def job(device: Device, opts: dict[str, object]) -> Job:
 
 
 def weights(directory: Path) -> bytes:
-    return (directory / "adapter_model.safetensors").read_bytes()
+    return (directory / WEIGHTS).read_bytes()
 
 
-def test_a_killed_run_resumes_byte_for_byte(device: Device, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_byte_for_byte(device: Device, tmp_path: Path, finished_run: Path) -> None:
     """SIGKILL after step 5, in the middle of the second epoch; the last checkpoint is of step 4."""
-    train(device, options(tmp_path, "whole"))
-    process = child(options(tmp_path, "killed"), deadly=5)
+    given, killed = run_options(finished_run, output=str(tmp_path / "run")), tmp_path / "run"
+    process = child(given, deadly=5)
     process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
-    assert not (tmp_path / "killed" / "adapter_model.safetensors").exists()
-    assert run_checkpoint.list_checkpoints(tmp_path / "killed" / "checkpoints")[-1][0] == 4
-    train(device, options(tmp_path, "killed", resume=True))
-    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+    assert not (killed / WEIGHTS).exists()
+    assert run_checkpoint.list_checkpoints(killed / "checkpoints")[-1][0] == 4
+    train(device, given | {"resume": True})
+    assert result(killed) == result(finished_run / "run")
     final = "checkpoints/step-7/optimizer.safetensors"
-    assert (tmp_path / "killed" / final).read_bytes() == (tmp_path / "whole" / final).read_bytes()
-    logs = [read_log(tmp_path / name / LOG) for name in ("whole", "killed")]
-    timeless = [[{k: v for k, v in line.items() if "second" not in k} for line in log] for log in logs]
-    assert timeless[0] == timeless[1]
+    assert (killed / final).read_bytes() == (finished_run / "run" / final).read_bytes()
+
+
+def test_a_run_that_died_before_its_first_checkpoint_can_begin_again(
+    device: Device, tmp_path: Path, finished_run: Path
+) -> None:
+    run = killed_run(finished_run, tmp_path, step=0)
+    assert (run / LOG).exists()
+    train(device, run_options(finished_run, output=str(run)))
+    assert result(run) == result(finished_run / "run")
 
 
 @pytest.mark.slow
@@ -129,19 +119,6 @@ def test_kill_at_random_instants_of_saving_leaves_a_good_checkpoint(tmp_path: Pa
             load_file(directory / run_checkpoint.OPTIMIZER)
 
 
-def test_interrupt_saves_and_says_so(device: Device, tmp_path: Path) -> None:
-    def interrupt(result: StepResult) -> None:
-        if result.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    record = train(device, options(tmp_path, save_steps=0), interrupt)
-    assert record.stop_reason == "interrupt"
-    assert run_checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")[-1][0] == 3
-    assert (tmp_path / "run" / "adapter_model.safetensors").exists()
-    record = train(device, options(tmp_path, save_steps=0, resume=True))
-    assert record.stop_reason == "max steps"
-
-
 def test_an_interrupt_before_the_first_step_goes_on_as_well(device: Device, tmp_path: Path) -> None:
     heldout = {"eval_data": str(tmp_path / "rows.jsonl"), "max_steps": 2}
     train(device, options(tmp_path, "whole", **heldout))
@@ -157,41 +134,18 @@ def test_an_interrupt_before_the_first_step_goes_on_as_well(device: Device, tmp_
     assert steps == [[0, 1, 2]] * 2
 
 
-def test_resume_refuses_other_options_and_data(device: Device, tmp_path: Path) -> None:
-    train(device, options(tmp_path, max_steps=2))
-    with pytest.raises(UserError, match=r"learning_rate was 0\.001"):
-        train(device, options(tmp_path, max_steps=2, resume=True, learning_rate=5e-4))
-    random_rows(tmp_path / "rows.jsonl", 12, 301, seed=1)
-    with pytest.raises(UserError, match="have changed since the run in"):
-        train(device, options(tmp_path, max_steps=2, resume=True))
-    with pytest.raises(UserError, match="already holds a run"):
-        train(device, options(tmp_path, max_steps=2))
-    with pytest.raises(UserError, match="no checkpoint"):
-        train(device, options(tmp_path, "empty", resume=True))
-
-
-def test_a_full_disk_keeps_what_was_saved(device: Device, tmp_path: Path) -> None:
-    """A file size limit stands in for a full disk: saving fails, and the earlier checkpoint is unchanged."""
-    run = job(device, options(tmp_path, max_steps=2))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    session = run.session
-    run.run.prepare_directory()
-    session.allocate()
-    run.run.place(session)
-    Trainer(session, [run.run], StepKeeper(run.run)).train()
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    run.run.state.step += 1
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        with pytest.raises(OSError, match=r"."):
-            run.run.save(session)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-        session.close()
-    after = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    assert after == before
+def test_resuming_needs_the_same_rows_and_a_checkpoint(device: Device, tmp_path: Path, finished_run: Path) -> None:
+    run = Path(shutil.copytree(finished_run / "run", tmp_path / "run"))
+    given = run_options(finished_run, output=str(run))
+    other = str(random_rows(tmp_path / "rows.jsonl", 12, 301, seed=1))
+    for changes, words in (
+        ({"resume": True, "learning_rate": 5e-4}, r"learning_rate was 0\.001"),
+        ({"resume": True, "data": other}, "have changed since the run in"),
+        ({}, "already holds a run"),
+        ({"resume": True, "output": str(tmp_path / "empty")}, "no checkpoint"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train(device, given | changes)
 
 
 def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -> None:
@@ -235,30 +189,6 @@ def test_a_resumed_run_knows_what_it_began_with(device: Device, tmp_path: Path) 
     assert not any(values.any() for values in moments.values())
 
 
-def test_target_seconds_fixes_a_budget(device: Device, tmp_path: Path) -> None:
-    """The last step, which is known only afterwards, still gets its log line and held-out loss."""
-    rare = {"logging_steps": 10**6, "eval_steps": 10**6, "save_steps": 0}
-    heldout = str(random_rows(tmp_path / "heldout.jsonl", 3, 301, seed=2))
-    limits = {"max_steps": -1, "num_train_epochs": 1000.0, "target_seconds": 2.0}
-    record = train(device, options(tmp_path, eval_data=heldout, **rare, **limits))
-    state = record.state
-    assert record.stop_reason == "target seconds"
-    assert state.calibrated
-    assert state.step <= state.total_steps
-    line = read_log(tmp_path / "run" / LOG)[-1]
-    assert (line["step"], line["eval_loss"]) == (state.step, state.last_eval_loss)
-    assert json.loads((tmp_path / "run" / RUN).read_text())["state"]["seconds"] > 0
-
-
-def test_a_run_that_died_before_its_first_checkpoint_can_begin_again(device: Device, tmp_path: Path) -> None:
-    process = child(options(tmp_path, save_steps=0), deadly=1)
-    process.communicate(timeout=300)
-    assert (tmp_path / "run" / ".lock").exists()
-    record = train(device, options(tmp_path, max_steps=2))
-    assert record.steps == 2
-    assert [line["step"] for line in read_log(tmp_path / "run" / LOG)] == [1, 2]
-
-
 def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Device, tmp_path: Path) -> None:
     """Rank, alpha and targets are the adapter's own, in the record and on the device, also when resumed."""
     train(device, options(tmp_path, "first", lora_r=2, lora_alpha=64, target_modules="q_proj,v_proj", max_steps=2))
@@ -276,12 +206,3 @@ def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Devic
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
     with pytest.raises(UserError, match="lora_r=4 contradicts the adapter"):
         train(device, options(tmp_path, "other", init_adapter=str(tmp_path / "first"), lora_r=4))
-
-
-def test_target_seconds_and_max_steps_together(device: Device, tmp_path: Path) -> None:
-    """Few steps per epoch do not end a timed run early; --max-steps does."""
-    record = train(device, options(tmp_path, "a", max_steps=9, target_seconds=300.0, num_train_epochs=1.0))
-    assert (record.stop_reason, record.steps) == ("max steps", 9)
-    record = train(device, options(tmp_path, "b", max_steps=-1, target_seconds=3.0, num_train_epochs=1.0))
-    assert record.stop_reason == "target seconds"
-    assert record.steps > 3

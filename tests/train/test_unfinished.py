@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from itertools import count
@@ -11,15 +12,13 @@ from typing import Any
 
 import pytest
 from support.events import hearing
-from support.training import model_dir, random_rows
+from support.shared_runs import files_of, killed_run, result, run_options
 
 from wgpu_lora import api
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
-from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
-from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.loop import trainer
 from wgpu_lora.train.loop.slot_progress import CHECKPOINT
@@ -27,7 +26,6 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.pipeline_state import read_pipeline_state
 from wgpu_lora.train.run.run_state import STATE, read_state
-from wgpu_lora.train.run.training_log import LOG, read_log
 
 NEVER: dict[str, Any] = {"save_steps": 0, "save_minutes": 0.0}
 EVERY: dict[str, Any] = {"save_steps": 0, "save_minutes": 10.0}
@@ -45,11 +43,6 @@ def killed_after(step: int) -> Callable[[StepResult], None]:
     return callback
 
 
-@pytest.fixture(scope="module")
-def model(device: Device) -> LoadedModel:
-    return open_model(str(model_dir("qwen2")), device, "nf4")
-
-
 @pytest.fixture(autouse=True)
 def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step takes twenty minutes, by the clock that tells when to save."""
@@ -58,22 +51,10 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "time", clock)
 
 
-def options(tmp_path: Path, name: str = "run", heldout: bool = True, **changes: Any) -> dict[str, Any]:
-    for file, rows in (("rows", 12), ("heldout", 3)):
-        if not (tmp_path / f"{file}.jsonl").exists():
-            random_rows(tmp_path / f"{file}.jsonl", rows, 301, rows)
-    return {
-        "data": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / name), "lora_r": 4, "lora_dropout": 0.1,
-        "eval_data": str(tmp_path / "heldout.jsonl") if heldout else None, "eval_steps": 2,
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_length": 16, "packing": False,
-        "max_steps": 7, "logging_steps": 3, "learning_rate": 1e-3, **NEVER, **changes,
-    }  # fmt: skip
-
-
-def result(run: Path) -> tuple[bytes, list[dict[str, float]]]:
-    """The adapter and the log of a run, without times."""
-    log = [{k: v for k, v in line.items() if "second" not in k} for line in read_log(run / LOG)]
-    return (run / "adapter_model.safetensors").read_bytes(), log
+def options(place: Path, name: str = "run", **changes: Any) -> dict[str, Any]:
+    """Without checkpoints, unless a test asks for them."""
+    given = run_options(place, name, **{"model": None, **NEVER, **changes})
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @pytest.mark.parametrize(
@@ -82,76 +63,57 @@ def result(run: Path) -> tuple[bytes, list[dict[str, float]]]:
         ({}, "best"),
         ({"save_steps": 3}, "best"),  # of step 4, and a checkpoint of step 3
         ({"save_steps": 4}, "step-4"),  # best/ is of the same step
-        ({"heldout": False, **EVERY}, "step-4"),
+        (EVERY, "step-4"),
     ],
 )
 def test_the_newest_complete_state_is_resumed(
-    model: LoadedModel, tmp_path: Path, changes: dict[str, Any], newest: str
+    qwen2: LoadedModel, tmp_path: Path, finished_run: Path, changes: dict[str, Any], newest: str
 ) -> None:
-    given = options(tmp_path, **changes)
+    given = options(finished_run, output=str(tmp_path / "run"), **changes)
     with pytest.raises(Killed):
-        api.finetune(model, callback=killed_after(5), **given)
+        api.finetune(qwen2, callback=killed_after(5), **given)
     found = run_checkpoint.latest_checkpoint(tmp_path / "run")
     assert found
     assert (found.name, read_state(found)[0].step) == (newest, 4)
     with pytest.raises(UserError, match=r"already holds a run: continue it with resume=True, begin over with overwr"):
-        api.finetune(model, **given)
-    api.finetune(model, resume=True, output=given["output"])
-    api.finetune(model, **options(tmp_path, "whole", heldout=changes.get("heldout", True)))
-    assert result(tmp_path / "run") == result(tmp_path / "whole")
+        api.finetune(qwen2, **given)
+    api.finetune(qwen2, resume=True, output=given["output"])
+    assert result(tmp_path / "run") == result(finished_run / "run")
 
 
-def test_a_damaged_best_state_is_named_and_not_begun_over(model: LoadedModel, tmp_path: Path) -> None:
-    given = options(tmp_path)
-    with pytest.raises(Killed):
-        api.finetune(model, callback=killed_after(3), **given)
-    (tmp_path / "run" / "best" / "state.json").write_text("{")
-    with pytest.raises(UserError, match="already holds a run"):
-        api.finetune(model, **given)
-    with pytest.raises(UserError, match="best is damaged"):
-        api.finetune(model, **given, resume=True)
-
-
-@pytest.mark.parametrize("steps", [5, None])
+@pytest.mark.parametrize("finished", [False, True])
 def test_overwriting_begins_over_and_keeps_what_is_not_the_runs(
-    model: LoadedModel, tmp_path: Path, steps: int | None
+    qwen2: LoadedModel, tmp_path: Path, finished_run: Path, finished: bool
 ) -> None:
-    """An unfinished run, and a finished one."""
-    given = options(tmp_path, **EVERY)
-    if steps:
-        with pytest.raises(Killed):
-            api.finetune(model, callback=killed_after(steps), **given)
+    run = tmp_path / "run"
+    if finished:
+        shutil.copytree(finished_run / "run", run)
     else:
-        api.finetune(model, **given)
-    own = [tmp_path / "run" / "notes.txt", tmp_path / "run" / "checkpoints" / "notes.txt"]
+        killed_run(finished_run, tmp_path)
+    own = [run / "notes.txt", run / "checkpoints" / "notes.txt"]
     for path in own:
         path.write_text("mine")
-    stale = tmp_path / "run" / "tokenizer.json"  # of another model, say
+    stale = run / "tokenizer.json"  # of another qwen2, say
     stale.write_text("{}")
-    shorter = {"max_steps": 3, "learning_rate": 2e-3, **NEVER}
-    api.finetune(model, **given | shorter, overwrite=True)
-    api.finetune(model, **options(tmp_path, "whole", **shorter))
-    assert result(tmp_path / "run") == result(tmp_path / "whole")
+    changes = {"max_steps": 3, "learning_rate": 2e-3, **NEVER}
+    api.finetune(qwen2, **options(finished_run, output=str(run), **changes), overwrite=True)
+    api.finetune(qwen2, **options(finished_run, output=str(tmp_path / "whole"), **changes))
+    assert result(run) == result(tmp_path / "whole")
     assert [path.read_text() for path in own] == ["mine"] * 2
     assert not stale.exists()
-    assert [path.name for _, path in run_checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-3"]
-    record = api.finetune(model, resume=True, output=given["output"], max_steps=4)  # which is not overwritten again
+    assert [path.name for _, path in run_checkpoint.list_checkpoints(run / "checkpoints")] == ["step-3"]
+    record = api.finetune(qwen2, resume=True, output=str(run), max_steps=4)  # which is not overwritten again
     assert record.steps == 4
 
 
-def test_a_run_that_is_refused_overwrites_nothing(model: LoadedModel, tmp_path: Path) -> None:
-    api.finetune(model, **options(tmp_path, max_steps=2))
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+def test_a_run_that_is_refused_overwrites_nothing(qwen2: LoadedModel, tmp_path: Path, finished_run: Path) -> None:
+    run = Path(shutil.copytree(finished_run / "run", tmp_path / "run"))
     (tmp_path / "bad.jsonl").write_text("{")
+    given = options(finished_run, output=str(run), overwrite=True)
     for wrong in ({"data": str(tmp_path / "bad.jsonl")}, {"memory_budget": "1kB"}, {"resume": True}):
         with pytest.raises(UserError):
-            api.finetune(model, **options(tmp_path) | {"overwrite": True} | wrong)
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
-
-
-def test_resume_and_overwrite_contradict_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["finetune", "--output", str(tmp_path), "--data", "rows.jsonl", "--resume", "--overwrite"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+            api.finetune(qwen2, **given | wrong)
+    assert files_of(run) == files_of(finished_run / "run")
 
 
 @pytest.mark.parametrize(
@@ -165,10 +127,10 @@ def test_resume_and_overwrite_contradict_each_other(tmp_path: Path, capsys: pyte
     ],
 )
 def test_a_checkpoint_is_due_by_time(
-    model: LoadedModel, tmp_path: Path, minutes: float, steps: int, took: float, saved: list[int]
+    qwen2: LoadedModel, tmp_path: Path, minutes: float, steps: int, took: float, saved: list[int]
 ) -> None:
-    given = options(tmp_path, heldout=False, save_steps=steps, save_minutes=minutes)
-    job, found = prepare_job(TrainingArguments(**given), model), list[int]()
+    given = options(tmp_path, eval_data=None, save_steps=steps, save_minutes=minutes)
+    job, found = prepare_job(TrainingArguments(**given), qwen2), list[int]()
 
     def step(result: StepResult) -> None:
         job.run.state.between_seconds[CHECKPOINT] = took
@@ -177,31 +139,31 @@ def test_a_checkpoint_is_due_by_time(
     assert found == saved
 
 
-def pipeline(model: LoadedModel, tmp_path: Path, place: str, **how: Any) -> MultiAdapterPipeline:
+def pipeline(qwen2: LoadedModel, tmp_path: Path, place: str, **how: Any) -> MultiAdapterPipeline:
     given = options(tmp_path, place, **how)
     own = {name: given.pop(name) for name in ("data", "eval_data", "output", "max_steps", "lora_r")}
     adapters = [
         {"data": own["data"], "eval_data": own["eval_data"], "checkpoint": f"{own['output']}/{n}", "max_steps": s}
         for n, s in (("a", 7), ("b", 4))
     ]
-    return MultiAdapterPipeline(adapters, model, output=f"{own['output']}/pipeline", lora_r=4, **given)
+    return MultiAdapterPipeline(adapters, qwen2, output=f"{own['output']}/pipeline", lora_r=4, **given)
 
 
 @pytest.mark.parametrize("changes", [EVERY, {"eval_steps": 2}])
 def test_a_killed_pipeline_goes_on_from_its_newest_state(
-    model: LoadedModel, tmp_path: Path, changes: dict[str, Any]
+    qwen2: LoadedModel, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """Saved by time, or once with the first best adapter, since best/ alone is not the state of a pipeline."""
     with pytest.raises(Killed):
-        pipeline(model, tmp_path, "run", **changes).train(killed_after(3))
+        pipeline(qwen2, tmp_path, "run", **changes).train(killed_after(3))
     home = tmp_path / "run" / "pipeline"
     assert read_pipeline_state(home).step == 2
     with pytest.raises(UserError, match="already belongs to a pipeline: continue it with resume=True, begin over with"):
-        pipeline(model, tmp_path, "run", **changes).train()
-    pipeline(model, tmp_path, "run", **changes, resume=True).train()
-    pipeline(model, tmp_path, "whole").train()
+        pipeline(qwen2, tmp_path, "run", **changes).train()
+    pipeline(qwen2, tmp_path, "run", **changes, resume=True).train()
+    pipeline(qwen2, tmp_path, "whole").train()
     for name in "ab":
         assert result(tmp_path / "run" / name) == result(tmp_path / "whole" / name)
     with pytest.raises(Killed):
-        pipeline(model, tmp_path, "run", overwrite=True, learning_rate=2e-3).train(killed_after(1))
+        pipeline(qwen2, tmp_path, "run", overwrite=True, learning_rate=2e-3).train(killed_after(1))
     assert not any((tmp_path / "run" / place / name).exists() for place, name in (("pipeline", STATE), ("a", "last")))
