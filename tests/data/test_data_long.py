@@ -66,24 +66,6 @@ def test_turns_that_are_looked_for_one_by_one_are_bounded(monkeypatch: pytest.Mo
         tokenize_example(example, tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"), [(2, "the row fits no format"), (3, "not JSON"), (70, "'text' is a number")]
-)
-def test_all_mistakes_are_told_in_their_order(tmp_path: Path, line: int, words: str) -> None:
-    rows = [json.dumps(SHORT)] * 150
-    rows[140] = rows[100] = '{"text": 1}'
-    rows[line - 1] = {2: "{}", 3: "{", 70: '{"text": 1}'}[line]
-    path = tmp_path / "train.jsonl"
-    path.write_text("\n".join(rows))
-    told = rf"3 rows .*\n  lines? {line}(:|,).*{words}"
-    with pytest.raises(UserError, match=f"(?s){told}"):
-        tokenize_source(path, small_tokenizer(), max_length=64)
-    rows[line - 2] = '{"messages": [{"role": "user", "content": "no template"}]}'
-    path.write_text("\n".join(rows))
-    with pytest.raises(UserError, match=rf"line {line - 1}: .*no chat template"):
-        tokenize_source(path, small_tokenizer(), max_length=64)
-
-
 NAMES = ["self", "source", "template", "variables", "context", "args", "kwargs", "environment", "name", "", "a b", "é",
          "caller", "loop", "varargs", "_turn", "__class__", "bos_token", "class", "0"]  # fmt: skip
 

@@ -104,11 +104,6 @@ def test_reasons_are_counted_without_the_details_that_differ(tmp_path: Path) -> 
     assert found["reasons"] == {"not valid UTF-8 (byte N); save the file as UTF-8.": 2}
 
 
-def test_long_rows(tmp_path: Path) -> None:
-    prepared(tmp_path, {"text": "a" * 10}, {"text": "a" * 11}, max_characters=10)
-    assert reasons(tmp_path) == [(2, "it has 11 characters, more than 10; split it.")]
-
-
 def test_values_that_json_lacks(tmp_path: Path) -> None:
     rows = [{"text": "a", "when": datetime.date(2026, 1, 2), "image": b"\xff", "score": float("nan")}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import tempfile
@@ -18,7 +17,6 @@ from support.sources import written
 
 from wgpu_lora.cli import main
 from wgpu_lora.data.curation import Preparation, prepare_files
-from wgpu_lora.data.curation.curation_files import Lines
 from wgpu_lora.errors import UserError
 
 
@@ -167,15 +165,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["rows"]["out"] == 50
     assert main(["data", "prepare", str(path), "--output", str(tmp_path / "b"), "--validation-split", "2.5"]) == 2
     assert "--validation-split 2.5 is neither a share of the rows" in capsys.readouterr().err
-
-
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_jsonl(tmp_path / "in.jsonl", *ROWS)
-
-    def full(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Lines, "add", full)
-    assert main(["data", "prepare", str(path), "--output", str(tmp_path / "out")]) == 2
-    assert "out cannot be written (No space left on device): free space" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["in.jsonl"]

@@ -22,15 +22,6 @@ from wgpu_lora.models.architectures import load_config
 SINGLE = "model.safetensors"
 
 
-def write(path: Path, header: object, data: bytes = b"") -> None:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-def entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
 @pytest.mark.parametrize(
     ("architecture", "dtype", "shards"),
     [("qwen2", "BF16", 1), ("qwen3", "F16", 1), ("llama", "F32", 3), ("mistral", "F32", 1)],
@@ -105,33 +96,6 @@ def test_check_against_names_the_tensor(tmp_path):
         Checkpoint(tmp_path).check_against(config.parameter_shapes())
 
 
-@pytest.mark.parametrize(
-    ("header", "data", "message"),
-    [
-        ({"a": entry(0, 8, [2])}, b"1234", "truncated, 4 bytes are missing"),
-        ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"x" * 12, "a and b overlap"),
-        ({"a": entry(0, 8, [3])}, b"x" * 12, "is invalid for a"),
-        ({"a": entry(8, 0, [2])}, b"x" * 8, "is invalid for a"),
-        ({"a": entry(-4, 4, [2])}, b"x" * 8, "is invalid for a"),
-        ({"a": {"dtype": "F32"}}, b"", "is invalid for a"),
-        ({"a": 3}, b"", "is invalid for a"),
-        (b"[1]", b"", "holds a JSON list"),
-        (b"\xff\xfe", b"", "cannot be read as JSON"),
-    ],
-)
-def test_damaged_headers(tmp_path, header, data, message):
-    write(tmp_path / SINGLE, header, data)
-    with pytest.raises(UserError, match=message):
-        Checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("data", [b"", b"abc", (10**12).to_bytes(8, "little"), (200).to_bytes(8, "little") + b"{}"])
-def test_files_that_are_not_safetensors(tmp_path, data):
-    (tmp_path / SINGLE).write_bytes(data)
-    with pytest.raises(UserError, match="not a complete safetensors file"):
-        Checkpoint(tmp_path)
-
-
 def test_a_shard_that_shrinks_after_opening(tmp_path):
     shutil.copy(MODELS / "qwen2" / SINGLE, tmp_path / SINGLE)
     checkpoint = Checkpoint(tmp_path)
@@ -156,9 +120,7 @@ def test_missing_things(tmp_path):
         (None, "has no weight_map"),
         ({"a": "../model.safetensors"}, "not a plain file name"),
         ({"a": "/etc/passwd"}, "not a plain file name"),
-        ({"a": "..\\x"}, "not a plain file name"),
-        ({"a": ".."}, "not a plain file name"),
-        ({"a": 3}, "not a plain file name"),
+        *(({"a": name}, "not a plain file name") for name in ("..", "a\\b", "", "c:x", "a\0b", "x" * 5000, 3, None)),
         ({"a": "gone.safetensors"}, "gone.safetensors, which is missing"),
         ({"b": "one.safetensors"}, "places b in one.safetensors, which does not hold it"),
     ],
