@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from rich.console import Console
 from wgpu_lora.cli import console
 from wgpu_lora.cli.console import Bar, duration
 from wgpu_lora.cli.finetune import TrainingProgress
-from wgpu_lora.cli.training_progress import StartupProgress, describe_tuning
+from wgpu_lora.cli.training_progress import BARS, MOST, PLAIN, StartupProgress, Trend, describe_tuning, hardware
 from wgpu_lora.events import StepResult, Tuning
 
 
@@ -186,3 +187,38 @@ def test_json_has_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert json.loads(said) == value
     assert all(c.isascii() and (c.isprintable() or c == "\n") for c in said)
+
+
+# -- the line of bars that shows how a loss develops -------------------------------------------------------------------
+
+UTF8, ASCII = (io.TextIOWrapper(io.BytesIO(), encoding=name) for name in ("utf-8", "ascii"))
+
+
+def trend(*values: float, stream: io.TextIOWrapper = UTF8) -> Trend:
+    found = Trend(stream)
+    for value in values:
+        found.add(value)
+    return found
+
+
+def test_bars() -> None:
+    assert trend(*range(8, 0, -1)).bars() == BARS[::-1]
+    assert trend(*range(8), stream=ASCII).bars() == PLAIN
+    assert trend(*range(8)).bars(3) == BARS[0] + BARS[4] + BARS[7]
+    assert trend(1.0).bars() == trend().bars() == ""
+    assert trend(2.0, 2.0).bars() == BARS[0] * 2
+    assert trend(1.0, math.nan, math.inf, 2.0).bars() == BARS[0] + BARS[-1]
+
+
+def test_a_long_run_stays_a_line() -> None:
+    found = trend(*(1 / (step + 1) for step in range(10_000)))
+    bars = found.bars()
+    assert MOST / 2 <= len(bars) <= MOST
+    assert bars[0] == BARS[-1]
+    assert bars[-1] == BARS[0]
+    assert len(found._means) + len(found._left) < 10 * MOST
+
+
+def test_hardware() -> None:
+    assert hardware({"loss": 1.0}) == ""
+    assert hardware({"gpu_busy": 97.4, "gpu_temperature": 61.0}) == "97% busy, 61 °C"

@@ -1,14 +1,17 @@
-"""Preference training as a user sees it: resuming, packing, dropout, cutting, memory, and wrong rows and options."""
+"""Preference training: resuming, packing, cutting, wrong rows and options, TRL's curves, and the losses in float64."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.models import save_golden_adapter
+from safetensors.numpy import load_file
+from support import short_of
+from support.models import FIXTURES, save_golden_adapter
 from support.sources import written
 from support.training import golden_arguments, model_dir
 
@@ -18,10 +21,13 @@ from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.train.adapter_tasks import AdapterTask
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.objectives import cpo, dpo, kto, objective_of, orpo, preference
+from wgpu_lora.train.objectives.preference import log_sigmoid, sigmoid
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.options.unused_options import unused_options
+from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.run.records import RUN
 from wgpu_lora.train.run.training_log import LOG, read_log
 
@@ -285,3 +291,182 @@ def test_labelled_rows_and_their_log(device: Device, tmp_path: Path) -> None:
     assert "rewards/rejected" not in lines[1]
     assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "kl"} <= set(lines[2])
     assert json.loads((tmp_path / "a" / "run" / "run.json").read_text())["options"]["objective"] == "kto"
+
+
+# -- 20 steps of every preference loss, compared with TRL's trainers (tests/fixtures/README.md) ------------------------
+
+TARGETS, STEPS, GOLDEN_PAIRS = "q_proj,down_proj", 20, 8
+CASES: dict[str, dict[str, Any]] = json.loads((FIXTURES / "golden" / "preferences.json").read_text())
+
+
+@cache
+def golden() -> dict[str, np.ndarray]:
+    return load_file(FIXTURES / "golden" / "preferences.safetensors")
+
+
+def rows(objective: str) -> list[dict[str, Any]]:
+    """The pairs; for KTO, the chosen answer of every other one, and the rejected one of the others."""
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    pairs = [{name: golden()[f"{name}.{i}"].tolist() for name in names} for i in range(GOLDEN_PAIRS)]
+    if objective != "kto":
+        return pairs
+    return [
+        {"prompt_ids": pair["prompt_ids"], "completion_ids": pair[names[1 + i % 2]], "label": not i % 2}
+        for i, pair in enumerate(pairs)
+    ]
+
+
+def golden_options(tmp_path: Path, name: str) -> dict[str, Any]:
+    """A case's options, with the files that it reads."""
+    case = dict(CASES[name])
+    data = tmp_path / f"{case['objective']}.jsonl"
+    if not data.exists():
+        written(data, rows(case["objective"]))
+    initial, frozen = tmp_path / "start", tmp_path / "frozen"
+    if not initial.exists():
+        chosen = {"target_modules": tuple(TARGETS.split(","))}
+        save_golden_adapter("qwen2", initial, modules=chosen["target_modules"], **chosen)
+        save_golden_adapter("qwen2", frozen, modules=chosen["target_modules"], scale=2.0, **chosen)
+    if "reference_adapter" in case:
+        case["reference_adapter"] = str(frozen)
+    return {"init_adapter": str(initial), "data": str(data), **case}
+
+
+def shared(tmp_path: Path, **changes: Any) -> Any:
+    golden_options = {
+        "base_dtype": "f32",
+        "beta": 0.3,
+        "lr_scheduler_type": "constant",
+        "adam_epsilon": 1e-5,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "max_length": 16,
+    }
+    return golden_arguments(tmp_path, "qwen2", **(golden_options | changes))
+
+
+def check(name: str, directory: Path, steps: int) -> None:
+    """Losses, metrics and, after all steps, the adapter are within 1e-3 of TRL's."""
+    log = read_log(directory / LOG)
+    values = {key.removeprefix(f"{name}."): value for key, value in golden().items() if key.startswith(f"{name}.")}
+    curves = {key: value for key, value in values.items() if not key.startswith("final.")}
+    assert len(curves) >= 6
+    for key, curve in curves.items():
+        found, scale = [line[key] for line in log], float(np.abs(curve).mean())
+        assert found == pytest.approx(curve[:steps].tolist(), rel=1e-3, abs=1e-3 * scale), f"{name}: {key}"
+    if steps < STEPS:
+        return
+    first, (_, matrices) = load_file(FIXTURES / "golden" / "qwen2.safetensors"), read_adapter(directory)
+    for module, pair in matrices.items():
+        for which, matrix in zip("AB", pair, strict=True):
+            short = f"{short_of(module)}.{which}"
+            final = values[f"final.{short}"]
+            error = np.linalg.norm(matrix - final) / np.linalg.norm(final - first[f"adapter.{short}"])
+            assert error < 1e-3, f"{name}: {short}: {error}"
+
+
+def test_all_losses_match_trl(device: Device, tmp_path: Path) -> None:
+    """Each is an adapter of one pipeline, whose batches they share."""
+    tasks = []
+    for name in CASES:
+        own = golden_options(tmp_path, name)
+        tasks.append(AdapterTask(own.pop("data"), str(tmp_path / f"run-{name}"), name, options=own))
+    prepare_pipeline(shared(tmp_path, data=None, init_adapter=None), tasks, batch_tokens=1024).train()
+    for name in CASES:
+        check(name, tmp_path / f"run-{name}", STEPS)
+
+
+@pytest.mark.parametrize("name", ["dpo-ld", "dpo-frozen", "kto"])
+def test_a_precomputed_reference_is_the_same(device: Device, tmp_path: Path, name: str) -> None:
+    """Alone, with activations computed again and inputs of blocks in the host's memory, in batches of one or two
+    samples."""
+    changes = {
+        "gradient_checkpointing": True,
+        "offload_activations": True,
+        "precompute_ref_log_probs": True,
+        "max_steps": 3,
+    }
+    batch = 1 if name == "kto" else 2
+    sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 4 // batch}
+    prepare_job(shared(tmp_path, **golden_options(tmp_path, name), **changes | sizes)).train()
+    check(name, tmp_path / "run", 3)
+
+
+# -- the losses of preference objectives in float64 --------------------------------------------------------------------
+
+SIZE, STRIDE = 5, 64
+CONSTANTS: dict[str, Any] = {"size": SIZE, "stride": STRIDE, "beta": 0.3}
+LABELLED = {"desirable": 1.5, "undesirable": 0.5}
+LOSS_CASES = [
+    *((dpo.dpo_scores, {"label_smoothing": 0.1, name: 1.0}) for name in dpo.LOSSES),
+    (dpo.dpo_scores, {"label_smoothing": 0.1, "sigmoid": 0.8, "apo_zero": 0.2, "sft": 1.0}),
+    *(
+        (cpo.cpo_scores, {"label_smoothing": 0.1, "gamma": 0.5, "alpha": 0.7, "mean": name in cpo.MEANS} | flags)
+        for name in cpo.LOSSES
+        for flags in [{kind: kind == name for kind in ("hinge", "ipo", "simpo")}]
+    ),
+    (orpo.orpo_scores, {}),
+    (kto.kto_scores, LABELLED),
+]
+
+
+def inputs(kernel: Any, rng: np.random.Generator, scale: float = 1.0) -> dict[str, np.ndarray]:
+    count = 1 if kernel is kto.kto_scores else 2
+    stops = np.cumsum(rng.integers(2, 9, SIZE * count)).reshape(SIZE, count)
+    given = {
+        "sums": -np.abs(rng.normal(size=(SIZE, count, 2))) * scale,
+        "members": np.stack([stops - 2, stops], 2),
+        "reference": -np.abs(rng.normal(size=(SIZE, count))) * scale,
+        "group_weights": np.full(SIZE, 1 / SIZE),
+        "values": np.array([1.0, -1, 1, -1, 1]),
+        "shared_values": np.full(SIZE, 0.2),
+    }
+    outputs = {name: np.zeros(1) for name in ("slopes", "losses", "metrics")}
+    return {name: (given | outputs)[name] for name in kernel.bindings}
+
+
+@pytest.mark.parametrize(("kernel", "constants"), LOSS_CASES)
+def test_slopes_are_differences(kernel: Any, constants: dict[str, Any], rng: np.random.Generator) -> None:
+    given = inputs(kernel, rng)
+
+    def loss(sums: np.ndarray) -> float:
+        return float((given["group_weights"] * kernel(**(given | {"sums": sums}), **CONSTANTS, **constants)[1]).sum())
+
+    slopes = kernel(**given, **CONSTANTS, **constants)[0].reshape(given["sums"].shape)
+    for place in np.ndindex(given["sums"].shape):
+        step = np.zeros_like(given["sums"])
+        step[place] = 1e-6
+        difference = (loss(given["sums"] + step) - loss(given["sums"] - step)) / 2e-6
+        assert slopes[place] == pytest.approx(difference, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(("kernel", "constants"), LOSS_CASES)
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1e4])
+def test_nothing_overflows(kernel: Any, constants: dict[str, Any], scale: float, rng: np.random.Generator) -> None:
+    for values in kernel(**inputs(kernel, rng, scale), **CONSTANTS, **constants):
+        assert np.isfinite(values).all()
+
+
+def test_sums_and_their_weights(rng: np.random.Generator) -> None:
+    """A loss of the sums changes by a token's weight; what the longer answer has more counts by ld_alpha."""
+    spans, starts = np.array([[(1, 4), (5, 7)], [(0, 0), (0, 0)]]), np.array([[0, 5], [0, 0]])
+    logprobs, slopes = rng.normal(size=8), rng.normal(size=(2, 2, 2))
+    constants: dict[str, Any] = {"size": 2, "count": 2, "ld_alpha": 0.25}
+
+    def loss(logprobs: np.ndarray) -> float:
+        return float((slopes * preference.member_sums(logprobs, spans, starts, None, **constants)).sum())
+
+    weights = preference.member_weights(slopes, spans, starts, np.zeros(8), **constants)
+    for r in range(8):
+        step = np.zeros(8)
+        step[r] = 1
+        assert -weights[r] == pytest.approx(loss(logprobs + step) - loss(logprobs), abs=1e-12)
+    sums = preference.member_sums(logprobs, spans, starts, None, **constants)
+    assert sums[0, 0, 0] == pytest.approx(logprobs[1] + logprobs[2] + 0.25 * logprobs[3])
+    assert sums[0, 0, 1] == pytest.approx(logprobs[:4].sum())
+
+
+def test_the_logistic_function() -> None:
+    x = np.array([-1e4, -40, -1, 0, 1, 40, 1e4])
+    assert log_sigmoid(x) == pytest.approx([-1e4, -40, -1.3132616875, -np.log(2), -0.3132616875, -4.248354e-18, 0])
+    assert sigmoid(x) + sigmoid(-x) == pytest.approx(np.ones(7))

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cli import QWEN2, SMALL, Run, commands, flags
 from support.data import chat, small_tokenizer, write_jsonl
+from support.preferences import Labelled, Preferences
+from support.sources import refused, written
 
-from wgpu_lora.data import split_validation, tokenize_source
+from wgpu_lora.cli import main
+from wgpu_lora.data import Source, python_source, split_validation, tokenize_source
 from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.data.preference_formats import PAIRS
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.objectives import OBJECTIVES, formats_of
+from wgpu_lora.train.objectives.objective import Objective
+from wgpu_lora.train.objectives.sft import SFT
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 ROWS: list[dict[str, Any]] = [{"input_ids": [i % 40 + 1, i // 40 + 1, 3, 4, i % 7 + 1]} for i in range(50)]
@@ -133,3 +140,53 @@ def test_plans_of_shorter_rows(tmp_path: Path) -> None:
     args = TrainingArguments(model=QWEN2, data=str(data), max_length=16, validation_split=0.2, lora_r=4)
     job = prepare_job(args, planning=True)
     assert job.replan({"max_length": 8}) < job.replan({})
+
+
+# -- rows that an objective does not read ------------------------------------------------------------------------------
+
+FILES = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz"]
+PAIRS_OF_TEXTS: list[dict[str, Any]] = [
+    {"prompt": f"[{i}] is", "chosen": f"a, {i}", "rejected": "b", "weight": i + 0.5, "id": i} for i in range(3)
+]
+LABELS: list[dict[str, Any]] = [{"prompt": "a", "completion": "b", "label": good} for good in (True, False, True)]
+
+
+def refusal(data: Source | Path, objective: Objective) -> str:
+    return refused(data, formats=formats_of(objective), parts=objective.parts)
+
+
+PAIRWISE = ("dpo", "orpo", "cpo")
+NEEDED = "but the formats need prompt_ids, chosen_ids, rejected_ids and weight; prompt, chosen and rejected"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_missing_is_named_with_the_formats(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / name, [{"question": "a", "completion": "b", "label": "true"}])
+    named = "'question', 'completion', 'label', but the format needs prompt, completion and label"
+    assert f"{named}; rename 'question' to 'prompt'." in refusal(path, Labelled())
+    path = written(path, [{"question": "a", "chosen": "b", "rejected": "c"}])
+    readers = " or ".join(f"objective='{name}'" for name in PAIRWISE)
+    assert f"'chosen', 'rejected', {NEEDED}; use {readers} for such rows." in refusal(path, Preferences())
+    one = refusal(written(path, [{"prompt": "a", "label": "true"}]), Labelled())
+    assert "'prompt', 'label', but the format needs prompt, completion and label." in one.replace("; rename them", "")
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    OBJECTIVES.update({"preferences": Preferences, "labelled": Labelled})
+    yield
+    del OBJECTIVES["preferences"], OBJECTIVES["labelled"]
+
+
+def test_rows_of_another_objective(tmp_path: Path, registered: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the objectives that read them, as the caller would give the option."""
+    path = written(tmp_path / "a.parquet", PAIRS_OF_TEXTS)
+    readers = [*PAIRWISE, "preferences"]
+    said = " or ".join(f"objective='{name}'" for name in readers)
+    assert f"; use {said} for such rows." in refusal(path, SFT())
+    others = "objective='sft' or objective='kto' or objective='labelled'"
+    assert f"; use {others} for such rows." in refusal(python_source(LABELS), Preferences())
+    path = written(tmp_path / "a.csv", PAIRS_OF_TEXTS)
+    assert main(["plan", "--model", "tests/fixtures/models/qwen2", "--data", str(path)]) == 2
+    said = " or ".join(f"--objective {name}" for name in readers)
+    assert f"; use {said} for such rows." in capsys.readouterr().err
