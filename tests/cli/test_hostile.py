@@ -400,9 +400,12 @@ def poisoned(place: Path, value: float) -> Path:
 
 def test_an_adapter_that_has_diverged_is_no_beginning(run: Run, tmp_path: Path) -> None:
     adapter, data = poisoned(tmp_path / "a", 3e6), write_rows(tmp_path / "rows.jsonl")
-    code, _, err = run("finetune", *flags(**SMALL, model=QWEN2, data=data, output=tmp_path / "o", init_adapter=adapter))
-    assert (code, err.count("\n")) == (2, 1)
-    assert "values larger than 1,048,576" in err
+    assert (
+        "values larger than 1,048,576"
+        in run(
+            "finetune", *flags(**SMALL, model=QWEN2, data=data, output=tmp_path / "o", init_adapter=adapter)
+        ).refusal()
+    )
     assert not (tmp_path / "o").exists()
 
 
@@ -416,9 +419,7 @@ def test_an_adapter_that_is_not_finite_is_nowhere_used(run: Run, tmp_path: Path,
         ["merge", "--output", tmp_path / "m", "--adapter", adapter, *model],
         ["push", adapter, "me/x", "--dry-run"],
     ):
-        code, _, err = run(*command)
-        assert (code, err.count("\n")) == (2, 1), (command, err)
-        assert "not finite" in err
+        assert "not finite" in run(*command).refusal()
     assert not (tmp_path / "o").exists()
     assert not (tmp_path / "m").exists()
     for more in ([], ["--compare"]):
@@ -493,7 +494,5 @@ def test_no_other_output_is_named_so(run: Run, tmp_path: Path, name: str) -> Non
         ["push", odd, "me/x", "--dry-run"],
         ["demo", "--output", odd / "m", "--max-steps", 1],
     ):
-        code, _, err = run(*command)
-        assert (code, err.count("\n")) == (2, 1), (command[0], err)
-        assert "UTF-8" in err
+        assert "UTF-8" in run(*command).refusal()
     assert not list(odd.iterdir())

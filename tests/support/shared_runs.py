@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from filelock import FileLock
 
 from support.training import model_dir, random_rows
 from wgpu_lora import api
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
+from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.train.run.training_log import LOG, read_log
 
@@ -74,6 +76,15 @@ def result(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
     """The adapter and the log of a run, without times."""
     log = [{k: v for k, v in line.items() if "second" not in k} for line in read_log(run / LOG)]
     return (run / WEIGHTS).read_bytes(), log
+
+
+def assert_close_adapters(one: Path, other: Path, atol: float) -> None:
+    """The matrices of two adapters differ by at most `atol`."""
+    (_, ours), (_, theirs) = read_adapter(one), read_adapter(other)
+    assert ours.keys() == theirs.keys()
+    for module, pair in ours.items():
+        for got, expected in zip(pair, theirs[module], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=0, atol=atol, err_msg=module)
 
 
 def pipeline_options(**changes: Any) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.models import full_logits, save_golden_adapter
-from support.training import golden_arguments, model_dir, random_rows
+from support.shared_runs import assert_close_adapters
+from support.training import assert_gradient_is_slope, golden_arguments, model_dir, random_rows
 
 from wgpu_lora.api import evaluate, teacher_cache
 from wgpu_lora.api.quantization import quantize
@@ -20,7 +21,6 @@ from wgpu_lora.distill.teacher_cache import TeacherCache
 from wgpu_lora.distill.teacher_logits import MIN_TAIL, TeacherRows, TopKLogits, teacher_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, Events
-from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.adapter_set import AdapterSet
@@ -161,36 +161,9 @@ def test_the_device_agrees(device: Device, tmp_path: Path, case: dict[str, Any])
     if args.teacher_top_k == VOCAB:
         assert found["kd_loss"] == pytest.approx(wanted["kd_loss"], abs=1e-6)
 
-    gradients = session.adapters.read(session.device, 0, session.adapters.grads)
-    matrices = session.adapters.read(session.device, 0)
-    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for pair in gradients.values() for g in pair))
-
-    def moved(length: float) -> float:
-        ahead = {
-            key: tuple((m + length / norm * g).astype(np.float32) for m, g in zip(pair, gradients[key], strict=True))
-            for key, pair in matrices.items()
-        }
-        session.adapters.write(session.device, 0, ahead)
-        return measured(made)["loss"]
-
-    length = 0.02
-    assert (moved(length) - moved(-length)) / (2 * length) == pytest.approx(norm, rel=5e-3)
+    assert_gradient_is_slope(session, lambda: measured(made)["loss"])
     assert session.memory().training == sum(session.memory().groups.values())
     session.close()
-
-
-@pytest.mark.parametrize(("kind", "error"), [("f16", 2e-3), pytest.param("f32", 1e-5, marks=pytest.mark.slow)])
-def test_a_cache_says_the_same(device: Device, tmp_path: Path, kind: str, error: float) -> None:
-    """As the live teacher, up to the rounding of its logits."""
-    options = {"hard_top1_weight": 0.5}
-    live = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 16}
-    found = []
-    for name, teacher in {"live": live, "stored": {"teacher_cache": cached(tmp_path, logits_dtype=kind)}}.items():
-        made = started(job(tmp_path / name, **options, **teacher, data=str(tmp_path / "kd.jsonl")))
-        found.append(measured(made))
-        made.session.close()
-    for name, value in found[0].items():
-        assert found[1][name] == pytest.approx(value, rel=error, abs=error / 10), name
 
 
 @pytest.mark.parametrize("live", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -251,10 +224,7 @@ def test_beside_other_adapters(device: Device, tmp_path: Path) -> None:
     shared = golden_arguments(tmp_path, "qwen2", max_steps=2, base_dtype="f32", data=None, init_adapter=None)
     prepare_pipeline(shared, tasks).train()
     for name in own:
-        ours, theirs = read_adapter(tmp_path / f"together-{name}")[1], read_adapter(tmp_path / name / "run")[1]
-        for key, pair in ours.items():
-            for got, want in zip(pair, theirs[key], strict=True):
-                np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+        assert_close_adapters(tmp_path / f"together-{name}", tmp_path / name / "run", 1e-5)
 
 
 def test_it_is_evaluated(device: Device, tmp_path: Path) -> None:

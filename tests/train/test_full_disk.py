@@ -194,14 +194,15 @@ def test_a_disk_that_fills_during_a_run(qwen2: LoadedModel, finished_run: Path, 
 def test_a_pipeline_on_a_disk_that_fills(qwen2: LoadedModel, finished_run: Path, tmp_path: Path, small: Path) -> None:
     rest, given = small / "rest", options(finished_run, small / "home")
     own = {name: given.pop(name) for name in ("data", "eval_data")}
-    tasks = [{**own, "checkpoint": str(small / name)} for name in "ab"]
+
+    def pipeline(place: Path, **how: Any) -> MultiAdapterPipeline:
+        tasks = [{**own, "checkpoint": str(place / name)} for name in "ab"]
+        return MultiAdapterPipeline(tasks, qwen2, **given | {"output": str(place / "home"), **how})
 
     with pytest.raises(StorageError, match=rf"newest complete state is {small}/home/state\.json"):
-        MultiAdapterPipeline(tasks, qwen2, **given).train(filling(rest))
+        pipeline(small).train(filling(rest))
     rest.unlink()
-    MultiAdapterPipeline(tasks, qwen2, **given, resume=True).train()
-    MultiAdapterPipeline(
-        [{**own, "checkpoint": str(tmp_path / name)} for name in "ab"], qwen2, **given | {"output": str(tmp_path)}
-    ).train()
+    pipeline(small, resume=True).train()
+    pipeline(tmp_path).train()
     for name in "ab":
-        assert result(small / name) == result(finished_run / name)
+        assert result(small / name) == result(tmp_path / name)

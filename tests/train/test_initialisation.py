@@ -11,19 +11,17 @@ import pytest
 from safetensors.numpy import load_file
 from support import FIXTURES, path_of, short_of
 from support.models import golden
-from support.training import golden_arguments, model_dir, random_rows
+from support.training import golden_arguments, gradients_of, model_dir, random_rows
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import PARTS, read_adapter, tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train import init_methods
 from wgpu_lora.train.adapter_tasks import task_of
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.init_methods import FROM_WEIGHT, INITIALISATIONS, from_weight, largest, offsets, subspace
-from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.pipeline import PipelineJob, prepare_pipeline
 from wgpu_lora.train.run.adapter_init import SeededMatrices, initial_matrices, read_weight
@@ -249,31 +247,18 @@ def initial(directory: Path) -> Path:
 
 def arguments(tmp_path: Path, base: str, **changes: Any) -> TrainingArguments:
     args = golden_arguments(tmp_path, ARCHITECTURE, base_dtype=base, **changes)
-    from dataclasses import replace
-
-    return replace(args, init_adapter=str(initial(tmp_path / "dora"))) if "init_adapter" not in changes else args
+    return replace(args, init_adapter=str(initial(tmp_path / "dora")))
 
 
 @pytest.mark.parametrize(("base", "recompute"), [("f32", False), ("nf4", True)])
 def test_gradients_match_pefts(device: Device, tmp_path: Path, base: str, recompute: bool) -> None:
-    values, expected = golden(ARCHITECTURE), variants()
-    job = job_of(device, arguments(tmp_path, base, gradient_checkpointing=recompute))
-    session = job.session
-    session.allocate()
-    job.run.place_initial(session)
-    rows = [(values["input_ids"][i, :n], values["labels"][i, :n]) for i, n in enumerate(values["lengths"])]
-    tokens = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
-    session.begin()
-    session.accumulate([Group((Segment(ids, labels),), weight=1 / tokens) for ids, labels in rows])
-    total = session.totals.read_loss(device, 0)
-    pairs = session.adapters.read(device, 0, session.adapters.grads)
-    session.close()
-    assert total / tokens == pytest.approx(expected[f"dora.loss.{base}"][0], rel=1e-5)
-    for module, parts in pairs.items():
-        assert len(parts) == len(PARTS)
-        for which, found in zip(PARTS, parts, strict=True):
-            want = expected[f"dora.grad.{base}.{short_of(module)}.{which}"]
-            assert np.abs(found - want).max() < 2e-5 * np.abs(want).max(), f"{module}.{which}"
+    expected, job = variants(), job_of(device, arguments(tmp_path, base, gradient_checkpointing=recompute))
+    loss, gradients = gradients_of(job, device, ARCHITECTURE)
+    assert loss == pytest.approx(expected[f"dora.loss.{base}"][0], rel=1e-5)
+    assert {name.rpartition(".")[2] for name in gradients} == set(PARTS)
+    for name, found in gradients.items():
+        want = expected[f"dora.grad.{base}.{name}"]
+        assert np.abs(found - want).max() < 2e-5 * np.abs(want).max(), name
 
 
 @pytest.mark.parametrize("base", ["f32", "nf4"])

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.models import golden
+from support.shared_runs import assert_close_adapters
 from support.training import golden_arguments, golden_job, gradients_of, model_dir, random_rows
 
 import wgpu_lora
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft_adapter import WEIGHTS, read_adapter
+from wgpu_lora.formats.peft_adapter import WEIGHTS
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import persistent
@@ -145,10 +146,7 @@ def test_resumed_runs_and_pipelines(device: Device, tmp_path: Path) -> None:
     assert trained("parts", resume=True, max_steps=4, offload_activations=True) == whole
     adapters = [{"data": rows, "checkpoint": str(tmp_path / f"adapter {i}")} for i, rows in enumerate(data)]
     MultiAdapterPipeline(adapters, model, output=str(tmp_path / "pipeline"), max_steps=4, **options).train()
-    (_, alone), (_, beside) = read_adapter(tmp_path / "whole"), read_adapter(tmp_path / "adapter 0")
-    for module, pair in alone.items():
-        for a, b in zip(pair, beside[module], strict=True):
-            assert np.abs(a - b).max() < 1e-4
+    assert_close_adapters(tmp_path / "whole", tmp_path / "adapter 0", 1e-4)
 
 
 def test_devices_without_buffers_in_host_memory(

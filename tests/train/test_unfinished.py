@@ -53,7 +53,7 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(place: Path, name: str = "run", **changes: Any) -> dict[str, Any]:
     """Without checkpoints, unless a test asks for them."""
-    given = run_options(place, name, **{"model": None, **NEVER, **changes})
+    given = run_options(place, name, **{"model": None, "save_total_limit": None, **NEVER, **changes})
     return {name: value for name, value in given.items() if value is not None}
 
 
