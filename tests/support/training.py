@@ -91,7 +91,7 @@ def assert_gradient_is_slope(session: Session, loss: Callable[[], float], length
 def gradients_of(
     job: Job, device: Device, architecture: str, allocated: Callable[[Session], None] = lambda session: None
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """(mean loss, gradients of all LoRA matrices and of the magnitudes of DoRA) of the golden batch. allocated: called once the session is."""
+    """(mean loss, gradients of all matrices and magnitudes) of the golden batch. allocated: called once the session is."""
     values, session = golden(architecture), job.session
     session.allocate()
     allocated(session)
@@ -102,6 +102,10 @@ def gradients_of(
     session.accumulate([Group((Segment(ids, labels),), weight=1 / tokens) for ids, labels in rows])
     total = session.totals.read_loss(device, 0)
     pairs = session.adapters.read(device, 0, session.adapters.grads)
-    found = {f"{short_of(key)}.{which}": g.copy() for key, parts in pairs.items() for which, g in zip(PARTS, parts)}
+    found = {
+        f"{short_of(key)}.{which}": g.copy()
+        for key, parts in pairs.items()
+        for which, g in zip(PARTS[: len(parts)], parts, strict=True)
+    }
     session.close()
     return float(total / tokens), found
