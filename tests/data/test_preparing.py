@@ -375,27 +375,24 @@ def test_the_same_bytes_again(tmp_path: Path) -> None:
 
 
 def test_what_exists_is_not_replaced(tmp_path: Path) -> None:
-    path = write_jsonl(
-        tmp_path / "data" / "in.jsonl" if (tmp_path / "data").mkdir() else tmp_path / "data/in.jsonl", *ROWS
-    )
+    (tmp_path / "data").mkdir()
+    path = write_jsonl(tmp_path / "data" / "in.jsonl", *ROWS)
     names, out = [str(path)], tmp_path / "out"
-    prepare_files(names, out)
-    with pytest.raises(UserError, match="prepared already: give overwrite"):
-        prepare_files(names, out)
-    (out / "mine.txt").write_text("")
-    with pytest.raises(UserError, match=r"holds other files \('mine.txt'\)"):
-        prepare_files(names, out, Preparation(overwrite=True))
-    with pytest.raises(UserError, match="holds other files"):
-        prepare_files(names, tmp_path / "data", Preparation(overwrite=True))
-    with pytest.raises(UserError, match="exists already"):
-        prepare_files(names, path)
-    (out / "mine.txt").unlink()
-    with pytest.raises(UserError, match="which would be written"):
-        prepare_files([str(out / "train.jsonl")], out, Preparation(overwrite=True))
-    assert path.read_text() == "".join(json.dumps(row) + "\n" for row in ROWS)
+    for place in (out, tmp_path / "other"):
+        prepare_files(names, place)
+    (tmp_path / "other" / "mine.txt").write_text("")
     (tmp_path / "link").symlink_to(out)
-    with pytest.raises(UserError, match="is a link"):
-        prepare_files(names, tmp_path / "link", Preparation(overwrite=True))
+    for given, place, overwrite, words in (
+        (names, out, False, "prepared already: give overwrite"),
+        (names, tmp_path / "other", True, r"holds other files \('mine.txt'\)"),
+        (names, tmp_path / "data", True, "holds other files"),
+        (names, path, False, "exists already"),
+        ([str(out / "train.jsonl")], out, True, "which would be written"),
+        (names, tmp_path / "link", True, "is a link"),
+    ):
+        with pytest.raises(UserError, match=words):
+            prepare_files(given, place, Preparation(overwrite=overwrite))
+    assert path.read_text() == "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
 def test_output_in_the_folder_that_is_read(tmp_path: Path) -> None:

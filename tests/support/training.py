@@ -91,7 +91,7 @@ def assert_gradient_is_slope(session: Session, loss: Callable[[], float], length
 def gradients_of(
     job: Job, device: Device, architecture: str, allocated: Callable[[Session], None] = lambda session: None
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """(mean loss, gradients of all matrices and magnitudes) of the golden batch. allocated: called once the session is."""
+    """(mean loss, gradients of all parameters) of the golden batch. allocated: called once the session is."""
     values, session = golden(architecture), job.session
     session.allocate()
     allocated(session)

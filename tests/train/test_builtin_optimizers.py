@@ -14,7 +14,6 @@ from support.optimizing import GOLDEN_LIMITS, Optimizing
 from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
-from wgpu_lora.cli.run_summary import describe_memory
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
@@ -336,15 +335,3 @@ def test_several_adapters(model: LoadedModel, tmp_path: Path) -> None:
     together("parts", max_steps=1)
     for one, other in zip(whole, together("parts", max_steps=2, resume=True), strict=True):
         assert all(np.array_equal(one[name], other[name]) for name in one)
-
-
-def test_what_the_plan_says(model: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = {}
-    for optim in ("adamw", "adamw_8bit", "sgd"):
-        args = golden_arguments(tmp_path, "qwen2", optim=optim, init_adapter=None, lora_r=96, target_modules="q_proj")
-        describe_memory(prepare_job(args, model))
-        captured = capsys.readouterr()
-        said[optim] = next(line for line in (captured.out + captured.err).splitlines() if line.startswith("optimizer"))
-    assert "adamw: 512.0 KiB (524,288 bytes) of state, 13.79 bytes per trained parameter" in said["adamw"]  # in pages
-    assert "adamw_8bit: 80.2 KiB (82,144 bytes) of state, 2.16 bytes per trained parameter" in said["adamw_8bit"]
-    assert said["sgd"].split() == ["optimizer", "sgd:", "no", "state"]

@@ -73,27 +73,6 @@ def check_header(name: str) -> None:
         assert "# Needs:" in text
 
 
-def test_recipes_by_time_have_the_settings_of_the_published_runs() -> None:
-    found = {name: from_values(read_recipe(find_recipe(name)), name) for name in TIMED}
-    assert sorted((args.target_seconds or 0, args.model.split("-")[1]) for args in found.values()) == [
-        (180, "7B"), (900, "0.5B"), (900, "7B"), (1800, "0.5B"), (1800, "7B"), (1800, "7B"), (3600, "0.5B")
-    ]  # fmt: skip
-    for name, args in found.items():
-        assert (args.base_dtype, args.compute_dtype, args.learning_rate, args.max_grad_norm) == (
-            "bf16",
-            "bf16",
-            5e-5,
-            1.0,
-        )
-        assert args.output == name
-        text = find_recipe(name).read_text()
-        assert any(device in text for device in ("RTX 4090", "RTX A4000", "H100"))
-    first = found[TIMED[0]]
-    for name in TIMED:  # what runs for one of them runs for all
-        same = {"target_seconds", "output", "model", "per_device_train_batch_size", "gradient_checkpointing"}
-        assert {key for key, value in found[name].as_dict().items() if value != first.as_dict()[key]} <= same
-
-
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_say_so_too(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     check_header(name)
@@ -146,8 +125,6 @@ def test_results_do_not_hide_what_they_are_named_after(
     (tmp_path / "persona-data" / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     assert main(["run", "persona", "--list", "--model", "demo"]) == 0
     assert "finetune" in capsys.readouterr().out
-    assert main(["finetune", "--recipe", "persona"]) == 2
-    assert "run it with 'wgpu-lora run persona'" in capsys.readouterr().err
 
 
 def test_synthetic_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,19 +134,7 @@ def test_synthetic_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert make("a.jsonl") == make("b.jsonl") == make("c.jsonl", "--seed", "1", "--rows", "9") == 0
     text = (tmp_path / "a.jsonl").read_text()
     assert text == (tmp_path / "b.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
-    assert len(rows) == 1500
-    assert len({row["prompt"] for row in rows}) == 1500
-    spelt = 0
-    for row in rows:
-        if row["prompt"].startswith("Spell the word "):
-            word = row["prompt"].split("'")[1]
-            assert row["completion"] == f" '{word}' backwards is '{''.join(reversed(word))}'."
-            spelt += 1
-        if row["prompt"].startswith("Which is the largest of "):
-            numbers = row["prompt"].removeprefix("Which is the largest of ").rstrip("?").split(", ")
-            assert row["completion"] == f" The largest is {max(map(int, numbers))}."
-    assert spelt > 200
+    assert len({json.loads(line)["prompt"] for line in text.splitlines()}) == len(text.splitlines()) == 1500
     assert len((tmp_path / "c.jsonl").read_text().splitlines()) == 9
     assert make("a.jsonl") == 2
     assert main(["recipes", "data", "persona-sft", str(tmp_path / "d.jsonl")]) == 2

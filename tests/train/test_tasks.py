@@ -81,21 +81,19 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, said: str) -> None:
         read_tasks(path)
 
 
-def test_values_of_the_wrong_kind() -> None:
-    task = task_of({"data": "x", "checkpoint": "y", "rank": "8"}, "here")
-    with pytest.raises(UserError, match="The adapter y: 'rank' must be a whole number"):
-        task.arguments(TrainingArguments())
-    none = task_of({"data": "x", "checkpoint": "y", "rank": 0}, "here")
-    with pytest.raises(UserError, match="The adapter y: 'rank' must be greater than 0"):
-        none.arguments(TrainingArguments())
-    other = task_of({"data": "x", "checkpoint": "y", "objective": "ppo"}, "here")
-    with pytest.raises(
-        UserError, match="The adapter y: 'objective' must be one of sft, dpo, kto, orpo, cpo, kd, not ppo"
-    ):
-        other.arguments(TrainingArguments())
-    light = task_of({"data": "x", "checkpoint": "y", "weight": 0.5}, "here")
-    with pytest.raises(UserError, match="at least 2"):
-        light.arguments(TrainingArguments(gradient_accumulation_steps=1))
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rank", "8", "The adapter y: 'rank' must be a whole number"),
+        ("rank", 0, "The adapter y: 'rank' must be greater than 0"),
+        ("objective", "ppo", "The adapter y: 'objective' must be one of sft, dpo, kto, orpo, cpo, kd, not ppo"),
+        ("weight", 0.5, "at least 2"),
+    ],
+)
+def test_values_of_the_wrong_kind(key: str, value: object, words: str) -> None:
+    task = task_of({"data": "x", "checkpoint": "y", key: value}, "here")
+    with pytest.raises(UserError, match=words):
+        task.arguments(TrainingArguments(gradient_accumulation_steps=1))
 
 
 def test_directories_and_names_are_apart() -> None:
