@@ -165,6 +165,10 @@ def test_a_run_and_its_teacher_cache_keep_the_date_of_the_template(
         "3 of 3 rows are finished"
         in run("teacher-cache", "--model", model, "--data", data, "--output", tmp_path / "cache").output()
     )
+    adapters = [word for name in ("p1", "p2") for word in ("--adapters", f"{data}:{tmp_path / name}")]
+    run("finetune", "--model", model, *adapters, "--output", tmp_path / "pipe", "--max-steps", 2).output()
+    monkeypatch.undo()
+    run("finetune", "--resume", "--max-steps", 3, "--output", tmp_path / "pipe").output()
 
 
 def test_a_template_date_is_checked(run: Run, tmp_path: Path) -> None:

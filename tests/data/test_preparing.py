@@ -382,7 +382,7 @@ def test_what_exists_is_not_replaced(tmp_path: Path) -> None:
         prepare_files(names, place)
     (tmp_path / "other" / "mine.txt").write_text("")
     (tmp_path / "link").symlink_to(out)
-    for given, place, overwrite, words in (
+    for inputs, place, overwrite, words in (
         (names, out, False, "prepared already: give overwrite"),
         (names, tmp_path / "other", True, r"holds other files \('mine.txt'\)"),
         (names, tmp_path / "data", True, "holds other files"),
@@ -391,7 +391,7 @@ def test_what_exists_is_not_replaced(tmp_path: Path) -> None:
         (names, tmp_path / "link", True, "is a link"),
     ):
         with pytest.raises(UserError, match=words):
-            prepare_files(given, place, Preparation(overwrite=overwrite))
+            prepare_files(inputs, place, Preparation(overwrite=overwrite))
     assert path.read_text() == "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
