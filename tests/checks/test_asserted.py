@@ -17,66 +17,7 @@ RIGHT = "def double(x):\n    return 2 * x"
 CHECK = "assert double(4) == 8\nassert double(0) == 0"
 
 
-def test_right_answer_passes():
-    result = run_check(RIGHT, CHECK)
-    assert result.passed, result.reason
-    assert result.reason == "passed"
-
-
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("def double(x):\n    return None", "assertion failed"),
-        ("def double(x:", "does not parse"),
-        ("Here is the function you asked for", "does not parse"),
-        ("double = 3", "defines no function"),
-        ("def other(x):\n    return 2 * x", "NameError"),
-        ("def double(x):\n    return double(x)", "RecursionError"),
-    ],
-)
-def test_wrong_answers_fail_and_say_why(code, reason):
-    result = run_check(code, CHECK)
-    assert not result.passed
-    assert reason in result.reason
-
-
-def test_printing_is_no_verdict():
-    result = run_check("def double(x):\n    print('{\"reason\": null}')\n    return 2 * x", CHECK)
-    assert result.passed, result.reason
-
-
-def test_endless_loop_is_stopped():
-    result = run_check("def double(x):\n    while True:\n        pass", CHECK, timeout=0.5)
-    assert not result.passed
-    assert "no answer in 0.5 s" in result.reason
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a limit on address space")
-def test_memory_hog_is_stopped():
-    result = run_check("def double(x):\n    return len(bytearray(8 * 1024**3))", CHECK)
-    assert not result.passed
-    assert "memory" in result.reason
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "import os; os._exit(0)",
-        "import sys; sys.exit(0)",
-        "raise SystemExit",
-        "import os; os.system('true')",
-        "import subprocess; subprocess.run(['true'])",
-        "import socket; socket.socket()",
-        "open('left-behind', 'w')",
-        "import ctypes; ctypes.CDLL(None)",
-    ],
-)
-def test_ways_out_are_no_pass(body):
-    assert not run_check(f"def double(x):\n    {body}\n    return 2 * x", CHECK).passed
-
-
-def test_usual_imports_are_there():
-    code = """
+USUAL = """
 import bisect, collections, datetime, functools, heapq, itertools, math, random, re, statistics, string
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -100,13 +41,63 @@ def double(x):
     print("said", flush=True)
     return of(x)
 """
-    result = run_check(code, CHECK)
+LATE = [
+    "from collections import Counter\ndef f():\n    return Counter('aab').most_common(1) == [('a', 2)]",
+    "def f(name='1252'):\n    return b'\\x80'.decode('cp' + name) == '€'",
+    "def f():\n    return 'a'.encode('utf-16-le').decode('UTF-16LE') == 'a'",
+    "import codecs\ndef f():\n    return codecs.encode('a', 'rot13') == 'n' and 'é'.encode('cp037') == b'Q'",
+    "import traceback, timeit\ndef f():\n"
+    "    return timeit.timeit('1', number=1) > 0 and bool(traceback.format_stack())",
+    "import warnings\ndef f():\n    return 'UserWarning' in warnings.formatwarning('a', UserWarning, 'b', 1)",
+    "import uuid\ndef f():\n    return uuid.uuid5(uuid.NAMESPACE_DNS, 'a').version == 5",
+    "from functools import singledispatch\n@singledispatch\ndef g(x):\n    return 0\n@g.register\ndef _(x: int):\n"
+    "    return 1\ndef f():\n    return g(1) == 1",
+]
+WAYS_OUT = [
+    "import os; os._exit(0)",
+    "import sys; sys.exit(0)",
+    "raise SystemExit",
+    "import os; os.system('true')",
+    "import subprocess; subprocess.run(['true'])",
+    "import socket; socket.socket()",
+    "open('left-behind', 'w')",
+    "import ctypes; ctypes.CDLL(None)",
+]
+# Answers, and what is said of them, which is "passed" or a reason.
+ANSWERS = [
+    (RIGHT, "passed"),
+    ("def double(x):\n    print('{\"reason\": null}')\n    return 2 * x", "passed"),
+    (USUAL, "passed"),
+    ("import os\ndef double(x):\n    return 2 * x if 'WGPU_LORA_SECRET' not in os.environ else 0", "passed"),
+    ("def double(x):\n    return None", "assertion failed"),
+    ("def double(x:", "does not parse"),
+    ("Here is the function you asked for", "does not parse"),
+    ("double = 3", "defines no function"),
+    ("def other(x):\n    return 2 * x", "NameError"),
+    ("def double(x):\n    return double(x)", "RecursionError"),
+    ("def double(x):\n    while True:\n        pass", "no answer in 1 s"),
+    ("def double(x):\n    raise ValueError('\\x1b[2J\\ud800\\u202e')", r"ValueError: \x1b[2J\ud800\u202e"),
+    *((f"def double(x):\n    {body}\n    return 2 * x", "") for body in WAYS_OUT),
+]
+
+
+@pytest.mark.parametrize(("code", "reason"), ANSWERS)
+def test_answers(code, reason, monkeypatch):
+    monkeypatch.setenv("WGPU_LORA_SECRET", "1")  # which is not inherited
+    result = run_check(code, CHECK, timeout=1.0 if "while True" in code else 30.0)
+    assert result.passed == (reason == "passed"), result.reason
+    assert reason in result.reason
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a limit on address space")
+def test_memory_hog_is_stopped():
+    assert "memory" in run_check("def double(x):\n    return len(bytearray(8 * 1024**3))", CHECK).reason
+
+
+@pytest.mark.parametrize("code", LATE)
+def test_what_the_library_imports_late_is_there(code):
+    result = run_check(code, "assert f() is True")
     assert result.passed, result.reason
-
-
-def test_a_reason_moves_no_cursor():
-    result = run_check("def double(x):\n    raise ValueError('\\x1b[2J\\ud800\\u202e')", CHECK)
-    assert result.reason == r"ValueError: \x1b[2J\ud800\u202e"
 
 
 def test_what_parses_is_said():
@@ -185,30 +176,3 @@ f = lambda n: [
         assert not run_check(code, f"assert {fails}").passed
     reason = run_check(code, "assert f(7) == [1]").reason
     assert reason == "assertion failed: f(7) == [1], where f returned <deque object>"
-
-
-def test_environment_is_not_inherited(monkeypatch):
-    monkeypatch.setenv("WGPU_LORA_SECRET", "1")
-    code = "import os\ndef double(x):\n    return 2 * x if 'WGPU_LORA_SECRET' not in os.environ else 0"
-    result = run_check(code, CHECK)
-    assert result.passed, result.reason
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from collections import Counter\ndef f():\n    return Counter('aab').most_common(1) == [('a', 2)]",
-        "def f(name='1252'):\n    return b'\\x80'.decode('cp' + name) == '€'",
-        "def f():\n    return 'a'.encode('utf-16-le').decode('UTF-16LE') == 'a'",
-        "import codecs\ndef f():\n    return codecs.encode('a', 'rot13') == 'n' and 'é'.encode('cp037') == b'Q'",
-        "import traceback, timeit\ndef f():\n"
-        "    return timeit.timeit('1', number=1) > 0 and bool(traceback.format_stack())",
-        "import warnings\ndef f():\n    return 'UserWarning' in warnings.formatwarning('a', UserWarning, 'b', 1)",
-        "import uuid\ndef f():\n    return uuid.uuid5(uuid.NAMESPACE_DNS, 'a').version == 5",
-        "from functools import singledispatch\n@singledispatch\ndef g(x):\n    return 0\n@g.register\ndef _(x: int):\n"
-        "    return 1\ndef f():\n    return g(1) == 1",
-    ],
-)
-def test_what_the_library_imports_late_is_there(code):
-    result = run_check(code, "assert f() is True")
-    assert result.passed, result.reason

@@ -73,51 +73,48 @@ def test_a_bad_line_is_named(tmp_path, line, words):
     assert f"{path}, line 2: " in str(raised.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf\n"])
-def test_an_empty_file(tmp_path, content):
+def test_files_without_rows(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match="is empty"):
-        list(read_jsonl(path))
+    for content in (b"", b"\n \n", b"\xef\xbb\xbf\n"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="is empty"):
+            list(read_jsonl(path))
+    for place in (tmp_path / "none", tmp_path):
+        with pytest.raises(UserError, match="cannot be read"):
+            list(read_jsonl(place))
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
-        list(read_jsonl(tmp_path / "none"))
-    with pytest.raises(UserError, match="cannot be read"):
-        list(read_jsonl(tmp_path))
+TWO, ALL_FOUR = chat("Hi", "Hello"), chat("Hi", "Hello", "And?", "So.")
+SHAREGPT = [
+    {"from": "human", "value": "Hi"},
+    {"from": "gpt", "value": "Hello"},
+    {"role": "user", "content": "And?"},
+    {"from": "assistant", "value": "So."},
+]
 
 
-def test_each_format():
-    two = chat("Hi", "Hello")
-    assert parse_example({"text": "a"}) == Text("a")
-    assert parse_example({"prompt": "a", "completion": "b", "id": 3}) == Completion("a", "b")
-    assert parse_example({"instruction": "a", "output": "b"}) == Alpaca("a", "", "b", "")
-    assert parse_example({"instruction": "a", "input": "i", "output": "b", "text": "t"}) == Alpaca("a", "i", "b", "")
-    assert parse_example({"messages": two, "prompt": "Hi"}) == Conversation(two, frozenset({1}))
-    assert parse_example({"input_ids": [1, 2]}) == Tokens([1, 2], [1, 2])
-    assert parse_example({"input_ids": [1, 2], "labels": [-100, 7], "attention_mask": [1, 1]}) == Tokens(
-        [1, 2], [-100, 7]
-    )
-
-
-def test_sharegpt():
-    row = {
-        "system": "S",
-        "conversations": [
-            {"from": "human", "value": "Hi"},
-            {"from": "gpt", "value": "Hello"},
-            {"role": "user", "content": "And?"},
-            {"from": "assistant", "value": "So."},
-        ],
-    }
-    assert parse_example(row) == Conversation(chat("Hi", "Hello", "And?", "So.", system="S"), frozenset({2, 4}))
-
-
-def test_prompt_and_completion_as_messages_train_the_completion_alone():
-    four = chat("Hi", "Hello", "And?", "So.")
-    example = parse_example({"prompt": four[:3], "completion": four[3:], "chat_template_kwargs": {"a": 1}})
-    assert example == Conversation(four, frozenset({3}), template_kwargs={"a": 1})
+@pytest.mark.parametrize(
+    ("row", "example"),
+    [
+        ({"text": "a"}, Text("a")),
+        ({"prompt": "a", "completion": "b", "id": 3}, Completion("a", "b")),
+        ({"instruction": "a", "output": "b"}, Alpaca("a", "", "b", "")),
+        ({"instruction": "a", "input": "i", "output": "b", "text": "t"}, Alpaca("a", "i", "b", "")),
+        ({"messages": TWO, "prompt": "Hi"}, Conversation(TWO, frozenset({1}))),
+        ({"input_ids": [1, 2]}, Tokens([1, 2], [1, 2])),
+        ({"input_ids": [1, 2], "labels": [-100, 7], "attention_mask": [1, 1]}, Tokens([1, 2], [-100, 7])),
+        (
+            {"system": "S", "conversations": SHAREGPT},
+            Conversation(chat("Hi", "Hello", "And?", "So.", system="S"), frozenset({2, 4})),
+        ),
+        (  # the completion alone is trained
+            {"prompt": ALL_FOUR[:3], "completion": ALL_FOUR[3:], "chat_template_kwargs": {"a": 1}},
+            Conversation(ALL_FOUR, frozenset({3}), template_kwargs={"a": 1}),
+        ),
+    ],
+)
+def test_each_format(row, example):
+    assert parse_example(row) == example
 
 
 def test_what_is_made_of_messages():

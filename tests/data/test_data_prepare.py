@@ -78,43 +78,32 @@ def test_mixed_formats_and_conversations_of_several_rows(tmp_path):
     assert quiet.trained_tokens < prepared.trained_tokens
 
 
-def test_tokens_outside_of_the_vocabulary(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", {"input_ids": [1, 2]}, {"input_ids": [1, 300]})
-    assert len(tokenize_source(path, None, max_length=5).rows) == 2
-    assert len(tokenize_source(path, None, max_length=5, vocab_size=301).rows) == 2
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2: token id 300 .*vocabulary of 300"):
-        tokenize_source(path, None, max_length=5, vocab_size=300)
-    labels = write_jsonl(tmp_path / "b.jsonl", {"input_ids": [1, 2], "labels": [1, 300]})
-    with pytest.raises(UserError, match="token id 300"):
-        tokenize_source(labels, None, max_length=5, vocab_size=300)
-    with pytest.raises(UserError, match="another model"):
-        tokenize_source(write_jsonl(tmp_path / "c.jsonl", {"input_ids": [1, 9999]}), small_tokenizer(), max_length=5)
+@pytest.mark.parametrize(
+    ("rows", "template", "options", "words"),
+    [
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, 300]}], None, {"vocab_size": 300},
+         r"a\.jsonl, line 2: token id 300 .*vocabulary of 300"),
+        ([{"input_ids": [1, 2], "labels": [1, 300]}], None, {"vocab_size": 300}, "token id 300"),
+        ([{"input_ids": [1, 9999]}], "chatml", {}, "another model"),
+        ([{"input_ids": [1, 2]}, {"text": "a"}], None, {}, r"a\.jsonl, line 2: .*tokenizer"),
+        ([{"text": "a"}, {"messages": chat("a", "b")[1:]}], "strict", {}, r"a\.jsonl, line 2: .*must alternate"),
+        ([{"messages": chat("a")}, {"messages": chat("a", "b")}], "chatml", {"max_length": 4},
+         r"nothing to train on: of 2 rows, 2 with no token to train on \(1 of them truncated"),
+        ([{"messages": chat("a")}, {"messages": chat("a", "b")}], "chatml", {"max_length": 4, "on_overflow": "drop"},
+         "1 of more than 4 tokens"),
+        (TOKENS, None, {"max_length": 1}, "maximum length is 1"),
+        (TOKENS, None, {"on_overflow": "wrap"}, r"on_overflow must be .* not 'wrap'"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path, rows, template, options, words):
+    tokenizer = small_tokenizer(template) if template else None
+    with pytest.raises(UserError, match=words):
+        tokenize_source(write_jsonl(tmp_path / "a.jsonl", *rows), tokenizer, **{"max_length": 5, **options})
 
 
-def test_mistakes_in_a_row_name_the_line(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", {"input_ids": [1, 2]}, {"text": "a"})
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2: .*tokenizer"):
-        tokenize_source(path, None, max_length=5)
-    path = write_jsonl(tmp_path / "a.jsonl", {"text": "a"}, {"messages": chat("a", "b")[1:]})
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2: .*must alternate"):
-        tokenize_source(path, small_tokenizer("strict"), max_length=5)
-
-
-def test_a_file_in_which_nothing_is_learnt(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", {"messages": chat("a")}, {"messages": chat("a", "b")})
-    with pytest.raises(
-        UserError, match=r"nothing to train on: of 2 rows, 2 with no token to train on \(1 of them truncated"
-    ):
-        tokenize_source(path, small_tokenizer("chatml"), max_length=4)
-    with pytest.raises(UserError, match="1 of more than 4 tokens"):
-        tokenize_source(path, small_tokenizer("chatml"), max_length=4, on_overflow="drop")
-
-
-def test_bad_settings(path):
-    with pytest.raises(UserError, match="maximum length is 1"):
-        tokenize_source(path, None, max_length=1)
-    with pytest.raises(UserError, match=r"on_overflow must be .* not 'wrap'"):
-        tokenize_source(path, None, max_length=5, on_overflow="wrap")  # type: ignore[arg-type]
+def test_the_largest_token_of_a_vocabulary(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", {"input_ids": [1, 300]})
+    assert len(tokenize_source(path, None, max_length=5, vocab_size=301).rows) == 1
 
 
 # -- the order of an epoch and the filling of bins ---------------------------------------------------------------------

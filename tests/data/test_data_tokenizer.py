@@ -41,38 +41,36 @@ def test_no_tokenizer_json_is_none(tmp_path):
 
 def test_a_bare_tokenizer(folder):
     tokenizer = load(folder)
-    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.stop_ids) == (None, None, set())
-    assert not tokenizer.has_chat_template
-    ids = json.loads(backend_json())["model"]["vocab"].values()
-    assert tokenizer.vocab_size == max(ids) + 1
     assert tokenizer.decode(tokenizer.encode("größer 🦜 <|im_end|>")) == "größer 🦜 "
     with pytest.raises(UserError, match="no chat template"):
         tokenizer.render(chat("Hi"))
 
 
-def test_special_tokens_are_strings_or_objects(folder):
-    write(folder, "tokenizer_config.json", {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"})
+BOS, EOS, IM_END, EOT = (SPECIAL.index(text) for text in ("<s>", "</s>", "<|im_end|>", "<|eot_id|>"))
+FIRST = max([*json.loads(backend_json())["model"]["vocab"].values(), len(SPECIAL) - 1]) + 1  # the first free id
+CONFIG, MAP, GENERATION = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"
+MAPPED = {"eos_token": "<|im_end|>", "pad_token": "<|eot_id|>"}
+# Files beside tokenizer.json, and what the tokenizer has of them.
+FILES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"eos_id": None, "bos_id": None, "stop_ids": set(), "has_chat_template": False, "vocab_size": FIRST}),
+    ({CONFIG: {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}}, {"bos_id": BOS, "eos_id": EOS}),
+    ({MAP: MAPPED, CONFIG: {"eos_token": "</s>", "pad_token": None}}, {"eos_id": IM_END}),  # of an old folder
+    ({MAP: MAPPED, CONFIG: {"eos_token": "</s>", "added_tokens_decoder": {}}}, {"eos_id": EOS, "pad_id": EOT}),
+    (
+        {CONFIG: {"eos_token": "</s>", "chat_template": CHATML}, GENERATION: {"eos_token_id": [0, 6]}},
+        {"stop_ids": {0, 6, EOS, IM_END}},
+    ),
+    ({CONFIG: {}, GENERATION: {"eos_token_id": 5}}, {"stop_ids": {5}, "eos_id": 5}),
+    ({CONFIG: {"eos_token": "<|end|>"}, GENERATION: {"eos_token_id": 1}}, {"stop_ids": {1, FIRST}}),
+]
+
+
+@pytest.mark.parametrize(("files", "expected"), FILES)
+def test_what_files_beside_the_tokenizer_say(folder, files, expected):
+    for name, value in files.items():
+        write(folder, name, value)
     tokenizer = load(folder)
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (SPECIAL.index("<s>"), SPECIAL.index("</s>"))
-
-
-def test_special_tokens_map_wins_only_in_old_folders(folder):
-    write(folder, "special_tokens_map.json", {"eos_token": "<|im_end|>", "pad_token": "<|eot_id|>"})
-    write(folder, "tokenizer_config.json", {"eos_token": "</s>", "pad_token": None})
-    assert load(folder).eos_id == SPECIAL.index("<|im_end|>")
-    write(folder, "tokenizer_config.json", {"eos_token": "</s>", "added_tokens_decoder": {}})
-    tokenizer = load(folder)
-    assert (tokenizer.eos_id, tokenizer.pad_id) == (SPECIAL.index("</s>"), SPECIAL.index("<|eot_id|>"))
-
-
-def test_stop_ids_come_from_everywhere(folder):
-    write(folder, "tokenizer_config.json", {"eos_token": "</s>", "chat_template": CHATML})
-    write(folder, "generation_config.json", {"eos_token_id": [0, 6]})
-    assert load(folder).stop_ids == {0, 6, SPECIAL.index("</s>"), SPECIAL.index("<|im_end|>")}
-    write(folder, "generation_config.json", {"eos_token_id": 5})
-    write(folder, "tokenizer_config.json", {})
-    assert load(folder).stop_ids == {5}
-    assert load(folder).eos_id == 5
+    assert {name: getattr(tokenizer, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -83,15 +81,25 @@ def test_the_end_of_a_turn_is_read_off_the_template(template, end):
     assert len(small_tokenizer(template).stop_ids) == (1 if end == "</s>" else 2)
 
 
-def test_where_the_template_is_found(folder):
-    write(folder, "tokenizer_config.json", {"chat_template": "config"})
-    assert load(folder).render(chat("Hi")) == "config"
-    named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "with tools"}]
-    write(folder, "tokenizer_config.json", {"chat_template": named})
-    assert load(folder).render(chat("Hi")) == "named"
-    assert load(folder).render(chat("Hi"), tools=[{}]) == "with tools"
-    write(folder, "chat_template.jinja", "file {{ eos_token }}{{ eager }}")
-    assert load(folder).render(chat("Hi"), tools=[{}], variables={"eager": 1}) == "file 1"
+NAMED_TEMPLATES = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "with tools"}]
+JSON = {"chat_template.json": {"chat_template": "json"}}
+
+
+@pytest.mark.parametrize(
+    ("files", "tools", "text"),
+    [
+        ({CONFIG: {"chat_template": "config"}}, None, "config"),
+        ({CONFIG: {"chat_template": NAMED_TEMPLATES}}, None, "named"),
+        ({CONFIG: {"chat_template": NAMED_TEMPLATES}}, [{}], "with tools"),
+        (JSON, None, "json"),
+        (JSON | {CONFIG: {"chat_template": "config"}}, None, "config"),
+        (JSON | {"chat_template.jinja": "file {{ eos_token }}{{ eager }}"}, [{}], "file 1"),
+    ],
+)
+def test_where_the_template_is_found(folder, files, tools, text):
+    for name, value in files.items():
+        write(folder, name, value)
+    assert load(folder).render(chat("Hi"), tools=tools, variables={"eager": 1}) == text
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
@@ -161,9 +169,8 @@ def test_special_tokens_do_not_delay_the_stream():
 # -- tokens that only the files beside a tokenizer.json name are added as transformers adds them -----------------------
 
 TEXT = "<tool>the sky</tool><|end|> <pad>"
-CONFIG, WRONG = "tokenizer_config.json", "an added token without a text or a whole id"
+WRONG = "an added token without a text or a whole id"
 PLAIN = {"lstrip": False, "rstrip": False, "single_word": False}
-FIRST = max([*json.loads(backend_json())["model"]["vocab"].values(), len(SPECIAL) - 1]) + 1  # the first free id
 
 
 def added(content: str, **attributes: Any) -> dict[str, Any]:
@@ -230,14 +237,6 @@ def test_ids_are_those_of_transformers(case: tuple[Path, dict[str, int]]) -> Non
     assert ours.decode(ours.encode(TEXT)) == theirs.decode(theirs(TEXT)["input_ids"], skip_special_tokens=True)
 
 
-def test_named_tokens_end_answers(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(backend_json(), encoding="utf-8")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
-    assert load(tmp_path).stop_ids == {1, FIRST}
-    assert "<|end|>" in load(tmp_path).end_texts
-
-
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
@@ -255,13 +254,3 @@ def test_entries_that_are_not_tokens_are_refused(tmp_path: Path, name: str, valu
     (tmp_path / name).write_text(json.dumps(value))
     with pytest.raises(UserError, match=words):
         load(tmp_path)
-
-
-def test_chat_template_json_is_read(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(backend_json(), encoding="utf-8")
-    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
-    assert load(tmp_path).render([]) == "json"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "config"}))
-    assert load(tmp_path).render([]) == "config"
-    (tmp_path / "chat_template.jinja").write_text("jinja")
-    assert load(tmp_path).render([]) == "jinja"

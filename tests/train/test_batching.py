@@ -27,28 +27,39 @@ from wgpu_lora.train.options.unused_options import unused_options
 from wgpu_lora.train.run.trained_options import evaluation_rows
 from wgpu_lora.train.training_data import FEW, default_batches
 
+# Rows, the tokens of each, the adapter's weight and what was given -> packing, rows per batch, batches per step, and
+# whether there is a note.
+DEFAULTS: list[tuple[int, int, float, dict[str, Any], tuple[bool, int, int, bool]]] = [
+    (296, 100, 1, {}, (False, 8, 1, True)),  # small data have small steps
+    (200, 100, 1, {}, (False, 4, 1, True)),
+    (50, 100, 1, {}, (False, 2, 1, True)),
+    (1, 100, 1, {}, (False, 1, 1, True)),  # there is no second row
+    (FEW * 2 * 1024 * 4 // 100 + 1, 100, 1, {}, (True, 2, 4, False)),
+    (296, 1000, 1, {}, (True, 2, 4, False)),  # between them there are fewer packed batches a step
+    (200, 1000, 1, {}, (True, 2, 2, True)),
+    (100, 1000, 1, {}, (True, 2, 1, True)),
+    (60, 1000, 1, {}, (False, 2, 1, True)),
+    (50, 100, 1, {"packing": True}, (True, 2, 1, True)),  # what was given holds
+    (50, 100, 1, {"packing": True, "gradient_accumulation_steps": 4}, (True, 2, 4, False)),
+    (50, 100, 1, {"per_device_train_batch_size": 4}, (False, 4, 1, True)),
+    (50, 100, 1, {"gradient_accumulation_steps": 4}, (False, 1, 4, True)),
+    (50, 100, 1, {"packing": False, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 3},
+     (False, 16, 3, False)),
+    (50, 100, 1, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}, (False, 2, 8, True)),
+    (50, 100, 2, {}, (False, 2, 2, True)),  # a weight multiplies what was left open
+    (50, 100, 0.5, {}, (False, 1, 1, True)),
+    (100_000, 100, 2, {}, (True, 2, 8, False)),
+    (200, 1000, 0.5, {}, (True, 2, 1, True)),
+    (200, 1000, 2, {}, (True, 2, 4, True)),
+    (50, 100, 2, {"gradient_accumulation_steps": 6}, (False, 1, 6, True)),  # multiplied already
+]  # fmt: skip
 
-def sizes(rows: int, tokens: int = 100, weight: float = 1.0, **said: object) -> tuple[bool | None, int, int, bool]:
-    """(packing, rows per batch, batches per step, whether there is a note) for this many rows of this many tokens."""
+
+@pytest.mark.parametrize(("rows", "tokens", "weight", "said", "expected"), DEFAULTS)
+def test_default_batches(rows: int, tokens: int, weight: float, said: dict[str, Any], expected: object) -> None:
     args, note = default_batches(TrainingArguments(**said), [tokens] * rows, weight)
-    packing, a_batch, batches = args.batching
+    assert (*args.batching, bool(note)) == expected
     assert (args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps) == args.batching
-    return packing, a_batch, batches, bool(note)
-
-
-def test_small_data_have_small_steps() -> None:
-    assert sizes(296) == (False, 8, 1, True)
-    assert sizes(200) == (False, 4, 1, True)
-    assert sizes(50) == (False, 2, 1, True)
-    assert sizes(1) == (False, 1, 1, True)  # there is no second row
-    assert sizes(FEW * 2 * 1024 * 4 // 100 + 1) == (True, 2, 4, False)
-
-
-def test_between_them_there_are_fewer_packed_batches_a_step() -> None:
-    assert sizes(296, 1000) == (True, 2, 4, False)
-    assert sizes(200, 1000) == (True, 2, 2, True)
-    assert sizes(100, 1000) == (True, 2, 1, True)
-    assert sizes(60, 1000) == (False, 2, 1, True)
 
 
 def test_a_batch_is_no_longer_than_a_packed_one() -> None:
@@ -56,31 +67,13 @@ def test_a_batch_is_no_longer_than_a_packed_one() -> None:
     assert args.batching == (False, 2, 4)
 
 
-def test_what_was_said_holds() -> None:
-    assert sizes(50, packing=True) == (True, 2, 1, True)
-    assert sizes(50, packing=True, gradient_accumulation_steps=4) == (True, 2, 4, False)
-    assert sizes(50, per_device_train_batch_size=4) == (False, 4, 1, True)
-    assert sizes(50, gradient_accumulation_steps=4) == (False, 1, 4, True)
-    three = {"packing": False, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 3}
-    assert sizes(50, **three) == (False, 16, 3, False)
-    assert sizes(50, per_device_train_batch_size=2, gradient_accumulation_steps=8) == (False, 2, 8, True)
-
-
-def test_the_note_counts_the_rows_of_a_step() -> None:
-    def note(rows: int, weight: float = 1.0, **said: object) -> str:
-        return default_batches(TrainingArguments(**said), [100] * rows, weight)[1].partition(" per step")[0]
-
-    assert [note(1), note(3), note(50, 2), note(50, 0.5)] == ["1 row", "2 rows", "4 rows", "1 row"]
-    assert note(3, per_device_train_batch_size=16) == "3 rows"
-
-
-def test_a_weight_multiplies_what_was_left_open() -> None:
-    assert sizes(50, weight=2) == (False, 2, 2, True)
-    assert sizes(50, weight=0.5) == (False, 1, 1, True)
-    assert sizes(100_000, weight=2) == (True, 2, 8, False)
-    assert sizes(200, 1000, weight=0.5) == (True, 2, 1, True)
-    assert sizes(200, 1000, weight=2) == (True, 2, 4, True)
-    assert sizes(50, weight=2, gradient_accumulation_steps=6) == (False, 1, 6, True)  # multiplied already
+@pytest.mark.parametrize(
+    ("rows", "weight", "said", "note"),
+    [(1, 1, {}, "1 row"), (3, 1, {}, "2 rows"), (50, 2, {}, "4 rows"), (50, 0.5, {}, "1 row"),
+     (3, 1, {"per_device_train_batch_size": 16}, "3 rows")],
+)  # fmt: skip
+def test_the_note_counts_the_rows_of_a_step(rows: int, weight: float, said: dict[str, Any], note: str) -> None:
+    assert default_batches(TrainingArguments(**said), [100] * rows, weight)[1].startswith(f"{note} per step")
 
 
 @pytest.mark.parametrize("kind", LR_SCHEDULES)
@@ -259,16 +252,16 @@ def test_a_fork_gives_the_gradients_of_rows_apart(job: Job, device: Device) -> N
 
 def test_the_common_prefix_ends_before_what_differs_or_is_trained() -> None:
     ids = np.arange(8)
-
-    def row(changed: int, trained: int) -> Row:
-        return Row(np.where(np.arange(8) < changed, ids, 99), np.where(np.arange(8) < trained, -100, ids), 0)
-
-    assert common_prefix([row(8, 5), row(6, 6)]) == 4  # row 4 predicts the trained token 5
-    assert common_prefix([row(8, 8), row(3, 8)]) == 3
-    assert common_prefix([row(8, 8), row(8, 8)]) == 7  # the second row keeps one of its own
-    assert common_prefix([row(0, 8), row(8, 8)]) == 0
-    assert common_prefix([row(8, 5)]) == 0
-    assert common_prefix([row(8, 5), row(6, 6)], longest=7) == 0
+    for rows, longest, expected in (  # by the row that is the first to differ, and the first that is trained
+        ([(8, 5), (6, 6)], None, 4),  # row 4 predicts the trained token 5
+        ([(8, 8), (3, 8)], None, 3),
+        ([(8, 8), (8, 8)], None, 7),  # the second row keeps one of its own
+        ([(0, 8), (8, 8)], None, 0),
+        ([(8, 5)], None, 0),
+        ([(8, 5), (6, 6)], 7, 0),
+    ):
+        made = [Row(np.where(ids < changed, ids, 99), np.where(ids < at, -100, ids), 0) for changed, at in rows]
+        assert common_prefix(made, **({} if longest is None else {"longest": longest})) == expected
 
 
 def test_models_with_windows_share_only_what_windows_hold(job: Job, device: Device, tmp_path: Path) -> None:
