@@ -11,13 +11,13 @@ import subprocess
 import sys
 import textwrap
 import time
-import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.confinement import TRY, UNGUARDED, blocks, confined, nothing_left, returned
+from support.hostile import memory_below
 
 from wgpu_lora import seccomp
 from wgpu_lora.checks.code_check import run_check
@@ -251,13 +251,8 @@ def test_floods_and_hogs_end_in_time_and_cost_no_memory() -> None:
         assert not result.passed
         return result.reason, time.monotonic() - begin
 
-    tracemalloc.start()
-    try:
-        with ThreadPoolExecutor(6) as pool:
-            found = list(pool.map(attack, FLOODS.keys(), FLOODS.values()))
-        assert tracemalloc.get_traced_memory()[1] < 64 * OUTPUT
-    finally:
-        tracemalloc.stop()
+    with memory_below(64 * OUTPUT), ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(attack, FLOODS.keys(), FLOODS.values()))
     for name, (reason, seconds) in zip(FLOODS, found, strict=True):
         assert name.partition("=>")[2].strip() in reason, name
         assert seconds < (5.0 if name.endswith(("=>", " s")) else 10.0), name

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import json
 import os
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data import chat, small_tokenizer, write_jsonl
+from support.hostile import memory_below
 
 from wgpu_lora.data import (
     Tokenizer,
@@ -233,13 +233,8 @@ LONG = b'{"text":"' + b"a" * (17 << 20) + b'"}'
 def test_a_line_that_is_too_long_is_not_read(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "train.jsonl"
     path.write_bytes(json.dumps(SHORT).encode() + b"\n" + line)
-    tracemalloc.start()
-    try:
-        with pytest.raises(UserError, match="line 2: longer than 16 MiB; split the row"):
-            list(read_jsonl(path))
-        assert tracemalloc.get_traced_memory()[1] < 48 << 20
-    finally:
-        tracemalloc.stop()
+    with memory_below(48 << 20), pytest.raises(UserError, match="line 2: longer than 16 MiB; split the row"):
+        list(read_jsonl(path))
 
 
 LONG_TEXTS = {

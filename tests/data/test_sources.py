@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import ROOT
 from support.data import chat
+from support.hostile import memory_below
 from support.sources import ROWS, ids_of, prepared, refused, written
 
 from wgpu_lora.data import heldout_data, json_rows, python_source, training_data
@@ -106,12 +106,8 @@ def test_an_array_in_a_jsonl_file_is_said_to_be_read_as_rows(tmp_path: Path) -> 
 def test_an_element_that_is_too_long_is_not_held(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b'[{"text": "a"}, {"text": "' + b"a" * (60 << 20) + b'"}, {"text": "b"}]')
-    tracemalloc.start()
-    try:
+    with memory_below(56 << 20):
         found = [row for _, row in json_rows.read_array(path)]
-        assert tracemalloc.get_traced_memory()[1] < 56 << 20
-    finally:
-        tracemalloc.stop()
     assert found[::2] == [{"text": "a"}, {"text": "b"}]
     assert isinstance(found[1], BadRow)
     assert "longer than 16 MiB" in found[1].reason
