@@ -193,7 +193,7 @@ def child(tasks: list[dict[str, Any]], opts: dict[str, Any], deadly: int = 0, wh
 @pytest.mark.rare
 @pytest.mark.parametrize(
     ("schedule", "deadly", "where"),
-    [("synchronized", 10, "step"), ("priority-val-loss", 9, "step"), ("synchronized", 5, "move")],
+    sample([("synchronized", 10, "step"), ("priority-val-loss", 9, "step"), ("synchronized", 5, "move")], 1 / 3),
 )
 def test_a_killed_pipeline_resumes_byte_for_byte(tmp_path: Path, schedule: str, deadly: int, where: str) -> None:
     """Killed within a step, or while checkpoints are moved into place: the result is the same."""
