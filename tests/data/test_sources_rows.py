@@ -18,7 +18,6 @@ from wgpu_lora.cli import main
 from wgpu_lora.data import skipped_rows, tokenize_source
 from wgpu_lora.data.row_counts import SKIPPED
 from wgpu_lora.data.row_files import file_source
-from wgpu_lora.words import count_noun, join_words
 
 # -- empty answers, repeated and bad rows ------------------------------------------------------------------------------
 
@@ -103,13 +102,6 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
     assert skipped_rows([prepared(file_source(written(path)), skip_bad_rows=True).account]) is None
     path.write_text("no\n1")
     assert "of 2 rows, 2 that cannot be used (line 1: not JSON" in refused(path, skip_bad_rows=True)
-
-
-def test_counts_and_lists_in_words() -> None:
-    assert [count_noun(n, "row") for n in (0, 1, 2, 1024)] == ["0 rows", "1 row", "2 rows", "1,024 rows"]
-    assert join_words(["a"]) == "a"
-    assert join_words([1, 2, 3]) == "1, 2 and 3"
-    assert join_words(["a"], more=40) == "a and 40 more"
 
 
 # -- runs on rows from Python equal those on a file; bad rows are set aside; both resume -------------------------------

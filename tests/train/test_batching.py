@@ -17,7 +17,7 @@ from wgpu_lora.bench.training_runs import Work, prepared
 from wgpu_lora.data.tokenized_data import Row, common_prefix
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.batch_inputs import ForkPlacement, Segment
+from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
@@ -268,20 +268,3 @@ def test_models_with_windows_share_only_what_windows_hold(job: Job, device: Devi
     assert job.session.model.config.longest_fork() is None
     windowed = open_model(golden_arguments(tmp_path, "mistral").model, device, "f32").config
     assert windowed.longest_fork() == min(w for w in windowed.sliding_windows if w)  # type: ignore[attr-defined]
-
-
-def test_every_token_of_a_fork_sees_its_own_sequence_and_no_other() -> None:
-    placing = ForkPlacement(20)
-    segments = pair(np.random.default_rng(0), 4, 3, 5)
-    rows = list(placing.add([segments[0], replace(segments[1], prefix=4), Segment(np.zeros(3, np.int64))]))
-    at = placing.rows
-    for mine in rows:
-        for position, row in enumerate(mine):
-            seen = mine[: position + 1]
-            assert at.positions[row] == position
-            assert sorted(seen) == list(range(at.first[row], at.stop[row]))
-    sees = np.array([[at.first[q] <= k < at.stop[q] for k in range(15)] for q in range(15)])
-    for key in range(15):
-        query = np.arange(15)
-        told = (query >= at.since[key]) & (query < at.last[key]) & ~((query >= at.first[key]) & (query < key))
-        assert (told == sees[:, key]).all()

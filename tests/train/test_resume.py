@@ -172,30 +172,6 @@ def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -
     assert all(np.isfinite(line["loss"]) for line in read_log(tmp_path / "bad" / LOG))
 
 
-def test_a_resumed_run_knows_what_it_began_with(device: Device, tmp_path: Path) -> None:
-    """If no checkpoint is sound, it falls back to that."""
-    fresh = job(device, options(tmp_path)).run.subject.initial
-    train(device, options(tmp_path, max_steps=1))
-    resumed = job(device, options(tmp_path, max_steps=1, resume=True))
-    run, session = resumed.run, resumed.session
-    run.prepare_directory()
-    session.allocate()
-    try:
-        run.place(session)
-        run.fall_back(session)
-        found = session.adapters.read(device, 0)
-        moments = session.optimizer.state.read(device, 0)
-    finally:
-        session.close()
-    assert run.state.step == 0
-    assert found.keys() == fresh.keys()
-    for key, pair in fresh.items():
-        for have, want in zip(found[key], pair, strict=True):
-            np.testing.assert_array_equal(have, want)
-    assert moments
-    assert not any(values.any() for values in moments.values())
-
-
 def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Device, tmp_path: Path) -> None:
     """Rank, alpha and targets are the adapter's own, in the record and on the device, also when resumed."""
     train(device, options(tmp_path, "first", lora_r=2, lora_alpha=64, target_modules="q_proj,v_proj", max_steps=2))
