@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.broken import Break, breaking
+from support.cli import Run, commands
 from support.shared_runs import built_once, train_pipeline, train_run
 from support.training import model_dir
 
@@ -105,6 +106,12 @@ def fresh_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def checked_device() -> Device:
     """The same with the driver's own bounds checks in every shader, and WebGPU's default limits."""
     return Device(options=replace(DeviceOptions.from_environment(), checked=True, default_limits=True))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands of the command line in this process."""
+    return commands(capsys)
 
 
 @pytest.fixture

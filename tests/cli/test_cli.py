@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.cli import QWEN2, ROWS, SMALL, Result, Run, commands, flags, write_rows
+from support.cli import QWEN2, ROWS, SMALL, Result, Run, flags, write_rows
 from support.tuning import verdicts
 
 from wgpu_lora.errors import UserError
@@ -27,11 +27,6 @@ from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.memory_leases import Budget
 from wgpu_lora.train.memory import check_memory
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(capsys)
 
 
 @pytest.fixture

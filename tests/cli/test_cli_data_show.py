@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import Run, commands
+from support.cli import Run
 from support.data import chat, write_jsonl
 from support.models import words_model
 
@@ -22,11 +22,6 @@ from wgpu_lora.tokenizer.examples import Alpaca, Completion
 CHATML = "{% for m in messages %}{{ m.role }} {{ m.content }} . {% endfor %}"
 CHATML += "{% if add_generation_prompt %}assistant {% endif %}"
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(capsys)
 
 
 def test_rows_are_shown_as_the_model_gets_them(run: Run, tmp_path: Path) -> None:

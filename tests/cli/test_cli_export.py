@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.cli import Run
 from support.gguf_models import DEMO, make_adapter, read, small
 
 from wgpu_lora.cli import main
@@ -74,10 +75,12 @@ def test_help_names_every_type(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", ["export gguf", "merge --adapter nowhere", "import"])
 def test_an_output_that_exists_is_refused_before_the_model_is_looked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    tmp_path: Path, run: Run, command: str
 ) -> None:
     output = tmp_path / "out.gguf"
     output.write_text("kept")
     model = ["nobody/nothing"] if command == "import" else ["--model", "nobody/nothing"]
-    assert main([*command.split(), *model, "--output", str(output)]) == 2
-    assert f"{output} exists already: give --output another name, or remove it." in capsys.readouterr().err
+    assert (
+        f"{output} exists already: give --output another name, or remove it."
+        in run(*command.split(), *model, "--output", str(output)).refusal()
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cli import Run
 from support.training import model_dir, random_rows
 
 from wgpu_lora.cli import main
@@ -137,7 +138,7 @@ def test_the_table(rows: Path) -> None:
 
 
 def test_interrupt_keeps_everything(
-    rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: Run
 ) -> None:
     """Ctrl-C ends the step in progress for all adapters, and --resume finishes them."""
     with monkeypatch.context() as patch:
@@ -146,8 +147,11 @@ def test_interrupt_keeps_everything(
     printed = capsys.readouterr().out
     assert len(re.findall(r"^interrupted [ab]: 1 of 3 steps", printed, re.MULTILINE)) == 2
     assert f"finetune --output {Path('out/both')} --resume" in printed
-    assert main(["finetune", "--output", "out/both", "--resume"]) == 0
-    ended = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    ended = [
+        line
+        for line in run("finetune", "--output", "out/both", "--resume").output().splitlines()
+        if line.startswith("step ")
+    ]
     assert [line.split()[1:3] for line in ended] == [[name, f"{step}/3"] for step in (2, 3) for name in "ab"]
     for name in "ab":
         assert json.loads((rows / "out" / name / "run.json").read_text())["stop_reason"] == "max steps"

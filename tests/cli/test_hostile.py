@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.cli import MODELS, QWEN2, SMALL, Run, commands, flags, write_rows
+from support.cli import MODELS, QWEN2, SMALL, Run, flags, write_rows
 from support.fuzz import targets as fuzz
 from support.hostile import refused
 from support.models import FIXTURES, save_golden_adapter
 from support.sampling import sample
 
 from wgpu_lora.atomic import replace_directory
-from wgpu_lora.cli import main
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.adapter_merge import merge_adapter
@@ -168,12 +167,11 @@ def test_names_of_adapters_tensors(tmp_path: Path, name: str) -> None:
     refused(lambda: read_adapter(adapter), "not a LoRA factor|holds only lora_A")
 
 
-def test_a_name_does_not_reach_the_terminal_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_does_not_reach_the_terminal_as_it_is(tmp_path: Path, run: Run) -> None:
     adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
     write_header(adapter / "adapter_model.safetensors", {"\x1b[2Jx\u202e": entry(0, 4, [1, 1])}, b"\0" * 4)
     arguments = ["merge", "--model", QWEN2, "--adapter", str(adapter), "--output", str(tmp_path / "m")]
-    assert main(arguments) == 2
-    shown = capsys.readouterr().err
+    shown = run(*arguments).refusal()
     assert "\\x1b[2Jx\\u202e" in shown
     assert "\x1b" not in shown
 
@@ -233,11 +231,6 @@ def test_nothing_but_user_errors_comes_out(tmp_path: Path, target: str) -> None:
 # -- numbers, names and sizes that nobody means ------------------------------------------------------------------------
 
 HUGE = (10**400, -(10**400), 2**70, 2**63, -1, 1.5, True, None, "8", [8], {}, math.nan, math.inf)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(capsys)
 
 
 def stated(architecture: str = "qwen2", **changes: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import typer
-from support.cli import QWEN2, write_rows
+from support.cli import QWEN2, Run, write_rows
 
 import wgpu_lora
 from wgpu_lora.cli import app, main
@@ -37,12 +37,11 @@ OPTIONS = set(TrainingArguments.__dataclass_fields__)
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def said(run: Run) -> Callable[..., str]:
     """Runs a command line that is refused; returns its one line."""
 
     def call(*arguments: Any) -> str:
-        assert main([str(argument) for argument in arguments]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = run(*[str(argument) for argument in arguments]).refusal().splitlines()
         return line.removeprefix("wgpu-lora: ")
 
     return call
@@ -198,16 +197,14 @@ def test_other_names_and_true_or_false_are_understood(monkeypatch: pytest.Monkey
 
 
 def test_help_starts_with_what_people_change(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("finetune", "plan"):
-        assert main([name, "--help"]) == 0
-        short = capsys.readouterr().out
+        short = run(name, "--help").output()
         assert len(MOST_USED) == 10
         assert re.findall(r"^  --([a-z-]+)", short, re.M) == [n.replace("_", "-") for n in MOST_USED] + ["help-all"]
-        assert main([name, "--help-all"]) == 0
-        whole = capsys.readouterr().out
+        whole = run(name, "--help-all").output()
         assert all(f"--{option.replace('_', '-')}" in whole for option in OPTIONS | {"recipe", "adapters"})
         assert "nf4|bf16|f16|f32" in whole
         assert re.search(r"--lora-dropout.*\n?.*\[0<=x<1\]", whole)

@@ -15,11 +15,11 @@ import pyarrow.parquet as parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cli import Run
 from support.data import chat, write_jsonl
 from support.preparing import ALIKE, ROWS, prepared, reasons, rows_of, run
 from support.sources import written
 
-from wgpu_lora.cli import main
 from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.curation.deduplication import normalize_text
 from wgpu_lora.data.validation_split import validation_mask
@@ -440,18 +440,17 @@ def test_any_rows_are_accounted_for(rows: list[Any]) -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, run: Run) -> None:
     path = write_jsonl(tmp_path / "in.jsonl", *ROWS, ROWS[0], {"text": ""})
     command = ["data", "prepare", str(path), "--output", str(tmp_path / "out"), "--validation-split", "0.2"]
-    assert main(command) == 0
-    out = capsys.readouterr().out
+    out = run(*command).output()
     assert "rows      52 in = 50 out + 1 rejected + 1 duplicates\n" in out
     assert "valid.jsonl: 10 rows\n" in out
-    assert main(command) == 2
-    assert capsys.readouterr().err == (
+    assert run(*command).refusal() == (
         f"wgpu-lora: {tmp_path / 'out'} has been prepared already: give --overwrite to replace it.\n"
     )
-    assert main([*command, "--overwrite", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"]["out"] == 50
-    assert main(["data", "prepare", str(path), "--output", str(tmp_path / "b"), "--validation-split", "2.5"]) == 2
-    assert "--validation-split 2.5 is neither a share of the rows" in capsys.readouterr().err
+    assert json.loads(run(*command, "--overwrite", "--json").output())["rows"]["out"] == 50
+    assert (
+        "--validation-split 2.5 is neither a share of the rows"
+        in run("data", "prepare", str(path), "--output", str(tmp_path / "b"), "--validation-split", "2.5").refusal()
+    )

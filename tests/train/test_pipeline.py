@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import path_of
+from support.cli import Run
 from support.sampling import sample
 from support.shared_runs import WEIGHTS, files_of, pipeline_adapters, pipeline_options, result
 from support.training import model_dir
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
-from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.models.loaded_model import LoadedModel
@@ -361,11 +361,10 @@ def test_directories_and_names_are_apart() -> None:
     ],
 )
 def test_the_command_line_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, options: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["finetune", *options]) == 2
-    error = capsys.readouterr().err
+    error = run("finetune", *options).refusal()
     assert said in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import short_of
+from support.cli import Run
 from support.models import FIXTURES, save_golden_adapter
 from support.shared_runs import assert_close_adapters
 from support.sources import written
 from support.training import golden_arguments, model_dir
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
-from wgpu_lora.cli import main
 from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import read_adapter
@@ -237,29 +237,24 @@ def test_lists_of_losses_and_options_of_other_objectives() -> None:
     ]
 
 
-def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path, capsys: Any) -> None:
+def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path, run: Run) -> None:
     """The loss, accuracy and margin on pairs are those of the run; on other rows the usual loss."""
     heldout = str(pairs(tmp_path / "heldout.jsonl", 3, seed=1))
     job(tmp_path / "a", eval_data=heldout, beta=0.4, loss_type="ipo").train()
-    line, run = read_log(tmp_path / "a" / "run" / LOG)[-1], str(tmp_path / "a" / "run")
-    options = ["--model", str(model_dir("qwen2")), "--base-dtype", "f32", "--json"]
-    capsys.readouterr()
-    assert main(["evaluate", "--data", heldout, "--adapter", run, *options]) == 0
-    found = json.loads(capsys.readouterr().out)
+    line = read_log(tmp_path / "a" / "run" / LOG)[-1]
+    options = ["--model", model_dir("qwen2"), "--base-dtype", "f32", "--json", "--adapter", tmp_path / "a" / "run"]
+    found = json.loads(run("evaluate", "--data", heldout, *options).output())
     assert (found["objective"], found["perplexity"]) == ("dpo", None)
     assert found["loss"] == pytest.approx(line["eval_loss"], rel=1e-5)
     for name, value in found["metrics"].items():
         assert value == pytest.approx(line[f"eval_{name}"], rel=1e-4, abs=1e-5)
-    assert main(["evaluate", "--data", heldout, "--compare", "--adapter", run, *options]) == 0
-    base, other = json.loads(capsys.readouterr().out)
+    base, other = json.loads(run("evaluate", "--data", heldout, "--compare", *options).output())
     assert base["metrics"]["rewards/margins"] == pytest.approx(0, abs=1e-5)
     assert other["loss"] == found["loss"]
     plain = str(written(tmp_path / "plain.jsonl", [{"input_ids": [1, 2, 3]}]))
-    assert main(["evaluate", "--data", plain, "--adapter", run, *options]) == 0
-    assert json.loads(capsys.readouterr().out)["objective"] == "sft"
+    assert json.loads(run("evaluate", "--data", plain, *options).output())["objective"] == "sft"
     labelled = str(written(tmp_path / "l.jsonl", [{"prompt_ids": [1], "completion_ids": [2], "label": True}]))
-    assert main(["evaluate", "--data", labelled, "--adapter", run, *options]) == 2
-    assert "use --objective kto for such rows." in capsys.readouterr().err
+    assert "use --objective kto for such rows." in run("evaluate", "--data", labelled, *options).refusal()
 
 
 def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:

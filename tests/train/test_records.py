@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from support import FIXTURES
+from support.cli import Run
 from support.shared_runs import edit_json
 
-from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.report.finished_runs import read_runs
 from wgpu_lora.train.objectives import OBJECTIVES
@@ -86,9 +86,7 @@ NEWER = f"was written by a newer version of wgpu-lora (schema {SCHEMA + 1}, and 
         ),
     ],
 )
-def test_the_schema_of_a_checkpoint(
-    name: str, schema: object, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_schema_of_a_checkpoint(name: str, schema: object, words: str, tmp_path: Path, run: Run) -> None:
     """Of a newer version it is not called damaged."""
     shutil.copytree(RUNS / "single", tmp_path / "run")
     newest = run_checkpoint.latest_checkpoint(tmp_path / "run")
@@ -96,8 +94,7 @@ def test_the_schema_of_a_checkpoint(
     edit_json(newest / name, schema=schema)
     (newest / MANIFEST).unlink()
     write_manifest(newest)
-    assert main(["finetune", "--output", str(tmp_path / "run"), "--resume"]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
+    (said,) = run("finetune", "--output", str(tmp_path / "run"), "--resume").refusal().splitlines()
     assert words in said
 
 

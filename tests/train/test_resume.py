@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.cli import Run
 from support.events import hearing
 from support.sampling import seeds
 from support.shared_runs import WEIGHTS, killed_run, result, run_options
@@ -359,7 +360,7 @@ def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_pipeline_lives_with_its_adapters(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipeline_lives_with_its_adapters(pipeline: Path, run: Run) -> None:
     """Nothing is written elsewhere, only the newest epoch is kept, and either adapter resumes both."""
     assert {path.name for path in pipeline.iterdir()} == {"rows.jsonl", "heldout.jsonl", "out"}
     assert {path.name for path in (pipeline / "out").iterdir()} == {"a", "b"}
@@ -368,22 +369,20 @@ def test_a_pipeline_lives_with_its_adapters(pipeline: Path, capsys: pytest.Captu
     model = ["--model", str(model_dir("qwen2")), "--max-length", "16", "--no-tune"]
     beside = ["--adapters", "rows.jsonl:out/c", "--adapters", "rows.jsonl:out/d", "--max-steps", "1"]
     assert main(["finetune", *model, *beside]) == 0
-    assert main(["finetune", *model, *beside[:2], "--adapters", "rows.jsonl:out/a"]) == 2
-    assert "already belongs to a pipeline" in capsys.readouterr().err
+    assert (
+        "already belongs to a pipeline"
+        in run("finetune", *model, *beside[:2], "--adapters", "rows.jsonl:out/a").refusal()
+    )
     shutil.move(pipeline / "out", pipeline / "moved")
-    assert main(["finetune", "--output", "moved/b", "--resume", "--num-train-epochs", "3"]) == 0
-    printed = capsys.readouterr().out
+    printed = run("finetune", "--output", "moved/b", "--resume", "--num-train-epochs", "3").output()
     assert printed.count("with the same result as a single run of 6 steps") == 2
     for name in "ab":
         assert json.loads((pipeline / "moved" / name / "run.json").read_text())["state"]["step"] == 6
     again = ["--adapters", "rows.jsonl:moved/a", "--adapters", "rows.jsonl:moved/b", "--resume"]
-    assert main(["finetune", *again, "--seed", "5"]) == 2
-    assert "seed was 42, not 5" in capsys.readouterr().err
-    assert main(["finetune", *again]) == 0
-    assert capsys.readouterr().out.count("already finished") == 2
+    assert "seed was 42, not 5" in run("finetune", *again, "--seed", "5").refusal()
+    assert run("finetune", *again).output().count("already finished") == 2
     shutil.move(pipeline / "moved" / "b", pipeline / "b")
-    assert main(["finetune", "--output", "b", "--resume"]) == 2
-    assert "does not lead to the record of its pipeline" in capsys.readouterr().err
+    assert "does not lead to the record of its pipeline" in run("finetune", "--output", "b", "--resume").refusal()
 
 
 def test_epochs_that_are_asked_for_now_win_over_a_limit_of_before(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import QWEN2, SMALL, Run, commands, flags
+from support.cli import QWEN2, SMALL, Run, flags
 from support.data import chat, small_tokenizer, write_jsonl
 from support.preferences import Labelled, Preferences
 from support.sources import refused, written
@@ -25,11 +25,6 @@ from wgpu_lora.train.objectives.sft import SFT
 
 ROWS: list[dict[str, Any]] = [{"input_ids": [i % 40 + 1, i // 40 + 1, 3, 4, i % 7 + 1]} for i in range(50)]
 TEXTS = [{"prompt": f"{i}", "completion": f"{i} {i}"} for i in range(50)]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(capsys)
 
 
 def options(tmp_path: Path, **changes: Any) -> list[str]:
