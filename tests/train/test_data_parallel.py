@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.events import hearing
 from support.models import save_golden_adapter
 from support.sampling import sample
 from support.sharing import LocalLink, Reply, helped
@@ -18,7 +19,7 @@ from support.sources import written
 from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import SILENT, Events, StepResult
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
@@ -139,16 +140,6 @@ def test_parts_sum_to_the_gradients_of_one_device(
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 
-class Until(Events):
-    """Stops a run after a step."""
-
-    def __init__(self, last: int):
-        self._last = last
-
-    def step(self, result: StepResult) -> bool:
-        return result.step == self._last
-
-
 def trained(
     device: Device, args: TrainingArguments, sharing: DataParallelLeader | None = None, events: Events = SILENT
 ) -> RunRecord:
@@ -197,7 +188,14 @@ def test_a_shared_run_ends_as_alone_and_resumes(
     first = []
     for output in ("again", "run"):
         with helped(args, 1, helpers_device) as (sharing, _):
-            first.append(trained(device, replace(args, output=str(tmp_path / output)), sharing, Until(4)))
+            first.append(
+                trained(
+                    device,
+                    replace(args, output=str(tmp_path / output)),
+                    sharing,
+                    hearing(step=lambda result: result.step == 4),
+                )
+            )
     assert first[0].adapter_sha256 == first[1].adapter_sha256
     with helped(args, 1, helpers_device) as (sharing, links):
         record = trained(device, replace(args, resume=True), sharing)

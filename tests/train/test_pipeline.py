@@ -120,45 +120,30 @@ def test_a_poisoned_adapter_stops_alone(qwen2: LoadedModel, trained: Path, sched
     assert [entry["step"] for entry in read_log(poisoned / LOG)] == [0]
 
 
-def test_ruined_weights_fall_back_to_the_last_sound_ones(qwen2: LoadedModel, trained: Path) -> None:
-    """If b's loss is not finite after step 2, b returns to its state before, and the others are unaffected."""
-    output = str(trained / "ruined" / "pipeline")
-    pipeline = MultiAdapterPipeline(
-        pipeline_adapters(trained, "ruined"), qwen2, output=output, **pipeline_options(save_steps=1)
-    )
+@pytest.mark.parametrize(("harmed", "step"), [("weights", 0), ("gradient", 2)])
+def test_an_adapter_that_is_not_finite_stops_alone(qwen2: LoadedModel, trained: Path, harmed: str, step: int) -> None:
+    """If b's weights are not finite after step 2, b returns to its state before, since a pipeline keeps one checkpoint,
+    and that of step 2 is of no use; if only a's gradient is not, its adapter of step 2 is kept."""
+    name, output = {"weights": "b", "gradient": "a"}[harmed], str(trained / harmed / "pipeline")
+    options = pipeline_options(save_steps=1 if harmed == "weights" else 3)
+    pipeline = MultiAdapterPipeline(pipeline_adapters(trained, harmed), qwen2, output=output, **options)
     session = pipeline.job.session
 
-    def ruin(result: StepResult) -> None:
-        if (result.adapter, result.step) == ("b", 2):
+    def harm(result: StepResult) -> None:
+        if (result.adapter, result.step) == (name, 2):
             factor = session.adapters.factors[path_of(0, "q_proj"), "A"]
-            place = session.adapters.params[factor.page].storage.buffer
-            session.device.write(place, np.full(4, np.nan, np.float32), 4 * (factor.offset + factor.stride))
+            pages = session.adapters.params if harmed == "weights" else session.adapters.grads
+            place = 4 * (factor.offset + "ab".index(name) * factor.stride)  # slots follow each other
+            session.device.write(pages[factor.page].storage.buffer, np.full(4, np.nan, np.float32), place)
 
-    record = pipeline.train(ruin)
-    assert [a.stop_reason for a in record.adapters] == ["epochs", "non-finite", "max steps"]
-    assert record.adapters[1].step == 0  # a pipeline keeps one checkpoint, and that of step 2 is of no use
-    assert_same(trained, "ruined", "ac")
-    assert all(np.isfinite(values).all() for values in load_file(trained / "ruined" / "b" / WEIGHTS).values())
-
-
-def test_a_bad_gradient_costs_no_good_step(qwen2: LoadedModel, trained: Path) -> None:
-    """If the weights are not the cause, the adapter of the previous step is kept."""
-    output = str(trained / "gradient" / "pipeline")
-    pipeline = MultiAdapterPipeline(pipeline_adapters(trained, "gradient"), qwen2, output=output, **pipeline_options())
-    session = pipeline.job.session
-
-    def poison(result: StepResult) -> None:
-        if (result.adapter, result.step) == ("a", 2):
-            factor = session.adapters.factors[path_of(0, "q_proj"), "A"]  # slot 0's comes first
-            gradients = session.adapters.grads[factor.page].storage.buffer
-            session.device.write(gradients, np.full(4, np.nan, np.float32), 4 * factor.offset)
-
-    record = pipeline.train(poison)
-    assert [a.stop_reason for a in record.adapters] == ["non-finite", "epochs", "max steps"]
-    assert record.adapters[0].step == 2
-    assert_same(trained, "gradient", "bc")
-    last = json.loads((trained / "gradient" / "a" / "last" / "metadata.json").read_text())
-    assert (last["step"], last["name"], last["slot"]) == (2, "a", 0)
+    record = pipeline.train(harm)
+    reasons = {"a": "epochs", "b": "epochs", "c": "max steps"} | {name: "non-finite"}
+    assert {a.name: a.stop_reason for a in record.adapters} == reasons
+    assert record.adapters["ab".index(name)].step == step
+    assert_same(trained, harmed, "abc".replace(name, ""))
+    assert all(np.isfinite(values).all() for values in load_file(trained / harmed / name / WEIGHTS).values())
+    last = json.loads((trained / harmed / name / "last" / "metadata.json").read_text())
+    assert (last["step"], last["name"], last["slot"]) == (step, name, "ab".index(name))
 
 
 CHILD = """

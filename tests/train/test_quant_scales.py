@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.events import hearing
 from support.training import model_dir, random_rows
 
 from wgpu_lora import evaluate
 from wgpu_lora.cli.run_summary import describe
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Events, StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.quant_constants import QuantConstants
 from wgpu_lora.train.adapter_tasks import AdapterTask
@@ -55,13 +55,6 @@ def options(tmp_path: Path, **changes: Any) -> TrainingArguments:
 
 def job(tmp_path: Path, **changes: Any) -> FinetuneJob:
     return prepare_job(options(tmp_path, **changes))
-
-
-class Stopping(Events):
-    """Stops after three steps."""
-
-    def step(self, result: StepResult) -> bool:
-        return result.step == 3
 
 
 def loss_and_gradient(session: Session, run: Any) -> tuple[float, list[np.ndarray]]:
@@ -135,7 +128,7 @@ def test_it_trains_resumes_and_writes_models(tmp_path: Path, capsys: pytest.Capt
     assert f"{state.unrounded_eval_loss:.4f} before rounding, {state.first_eval_loss:.4f} after rounding" in card
 
     there = tmp_path / "again"
-    assert job(tmp_path, output=str(there)).train(Stopping()).steps == 3
+    assert job(tmp_path, output=str(there)).train(hearing(step=lambda result: result.step == 3)).steps == 3
     resumed = prepare_job(options(tmp_path, output=str(there), resume=True)).train()
     assert resumed.adapter_sha256 == whole.adapter_sha256
     for form in ("f16", "f32"):

@@ -181,11 +181,7 @@ def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Devic
     kept = {name: getattr(whole.options, name) for name in ("lora_r", "lora_alpha", "target_modules")}
     assert kept == {"lora_r": 2, "lora_alpha": 64, "target_modules": "q_proj,v_proj"}
 
-    def stop(result: StepResult) -> None:
-        if result.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    train(device, options(tmp_path, "parts", **changes), stop)
+    train(device, options(tmp_path, "parts", **changes), lambda result: result.step == 3)
     train(device, options(tmp_path, "parts", lora_r=16, resume=True))
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
     with pytest.raises(UserError, match="lora_r=4 contradicts the adapter"):
