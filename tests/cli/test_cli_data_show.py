@@ -93,7 +93,6 @@ def test_models_are_asked_as_they_were_trained(
     assert trained_prompt_format([adapter]) == expected
     assert trained_prompt_format([path.parent for path in adapter.rglob("metadata.json")]) == expected
     tokenizer = read_model(model).tokenizer
-    assert tokenizer is not None
     asked: list[list[int]] = []
 
     def record(*given: Any, **more: Any) -> list[int]:
@@ -117,7 +116,6 @@ def test_models_are_asked_as_they_were_trained(
 
 def test_what_a_row_of_training_is_asked_with_is_what_it_is_trained_with(tmp_path: Path) -> None:
     tokenizer = read_model(words_model(tmp_path / "m")).tokenizer
-    assert tokenizer is not None
     for row in ({"instruction": "w1", "input": "w2", "output": "w3"}, {"instruction": "w1", "output": "w3"}):
         [(ids, labels)] = tokenize_example(parse_example(row), tokenizer)
         prompt = chat_prompt(tokenizer, Alpaca(row["instruction"], row.get("input", ""), "", ""))
@@ -127,8 +125,6 @@ def test_what_a_row_of_training_is_asked_with_is_what_it_is_trained_with(tmp_pat
 def test_an_alpaca_prompt_has_its_wording_also_beside_a_template(tmp_path: Path) -> None:
     tokenizer = read_model(words_model(tmp_path / "m", CHATML)).tokenizer
     plain = read_model(words_model(tmp_path / "n")).tokenizer
-    assert tokenizer is not None
-    assert plain is not None
     assert chat_prompt(tokenizer, "w1", None, "alpaca") == chat_prompt(plain, Alpaca("w1", "", "", ""))
 
 

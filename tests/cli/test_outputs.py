@@ -88,7 +88,6 @@ def given(name: str, place: Path, out: Path) -> list[str]:
 def target(name: str, out: Path) -> Path:
     """What a command locks."""
     ending = re.search(r"\{out\}(\S*)", " ".join(COMMANDS[name]))
-    assert ending
     return out / WITHIN[name] if name in WITHIN else out.with_name(out.name + ending[1])
 
 

@@ -29,10 +29,7 @@ def write(folder, name, value):
     (folder / name).write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
 
 
-def load(folder) -> Tokenizer:
-    tokenizer = Tokenizer.load(folder)
-    assert tokenizer is not None
-    return tokenizer
+load = Tokenizer.load
 
 
 def test_no_tokenizer_json_is_none(tmp_path):

@@ -320,7 +320,6 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     source, heldout = training_data("some-one/some-rows")
     assert ids_of(prepared(source)) == ids_of(prepared(python_source(ROWS)))
     assert prepared(source).digest == prepared(python_source([dict(reversed(row.items())) for row in ROWS])).digest
-    assert heldout
     assert (source.path, heldout.path) == ("some-one/some-rows (train)", "some-one/some-rows (validation)")
     assert source.notes[0].startswith("some-one/some-rows (test) beside some-one/some-rows (train) is not used")
     one, nothing = training_data("some-one/some-rows", split="train[:9]", dataset_config="main")

@@ -123,7 +123,6 @@ def test_rows_from_python_train_as_a_file_does(tmp_path: Path) -> None:
     train(file, "file", eval_data=file)
     record = train(rows, "rows", eval_data=iter(rows))
     assert same(tmp_path / "file", tmp_path / "rows")
-    assert record.eval_data is not None
     assert record.data.path == record.eval_data.path == f"{len(rows)} rows from Python"
     assert record.options.data == "rows from Python"
     losses = [wgpu_lora.evaluate(model, data, max_length=16) for data in (file, rows)]

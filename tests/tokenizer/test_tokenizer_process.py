@@ -33,7 +33,6 @@ BOMB = "{% for m in messages %}{{ m.content }}{% if 'boom' in m.content %}{{ 'a'
 
 
 def pid_of(process: TokenizerProcess) -> int:
-    assert process._child is not None
     return process._child.popen.pid
 
 
@@ -153,7 +152,6 @@ def test_texts_are_read_as_the_library_reads_them(name: str) -> None:
 def test_it_is_the_same_in_a_child(tmp_path: Path, name: str) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(document(name)))
     found, here = Tokenizer.load(tmp_path), LocalTokenizer.open(json.dumps(document(name)))
-    assert found is not None
     assert found.encode_all(TEXTS, True) == here.encode(TEXTS, True)
     for text in TEXTS:
         assert found.encode_with_offsets(text) == Tokenizer(here).encode_with_offsets(text)
@@ -178,7 +176,6 @@ def test_dropout_is_ignored_with_a_note(tmp_path: Path) -> None:
     stated["model"] = {**stated["model"], "dropout": 0.9}
     (tmp_path / "tokenizer.json").write_text(json.dumps(stated))
     found = Tokenizer.load(tmp_path)
-    assert found is not None
     assert "dropout" in found.notes[0]
     text = "the other thing that the others think " * 20
     assert len({tuple(found.encode(text)) for _ in range(5)}) == 1
@@ -198,8 +195,6 @@ _child = functools.cache(lambda: TokenizerProcess(backend_json()))
 def _script():
     path = SCRIPTS / "make_template_fixtures.py"
     spec = importlib.util.spec_from_file_location("make_template_fixtures", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -92,7 +92,6 @@ class Loop:
 
     @property
     def target(self) -> float:
-        assert self.args.target_seconds
         return self.args.target_seconds
 
 
@@ -171,7 +170,6 @@ def slope(kind: str, args: TrainingArguments, warmed: float) -> float:
     decay = LR_SCHEDULES[kind].decay
     points = np.linspace(0, 1, 2001)
     falls = np.abs(np.diff([decay(x) for x in points])).max() * 2000 if decay else 0.0
-    assert args.target_seconds
     by_decay = (args.learning_rate - args.lr_scheduler_min) * falls / (args.target_seconds - warmed)
     seconds = args.warmup_ratio * args.target_seconds
     return max(by_decay, args.learning_rate / seconds if seconds and LR_SCHEDULES[kind].warms_up else 0.0)
@@ -183,7 +181,6 @@ def test_the_rate_changes_no_faster_than_its_schedule(time: Time, kind: str, pac
     args = timed(lr_scheduler_type=kind, warmup_ratio=0.1, lr_scheduler_min=0.05)
     loop = Loop(time, args).session(PACES[pace], WORK[work])
     rates, warmed = loop.rates, loop.state.warmed_seconds
-    assert warmed is not None
     steepest = slope(kind, args, warmed)
     ends = [*loop.begun[1:], loop.state.elapsed_seconds]
     for i in range(1, len(rates)):

@@ -126,8 +126,6 @@ def test_neither_ignored_signals_nor_a_reader_that_leaves_end_a_run(start: Start
     """Signals are ignored under nohup, and by background jobs of a shell."""
     process = start(finetune(tmp_path, max_steps=20), ignored=(signal.SIGHUP, signal.SIGINT))
     out = tmp_path / "out"
-    assert process.stdout
-    assert process.stderr
     until(trained(out, 1))
     process.stdout.close()
     process.send_signal(signal.SIGHUP)
@@ -172,8 +170,6 @@ def test_a_terminal_that_closes(start: Start, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", sample([["info"], ["--help"], ["recipes", "list"], ["finetune", "--help"]], 1 / 2))
 def test_output_that_nobody_reads_is_silence(start: Start, command: list[str]) -> None:
     process = start([*COMMAND, *command])
-    assert process.stdout
-    assert process.stderr
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 0

@@ -302,7 +302,6 @@ def test_all_that_a_run_kept_on_the_device_is_overwritten(device: Device, tmp_pa
     dirty: set[str] = set()
     with Wiper(device) as wiper:
         overwrite = device.before_free
-        assert overwrite is not None
 
         def watched(buffer: Any) -> None:
             if device.read(buffer).any():

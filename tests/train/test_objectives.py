@@ -90,7 +90,6 @@ class Pairwise(Preferences):
 
     def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
         groups = scoring.groups
-        assert groups is not None
         weights, size = rec.temp(logprobs.shape, name="weights"), groups.weights.size
         losses, margins = rec.temp((size,), name="losses"), rec.temp((size,), name="margins")
         rec.dispatch(fill, weights, size=weights.size)

@@ -106,8 +106,6 @@ def test_a_prompts_tokens_have_the_same_dropout(tmp_path: Path) -> None:
     stream = job(tmp_path / "a", lora_dropout=0.5).run.stream
     chosen, rejected = stream.group(3, 1.0, 0, epoch=1).segments
     shortest = min(len(chosen.input_ids), len(rejected.input_ids))
-    assert chosen.draws is not None
-    assert rejected.draws is not None
     np.testing.assert_array_equal(chosen.draws[:shortest], rejected.draws[:shortest])
     assert (stream.group(2, 1.0, 0, epoch=1).segments[0].draws[0] != chosen.draws[0]).any()
 
@@ -267,8 +265,6 @@ def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
     expected = [([0] * 3, [13] * 3), ([2] * 3, [10]), ([3] * 3, [12] * 3), ([3] * 3, [10])]
     assert stream.longest_mismatched == 6
     for segment, (prompt, answer) in zip(found, expected, strict=True):
-        assert segment is not None
-        assert segment.labels is not None
         assert segment.input_ids.tolist() == prompt + answer
         assert segment.labels.tolist() == [-100] * 3 + answer
 

@@ -114,7 +114,6 @@ def test_kill_at_random_instants_of_saving_leaves_a_good_checkpoint(tmp_path: Pa
     for attempt in range(4):
         opts = options(tmp_path, f"run{attempt}", save_steps=1, max_steps=60, save_total_limit=2)
         process = child(opts)
-        assert process.stdout is not None
         process.stdout.readline()
         time.sleep(float(rng.uniform(0.05, 0.4)))
         process.kill()

@@ -82,7 +82,6 @@ def test_the_newest_complete_state_is_resumed(
     with pytest.raises(Killed):
         api.finetune(qwen2, callback=killed_after(5), **given)
     found = run_checkpoint.latest_checkpoint(tmp_path / "run")
-    assert found
     assert (found.name, read_state(found)[0].step) == (newest, 4)
     with pytest.raises(UserError, match=r"already holds a run: continue it with resume=True, begin over with overwr"):
         api.finetune(qwen2, **given)
@@ -249,7 +248,6 @@ def test_the_last_state_is_saved_and_goes_on(
         with pytest.raises(StorageError, match=NEWEST) as error:
             api.finetune(qwen2, **disk_options(finished_run, run))
     found = re.search(NEWEST, str(error.value))
-    assert found
     assert found[1] == str(run / newest)
     assert run_checkpoint.checkpoint_damage(run / newest) is None
     assert not list(run.rglob("*.tmp"))
@@ -325,7 +323,6 @@ def needed(place: Path, qwen2: LoadedModel, given: dict[str, Any]) -> int:
         r"space left on device\): make room there, or choose another output\.",
         str(refused.value),
     )
-    assert said
     assert said[1] == given["output"]
     assert int(said[2].replace(",", "")) <= 1 << 16
     assert not (place / "run" / "checkpoints").exists()
@@ -340,7 +337,6 @@ def test_a_disk_that_fills_during_a_run(qwen2: LoadedModel, finished_run: Path, 
     with pytest.raises(StorageError, match=NEWEST) as error:
         api.finetune(qwen2, callback=filling(rest), **given)
     found = re.search(NEWEST, str(error.value))
-    assert found
     assert int(found[2].replace(",", "")) == room + GROWTH
     assert read_state(Path(found[1]))[0].step == 4
     with pytest.raises(StorageError, match="bytes free, but"):
