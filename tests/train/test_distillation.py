@@ -319,12 +319,15 @@ def test_a_teacher_is_not_as_rounded_as_its_student(device: Device, tmp_path: Pa
         live = live_teacher(args, opened)
         return opened.decoder.base_dtype, live.model.decoder.base_dtype
 
-    own = open_model(str(stored), device).decoder.base_dtype
-    assert formats(base, base, base_dtype="f32") == ("f32", "f32")
-    assert formats(base, str(stored), base_dtype="f32") == ("f32", own)
-    assert formats(str(stored), base) == (own, "nf4")
-    assert formats(str(stored), base, teacher_base_dtype="f32") == (own, "f32")
-    assert formats(base, base, base_dtype="lut2-row", train="quant-scales") == ("lut2-row", "nf4")
+    own, there = open_model(str(stored), device).decoder.base_dtype, str(stored)
+    for student, teacher, changes, expected in (
+        (base, base, {"base_dtype": "f32"}, ("f32", "f32")),
+        (base, there, {"base_dtype": "f32"}, ("f32", own)),
+        (there, base, {}, (own, "nf4")),
+        (there, base, {"teacher_base_dtype": "f32"}, (own, "f32")),
+        (base, base, {"base_dtype": "lut2-row", "train": "quant-scales"}, ("lut2-row", "nf4")),
+    ):
+        assert formats(student, teacher, **changes) == expected
     with pytest.raises(UserError, match="teacher_base_dtype='f32' is not possible"):
         formats(base, str(stored), teacher_base_dtype="f32")
 
@@ -332,15 +335,16 @@ def test_a_teacher_is_not_as_rounded_as_its_student(device: Device, tmp_path: Pa
 def test_caches_that_do_not_fit(device: Device, tmp_path: Path) -> None:
     cache = cached(tmp_path, random=0)
     given = {"teacher_cache": cache, "data": str(tmp_path / "kd.jsonl")}
-    with pytest.raises(UserError, match=r"has no random tokens, which temperature=2\.0 needs"):
-        job(tmp_path / "a", **given, temperature=2.0)
-    more = random_rows(tmp_path / "more.jsonl", 6, VOCAB)
-    with pytest.raises(UserError, match=r"is shorter than the data: it has 5 rows, and 1 row of 6 is missing"):
-        job(tmp_path / "a", **{**given, "data": str(more)})
-    with pytest.raises(UserError, match=r"held-out rows .* need a teacher cache of their own: give eval_teacher_cache"):
-        job(tmp_path / "a", **given, eval_data=str(more))
-    with pytest.raises(UserError, match="was made of other data"):
-        job(tmp_path / "a", **{**given, "data": str(random_rows(tmp_path / "other.jsonl", 5, VOCAB, seed=1))})
+    more = str(random_rows(tmp_path / "more.jsonl", 6, VOCAB))
+    other = str(random_rows(tmp_path / "other.jsonl", 5, VOCAB, seed=1))
+    for changes, words in (
+        ({"temperature": 2.0}, r"has no random tokens, which temperature=2\.0 needs"),
+        ({"data": more}, r"is shorter than the data: it has 5 rows, and 1 row of 6 is missing"),
+        ({"eval_data": more}, r"held-out rows .* need a teacher cache of their own: give eval_teacher_cache"),
+        ({"data": other}, "was made of other data"),
+    ):
+        with pytest.raises(UserError, match=words):
+            job(tmp_path / "a", **given | changes)
 
 
 # -- the float64 reference of distillation's kernel --------------------------------------------------------------------
