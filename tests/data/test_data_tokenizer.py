@@ -99,14 +99,6 @@ def test_where_the_template_is_found(folder, files, tools, text):
     assert load(folder).render(chat("Hi"), tools=tools, variables={"eager": 1}) == text
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "a"'])
-def test_a_broken_file_is_named(folder, name, text):
-    write(folder, name, text)
-    with pytest.raises(UserError, match=name):
-        Tokenizer.load(folder)
-
-
 def test_opening_is_what_the_post_processor_puts_in_front():
     backend = tokenizers.Tokenizer.from_str(backend_json())
     assert Tokenizer(backend, special_tokens=NAMED).opening == []
