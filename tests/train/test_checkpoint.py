@@ -77,19 +77,34 @@ def test_digest_notices_changes(tmp_path):
     assert first != Checkpoint(tmp_path / "b").digest()
 
 
-def test_check_against_names_the_tensor(tmp_path):
-    config = load_config(MODELS / "mistral")
-    checkpoint = Checkpoint(MODELS / "mistral")
-    with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj.weight.*\[48, 52\].*\[96, 52\]"):
-        checkpoint.check_against(replace(config, head_dim=24).parameter_shapes())
-    with pytest.raises(UserError, match=r"model.layers.2.input_layernorm.weight is missing"):
-        checkpoint.check_against(replace(config, num_hidden_layers=3, sliding_windows=(6, 6, 6)).parameter_shapes())
-    llama = replace(load_config(MODELS / "llama"), attention_output_bias=False)
-    with pytest.raises(UserError, match=r"o_proj.bias, which config.json does not account for"):
-        Checkpoint(MODELS / "llama").check_against(llama.parameter_shapes())
+MISTRAL = load_config(MODELS / "mistral")
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "words"),
+    [
+        ("mistral", replace(MISTRAL, head_dim=24), r"layers.0.self_attn.q_proj.weight.*\[48, 52\].*\[96, 52\]"),
+        (
+            "mistral",
+            replace(MISTRAL, num_hidden_layers=3, sliding_windows=(6, 6, 6)),
+            r"model.layers.2.input_layernorm.weight is missing",
+        ),
+        (
+            "llama",
+            replace(load_config(MODELS / "llama"), attention_output_bias=False),
+            r"o_proj.bias, which config.json does not account for",
+        ),
+    ],
+)
+def test_check_against_names_the_tensor(model, config, words):
+    with pytest.raises(UserError, match=words):
+        Checkpoint(MODELS / model).check_against(config.parameter_shapes())
+
+
+def test_weights_of_a_type_that_is_not_read(tmp_path):
     save_file({"model.embed_tokens.weight": np.zeros((211, 52), np.int8)}, tmp_path / SINGLE)
     with pytest.raises(UserError, match=r"embed_tokens.weight .*dtype I8: .* BF16, F16, F32"):
-        Checkpoint(tmp_path).check_against(config.parameter_shapes())
+        Checkpoint(tmp_path).check_against(MISTRAL.parameter_shapes())
 
 
 def test_a_shard_that_shrinks_after_opening(tmp_path):
@@ -128,27 +143,26 @@ def test_indexes(tmp_path, weight_map, message):
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("model", ["./no", "/no/such", "~no/x", "a/b/c", "..", "C:\\x"])
-def test_paths_that_do_not_exist(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        *((name, r"the model directory .* does not exist") for name in ("./no", "/no/such", "~no/x", "a/b/c", "C:\\x")),
+        ("gone.gguf", r"the model file gone.gguf does not exist"),
+        ("./f", "is a file"),
+        ("not an id", "neither a directory nor a Hugging Face id"),
+    ],
+)
+def test_models_that_are_not_there(tmp_path, monkeypatch, model, words):
     monkeypatch.chdir(tmp_path)
-    if model == "..":
-        assert resolve_model(model) == Path("..")
-        return
-    with pytest.raises(UserError, match=r"the model directory .* does not exist"):
+    (tmp_path / "f").touch()
+    with pytest.raises(UserError, match=words):
         resolve_model(model)
 
 
-def test_resolve_existing_and_odd_names(tmp_path):
-    assert resolve_model(str(tmp_path)) == tmp_path
+def test_models_that_are_there(tmp_path):
     (tmp_path / "m.GGUF").touch()
-    assert resolve_model(str(tmp_path / "m.GGUF")) == tmp_path / "m.GGUF"
-    with pytest.raises(UserError, match=r"the model file gone.gguf does not exist"):
-        resolve_model("gone.gguf")
-    (tmp_path / "f").touch()
-    with pytest.raises(UserError, match="is a file"):
-        resolve_model(str(tmp_path / "f"))
-    with pytest.raises(UserError, match="neither a directory nor a Hugging Face id"):
-        resolve_model("not an id")
+    for place in (Path(".."), tmp_path, tmp_path / "m.GGUF"):
+        assert resolve_model(str(place)) == place
 
 
 def test_hub_errors(monkeypatch, tmp_path):
