@@ -57,8 +57,8 @@ def test_rows_are_shown_as_the_model_gets_them(run: Run, tmp_path: Path) -> None
     assert f"\n          {ids}\n" in out, "ids stand beside the text"
     _, out, _ = run(*show, "--row", 1, "--tokens")
     assert sum(line.startswith(("context", "trained")) for line in out.splitlines()) == len(tokens)
-    code, _, err = run(*show, "--row", 9)
-    assert (code, err) == (2, f"wgpu-lora: {data} has fewer than 9 rows: give a smaller number for --row.\n")
+    refusal = run(*show, "--row", 9).refusal()
+    assert refusal == f"wgpu-lora: {data} has fewer than 9 rows: give a smaller number for --row."
 
 
 def test_pairs_show_both_answers(run: Run, tmp_path: Path) -> None:

@@ -41,8 +41,7 @@ def said(run: Run) -> Callable[..., str]:
     """Runs a command line that is refused; returns its one line."""
 
     def call(*arguments: Any) -> str:
-        (line,) = run(*[str(argument) for argument in arguments]).refusal().splitlines()
-        return line.removeprefix("wgpu-lora: ")
+        return run(*arguments).refusal().removeprefix("wgpu-lora: ")
 
     return call
 

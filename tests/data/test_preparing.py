@@ -447,7 +447,7 @@ def test_the_command(tmp_path: Path, run: Run) -> None:
     assert "rows      52 in = 50 out + 1 rejected + 1 duplicates\n" in out
     assert "valid.jsonl: 10 rows\n" in out
     assert run(*command).refusal() == (
-        f"wgpu-lora: {tmp_path / 'out'} has been prepared already: give --overwrite to replace it.\n"
+        f"wgpu-lora: {tmp_path / 'out'} has been prepared already: give --overwrite to replace it."
     )
     assert json.loads(run(*command, "--overwrite", "--json").output())["rows"]["out"] == 50
     assert (

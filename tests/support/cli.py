@@ -52,8 +52,8 @@ class Result(NamedTuple):
 
     def refusal(self) -> str:
         """The one sentence of a command that refused."""
-        assert (self.code, self.err.count("\n"), "Traceback" in self.err) == (2, 1, False), self
-        return self.err
+        assert (self.code, self.err.count("\n"), self.err.startswith("wgpu-lora: ")) == (2, 1, True), self
+        return self.err.removesuffix("\n")
 
 
 Run = Callable[..., Result]

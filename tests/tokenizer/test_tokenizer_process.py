@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib.util
 import json
 import os
+import runpy
 import signal
 import threading
 from dataclasses import replace
@@ -192,14 +192,6 @@ SPECIAL = {"special_tokens": NAMED}
 _child = functools.cache(lambda: TokenizerProcess(backend_json()))
 
 
-def _script():
-    path = SCRIPTS / "make_template_fixtures.py"
-    spec = importlib.util.spec_from_file_location("make_template_fixtures", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(autouse=True)
 def _frozen_date(monkeypatch):
     class Frozen(datetime.datetime):
@@ -237,7 +229,8 @@ def test_the_golden_file_is_not_empty():
 @pytest.mark.reference
 def test_the_golden_file_is_what_transformers_renders_today():
     pytest.importorskip("transformers", reason="transformers is not installed: make test-reference does that")
-    assert _script().render_with_transformers(GOLDEN["conversations"]) == GOLDEN["rendered"]
+    script = runpy.run_path(str(SCRIPTS / "make_template_fixtures.py"))
+    assert script["render_with_transformers"](GOLDEN["conversations"]) == GOLDEN["rendered"]
 
 
 def test_one_rendering_after_another_keeps_its_spans_apart():

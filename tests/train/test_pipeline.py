@@ -316,18 +316,17 @@ def test_values_of_the_wrong_kind(key: str, value: object, words: str) -> None:
 
 
 def test_directories_and_names_are_apart() -> None:
-    def check(*places: str) -> None:
-        check_apart([task_of_pair(f"x:{place}") for place in places])
-
-    with pytest.raises(UserError, match="named 'a'"):
-        check("one/a", "two/a")
+    other = task_of({"data": "y", "checkpoint": "./a", "name": "b"}, "b")
+    for tasks, words in (
+        ([task_of_pair("x:one/a"), task_of_pair("x:two/a")], "named 'a'"),
+        ([task_of_pair("x:a"), other], "directory of adapter 'a'"),
+        ([task_of_pair("x:one/a"), task_of_pair("x:one/a/last")], "is inside another adapter's directory"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_apart(tasks)
+    check_apart([task_of_pair("x:one/a"), task_of_pair("x:one/b")])
     renamed = named_apart([task_of_pair("x:one/a"), task_of_pair("y:two/a"), task_of_pair("z:b")])
     assert [task.name for task in renamed] == ["one/a", "two/a", "b"]
-    with pytest.raises(UserError, match="directory of adapter 'a'"):
-        check_apart([task_of_pair("x:a"), task_of({"data": "y", "checkpoint": "./a", "name": "b"}, "b")])
-    with pytest.raises(UserError, match="is inside another adapter's directory"):
-        check("one/a", "one/a/last")
-    check("one/a", "one/b")
 
 
 @pytest.mark.parametrize(
@@ -349,9 +348,7 @@ def test_the_command_line_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, options: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    error = run("finetune", *options).refusal()
-    assert said in error
-    assert error.count("\n") == 1
+    assert said in run("finetune", *options).refusal()
     assert not list(tmp_path.iterdir())
 
 
