@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,6 @@ from wgpu_lora.train.resolve_options import resolve_options
 
 POSITIONS = 128  # of the models among the fixtures
 OPTIONS = set(TrainingArguments.__dataclass_fields__)
-
-
-@pytest.fixture
-def said(run: Run) -> Callable[..., str]:
-    """Runs a command line that is refused; returns its one line."""
-
-    def call(*arguments: Any) -> str:
-        return run(*arguments).refusal().removeprefix("wgpu-lora: ")
-
-    return call
 
 
 def commands() -> dict[str, set[str]]:
@@ -171,8 +160,8 @@ def test_choices_are_those_that_are_there() -> None:
         ("finetune --learn 1", "did you mean --learning-rate?"),
     ],
 )
-def test_what_is_said(said: Callable[..., str], line: str, message: str) -> None:
-    assert message in said(*line.split())
+def test_what_is_said(run: Run, line: str, message: str) -> None:
+    assert message in run(*line.split()).refusal()
 
 
 def test_other_names_and_true_or_false_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
