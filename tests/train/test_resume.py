@@ -28,7 +28,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train import finetune
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -170,6 +170,27 @@ def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -
     assert weights(tmp_path / "bad") == weights(tmp_path / "good" / "checkpoints" / "step-1")
     assert [path.name for path in (tmp_path / "bad" / "checkpoints").iterdir()] == ["step-1"]
     assert all(np.isfinite(line["loss"]) for line in read_log(tmp_path / "bad" / LOG))
+
+
+def test_a_resumed_run_knows_what_it_began_with(qwen2: LoadedModel, tmp_path: Path, finished_run: Path) -> None:
+    """If no checkpoint is sound, it falls back to that."""
+    given = run_options(finished_run, output=str(tmp_path / "run"))
+    fresh = prepare_job(TrainingArguments(**given), qwen2).run.subject.initial
+    killed_run(finished_run, tmp_path, step=2)
+    resumed = prepare_job(TrainingArguments(**given, resume=True), qwen2)
+    run, session = resumed.run, resumed.session
+    run.prepare_directory()
+    session.allocate()
+    run.place(session)
+    run.fall_back(session)
+    found, moments = session.adapters.read(qwen2.device, 0), session.optimizer.state.read(qwen2.device, 0)
+    session.close()
+    assert run.state.step == 0
+    assert found.keys() == fresh.keys()
+    for key, pair in fresh.items():
+        for have, want in zip(found[key], pair, strict=True):
+            np.testing.assert_array_equal(have, want)
+    assert not any(values.any() for values in moments.values())
 
 
 def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Device, tmp_path: Path) -> None:
