@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.chat import TEMPLATE
-from support.cli import commands
+from support.cli import Run
 from support.confinement import confined
 from support.data import write_jsonl
 from support.models import words_and_adapters
@@ -155,10 +155,9 @@ def test_samples_are_checked_and_counted(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @confined
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     made = words_and_adapters(tmp_path, TEMPLATE)
     monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "data"))
-    run = commands(capsys)
     rows = write_jsonl(tmp_path / "rows.jsonl", {**HUMAN, "prompt": "def w5(x):\n", "entry_point": "w5"}, OWN)
     ask = ["evaluate", "--data", rows, "--adapter", made / "a", "--compare", "--samples", 2, "--max-new-tokens", 3]
     outputs = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cli import QWEN2, SMALL, commands, flags, write_rows
+from support.cli import QWEN2, SMALL, Run, flags, write_rows
 from support.training import golden_arguments
 
 import wgpu_lora
@@ -116,9 +116,8 @@ def test_a_warmup_that_is_said_in_steps() -> None:
 POSITIONS = 128  # of the models among the fixtures
 
 
-def test_a_length_that_nobody_gave(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_length_that_nobody_gave(run: Run, tmp_path: Path) -> None:
     """It fits the model, also in the record and in resumed runs; an adapter is evaluated as it was trained."""
-    run = commands(capsys)
     data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     small = {name: value for name, value in SMALL.items() if name != "max_length"} | {"tune": False}
     said = run("finetune", *flags(**small, model=QWEN2, data=data, output=out, eval_steps=1)).output()
