@@ -22,6 +22,7 @@ from support.fuzz import targets as fuzz
 from support.hostile import refused
 from support.models import FIXTURES, save_golden_adapter
 from support.sampling import sample
+from support.shared_runs import edit_json
 
 from wgpu_lora.atomic import replace_directory
 from wgpu_lora.data import Tokenizer
@@ -147,16 +148,14 @@ KEYS = ("base_model_name_or_path", "lora_alpha", "r", "target_modules", "rank_pa
 )
 def test_adapter_configs(tmp_path: Path, key: str, value: object, words: str) -> None:
     adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
-    stated = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(stated | {key: value}))
+    edit_json(adapter / "adapter_config.json", **{key: value})
     refused(lambda: prepare(adapter) if words == "." else read_adapter(adapter), words)
 
 
 def test_a_pattern_that_backtracks_is_only_a_pattern(tmp_path: Path) -> None:
     adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
-    stated = json.loads((adapter / "adapter_config.json").read_text())
     patterns = {"(([a-z_.0-9]+)+)+!": 4, "(a|a)*(a|a)*b": 4, "((a{1000}){1000}){1000}": 4}
-    (adapter / "adapter_config.json").write_text(json.dumps(stated | {"rank_pattern": patterns}))
+    edit_json(adapter / "adapter_config.json", rank_pattern=patterns)
     assert read_adapter(adapter)[1]
 
 

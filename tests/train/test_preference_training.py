@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from support import short_of
 from support.cli import Run
 from support.models import FIXTURES, save_golden_adapter
-from support.shared_runs import assert_close_adapters
+from support.shared_runs import assert_close_adapters, edit_json
 from support.sources import written
 from support.training import golden_arguments, model_dir
 
@@ -135,11 +135,9 @@ def test_training_starts_from_the_reference(tmp_path: Path) -> None:
     key = next(iter(run.subject.initial))
     np.testing.assert_array_equal(run.subject.initial[key][1], read_adapter(frozen)[1][key][1])
     (frozen / RUN).write_text(json.dumps({"base_digest": "0" * 64}))
-    config = json.loads((frozen / "adapter_config.json").read_text())
-    stated = config | {"base_model_name_or_path": "someone/qwen2"}  # the same model in another format
-    (frozen / "adapter_config.json").write_text(json.dumps(stated))
+    edit_json(frozen / "adapter_config.json", base_model_name_or_path="someone/qwen2")  # the same in another format
     job(tmp_path / "b", reference_adapter=str(frozen))
-    (frozen / "adapter_config.json").write_text(json.dumps(stated | {"base_model_name_or_path": "someone/other"}))
+    edit_json(frozen / "adapter_config.json", base_model_name_or_path="someone/other")
     with pytest.raises(UserError, match=r"frozen was trained on another base model, someone/other, not on .*qwen2"):
         job(tmp_path / "b", reference_adapter=str(frozen))
     other = save_golden_adapter("llama", tmp_path / "other")
