@@ -87,6 +87,13 @@ def assert_close_adapters(one: Path, other: Path, atol: float) -> None:
             np.testing.assert_allclose(got, expected, rtol=0, atol=atol, err_msg=module)
 
 
+def assert_resumes_exactly(job: Callable[..., Any], place: Path, **options: Any) -> None:
+    """Two steps and two more, in `place`/b, give the adapter of four steps in `place`/a. job: prepares runs of four."""
+    whole = job(place / "a", **options).train()
+    job(place / "b", **options, max_steps=2).train()
+    assert job(place / "b", **options, resume=True).train().adapter_sha256 == whole.adapter_sha256
+
+
 def pipeline_options(**changes: Any) -> dict[str, Any]:
     """Options that the adapters of `pipeline_adapters` share."""
     return {

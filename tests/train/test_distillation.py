@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.models import full_logits, save_golden_adapter
-from support.shared_runs import assert_close_adapters
+from support.shared_runs import assert_close_adapters, assert_resumes_exactly
 from support.training import assert_gradient_is_slope, golden_arguments, model_dir, random_rows
 
 from wgpu_lora.api import evaluate, teacher_cache
@@ -173,10 +173,7 @@ def test_resuming_gives_the_same_bytes(device: Device, tmp_path: Path, live: boo
     options = teacher if live else {"teacher_cache": cached(tmp_path)}
     options |= {"validation_split": 2, "temperature": 2.0, "lora_dropout": 0.1, "learning_rate": 5e-3}
     options["data"] = str(data(tmp_path, 8) if live else tmp_path / "kd.jsonl")
-    whole = job(tmp_path / "a", **options).train()
-    job(tmp_path / "b", **options, max_steps=2).train()
-    resumed = job(tmp_path / "b", **options, resume=True).train()
-    assert whole.adapter_sha256 == resumed.adapter_sha256
+    assert_resumes_exactly(job, tmp_path, **options)
     lines = read_log(tmp_path / "a" / "run" / LOG)
     assert {"kd_loss", "top1_agreement", "teacher_tail", "student_tail", "eval_kd_loss"} <= set(lines[-1])
     assert "hard_full_loss" not in lines[-1], "it is not known at this temperature"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.models import allocated
 from support.preferences import Preferences
+from support.shared_runs import assert_resumes_exactly
 from support.sources import written
 from support.training import assert_gradient_is_slope, golden_arguments
 
@@ -208,10 +209,7 @@ def test_the_device_agrees(device: Device, tmp_path: Path) -> None:
 def test_it_is_trained_logged_and_resumed(device: Device, tmp_path: Path) -> None:
     """Margins grow; two steps and two more give the same bytes as four."""
     heldout = {"eval_data": str(pairs(tmp_path / "heldout.jsonl", 3, seed=1)), "learning_rate": 2e-2}
-    whole = job(tmp_path / "a", **heldout).train()
-    job(tmp_path / "b", **heldout, max_steps=2).train()
-    resumed = job(tmp_path / "b", **heldout, resume=True).train()
-    assert whole.adapter_sha256 == resumed.adapter_sha256
+    assert_resumes_exactly(job, tmp_path, **heldout)
     lines = read_log(tmp_path / "a" / "run" / LOG)
     assert {"eval_loss", "eval_margin"} <= set(lines[0])
     assert {"loss", "margin", "grad_norm"} <= set(lines[1])

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.shared_runs import assert_resumes_exactly
 from support.training import golden_arguments
 
 from wgpu_lora.errors import UserError
@@ -168,11 +169,7 @@ def test_it_trains_as_its_formula_says(device: Device, tmp_path: Path) -> None:
 
 def test_it_is_saved_and_resumed(device: Device, tmp_path: Path) -> None:
     """With the same bytes as an uninterrupted run; the state of another optimizer, or a damaged one, is refused."""
-    whole = job(tmp_path / "a").train()
-    job(tmp_path / "b", max_steps=2).train()
-    resumed = job(tmp_path / "b", resume=True).train()
-    assert whole.adapter_sha256 == resumed.adapter_sha256
-    assert whole.options.optim == "momentum"
+    assert_resumes_exactly(job, tmp_path)
     steps = tmp_path / "b" / "run" / "checkpoints"
     state = load_file(steps / "step-4" / "optimizer.safetensors")
     assert {name.rsplit(".", 1)[1] for name in state} == {"momentum", "updates"}

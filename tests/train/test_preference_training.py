@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from support import short_of
 from support.cli import Run
 from support.models import FIXTURES, save_golden_adapter
-from support.shared_runs import assert_close_adapters, edit_json
+from support.shared_runs import assert_close_adapters, assert_resumes_exactly, edit_json
 from support.sources import written
 from support.training import golden_arguments, model_dir
 
@@ -60,10 +60,7 @@ def test_resuming_gives_the_same_bytes(device: Device, tmp_path: Path, precomput
         "precompute_ref_log_probs": precompute,
         "reference_adapter": str(save_golden_adapter("qwen2", tmp_path / "frozen", scale=2.0)),
     }
-    whole = job(tmp_path / "a", **options).train()
-    job(tmp_path / "b", **options, max_steps=2).train()
-    resumed = job(tmp_path / "b", **options, resume=True).train()
-    assert whole.adapter_sha256 == resumed.adapter_sha256
+    assert_resumes_exactly(job, tmp_path, **options)
     lines = read_log(tmp_path / "a" / "run" / LOG)
     assert {"eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"} <= set(lines[0])
     assert {"loss", "rewards/chosen", "logps/rejected", "tokens_per_second"} <= set(lines[1])
