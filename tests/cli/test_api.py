@@ -112,6 +112,14 @@ def test_type_checkers_see_every_option(options: type, typed: type):
         assert set(get_args(kind) or (kind,)) <= set(get_args(hints[name]) or (hints[name],)), name
 
 
+def test_models_and_answers_show_themselves_in_a_line():
+    model, answer = wgpu_lora.load(QWEN2), wgpu_lora.Answer("p" * 500, "t\n" * 500, list(range(500)), "length", 1.0)
+    assert repr(answer) == f"Answer({('t' + chr(10)) * 28 + 't...'!r}, 500 tokens, stop_reason='length')"
+    assert repr(model).startswith("LoadedModel('")
+    assert "not yet on" in repr(model)
+    assert all("\n" not in repr(value) and len(repr(value)) < 300 for value in (model, answer))
+
+
 def test_progress_is_shown_where_it_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     data = write_rows(tmp_path / "rows.jsonl")
     for shown in (None, True):  # here stderr is no terminal

@@ -184,6 +184,14 @@ def test_other_names_and_true_or_false_are_understood(monkeypatch: pytest.Monkey
     assert (args.gradient_checkpointing, args.output, args.shuffle) == (True, "--o_dd", True)
 
 
+def test_usage_has_arguments_in_capitals(run: Run) -> None:
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        for words in [[name], *([name, sub] for sub in getattr(command, "commands", ()))]:
+            (usage,) = re.findall(r"Usage: wgpu-lora [a-z -]+([^a-z{}]*)\n", run(*words, "--help").output())
+            assert usage.startswith("[OPTIONS]")
+
+
 def test_help_starts_with_what_people_change(
     capsys: pytest.CaptureFixture[str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
