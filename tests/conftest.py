@@ -15,6 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.broken import Break, breaking
+from support.cli import Run, commands
+from support.shared_runs import built_once, train_pipeline, train_run
+from support.training import model_dir
 
 from wgpu_lora.bench import training_runs
 from wgpu_lora.gpu.device import Device, DeviceOptions
@@ -75,6 +78,24 @@ def device() -> Device:
     return DefaultDevice()
 
 
+@pytest.fixture(scope="session")
+def qwen2(device: Device) -> loaded_model.LoadedModel:
+    """The tiny qwen2 in NF4, which a run loads and releases."""
+    return loaded_model.open_model(str(model_dir("qwen2")), device, "nf4")
+
+
+@pytest.fixture(scope="session")
+def finished_run(qwen2: loaded_model.LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the rows, held-out rows and output (`run`) of a short run. Copy what a test changes."""
+    return built_once(tmp_path_factory, "finished_run", lambda place: train_run(qwen2, place))
+
+
+@pytest.fixture(scope="session")
+def finished_pipeline(qwen2: loaded_model.LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the rows of adapters a, b and c, and their outputs (`run`). Copy what a test changes."""
+    return built_once(tmp_path_factory, "finished_pipeline", lambda place: train_pipeline(qwen2, place))
+
+
 @pytest.fixture
 def fresh_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever opens the default device gets one of the test's own, on which nothing is allocated or claimed."""
@@ -85,6 +106,12 @@ def fresh_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def checked_device() -> Device:
     """The same with the driver's own bounds checks in every shader, and WebGPU's default limits."""
     return Device(options=replace(DeviceOptions.from_environment(), checked=True, default_limits=True))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands of the command line in this process."""
+    return commands(capsys)
 
 
 @pytest.fixture

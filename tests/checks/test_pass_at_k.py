@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.chat import TEMPLATE
-from support.cli import commands
+from support.cli import Run
 from support.confinement import confined
 from support.data import write_jsonl
 from support.models import words_and_adapters
@@ -86,17 +86,21 @@ def test_rows(tmp_path: Path) -> None:
 
 def test_the_code_in_an_answer() -> None:
     block = "Here:\n```python\nimport math\n```\nand\n```py\ndef f(x):\n    return 1\n```\nbye"
-    assert code_of(block, {"f"}) == "def f(x):\n    return 1\n"
-    assert code_of(block, {"g"}) == "import math\n"
-    assert code_of("```\ndef f(): 1\n", {"f"}) == "def f(): 1\n"
-    assert code_of("<think>```\nx\n```</think>def f(): 1", {"f"}) == "def f(): 1"
+    for text, names, code in (
+        (block, {"f"}, "def f(x):\n    return 1\n"),
+        (block, {"g"}, "import math\n"),
+        ("```\ndef f(): 1\n", {"f"}, "def f(): 1\n"),
+        ("<think>```\nx\n```</think>def f(): 1", {"f"}, "def f(): 1"),
+    ):
+        assert code_of(text, names) == code
     human = HumanEval("", "import math\ndef g(): 3\ndef f(x):\n    'doc'", "", "f")
-    assert human.program("\n    return 1", True) == human.prompt + "\n    return 1"
-    assert (
-        human.program("```\ndef f(x):\n    return g()\n```", False) == f"{human.prompt}\n\ndef f(x):\n    return g()\n"
-    )
-    assert human.program("```\n    return 1\n```", False) == f"{human.prompt}\n    return 1\n"
-    assert human.program("return 1", False) == f"{human.prompt}\n    return 1"
+    for text, completion, program in (
+        ("\n    return 1", True, "\n    return 1"),
+        ("```\ndef f(x):\n    return g()\n```", False, "\n\ndef f(x):\n    return g()\n"),
+        ("```\n    return 1\n```", False, "\n    return 1\n"),
+        ("return 1", False, "\n    return 1"),
+    ):
+        assert human.program(text, completion) == human.prompt + program
     assert "```python\nimport math" in str(human.asked(False))
 
 
@@ -151,10 +155,9 @@ def test_samples_are_checked_and_counted(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @confined
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     made = words_and_adapters(tmp_path, TEMPLATE)
     monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "data"))
-    run = commands(capsys)
     rows = write_jsonl(tmp_path / "rows.jsonl", {**HUMAN, "prompt": "def w5(x):\n", "entry_point": "w5"}, OWN)
     ask = ["evaluate", "--data", rows, "--adapter", made / "a", "--compare", "--samples", 2, "--max-new-tokens", 3]
     outputs = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import Run, commands
+from support.cli import Run
 from support.data import chat, write_jsonl
 from support.models import words_model
 
@@ -24,11 +24,6 @@ CHATML += "{% if add_generation_prompt %}assistant {% endif %}"
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(capsys)
-
-
 def test_rows_are_shown_as_the_model_gets_them(run: Run, tmp_path: Path) -> None:
     model = words_model(tmp_path / "m", CHATML)
     rows = [
@@ -40,8 +35,7 @@ def test_rows_are_shown_as_the_model_gets_them(run: Run, tmp_path: Path) -> None
     ]
     data = write_jsonl(tmp_path / "a.jsonl", *rows)
     show = ("data", "show", "--model", model, "--data", data)
-    code, out, _ = run(*show, "--json", *(f"--row={n}" for n in range(1, 6)))
-    assert code == 0
+    out = run(*show, "--json", *(f"--row={n}" for n in range(1, 6))).output()
     first, call, reasoning, empty, broken = json.loads(out)
     tokens = first["rows"][0]["tokens"]
     [(ids, labels)] = tokenize_example(parse_example(rows[0]), read_model(model).tokenizer)
@@ -56,16 +50,15 @@ def test_rows_are_shown_as_the_model_gets_them(run: Run, tmp_path: Path) -> None
     assert "the chat template leaves out 'reasoning_content' of 1 row" in reasoning["notes"]
     assert "1 with an empty answer" in empty["refused"]
     assert broken["refused"].startswith("it is a string")
-    code, out, _ = run(*show, "--row", 1)
-    assert code == 0
+    out = run(*show, "--row", 1).output()
     assert out.startswith("line 1\n")
     assert f"{len(tokens)} tokens, " in out
     ids = " ".join(str(token["id"]) for token in tokens if token["trained"])
     assert f"\n          {ids}\n" in out, "ids stand beside the text"
     _, out, _ = run(*show, "--row", 1, "--tokens")
     assert sum(line.startswith(("context", "trained")) for line in out.splitlines()) == len(tokens)
-    code, _, err = run(*show, "--row", 9)
-    assert (code, err) == (2, f"wgpu-lora: {data} has fewer than 9 rows: give a smaller number for --row.\n")
+    refusal = run(*show, "--row", 9).refusal()
+    assert refusal == f"wgpu-lora: {data} has fewer than 9 rows: give a smaller number for --row."
 
 
 def test_pairs_show_both_answers(run: Run, tmp_path: Path) -> None:
@@ -96,12 +89,10 @@ def test_models_are_asked_as_they_were_trained(
     model = words_model(tmp_path / "m", template_source)
     data, adapter = write_jsonl(tmp_path / "a.jsonl", *rows), tmp_path / "out"
     to = ("--output", adapter)
-    code, _, err = run("finetune", "--model", model, "--data", data, "--max-steps", 2, "--save-steps", 1, *to)
-    assert code == 0, err
+    run("finetune", "--model", model, "--data", data, "--max-steps", 2, "--save-steps", 1, *to).output()
     assert trained_prompt_format([adapter]) == expected
     assert trained_prompt_format([path.parent for path in adapter.rglob("metadata.json")]) == expected
     tokenizer = read_model(model).tokenizer
-    assert tokenizer is not None
     asked: list[list[int]] = []
 
     def record(*given: Any, **more: Any) -> list[int]:
@@ -116,8 +107,7 @@ def test_models_are_asked_as_they_were_trained(
     assert asked.pop() == chat_prompt(tokenizer, as_row)
     assert (f"--prompt-format {expected}" in err) is (expected in ("alpaca", "text"))
     (tmp_path / "prompts.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    code, _, err = run("generate", "--prompts", tmp_path / "prompts.jsonl", *more)
-    assert code == 0, err
+    run("generate", "--prompts", tmp_path / "prompts.jsonl", *more).output()
     same = Alpaca("w1", "", "", "") if "instruction" in rows[0] else as_row if expected else "w1"
     assert asked.pop() == chat_prompt(tokenizer, same)
     code, _, err = run("generate", "--prompt", "w1", "--prompt-format", "text", *more)
@@ -126,7 +116,6 @@ def test_models_are_asked_as_they_were_trained(
 
 def test_what_a_row_of_training_is_asked_with_is_what_it_is_trained_with(tmp_path: Path) -> None:
     tokenizer = read_model(words_model(tmp_path / "m")).tokenizer
-    assert tokenizer is not None
     for row in ({"instruction": "w1", "input": "w2", "output": "w3"}, {"instruction": "w1", "output": "w3"}):
         [(ids, labels)] = tokenize_example(parse_example(row), tokenizer)
         prompt = chat_prompt(tokenizer, Alpaca(row["instruction"], row.get("input", ""), "", ""))
@@ -136,8 +125,6 @@ def test_what_a_row_of_training_is_asked_with_is_what_it_is_trained_with(tmp_pat
 def test_an_alpaca_prompt_has_its_wording_also_beside_a_template(tmp_path: Path) -> None:
     tokenizer = read_model(words_model(tmp_path / "m", CHATML)).tokenizer
     plain = read_model(words_model(tmp_path / "n")).tokenizer
-    assert tokenizer is not None
-    assert plain is not None
     assert chat_prompt(tokenizer, "w1", None, "alpaca") == chat_prompt(plain, Alpaca("w1", "", "", ""))
 
 
@@ -152,7 +139,6 @@ def test_a_run_and_its_teacher_cache_keep_the_date_of_the_template(
         write_jsonl(tmp_path / "a.jsonl", *[{"messages": chat("w1", "w2")}] * 3),
     )
     base = ("finetune", "--model", model, "--data", data)
-    assert run(*base, "--max-steps", 4, "--save-steps", 2, "--output", tmp_path / "whole")[0] == 0
     assert run(*base, "--max-steps", 2, "--output", tmp_path / "two")[0] == 0
     assert run("teacher-cache", "--model", model, "--data", data, "--output", tmp_path / "cache")[0] == 0
 
@@ -162,32 +148,22 @@ def test_a_run_and_its_teacher_cache_keep_the_date_of_the_template(
             return super().now(tz) + timedelta(days=1)
 
     monkeypatch.setattr(chat_template, "datetime", Tomorrow)
-    code, _, err = run("finetune", "--resume", "--max-steps", 4, "--output", tmp_path / "two")
-    assert code == 0, err
-    code, _, err = run(
+    run("finetune", "--resume", "--max-steps", 4, "--output", tmp_path / "two").output()
+    run(
         *base, "--objective", "kd", "--teacher-cache", tmp_path / "cache", "--max-steps", 1, "--output", tmp_path / "kd"
+    ).output()
+    assert (
+        "3 of 3 rows are finished"
+        in run("teacher-cache", "--model", model, "--data", data, "--output", tmp_path / "cache").output()
     )
-    assert code == 0, err
-    code, out, err = run("teacher-cache", "--model", model, "--data", data, "--output", tmp_path / "cache")
-    assert (code, "3 of 3 rows are finished" in out) == (0, True), err
-    adapters = [f"{data}:{tmp_path / name}" for name in ("p1", "p2")]
-    both = (
-        "finetune",
-        "--model",
-        model,
-        "--adapters",
-        adapters[0],
-        "--adapters",
-        adapters[1],
-        "--output",
-        tmp_path / "pipe",
-    )
-    assert run(*both, "--max-steps", 2)[0] == 0
+    adapters = [word for name in ("p1", "p2") for word in ("--adapters", f"{data}:{tmp_path / name}")]
+    run("finetune", "--model", model, *adapters, "--output", tmp_path / "pipe", "--max-steps", 2).output()
     monkeypatch.undo()
-    code, _, err = run("finetune", "--resume", "--max-steps", 3, "--output", tmp_path / "pipe")
-    assert code == 0, err
+    run("finetune", "--resume", "--max-steps", 3, "--output", tmp_path / "pipe").output()
 
 
 def test_a_template_date_is_checked(run: Run, tmp_path: Path) -> None:
-    code, _, err = run("finetune", "--template-date", "yesterday", "--output", tmp_path / "a")
-    assert (code, "--template-date yesterday is not a date in ISO format" in err) == (2, True)
+    assert (
+        "--template-date yesterday is not a date in ISO format"
+        in run("finetune", "--template-date", "yesterday", "--output", tmp_path / "a").refusal()
+    )

@@ -7,14 +7,15 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cli import Result, Run
 from support.training import model_dir, random_rows
 
-from wgpu_lora.cli import main
 from wgpu_lora.cli.finetune import Table
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
@@ -38,16 +39,19 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def finetune(*more: str, steps: int = 2) -> int:
+Finetune = Callable[..., Result]
+
+
+@pytest.fixture
+def finetune(rows: Path, run: Run) -> Finetune:
     pairs = ["--adapters", "a.jsonl:out/a", "--adapters", "b.jsonl:out/b"]
-    where = ["--model", str(model_dir("qwen2")), "--output", "out/both", "--max-steps", str(steps)]
-    return main(["finetune", *where, *pairs, *COMMON, *more])
+    where = ["--model", model_dir("qwen2"), "--output", "out/both"]
+    return lambda *more, steps=2: run("finetune", *where, *pairs, *COMMON, "--max-steps", steps, *more)
 
 
 @pytest.mark.usefixtures("fresh_device")
-def test_it_trains_and_says_so(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert finetune("--eval-data", "a.jsonl") == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_it_trains_and_says_so(rows: Path, finetune: Finetune) -> None:
+    lines = finetune("--eval-data", "a.jsonl").output().splitlines()
     assert [line.split()[:3] for line in lines if line.startswith("step ")] == [
         ["step", name, f"{step}/2"] for step in (1, 2) for name in "ab"
     ]
@@ -62,42 +66,36 @@ def test_it_trains_and_says_so(rows: Path, capsys: pytest.CaptureFixture[str]) -
     for name in "ab":
         for file in ("adapter_config.json", "run.json", "README.md", "log.jsonl", "best/metadata.json"):
             assert (rows / "out" / name / file).is_file()
-    assert finetune() == 2  # what is there is not written over
-    assert "already belongs to a pipeline" in capsys.readouterr().err
+    assert "already belongs to a pipeline" in finetune().refusal()  # what is there is not written over
 
 
-def test_a_poisoned_adapter_is_exit_code_1(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_poisoned_adapter_is_exit_code_1(rows: Path, finetune: Finetune) -> None:
     text = '[[adapter]]\ndata = "b.jsonl"\ncheckpoint = "out/c"\nlearning_rate = 1e30\n'
     (rows / "more.toml").write_text(text)
-    assert finetune("--adapters-config", "more.toml", steps=4) == 1
-    printed = capsys.readouterr()
-    assert "wgpu-lora: adapter c: the update would have left weights not finite" in printed.err
-    assert printed.out.count("the step limit is reached") == 2
+    code, out, err = finetune("--adapters-config", "more.toml", steps=4)
+    assert "wgpu-lora: adapter c: the update would have left weights not finite" in err
+    assert (code, out.count("the step limit is reached")) == (1, 2)
     taken = json.loads((rows / "out/both/pipeline.json").read_text())["step"]
-    assert finetune("--adapters-config", "more.toml", "--resume", steps=4) == 1  # it is not tried again
+    assert finetune("--adapters-config", "more.toml", "--resume", steps=4).code == 1  # it is not tried again
     assert json.loads((rows / "out/both/pipeline.json").read_text())["step"] == taken
 
 
-def test_memory_that_is_held(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_that_is_held(rows: Path, finetune: Finetune) -> None:
     """Refused where others hold the budget; it trains once that is free."""
     budget = ["--memory-budget", "1GiB"]
     with take(Ledger(device_key(choose(None)[0])), (1 << 30) - 4096, None, "somebody's run"):
-        assert finetune(*budget) == 2
-        assert finetune(*budget, "--wait", "0.5") == 2
-    printed = capsys.readouterr()
-    first, second = printed.err.splitlines()
+        first, second = finetune(*budget).refusal(), finetune(*budget, "--wait", "0.5")
     assert "somebody's run" in first
     assert "queue for it with --wait" in first
-    assert second.startswith("wgpu-lora: After 0.5 s of waiting")
-    assert "waiting   place 1 in the queue" in printed.out
+    assert second.refusal().startswith("wgpu-lora: After 0.5 s of waiting")
+    assert "waiting   place 1 in the queue" in second.out
     assert not (rows / "out/a").exists()
-    assert finetune(*budget, "--wait") == 0
+    finetune(*budget, "--wait").output()
 
 
-def test_a_budget_that_is_too_small(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_that_is_too_small(rows: Path, finetune: Finetune) -> None:
     """The way out that is named is one, to the byte."""
-    assert finetune("--memory-budget", "1MB") == 2
-    assert "but the budget is 976.6 KiB (--memory-budget)" in capsys.readouterr().err
+    assert "but the budget is 976.6 KiB (--memory-budget)" in finetune("--memory-budget", "1MB").refusal()
     args = TrainingArguments(model=str(model_dir("qwen2")), max_length=16, packing=False)
     tasks = [task_of_pair("a.jsonl:out/a"), task_of_pair("b.jsonl:out/b")]
     peak = prepare_pipeline(args, tasks).session.memory().peak
@@ -136,18 +134,19 @@ def test_the_table(rows: Path) -> None:
     assert table.table().caption.endswith(", 203 W")
 
 
-def test_interrupt_keeps_everything(
-    rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupt_keeps_everything(rows: Path, monkeypatch: pytest.MonkeyPatch, finetune: Finetune, run: Run) -> None:
     """Ctrl-C ends the step in progress for all adapters, and --resume finishes them."""
     with monkeypatch.context() as patch:
         patch.setattr(Table, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        assert finetune(steps=3) == 130
-    printed = capsys.readouterr().out
+        code, printed, _ = finetune(steps=3)
+    assert code == 130
     assert len(re.findall(r"^interrupted [ab]: 1 of 3 steps", printed, re.MULTILINE)) == 2
     assert f"finetune --output {Path('out/both')} --resume" in printed
-    assert main(["finetune", "--output", "out/both", "--resume"]) == 0
-    ended = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    ended = [
+        line
+        for line in run("finetune", "--output", "out/both", "--resume").output().splitlines()
+        if line.startswith("step ")
+    ]
     assert [line.split()[1:3] for line in ended] == [[name, f"{step}/3"] for step in (2, 3) for name in "ab"]
     for name in "ab":
         assert json.loads((rows / "out" / name / "run.json").read_text())["stop_reason"] == "max steps"

@@ -7,37 +7,30 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from support.cli import QWEN2, Run, write_rows
 
 import wgpu_lora
 from wgpu_lora.cli import app, main
 from wgpu_lora.cli.parameters import MOST_USED
+from wgpu_lora.errors import UserError
 from wgpu_lora.export.adapter_merge import DTYPES
 from wgpu_lora.export.gguf_export import FILE_TYPES
 from wgpu_lora.names import choices
 from wgpu_lora.names.aliases import aliases_of
 from wgpu_lora.names.foreign_options import ALIASES, COMMANDS, REFUSED
+from wgpu_lora.train.adapter_tasks import task_of
+from wgpu_lora.train.option_types import Range
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
+from wgpu_lora.train.options.unused_options import unused_options
+from wgpu_lora.train.resolve_options import resolve_options
 
 POSITIONS = 128  # of the models among the fixtures
 OPTIONS = set(TrainingArguments.__dataclass_fields__)
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command line that is refused; returns its one line."""
-
-    def call(*arguments: Any) -> str:
-        assert main([str(argument) for argument in arguments]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        return line.removeprefix("wgpu-lora: ")
-
-    return call
 
 
 def commands() -> dict[str, set[str]]:
@@ -50,7 +43,7 @@ def commands() -> dict[str, set[str]]:
     return found
 
 
-# -- the tables ------------------------------------------------------------------------------------------------------
+# -- the tables --------------------------------------------------------------------------------------------------------
 
 
 def test_the_tables_agree_with_the_commands() -> None:
@@ -83,7 +76,7 @@ def test_choices_are_those_that_are_there() -> None:
     assert set(FILE_TYPES) == set(choices.GGUF_TYPES)
 
 
-# -- the command line ------------------------------------------------------------------------------------------------
+# -- the command line --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -153,8 +146,8 @@ def test_choices_are_those_that_are_there() -> None:
         ("finetune --learn 1", "did you mean --learning-rate?"),
     ],
 )
-def test_what_is_said(said: Callable[..., str], line: str, message: str) -> None:
-    assert message in said(*line.split())
+def test_what_is_said(run: Run, line: str, message: str) -> None:
+    assert message in run(*line.split()).refusal()
 
 
 def test_other_names_and_true_or_false_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,26 +170,23 @@ def test_other_names_and_true_or_false_are_understood(monkeypatch: pytest.Monkey
     assert (args.gradient_checkpointing, args.output, args.shuffle) == (True, "--o_dd", True)
 
 
-def test_usage_has_arguments_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_has_arguments_in_capitals(run: Run) -> None:
     group: Any = typer.main.get_command(app)
     for name, command in group.commands.items():
         for words in [[name], *([name, sub] for sub in getattr(command, "commands", ()))]:
-            assert main([*words, "--help"]) == 0
-            (usage,) = re.findall(r"Usage: wgpu-lora [a-z -]+([^a-z{}]*)\n", capsys.readouterr().out)
+            (usage,) = re.findall(r"Usage: wgpu-lora [a-z -]+([^a-z{}]*)\n", run(*words, "--help").output())
             assert usage.startswith("[OPTIONS]")
 
 
 def test_help_starts_with_what_people_change(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("finetune", "plan"):
-        assert main([name, "--help"]) == 0
-        short = capsys.readouterr().out
+        short = run(name, "--help").output()
         assert len(MOST_USED) == 10
         assert re.findall(r"^  --([a-z-]+)", short, re.M) == [n.replace("_", "-") for n in MOST_USED] + ["help-all"]
-        assert main([name, "--help-all"]) == 0
-        whole = capsys.readouterr().out
+        whole = run(name, "--help-all").output()
         assert all(f"--{option.replace('_', '-')}" in whole for option in OPTIONS | {"recipe", "adapters"})
         assert "nf4|bf16|f16|f32" in whole
         assert re.search(r"--lora-dropout.*\n?.*\[0<=x<1\]", whole)
@@ -254,3 +244,88 @@ def test_bash_completes_without_the_gpu_library(tmp_path: Path) -> None:
     here = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path(wgpu_lora.__file__).parent.parent)}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=os.environ | here)
     assert (done.stdout.split(), done.stderr.split()) == (["drop"], ["False"]), done.stderr
+
+
+# -- options in Python and in files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"load_in_4bit": True}, r"^finetune\(\): load_in_4bit is .* \(base_dtype selects another type\)\.$"),
+        ({"bf16": True}, r"compute_dtype='bf16' rounds activations"),
+        ({"lr": 1, "learning_rate": 2}, r"^finetune\(\): lr and learning_rate are the same option"),
+        ({"rank": 0}, r"^lora_r must be greater than 0, not 0\.$"),
+        ({"lora_dropout": 1.0}, r"^lora_dropout must be at least 0 and less than 1, not 1\.0\.$"),
+        ({"target_modules": ["x"]}, r"^target_modules has no 'x'"),
+        ({"max_length": 1024}, rf"^max_length=1024 is more than this model's {POSITIONS} positions: lower it to"),
+        ({"resume_from_checkpoint": True}, r"resume_from_checkpoint is resume: "),
+        ({"output_dir": "nowhere", "resume": True}, r"start without resume\.$"),
+        ({"memory_budget": "1KB"}, r"the budget is 1,000 bytes \(memory_budget\): "),
+    ],
+)
+def test_python_names_its_own_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    data = {} if "resume" in options else {"data": write_rows(tmp_path / "rows.jsonl"), "model": QWEN2}
+    with pytest.raises(UserError, match=message):
+        wgpu_lora.finetune(**{"output": tmp_path / "out"} | data if "output_dir" not in options else {}, **options)
+
+
+def test_files_name_their_own_keys(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('micro_batch_size = 4\nnum_epochs = 2\nsequence_len = 64\n"lora-alpha" = 8\n')
+    args, _ = resolve_options({}, str(recipe), "Here")
+    assert (args.per_device_train_batch_size, args.num_train_epochs, args.max_length, args.lora_alpha) == (4, 2, 64, 8)
+    for text, message in (
+        ("lora_r = 0", r"^The recipe .*r\.toml: 'lora_r' must be greater than 0, not 0\.$"),
+        ("lr = 1\nlearning_rate = 1", r"^The recipe .*: 'lr' and 'learning_rate' are the same option"),
+        ("load_in_4bit = true", r"^The recipe .*: 'load_in_4bit' is not needed"),
+    ):
+        recipe.write_text(text)
+        with pytest.raises(UserError, match=message):
+            resolve_options({}, str(recipe), "Here")
+    own = {"data": "a", "checkpoint": "c/d"}
+    task = task_of({"data": "a", "output_dir": "c/d", "lora_rank": 2, "num_epochs": 3, "lr": 1}, "Adapter 1")
+    assert (task.checkpoint, task.name) == ("c/d", "d")
+    assert dict(task.options) == {"lora_r": 2, "num_train_epochs": 3, "learning_rate": 1}
+    for keys, message in (
+        ({"rank": 1, "lora_r": 1}, "Adapter 1: 'rank' and 'lora_r' are the same key"),
+        ({"raank": 1}, r"Adapter 1 has an unknown key 'raank': did you mean 'rank'\?"),
+    ):
+        with pytest.raises(UserError, match=message):
+            task_of({**own, **keys}, "Adapter 1")
+    with pytest.raises(UserError, match=r"^The adapter d: 'rank' must be greater than 0, not 0\.$"):
+        task_of({**own, "r": 0}, "Adapter 1").arguments(TrainingArguments())
+
+
+def test_ranges_say_what_they_hold() -> None:
+    for within, text, rule, fine, wrong in (
+        (Range(above=0), "x>0", "must be greater than 0", 1, 0),
+        (Range(at_least=0), "x>=0", "must be 0 or more", 0, -1),
+        (Range(at_least=2), "x>=2", "must be at least 2", 2, 1),
+        (Range(above=0, at_most=1000), "0<x<=1000", "must be greater than 0 and at most 1,000", 1000, 1001),
+        (Range(above=0, unset=-1), "x>0", "must be greater than 0", -1, -2),
+        (Range(at_least=0, below=2**32, top="2^32"), "0<=x<2^32", "must be at least 0 and less than 2^32", 5, 2**32),
+    ):
+        assert (str(within), within.rule()) == (text, rule)
+        assert within.holds(fine)
+        assert not within.holds(wrong)
+        assert not within.holds(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"warmup_ratio": 0.1, "lr_scheduler_type": "constant"}, ["warmup_ratio"]),
+        ({"warmup_steps": 3, "lr_scheduler_type": "constant"}, ["warmup_steps"]),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, ["warmup_ratio"]),
+        ({"num_train_epochs": 3.0, "max_steps": 5}, ["num_train_epochs"]),
+        ({"num_train_epochs": 3.0, "target_seconds": 5.0}, ["num_train_epochs"]),
+        ({"save_total_limit": 3, "save_steps": 0, "save_minutes": 0.0}, ["save_total_limit"]),
+        ({"lr_scheduler_type": "constant", "max_steps": 5, "save_steps": 0}, []),
+        ({"warmup_ratio": 0.1, "num_train_epochs": 2.0}, []),
+    ],
+)
+def test_options_that_do_nothing_are_said(given: dict[str, Any], names: list[str]) -> None:
+    found = unused_options(given, TrainingArguments(**given))
+    assert [text.split()[0] for text in found] == names
+    assert all("does nothing: " in text for text in found)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gzip
 import sys
 import time
-import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from support.data import write_jsonl
+from support.hostile import memory_below
 from support.sources import prepared, refused
 
 from wgpu_lora.cli import console
@@ -35,15 +35,12 @@ def test_a_text_that_parquet_repeats_is_not_decoded_as_often(tmp_path: Path) -> 
             pyarrow.table(columns), path, compression="zstd", dictionary_pagesize_limit=1 << 30, use_dictionary=True
         )
         assert path.stat().st_size < 1 << 16
-        tracemalloc.start()
-        before = pyarrow.total_allocated_bytes()
-        count = 0
-        for _, row in read_parquet(path, FORMATS if "messages" in columns else EXAMPLES):
-            count += 1
-            assert ("reason" in vars(row)) is ("messages" in columns) if not isinstance(row, dict) else True
-            assert pyarrow.total_allocated_bytes() - before < 96 << 20
-        assert tracemalloc.get_traced_memory()[1] < 96 << 20
-        tracemalloc.stop()
+        before, count = pyarrow.total_allocated_bytes(), 0
+        with memory_below(96 << 20):
+            for _, row in read_parquet(path, FORMATS if "messages" in columns else EXAMPLES):
+                count += 1
+                assert isinstance(row, dict) or ("reason" in vars(row)) is ("messages" in columns)
+                assert pyarrow.total_allocated_bytes() - before < 96 << 20
         assert count == len(next(iter(columns.values())))
 
 
@@ -72,10 +69,8 @@ def test_blank_lines_of_prompts_take_no_memory(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(prompt_file, "MAX_TEXT_BYTES", 9 << 20)
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"w1\n" + b"\n" * (8 << 20) + b"w2\n")
-    tracemalloc.start()
-    assert [request.prompt for request in read_requests(path)] == ["w1", "w2"]
-    assert tracemalloc.get_traced_memory()[1] < 48 << 20
-    tracemalloc.stop()
+    with memory_below(48 << 20):
+        assert [request.prompt for request in read_requests(path)] == ["w1", "w2"]
 
 
 def test_many_bad_rows_end_reading_and_say_how_many_were_read(tmp_path: Path) -> None:

@@ -45,22 +45,45 @@ def test_tokens_are_taken_as_they_are_without_a_tokenizer():
         tokenize_example(parse_example({"text": "a"}), None)
 
 
-def test_text_is_learnt_whole_and_ended():
-    [(ids, labels)] = rows({"text": "The sky"})
-    assert ids == labels == [*small_tokenizer().encode("The sky"), EOS]
-    assert rows({"text": "The sky</s>"}) == [(ids, labels)], "an end that is there already is not doubled"
+PAIR = {"prompt": "What is", "completion": " blue?"}
+ALPACA = {"instruction": "Count {x}.", "input": "", "output": "One."}
+WITH_SYSTEM = {"instruction": "Count.", "input": "to two", "output": "One.", "system": "Be brief."}
+HELLO = {"messages": chat("Hi", "Hello")}
+QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
+THOUGHT = "<think>\n\n</think>\n\nHello<|im_end|>"
+# Row, template, options -> what is learnt, and in some cases the whole text.
+LEARNT: list[tuple[dict[str, Any], str | None, dict[str, Any], str, str | None]] = [
+    ({"text": "The sky"}, None, {}, "The sky</s>", None),
+    ({"text": "The sky</s>"}, None, {}, "The sky</s>", "The sky</s>"),  # an end that is there is not doubled
+    (PAIR, None, {}, " blue?</s>", "What is blue?</s>"),
+    (PAIR, None, {"completion_only_loss": False}, "What is blue?</s>", None),
+    (ALPACA, None, {}, "One.</s>",
+     "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+     "\n\n### Instruction:\nCount {x}.\n\n### Response:One.</s>"),
+    (ALPACA | {"input": "to two"}, None, {}, "One.</s>",
+     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+     "response that appropriately completes the request.\n\n### Instruction:\nCount {x}.\n\n### Input:\nto two\n\n"
+     "### Response:One.</s>"),
+    (WITH_SYSTEM, "chatml", {}, "One.<|im_end|>",
+     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nCount.\n\nto two<|im_end|>\n"
+     "<|im_start|>assistant\nOne.<|im_end|>\n"),
+    (HELLO, "thinking", {}, THOUGHT, None),
+    (HELLO, "thinking", QUIET, "Hello<|im_end|>", None),
+    (HELLO | {"chat_template_kwargs": {"enable_thinking": True}}, "thinking", QUIET, THOUGHT, None),  # the row's wins
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "template", "options", "expected", "text"), LEARNT)
+def test_what_is_learnt_of_a_row(row, template, options, expected, text):
+    assert learnt(row, template, **options) == [[expected]]
+    assert text is None or whole(row, template, **options) == [text]
+
+
+def test_bos_is_learnt_only_with_a_text():
     [(ids, labels)] = tokenize_example(parse_example({"text": "The sky"}), with_template("", bos=True))
     assert ids == labels == [0, *small_tokenizer().encode("The sky"), EOS]
-
-
-def test_a_completion_is_learnt_with_its_end():
-    row = {"prompt": "What is", "completion": " blue?"}
-    assert learnt(row) == [[" blue?</s>"]]
-    assert whole(row) == ["What is blue?</s>"]
-    assert learnt(row, completion_only_loss=False) == [["What is blue?</s>"]]
-    [(ids, labels)] = tokenize_example(parse_example(row), with_template("", bos=True))
-    assert ids[0] == 0
-    assert labels[0] == UNTRAINED
+    [(ids, labels)] = tokenize_example(parse_example(PAIR), with_template("", bos=True))
+    assert (ids[0], labels[0]) == (0, UNTRAINED)
 
 
 def test_the_boundary_of_a_completion_is_exact_where_tokens_would_straddle_it():
@@ -79,28 +102,6 @@ def test_a_tokenizer_that_puts_a_space_in_front_puts_none_into_the_middle():
     assert tokenizer.encode("b") == [0, 2]
     example = parse_example({"prompt": "a", "completion": "b"})
     assert tokenize_example(example, tokenizer) == [([0, 1, 2], [UNTRAINED, UNTRAINED, 2])]
-
-
-def test_alpaca_without_a_chat_template_has_the_usual_words():
-    row = {"instruction": "Count {x}.", "input": "", "output": "One."}
-    [text] = whole(row)
-    assert text == (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-        "\n\n### Instruction:\nCount {x}.\n\n### Response:One.</s>"
-    )
-    [text] = whole({**row, "input": "to two"})
-    assert "further context. Write" in text
-    assert "\n\n### Input:\nto two\n\n### Response:One.</s>" in text
-    assert learnt(row) == [["One.</s>"]]
-
-
-def test_alpaca_with_a_chat_template_is_a_conversation():
-    row = {"instruction": "Count.", "input": "to two", "output": "One.", "system": "Be brief."}
-    assert whole(row, "chatml") == [
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nCount.\n\nto two<|im_end|>\n"
-        "<|im_start|>assistant\nOne.<|im_end|>\n"
-    ]
-    assert learnt(row, "chatml") == [["One.<|im_end|>"]]
 
 
 @pytest.mark.parametrize(
@@ -146,17 +147,6 @@ def test_a_template_that_forgets_thinking_gives_a_row_for_each_turn():
         assert ids[: len(prompt)] == prompt, "the turn is learnt behind just what the model sees before it"
         assert labels[: len(prompt)] == [UNTRAINED] * len(prompt)
         assert labels[len(prompt)] == ids[len(prompt)]
-
-
-def test_template_kwargs_reach_the_template_and_the_rows_own_ones_win():
-    two = {"messages": chat("Hi", "Hello")}
-    assert learnt(two, "thinking") == [["<think>\n\n</think>\n\nHello<|im_end|>"]]
-    quiet = {"enable_thinking": False}
-    assert learnt(two, "thinking", chat_template_kwargs=quiet) == [["Hello<|im_end|>"]]
-    own = {**two, "chat_template_kwargs": {"enable_thinking": True}}
-    assert learnt(own, "thinking", chat_template_kwargs=quiet) == learnt(two, "thinking")
-    with pytest.raises(UserError, match="must not set tools"):
-        rows(two, "thinking", chat_template_kwargs={"tools": []})
 
 
 @pytest.mark.parametrize("template", ["chatml", "chatml_marked", "headers", "strict"])
@@ -223,15 +213,25 @@ def test_turns_whose_header_changes_with_what_follows_get_a_row_each():
         assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render(FOUR[: turn + 1])
 
 
+HIDING = "{% for m in messages %}{{ messages[-1].content | length }}{{ m.content | upper }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "options", "words"),
+    [
+        ({"messages": FOUR}, None, {}, "no chat template"),
+        ({"messages": FOUR[1:]}, "strict", {}, "must alternate"),
+        (HELLO, "thinking", {"chat_template_kwargs": {"tools": []}}, "must not set tools"),
+    ],
+)
+def test_what_is_refused(row, template, options, words):
+    with pytest.raises(UserError, match=words):
+        rows(row, template, **options)
+
+
 def test_a_template_that_hides_the_turn_is_told():
-    source = "{% for m in messages %}{{ loop.length }}{{ m.content | upper }}{% endfor %}"
-    tokenizer = with_template(source.replace("loop.length", "messages[-1].content | length"))
     with pytest.raises(UserError, match="start of message 1"):
-        tokenize_example(parse_example({"messages": chat("Hi", "Hello")}), tokenizer)
-    with pytest.raises(UserError, match="no chat template"):
-        rows({"messages": FOUR})
-    with pytest.raises(UserError, match="must alternate"):
-        rows({"messages": FOUR[1:]}, "strict")
+        tokenize_example(parse_example(HELLO), with_template(HIDING))
 
 
 @pytest.mark.reference

@@ -1,6 +1,10 @@
 """Reading a tokenizer directory, special tokens, and streaming decoding."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -25,10 +29,7 @@ def write(folder, name, value):
     (folder / name).write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
 
 
-def load(folder) -> Tokenizer:
-    tokenizer = Tokenizer.load(folder)
-    assert tokenizer is not None
-    return tokenizer
+load = Tokenizer.load
 
 
 def test_no_tokenizer_json_is_none(tmp_path):
@@ -37,38 +38,36 @@ def test_no_tokenizer_json_is_none(tmp_path):
 
 def test_a_bare_tokenizer(folder):
     tokenizer = load(folder)
-    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.stop_ids) == (None, None, set())
-    assert not tokenizer.has_chat_template
-    ids = json.loads(backend_json())["model"]["vocab"].values()
-    assert tokenizer.vocab_size == max(ids) + 1
     assert tokenizer.decode(tokenizer.encode("größer 🦜 <|im_end|>")) == "größer 🦜 "
     with pytest.raises(UserError, match="no chat template"):
         tokenizer.render(chat("Hi"))
 
 
-def test_special_tokens_are_strings_or_objects(folder):
-    write(folder, "tokenizer_config.json", {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"})
+BOS, EOS, IM_END, EOT = (SPECIAL.index(text) for text in ("<s>", "</s>", "<|im_end|>", "<|eot_id|>"))
+FIRST = max([*json.loads(backend_json())["model"]["vocab"].values(), len(SPECIAL) - 1]) + 1  # the first free id
+CONFIG, MAP, GENERATION = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"
+MAPPED = {"eos_token": "<|im_end|>", "pad_token": "<|eot_id|>"}
+# Files beside tokenizer.json, and what the tokenizer has of them.
+FILES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"eos_id": None, "bos_id": None, "stop_ids": set(), "has_chat_template": False, "vocab_size": FIRST}),
+    ({CONFIG: {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}}, {"bos_id": BOS, "eos_id": EOS}),
+    ({MAP: MAPPED, CONFIG: {"eos_token": "</s>", "pad_token": None}}, {"eos_id": IM_END}),  # of an old folder
+    ({MAP: MAPPED, CONFIG: {"eos_token": "</s>", "added_tokens_decoder": {}}}, {"eos_id": EOS, "pad_id": EOT}),
+    (
+        {CONFIG: {"eos_token": "</s>", "chat_template": CHATML}, GENERATION: {"eos_token_id": [0, 6]}},
+        {"stop_ids": {0, 6, EOS, IM_END}},
+    ),
+    ({CONFIG: {}, GENERATION: {"eos_token_id": 5}}, {"stop_ids": {5}, "eos_id": 5}),
+    ({CONFIG: {"eos_token": "<|end|>"}, GENERATION: {"eos_token_id": 1}}, {"stop_ids": {1, FIRST}}),
+]
+
+
+@pytest.mark.parametrize(("files", "expected"), FILES)
+def test_what_files_beside_the_tokenizer_say(folder, files, expected):
+    for name, value in files.items():
+        write(folder, name, value)
     tokenizer = load(folder)
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (SPECIAL.index("<s>"), SPECIAL.index("</s>"))
-
-
-def test_special_tokens_map_wins_only_in_old_folders(folder):
-    write(folder, "special_tokens_map.json", {"eos_token": "<|im_end|>", "pad_token": "<|eot_id|>"})
-    write(folder, "tokenizer_config.json", {"eos_token": "</s>", "pad_token": None})
-    assert load(folder).eos_id == SPECIAL.index("<|im_end|>")
-    write(folder, "tokenizer_config.json", {"eos_token": "</s>", "added_tokens_decoder": {}})
-    tokenizer = load(folder)
-    assert (tokenizer.eos_id, tokenizer.pad_id) == (SPECIAL.index("</s>"), SPECIAL.index("<|eot_id|>"))
-
-
-def test_stop_ids_come_from_everywhere(folder):
-    write(folder, "tokenizer_config.json", {"eos_token": "</s>", "chat_template": CHATML})
-    write(folder, "generation_config.json", {"eos_token_id": [0, 6]})
-    assert load(folder).stop_ids == {0, 6, SPECIAL.index("</s>"), SPECIAL.index("<|im_end|>")}
-    write(folder, "generation_config.json", {"eos_token_id": 5})
-    write(folder, "tokenizer_config.json", {})
-    assert load(folder).stop_ids == {5}
-    assert load(folder).eos_id == 5
+    assert {name: getattr(tokenizer, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -79,23 +78,25 @@ def test_the_end_of_a_turn_is_read_off_the_template(template, end):
     assert len(small_tokenizer(template).stop_ids) == (1 if end == "</s>" else 2)
 
 
-def test_where_the_template_is_found(folder):
-    write(folder, "tokenizer_config.json", {"chat_template": "config"})
-    assert load(folder).render(chat("Hi")) == "config"
-    named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "with tools"}]
-    write(folder, "tokenizer_config.json", {"chat_template": named})
-    assert load(folder).render(chat("Hi")) == "named"
-    assert load(folder).render(chat("Hi"), tools=[{}]) == "with tools"
-    write(folder, "chat_template.jinja", "file {{ eos_token }}{{ eager }}")
-    assert load(folder).render(chat("Hi"), tools=[{}], variables={"eager": 1}) == "file 1"
+NAMED_TEMPLATES = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "with tools"}]
+JSON = {"chat_template.json": {"chat_template": "json"}}
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "a"'])
-def test_a_broken_file_is_named(folder, name, text):
-    write(folder, name, text)
-    with pytest.raises(UserError, match=name):
-        Tokenizer.load(folder)
+@pytest.mark.parametrize(
+    ("files", "tools", "text"),
+    [
+        ({CONFIG: {"chat_template": "config"}}, None, "config"),
+        ({CONFIG: {"chat_template": NAMED_TEMPLATES}}, None, "named"),
+        ({CONFIG: {"chat_template": NAMED_TEMPLATES}}, [{}], "with tools"),
+        (JSON, None, "json"),
+        (JSON | {CONFIG: {"chat_template": "config"}}, None, "config"),
+        (JSON | {"chat_template.jinja": "file {{ eos_token }}{{ eager }}"}, [{}], "file 1"),
+    ],
+)
+def test_where_the_template_is_found(folder, files, tools, text):
+    for name, value in files.items():
+        write(folder, name, value)
+    assert load(folder).render(chat("Hi"), tools=tools, variables={"eager": 1}) == text
 
 
 def test_opening_is_what_the_post_processor_puts_in_front():
@@ -152,3 +153,93 @@ def test_special_tokens_do_not_delay_the_stream():
     assert "".join(stream.push(token) for token in [2] * 20 + bird) == "🦜"
     shown = StreamDecoder(tokenizer, skip_special_tokens=False)
     assert shown.push(3) == "<|im_end|>"
+
+
+# -- tokens that only the files beside a tokenizer.json name are added as transformers adds them -----------------------
+
+TEXT = "<tool>the sky</tool><|end|> <pad>"
+WRONG = "an added token without a text or a whole id"
+PLAIN = {"lstrip": False, "rstrip": False, "single_word": False}
+
+
+def added(content: str, **attributes: Any) -> dict[str, Any]:
+    return {"content": content, **PLAIN, "normalized": False, "special": True, **attributes}
+
+
+DECODER = {str(FIRST): added("<tool>"), str(FIRST + 1): added("</tool>", special=False, normalized=True)}
+# Files beside tokenizer.json, and the ids that the tokens of TEXT get.
+CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "decoder": ({"tokenizer_config.json": {"added_tokens_decoder": DECODER}}, {"<tool>": 0, "</tool>": 1}),
+    "additional": (
+        {"tokenizer_config.json": {"additional_special_tokens": ["<tool>", added("</tool>", __type="AddedToken")]}},
+        {"<tool>": 0, "</tool>": 1},
+    ),
+    "extra": ({"tokenizer_config.json": {"extra_special_tokens": ["</tool>", "<tool>"]}}, {"</tool>": 0, "<tool>": 1}),
+    "named": (
+        {"tokenizer_config.json": {"eos_token": "<|end|>", "pad_token": added("<pad>", __type="AddedToken")}},
+        {"<|end|>": 0, "<pad>": 1},
+    ),
+    "map": ({"special_tokens_map.json": {"eos_token": "<|end|>", "additional_special_tokens": ["<tool>"]}},
+            {"<|end|>": 0, "<tool>": 1}),
+    "added_tokens": (
+        {"added_tokens.json": {"<tool>": FIRST, "</tool>": FIRST + 1}, "tokenizer_config.json": {}},
+        {"<tool>": 0, "</tool>": 1},
+    ),
+    "all": (
+        {"tokenizer_config.json": {"added_tokens_decoder": DECODER, "eos_token": "<|end|>", "bos_token": "<s>"}},
+        {"<tool>": 0, "</tool>": 1, "<|end|>": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, int]]:
+    files, ids = CASES[request.param]
+    (tmp_path / "tokenizer.json").write_text(backend_json(), encoding="utf-8")
+    for name, value in files.items():
+        (tmp_path / name).write_text(json.dumps(value), encoding="utf-8")
+    return tmp_path, {token: FIRST + place for token, place in ids.items()}
+
+
+def test_tokens_beside_the_file_are_added(case: tuple[Path, dict[str, int]]) -> None:
+    directory, ids = case
+    tokenizer = load(directory)
+    assert tokenizer.vocab_size == FIRST + len(ids)
+    for token, id in ids.items():
+        assert tokenizer.encode(f"a{token}b")[1:-1] == [id]
+    again = tokenizer.files()  # also what is saved has them
+    (directory / "tokenizer.json").write_text(again["tokenizer.json"], encoding="utf-8")
+    assert load(directory).encode(TEXT) == tokenizer.encode(TEXT)
+
+
+@pytest.mark.reference
+def test_ids_are_those_of_transformers(case: tuple[Path, dict[str, int]]) -> None:
+    from transformers import AutoTokenizer
+
+    directory, _ = case
+    config = directory / "tokenizer_config.json"
+    stated = json.loads(config.read_text()) if config.exists() else {}
+    config.write_text(json.dumps({**stated, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    theirs, ours = AutoTokenizer.from_pretrained(directory), load(directory)
+    assert ours.encode(TEXT) == theirs(TEXT, add_special_tokens=False)["input_ids"]
+    assert (ours.vocab_size, ours.eos_id, ours.pad_id) == (len(theirs), theirs.eos_token_id, theirs.pad_token_id)
+    assert ours.decode(ours.encode(TEXT)) == theirs.decode(theirs(TEXT)["input_ids"], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        (CONFIG, {"added_tokens_decoder": {str(FIRST + 7): added("<x>")}}, f"'<x>' the id {FIRST + 7}, but"),
+        (CONFIG, {"added_tokens_decoder": {"x": added("<x>")}}, WRONG),
+        (CONFIG, {"added_tokens_decoder": {"5": {"id": 3}}}, WRONG),
+        (CONFIG, {"added_tokens_decoder": 3}, WRONG),
+        (CONFIG, {"added_tokens_decoder": {str(FIRST): added("<x>", lstrip=3)}}, WRONG),
+        (CONFIG, {"additional_special_tokens": [3]}, WRONG),
+        ("added_tokens.json", {"<x>": "y"}, WRONG),
+    ],
+)  # fmt: skip
+def test_entries_that_are_not_tokens_are_refused(tmp_path: Path, name: str, value: Any, words: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(backend_json(), encoding="utf-8")
+    (tmp_path / name).write_text(json.dumps(value))
+    with pytest.raises(UserError, match=words):
+        load(tmp_path)

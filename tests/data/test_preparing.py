@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cli import Run
 from support.data import chat, write_jsonl
 from support.preparing import ALIKE, ROWS, prepared, reasons, rows_of, run
 from support.sources import written
 
-from wgpu_lora.data.curation import Preparation
+from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.curation.deduplication import normalize_text
 from wgpu_lora.data.validation_split import validation_mask
 from wgpu_lora.errors import UserError
@@ -102,11 +106,6 @@ def test_reasons_are_counted_without_the_details_that_differ(tmp_path: Path) -> 
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n{"text": "bb\xff"}')
     found = run(tmp_path, tmp_path / "x.jsonl")
     assert found["reasons"] == {"not valid UTF-8 (byte N); save the file as UTF-8.": 2}
-
-
-def test_long_rows(tmp_path: Path) -> None:
-    prepared(tmp_path, {"text": "a" * 10}, {"text": "a" * 11}, max_characters=10)
-    assert reasons(tmp_path) == [(2, "it has 11 characters, more than 10; split it.")]
 
 
 def test_values_that_json_lacks(tmp_path: Path) -> None:
@@ -309,3 +308,149 @@ def test_no_more_rows_than_asked_are_held_out(sizes: list[int]) -> None:
             assert found.sum() <= max(wanted, min(sizes))
             if min(sizes) == 1 == max(sizes):
                 assert found.sum() == wanted
+
+
+# -- `data prepare` ----------------------------------------------------------------------------------------------------
+
+
+def test_folders_patterns_and_files(tmp_path: Path) -> None:
+    place = tmp_path / "data"
+    for i, name in enumerate(["b/x.jsonl", "a.csv", ".hidden.jsonl", "b/.git/x.jsonl", "c.jsonl.gz"]):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        written(place / name, ROWS[i : i + 1])
+    (place / "notes.md").write_text("no rows")
+    (place / "empty.jsonl").write_text("")
+    (place / "blank.jsonl").write_text("\n\n")
+    (place / "loop").symlink_to(place)
+    (place / "pipe.jsonl").symlink_to(os.devnull)
+    report = run(tmp_path, place, place / "a.csv", place / "b" / ".." / "a.csv")
+    assert [Path(one["name"]).name for one in report["inputs"]] == [
+        "a.csv",
+        "blank.jsonl",
+        "c.jsonl.gz",
+        "empty.jsonl",
+        "x.jsonl",
+    ]
+    assert [int(row["id"]) for row in rows_of(tmp_path)] == [1, 4, 0]
+    notes = "\n".join(report["notes"])
+    for words in (
+        "notes.md and pipe.jsonl",
+        "is given more than once",
+        "empty.jsonl has no rows",
+        "blank.jsonl has no",
+    ):
+        assert words in notes
+    for pattern, rows in (("**/*.jsonl", 1), ("**", 3), ("*", 3), ("[ab]*", 2), ("b", 1)):
+        assert run(tmp_path, f"{place}/{pattern}", exclude=["notes*"])["rows"]["in"] == rows
+    assert run(tmp_path, f"{place}/*", exclude=["c.*", "*/b/*"])["rows"]["in"] == 1
+    for name, words in (
+        ("nothing.jsonl", "does not exist"),
+        ("*.nothing", "No file of rows matches"),
+        ("", "is empty"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run(tmp_path, name if name in ("", "*.nothing") else tmp_path / name)
+
+
+def test_damaged_files_are_refused_as_a_whole(tmp_path: Path) -> None:
+    good = write_jsonl(tmp_path / "good.jsonl", *ROWS)
+    gz = written(tmp_path / "a.jsonl.gz", ROWS)
+    gz.write_bytes(gz.read_bytes()[:-20])
+    (tmp_path / "b.json").write_text('[{"text": "a"}, {"text": ')
+    (tmp_path / "c.jsonl").write_bytes('{"text": "a"}'.encode("utf-16"))
+    (tmp_path / "d.parquet").write_bytes(b"PAR1")
+    for name in ("a.jsonl.gz", "b.json", "c.jsonl", "d.parquet"):
+        with pytest.raises(UserError, match=name):
+            run(tmp_path, good, tmp_path / name)
+        assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_same_bytes_again(tmp_path: Path) -> None:
+    rows = [*ROWS, *ALIKE, {"text": ""}]
+    prepared(tmp_path, *rows, validation_split=0.1)
+    first = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    prepared(tmp_path, *rows, validation_split=0.1)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == first
+
+
+def test_what_exists_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    path = write_jsonl(tmp_path / "data" / "in.jsonl", *ROWS)
+    names, out = [str(path)], tmp_path / "out"
+    for place in (out, tmp_path / "other"):
+        prepare_files(names, place)
+    (tmp_path / "other" / "mine.txt").write_text("")
+    (tmp_path / "link").symlink_to(out)
+    for inputs, place, overwrite, words in (
+        (names, out, False, "prepared already: give overwrite"),
+        (names, tmp_path / "other", True, r"holds other files \('mine.txt'\)"),
+        (names, tmp_path / "data", True, "holds other files"),
+        (names, path, False, "exists already"),
+        ([str(out / "train.jsonl")], out, True, "which would be written"),
+        (names, tmp_path / "link", True, "is a link"),
+    ):
+        with pytest.raises(UserError, match=words):
+            prepare_files(inputs, place, Preparation(overwrite=overwrite))
+    assert path.read_text() == "".join(json.dumps(row) + "\n" for row in ROWS)
+
+
+def test_output_in_the_folder_that_is_read(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", *ROWS)
+    first = prepare_files([str(tmp_path)], tmp_path / "a")
+    second = prepare_files([str(tmp_path)], tmp_path / "b")
+    assert second["rows"] == first["rows"]
+    assert any("was written by 'data prepare'" in note for note in second["notes"])
+    again = prepare_files([str(tmp_path / "a")], tmp_path / "c")  # named, so it is read
+    assert again["files"]["train.jsonl"] == first["files"]["train.jsonl"]
+
+
+def test_nothing_is_left_of_an_interrupted_run(tmp_path: Path) -> None:
+    path, before = write_jsonl(tmp_path / "in.jsonl", *ROWS), ["in.jsonl"]
+
+    def interrupt(progress: Any) -> None:
+        assert sorted(os.listdir(tmp_path)) != before
+        raise KeyboardInterrupt
+
+    for out in (tmp_path / "out", tmp_path / "deep" / "out"):
+        with pytest.raises(KeyboardInterrupt):
+            prepare_files([str(path)], out, watch=interrupt)
+        assert os.listdir(tmp_path) == before
+    with pytest.raises(UserError, match="No row is left, of 1 row; nothing was written"):
+        prepared(tmp_path, {"text": ""})
+    assert os.listdir(tmp_path) == before
+
+
+NAMES = ["messages", "conversations", "prompt", "completion", "chosen", "rejected", "text", "label", "system", "output",
+         "instruction", "input_ids", "labels", "prompt_ids", "tools", "chat_template_kwargs"]  # fmt: skip
+ODD = st.sampled_from(["", "a", "<think>", "[1]", '[{"role": 1}]', None, True, 2, -1.5, [], {}, [[]], {"a": {}}])
+PARTS = st.sampled_from(["role", "from", "content", "value", "type", "text", "thinking", "tool_calls", "weight"])
+ROLES = st.sampled_from(["user", "assistant", "system", "gpt", "text", "thinking"])
+MESSAGE = st.dictionaries(PARTS, ODD | ROLES | st.lists(st.dictionaries(PARTS, ODD | ROLES, max_size=3), max_size=2))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.lists(st.dictionaries(st.sampled_from(NAMES), ODD | st.lists(MESSAGE | ODD, max_size=3)), max_size=30))
+def test_any_rows_are_accounted_for(rows: list[Any]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        options = {"strip_system": True, "drop_thinking": True, "enable_thinking": False, "validation_split": 1}
+        prepared(Path(place), *rows, *ROWS[:2], **options)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, run: Run) -> None:
+    path = write_jsonl(tmp_path / "in.jsonl", *ROWS, ROWS[0], {"text": ""})
+    command = ["data", "prepare", str(path), "--output", str(tmp_path / "out"), "--validation-split", "0.2"]
+    out = run(*command).output()
+    assert "rows      52 in = 50 out + 1 rejected + 1 duplicates\n" in out
+    assert "valid.jsonl: 10 rows\n" in out
+    assert run(*command).refusal() == (
+        f"wgpu-lora: {tmp_path / 'out'} has been prepared already: give --overwrite to replace it."
+    )
+    assert json.loads(run(*command, "--overwrite", "--json").output())["rows"]["out"] == 50
+    assert (
+        "--validation-split 2.5 is neither a share of the rows"
+        in run("data", "prepare", str(path), "--output", str(tmp_path / "b"), "--validation-split", "2.5").refusal()
+    )

@@ -45,6 +45,16 @@ class Result(NamedTuple):
     out: str
     err: str
 
+    def output(self) -> str:
+        """What a command that succeeded printed."""
+        assert self.code == 0, self
+        return self.out
+
+    def refusal(self) -> str:
+        """The one sentence of a command that refused."""
+        assert (self.code, self.err.count("\n"), self.err.startswith("wgpu-lora: ")) == (2, 1, True), self
+        return self.err.removesuffix("\n")
+
 
 Run = Callable[..., Result]
 

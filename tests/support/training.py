@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from support import short_of
 from support.models import FIXTURES, golden, save_golden_adapter
+from wgpu_lora.formats.peft_adapter import PARTS
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
@@ -69,10 +71,27 @@ def golden_job(device: Device, tmp_path: Path, architecture: str, base: str, **c
     return prepare_job(args, open_model(args.model, device, base))
 
 
+def assert_gradient_is_slope(session: Session, loss: Callable[[], float], length: float = 0.02) -> None:
+    """The gradient that is on the device is the slope of the loss in its direction, by central differences."""
+    gradients = session.adapters.read(session.device, 0, session.adapters.grads)
+    matrices = session.adapters.read(session.device, 0)
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for pair in gradients.values() for g in pair))
+
+    def moved(by: float) -> float:
+        ahead = {
+            key: tuple((m + by / norm * g).astype(np.float32) for m, g in zip(pair, gradients[key], strict=True))
+            for key, pair in matrices.items()
+        }
+        session.adapters.write(session.device, 0, ahead)
+        return loss()
+
+    assert (moved(length) - moved(-length)) / (2 * length) == pytest.approx(norm, rel=5e-3)
+
+
 def gradients_of(
     job: Job, device: Device, architecture: str, allocated: Callable[[Session], None] = lambda session: None
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """(mean loss, gradients of all LoRA matrices) of the golden batch. allocated: called once the session is."""
+    """(mean loss, gradients of all parameters) of the golden batch. allocated: called once the session is."""
     values, session = golden(architecture), job.session
     session.allocate()
     allocated(session)
@@ -83,6 +102,10 @@ def gradients_of(
     session.accumulate([Group((Segment(ids, labels),), weight=1 / tokens) for ids, labels in rows])
     total = session.totals.read_loss(device, 0)
     pairs = session.adapters.read(device, 0, session.adapters.grads)
-    found = {f"{short_of(key)}.{w}": g.copy() for key, pair in pairs.items() for w, g in zip("AB", pair, strict=True)}
+    found = {
+        f"{short_of(key)}.{which}": g.copy()
+        for key, parts in pairs.items()
+        for which, g in zip(PARTS[: len(parts)], parts, strict=True)
+    }
     session.close()
     return float(total / tokens), found

@@ -31,8 +31,7 @@ def card(
         base.symlink_to(DEMO)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(DEMO_TRAIN.open(encoding="utf-8").readlines()[:4]), encoding="utf-8")
-    code, _, err = run("finetune", "--model", base, "--data", rows, "--max-steps", 1, "--output", "out", "--no-tune")
-    assert code == 0, err
+    run("finetune", "--model", base, "--data", rows, "--max-steps", 1, "--output", "out", "--no-tune").output()
     return BLOCK.findall((tmp_path / "out" / "README.md").read_text()), run
 
 
@@ -44,8 +43,7 @@ def run_shell(blocks: list[tuple[str, str]], run: Run) -> list[str]:
         programs.append(program)
         if program == "wgpu-lora":
             more = ["--max-new-tokens", "1"] if arguments[0] == "generate" else []
-            code, _, err = run(*arguments, *more)
-            assert code == 0, (line, err)
+            run(*arguments, *more).output()
         else:
             files = [argument for argument in arguments if argument.endswith(".gguf")]
             assert files, line

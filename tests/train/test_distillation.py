@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +12,31 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.models import full_logits, save_golden_adapter
-from support.training import golden_arguments, model_dir, random_rows
+from support.shared_runs import assert_close_adapters, assert_resumes_exactly
+from support.training import assert_gradient_is_slope, golden_arguments, model_dir, random_rows
 
 from wgpu_lora.api import evaluate, teacher_cache
 from wgpu_lora.api.quantization import quantize
-from wgpu_lora.distill.teacher_logits import MIN_TAIL, TopKLogits, teacher_rows
+from wgpu_lora.distill.teacher_cache import TeacherCache
+from wgpu_lora.distill.teacher_logits import MIN_TAIL, TeacherRows, TopKLogits, teacher_rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft_adapter import read_adapter
+from wgpu_lora.events import Evaluating, Events
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.ops.sparse_logits import LOWEST
 from wgpu_lora.train.adapter_tasks import AdapterTask
 from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.objectives.kd import kd_scores
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.run.teacher_setup import live_teacher
+from wgpu_lora.train.run.teacher_setup import cache_plans, caches_digest, live_teacher, write_caches
 from wgpu_lora.train.run.training_log import LOG, read_log
+from wgpu_lora.worker.job_kinds import KINDS
+from wgpu_lora.worker.job_process import EventWriter
+from wgpu_lora.worker.kinds import model_jobs as kind
 
 VOCAB = 301
 
@@ -152,36 +161,9 @@ def test_the_device_agrees(device: Device, tmp_path: Path, case: dict[str, Any])
     if args.teacher_top_k == VOCAB:
         assert found["kd_loss"] == pytest.approx(wanted["kd_loss"], abs=1e-6)
 
-    gradients = session.adapters.read(session.device, 0, session.adapters.grads)
-    matrices = session.adapters.read(session.device, 0)
-    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for pair in gradients.values() for g in pair))
-
-    def moved(length: float) -> float:
-        ahead = {
-            key: tuple((m + length / norm * g).astype(np.float32) for m, g in zip(pair, gradients[key], strict=True))
-            for key, pair in matrices.items()
-        }
-        session.adapters.write(session.device, 0, ahead)
-        return measured(made)["loss"]
-
-    length = 0.02
-    assert (moved(length) - moved(-length)) / (2 * length) == pytest.approx(norm, rel=5e-3)
+    assert_gradient_is_slope(session, lambda: measured(made)["loss"])
     assert session.memory().training == sum(session.memory().groups.values())
     session.close()
-
-
-@pytest.mark.parametrize(("kind", "error"), [("f16", 2e-3), pytest.param("f32", 1e-5, marks=pytest.mark.slow)])
-def test_a_cache_says_the_same(device: Device, tmp_path: Path, kind: str, error: float) -> None:
-    """As the live teacher, up to the rounding of its logits."""
-    options = {"hard_top1_weight": 0.5}
-    live = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 16}
-    found = []
-    for name, teacher in {"live": live, "stored": {"teacher_cache": cached(tmp_path, logits_dtype=kind)}}.items():
-        made = started(job(tmp_path / name, **options, **teacher, data=str(tmp_path / "kd.jsonl")))
-        found.append(measured(made))
-        made.session.close()
-    for name, value in found[0].items():
-        assert found[1][name] == pytest.approx(value, rel=error, abs=error / 10), name
 
 
 @pytest.mark.parametrize("live", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -191,10 +173,7 @@ def test_resuming_gives_the_same_bytes(device: Device, tmp_path: Path, live: boo
     options = teacher if live else {"teacher_cache": cached(tmp_path)}
     options |= {"validation_split": 2, "temperature": 2.0, "lora_dropout": 0.1, "learning_rate": 5e-3}
     options["data"] = str(data(tmp_path, 8) if live else tmp_path / "kd.jsonl")
-    whole = job(tmp_path / "a", **options).train()
-    job(tmp_path / "b", **options, max_steps=2).train()
-    resumed = job(tmp_path / "b", **options, resume=True).train()
-    assert whole.adapter_sha256 == resumed.adapter_sha256
+    assert_resumes_exactly(job, tmp_path, **options)
     lines = read_log(tmp_path / "a" / "run" / LOG)
     assert {"kd_loss", "top1_agreement", "teacher_tail", "student_tail", "eval_kd_loss"} <= set(lines[-1])
     assert "hard_full_loss" not in lines[-1], "it is not known at this temperature"
@@ -242,10 +221,7 @@ def test_beside_other_adapters(device: Device, tmp_path: Path) -> None:
     shared = golden_arguments(tmp_path, "qwen2", max_steps=2, base_dtype="f32", data=None, init_adapter=None)
     prepare_pipeline(shared, tasks).train()
     for name in own:
-        ours, theirs = read_adapter(tmp_path / f"together-{name}")[1], read_adapter(tmp_path / name / "run")[1]
-        for key, pair in ours.items():
-            for got, want in zip(pair, theirs[key], strict=True):
-                np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+        assert_close_adapters(tmp_path / f"together-{name}", tmp_path / name / "run", 1e-5)
 
 
 def test_it_is_evaluated(device: Device, tmp_path: Path) -> None:
@@ -338,15 +314,17 @@ def test_a_teacher_is_not_as_rounded_as_its_student(device: Device, tmp_path: Pa
         args = TrainingArguments(objective="kd", model=student, teacher=teacher, max_length=16, **changes)
         opened = open_model(student, device, args.base_dtype)
         live = live_teacher(args, opened)
-        assert live is not None
         return opened.decoder.base_dtype, live.model.decoder.base_dtype
 
-    own = open_model(str(stored), device).decoder.base_dtype
-    assert formats(base, base, base_dtype="f32") == ("f32", "f32")
-    assert formats(base, str(stored), base_dtype="f32") == ("f32", own)
-    assert formats(str(stored), base) == (own, "nf4")
-    assert formats(str(stored), base, teacher_base_dtype="f32") == (own, "f32")
-    assert formats(base, base, base_dtype="lut2-row", train="quant-scales") == ("lut2-row", "nf4")
+    own, there = open_model(str(stored), device).decoder.base_dtype, str(stored)
+    for student, teacher, changes, expected in (
+        (base, base, {"base_dtype": "f32"}, ("f32", "f32")),
+        (base, there, {"base_dtype": "f32"}, ("f32", own)),
+        (there, base, {}, (own, "nf4")),
+        (there, base, {"teacher_base_dtype": "f32"}, (own, "f32")),
+        (base, base, {"base_dtype": "lut2-row", "train": "quant-scales"}, ("lut2-row", "nf4")),
+    ):
+        assert formats(student, teacher, **changes) == expected
     with pytest.raises(UserError, match="teacher_base_dtype='f32' is not possible"):
         formats(base, str(stored), teacher_base_dtype="f32")
 
@@ -354,12 +332,228 @@ def test_a_teacher_is_not_as_rounded_as_its_student(device: Device, tmp_path: Pa
 def test_caches_that_do_not_fit(device: Device, tmp_path: Path) -> None:
     cache = cached(tmp_path, random=0)
     given = {"teacher_cache": cache, "data": str(tmp_path / "kd.jsonl")}
-    with pytest.raises(UserError, match=r"has no random tokens, which temperature=2\.0 needs"):
-        job(tmp_path / "a", **given, temperature=2.0)
-    more = random_rows(tmp_path / "more.jsonl", 6, VOCAB)
-    with pytest.raises(UserError, match=r"is shorter than the data: it has 5 rows, and 1 row of 6 is missing"):
-        job(tmp_path / "a", **{**given, "data": str(more)})
-    with pytest.raises(UserError, match=r"held-out rows .* need a teacher cache of their own: give eval_teacher_cache"):
-        job(tmp_path / "a", **given, eval_data=str(more))
-    with pytest.raises(UserError, match="was made of other data"):
-        job(tmp_path / "a", **{**given, "data": str(random_rows(tmp_path / "other.jsonl", 5, VOCAB, seed=1))})
+    more = str(random_rows(tmp_path / "more.jsonl", 6, VOCAB))
+    other = str(random_rows(tmp_path / "other.jsonl", 5, VOCAB, seed=1))
+    for changes, words in (
+        ({"temperature": 2.0}, r"has no random tokens, which temperature=2\.0 needs"),
+        ({"data": more}, r"is shorter than the data: it has 5 rows, and 1 row of 6 is missing"),
+        ({"eval_data": more}, r"held-out rows .* need a teacher cache of their own: give eval_teacher_cache"),
+        ({"data": other}, "was made of other data"),
+    ):
+        with pytest.raises(UserError, match=words):
+            job(tmp_path / "a", **given | changes)
+
+
+# -- the float64 reference of distillation's kernel --------------------------------------------------------------------
+
+POSITIONS, TOKENS = 6, 13
+
+
+def taught(logits: np.ndarray, kept: int, temperature: float, targets: np.ndarray) -> TeacherRows:
+    """What a teacher with these logits says, who keeps all others as random tokens."""
+    ids = np.argsort(-logits, axis=1, kind="stable").astype(np.uint32)
+    lse = np.logaddexp.reduce(logits, 1)
+    support = TopKLogits(ids, np.take_along_axis(logits, ids.astype(int), 1), lse, kept, np.zeros(len(lse)))
+    rows = teacher_rows(support, targets, logits.shape[1], temperature)
+    return TeacherRows(rows.ids, rows.logprobs.astype(np.float64), rows.places)
+
+
+def scored(
+    logits: np.ndarray, rows: TeacherRows, weights: np.ndarray, temperature: float, **constants: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """(the loss of each row, its derivatives by all logits), as the sweep computes them."""
+    kept = rows.ids.shape[1] - 1
+    used = np.arange(kept + 1) < kept + (rows.places == kept)[:, None]
+    ids = np.where(used, rows.ids, 0).astype(int)
+    rest = logits.copy()
+    for r in range(len(logits)):
+        rest[r, ids[r][used[r]]] = -np.inf
+    empty = np.isinf(rest).all(1)
+
+    def state(by: float) -> np.ndarray:
+        top = np.where(empty, LOWEST, rest.max(1))
+        total = np.exp(by * (rest - top[:, None])).sum(1)
+        return np.stack([top, total, 0 * top, 0 * top], 1)
+
+    def shares(by: float) -> np.ndarray:
+        top, total = state(by)[:, :2].T
+        return np.exp(by * (rest - top[:, None])) / np.where(empty, 1, total)[:, None]
+
+    both = temperature != 1 and bool(constants.get("top1") or constants.get("full"))
+    slopes, values = kd_scores(
+        np.take_along_axis(logits, ids, 1), rows.logprobs, rows.places, weights, state(1 / temperature), None, None,
+        state(1.0) if both else None, rows=len(logits), kept=kept, stride=64, rate=1 / temperature,
+        **{"kd": 1.0, "top1": 0.0, "full": 0.0, "forward": False, "reverse": False, "beta": 0.5} | constants,
+    )  # fmt: skip
+    gradient = values[0, : len(logits), None] * shares(1 / temperature)
+    gradient = gradient + (values[1, : len(logits), None] * shares(1.0) if both else 0)
+    for r in range(len(logits)):
+        np.add.at(gradient[r], ids[r][used[r]], slopes[r][used[r]])
+    return values[2, : len(logits)], gradient
+
+
+@pytest.mark.parametrize("kept", [4, TOKENS - 1, TOKENS])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize(
+    "constants",
+    [
+        {"forward": True},
+        {"reverse": True, "top1": 0.5},
+        {"beta": 0.2, "kd": 0.7, "full": 0.3, "top1": 0.1},
+        {"forward": True, "kd": 0.0, "full": 1.0},
+    ],
+    ids=["forward", "reverse", "jsd", "hard"],
+)
+def test_gradients_are_those_of_the_loss(kept: int, temperature: float, constants: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+    logits, teacher = 2 * rng.standard_normal((2, POSITIONS, TOKENS))
+    targets, weights = rng.integers(0, TOKENS, POSITIONS), rng.random(POSITIONS) + 0.5
+    rows = taught(teacher, kept, temperature, targets)
+    _, gradient = scored(logits, rows, weights, temperature, **constants)
+    for v in range(TOKENS):
+        step = np.zeros_like(logits)
+        step[:, v] = 1e-5
+        up, down = (scored(logits + s * step, rows, weights, temperature, **constants)[0] for s in (1, -1))
+        np.testing.assert_allclose(gradient[:, v], weights * (up - down) / 2e-5, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("gap", [30.0, 300.0])
+def test_a_student_that_is_sure(gap: float) -> None:
+    """The bucket's share is e^-gap, which 1 minus the others would not tell from 0."""
+    logits, teacher = np.zeros((1, TOKENS)), np.zeros((1, TOKENS))
+    logits[0, 0], teacher[0, 0] = gap, 3.0
+    rows = taught(teacher, 1, 1.0, np.array([0]))
+    loss, gradient = scored(logits, rows, np.ones(1), 1.0, forward=True)
+    p = 1 / (1 + 12 * np.exp(-3.0))
+    assert loss[0] == pytest.approx(p * np.log(p) + (1 - p) * (np.log(1 - p) - np.log(12) + gap), rel=1e-5)
+    np.testing.assert_allclose(gradient[0, 1:], -(1 - p) / 12 + np.exp(-gap), rtol=1e-5)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_torch_agrees(beta: float, temperature: float) -> None:
+    """The generalised Jensen-Shannon divergence of TRL's GKDTrainer, of all tokens, and autograd's gradient."""
+    torch = pytest.importorskip("torch")
+    kl_div = torch.nn.functional.kl_div
+    rng = np.random.default_rng(0)
+    student, teacher = 2 * rng.standard_normal((2, POSITIONS, TOKENS))
+    x = torch.tensor(student, requires_grad=True)
+    lq, lp = (torch.log_softmax(logits / temperature, -1) for logits in (x, torch.tensor(teacher)))
+    if beta in (0.0, 1.0):
+        each = (
+            kl_div(lq, lp, reduction="none", log_target=True)
+            if beta == 0
+            else kl_div(lp, lq, reduction="none", log_target=True)
+        )
+    else:
+        share = torch.tensor(beta, dtype=torch.float64)
+        mix = torch.logsumexp(torch.stack([lq + torch.log1p(-share), lp + torch.log(share)]), 0)
+        of_teacher, of_student = (kl_div(mix, own, reduction="none", log_target=True) for own in (lp, lq))
+        each = beta * of_teacher + (1 - beta) * of_student
+    each.sum().backward()
+    rows = taught(teacher, TOKENS, temperature, np.zeros(POSITIONS, int))
+    chosen = {"forward": beta == 0, "reverse": beta == 1, "beta": beta}
+    losses, gradient = scored(student, rows, np.ones(POSITIONS), temperature, **chosen)
+    np.testing.assert_allclose(losses, each.sum(-1).detach().numpy(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, x.grad.numpy(), rtol=1e-5, atol=1e-7)
+
+
+# -- caches that replace the live teacher of a run ---------------------------------------------------------------------
+
+LIVE = ("teacher", "teacher_adapter", "teacher_base_dtype", "teacher_top_k")
+
+
+class Rows(Events):
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def evaluating(self, evaluating: Evaluating) -> None:
+        self.seen.append((evaluating.rows, evaluating.total))
+
+
+def options(tmp_path: Path, **changes: Any) -> TrainingArguments:
+    """A run with a live teacher, which is the student with an adapter."""
+    given = {
+        "objective": "kd",
+        "data": str(random_rows(tmp_path / "rows.jsonl", 6, VOCAB)),
+        "teacher": str(model_dir("qwen2")),
+        "teacher_adapter": str(save_golden_adapter("qwen2", tmp_path / "teacher", scale=4.0)),
+        "teacher_base_dtype": "f32",
+        "teacher_top_k": 16,
+        "max_steps": 3,
+        "eval_steps": 1,
+        "logging_steps": 1,
+        "base_dtype": "nf4",
+    }
+    return golden_arguments(tmp_path, "qwen2", **{**given, **changes})
+
+
+def made(args: TrainingArguments, output: Path, events: Events | None = None) -> TrainingArguments:
+    """The options of a run with caches instead of the teacher."""
+    job = prepare_job(args, planning=True)
+    places = write_caches(job.run, job.session.model, output, events or Rows())
+    bare = dict.fromkeys(LIVE[:3]) | {"teacher_top_k": TrainingArguments.teacher_top_k}
+    return replace(args, **bare, **places, output=str(output / "run"))
+
+
+@pytest.mark.parametrize("heldout", ["validation_split", "eval_data"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_losses_are_those_of_the_live_teacher(tmp_path: Path, heldout: str, temperature: float) -> None:
+    held = 2 if heldout == "validation_split" else str(random_rows(tmp_path / "held.jsonl", 3, VOCAB))
+    args = options(tmp_path, temperature=temperature, **{heldout: held})
+    cached = made(args, tmp_path / "caches")
+    assert bool(cached.eval_teacher_cache) == (heldout == "eval_data")
+    logs = []
+    for one in (replace(args, output=str(tmp_path / "live")), cached):
+        prepare_job(one).train()
+        logs.append([{k: v for k, v in line.items() if "loss" in k} for line in read_log(Path(one.directory) / LOG)])
+    live, ours = logs
+    assert any("eval_kd_loss" in line for line in live)
+    assert max(line.get("kd_loss", 0.0) for line in live) > 0.01
+    for one, other in zip(live, ours, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+
+
+def test_caches_are_continued_and_count_their_rows_together(tmp_path: Path) -> None:
+    heard, again = Rows(), Rows()
+    args = options(tmp_path, eval_data=str(random_rows(tmp_path / "held.jsonl", 3, VOCAB)))
+    first = made(args, tmp_path / "caches", heard)
+    total = sum(TeacherCache.open(getattr(first, name) or "").rows for name in ("teacher_cache", "eval_teacher_cache"))
+    assert (heard.seen[0], heard.seen[-1]) == ((0, total), (total, total))
+    assert [rows for rows, _ in heard.seen] == sorted(rows for rows, _ in heard.seen)
+    digest = TeacherCache.open(first.teacher_cache or "").digest()
+    assert made(args, tmp_path / "caches", again) == first
+    assert again.seen == []
+    assert TeacherCache.open(first.teacher_cache or "").digest() == digest
+    cached = prepare_job(first, planning=True)
+    with pytest.raises(UserError, match="has no teacher that could be cached"):
+        cache_plans(cached.run, cached.session.model)
+
+
+def test_runs_that_the_same_caches_serve(tmp_path: Path) -> None:
+    def digest(**changes: Any) -> str:
+        job = prepare_job(options(tmp_path, validation_split=2, **changes), planning=True)
+        return caches_digest(job.run, cache_plans(job.run, job.session.model))
+
+    one = digest()
+    assert digest(seed=7, learning_rate=1e-3) == one  # another split of the same rows
+    others = [digest(teacher_top_k=8), digest(teacher_adapter=None), digest(temperature=2.0), digest(max_length=12)]
+    assert len({one, *others}) == 5
+    assert digest(temperature=2.0, seed=7) != digest(temperature=2.0)  # which tokens are drawn
+
+
+def test_the_plan_with_caches_is_that_of_a_run_with_them(
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, "Device", lambda selector=None: device)
+    args = options(tmp_path, validation_split=2)
+    given = {name: value for name, value in args.as_dict().items() if value != getattr(TrainingArguments(), name)}
+    given = {name: value for name, value in given.items() if name not in ("output", "device")}
+    tasks = [{"name": "taught", "options": given}, {"name": "again", "options": {**given, "learning_rate": 0.5}}]
+    found = KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks, cached=True)
+    cached = prepare_job(made(args, tmp_path / "caches"), planning=True)
+    needs = found["taught"]["taught"]["needs"]
+    assert needs["needed"] == cached.session.memory().guarded < found["tasks"]["taught"]["needed"]
+    assert found["taught"]["again"] == found["taught"]["taught"]
+    assert KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks)["taught"] == {}

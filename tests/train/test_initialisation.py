@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support import FIXTURES, path_of
-from support.training import golden_arguments, model_dir, random_rows
+from support import FIXTURES, path_of, short_of
+from support.models import golden
+from support.training import golden_arguments, gradients_of, model_dir, random_rows
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft_adapter import read_adapter
+from wgpu_lora.formats.peft_adapter import PARTS, read_adapter, tensor_name, write_adapter
+from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.train import init_methods
@@ -220,3 +222,58 @@ def test_loftq_needs_a_quantised_base(device: Device, tmp_path: Path) -> None:
 def test_a_recipe_may_say_true() -> None:
     assert from_values({"init_lora_weights": True}, "x").init_lora_weights in INITIALISATIONS
     assert not offsets(init_methods.DEFAULT)
+
+
+# -- DoRA --------------------------------------------------------------------------------------------------------------
+
+ARCHITECTURE = "llama"
+
+
+def variants() -> dict[str, np.ndarray]:
+    return load_file(FIXTURES / "golden" / "variants.safetensors")
+
+
+def initial(directory: Path) -> Path:
+    """The golden adapter with magnitudes that are not the weights'."""
+    stored = {name: values for name, values in golden(ARCHITECTURE).items() if name.startswith("adapter.")}
+    stored |= {name[5:]: values for name, values in variants().items() if name.startswith("dora.adapter.")}
+    tensors = {}
+    for name, values in stored.items():
+        _, layer, module, which = name.split(".")
+        tensors[tensor_name(path_of(layer, module), which)] = values
+    write_adapter(directory, tensors, AdapterConfig(r=4, lora_alpha=8, use_dora=True))
+    return directory
+
+
+def arguments(tmp_path: Path, base: str, **changes: Any) -> TrainingArguments:
+    args = golden_arguments(tmp_path, ARCHITECTURE, base_dtype=base, **changes)
+    return replace(args, init_adapter=str(initial(tmp_path / "dora")))
+
+
+@pytest.mark.parametrize(("base", "recompute"), [("f32", False), ("nf4", True)])
+def test_gradients_match_pefts(device: Device, tmp_path: Path, base: str, recompute: bool) -> None:
+    expected, job = variants(), job_of(device, arguments(tmp_path, base, gradient_checkpointing=recompute))
+    loss, gradients = gradients_of(job, device, ARCHITECTURE)
+    assert loss == pytest.approx(expected[f"dora.loss.{base}"][0], rel=1e-5)
+    assert {name.rpartition(".")[2] for name in gradients} == set(PARTS)
+    for name, found in gradients.items():
+        want = expected[f"dora.grad.{base}.{name}"]
+        assert np.abs(found - want).max() < 2e-5 * np.abs(want).max(), name
+
+
+@pytest.mark.parametrize("base", ["f32", "nf4"])
+def test_loss_curve_matches_pefts(device: Device, tmp_path: Path, base: str) -> None:
+    expected = variants()
+    job_of(device, arguments(tmp_path, base)).train()
+    log = [line for line in read_log(tmp_path / "run" / LOG) if "loss" in line]
+    assert [line["loss"] for line in log] == pytest.approx(expected[f"dora.losses.{base}"].tolist(), rel=1e-4)
+    assert [line["grad_norm"] for line in log] == pytest.approx(expected[f"dora.grad_norms.{base}"].tolist(), rel=1e-3)
+    config, matrices = read_adapter(tmp_path / "run")
+    assert config.use_dora
+    for module, parts in matrices.items():
+        for which, found in zip(PARTS, parts, strict=True):
+            first = expected if which == "M" else golden(ARCHITECTURE)
+            begun = first[f"{'dora.' if which == 'M' else ''}adapter.{short_of(module)}.{which}"]
+            final = expected[f"dora.final.{base}.{short_of(module)}.{which}"]
+            error = np.linalg.norm(found - final) / np.linalg.norm(final - begun)
+            assert error < 1e-3, f"{module}.{which}: {error}"

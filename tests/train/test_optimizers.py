@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.shared_runs import assert_resumes_exactly
 from support.training import golden_arguments
 
 from wgpu_lora.errors import UserError
@@ -17,13 +18,11 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.ops.gradient_norm import BLOCK
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.optimizers.update_rule import Page, PlainState, State
 from wgpu_lora.train.option_types import Range, own_option
-from wgpu_lora.train.options.unused_options import unused_options
 from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
 from wgpu_lora.train.session.optimizer_update import SlotUpdate
 
@@ -170,11 +169,7 @@ def test_it_trains_as_its_formula_says(device: Device, tmp_path: Path) -> None:
 
 def test_it_is_saved_and_resumed(device: Device, tmp_path: Path) -> None:
     """With the same bytes as an uninterrupted run; the state of another optimizer, or a damaged one, is refused."""
-    whole = job(tmp_path / "a").train()
-    job(tmp_path / "b", max_steps=2).train()
-    resumed = job(tmp_path / "b", resume=True).train()
-    assert whole.adapter_sha256 == resumed.adapter_sha256
-    assert whole.options.optim == "momentum"
+    assert_resumes_exactly(job, tmp_path)
     steps = tmp_path / "b" / "run" / "checkpoints"
     state = load_file(steps / "step-4" / "optimizer.safetensors")
     assert {name.rsplit(".", 1)[1] for name in state} == {"momentum", "updates"}
@@ -209,23 +204,3 @@ def test_values_that_no_state_can_have(
     ):
         stored[name][-1, -1] = np.float32(value).view(np.uint32) >> 16 if dtype == "bf16" else value
         assert kept.fault(0, stored) == (said and f"{name} has values {said}")
-
-
-def test_options_that_it_does_not_read(tmp_path: Path) -> None:
-    args = golden_arguments(tmp_path, "qwen2", optim="momentum")
-    with naming(COMMAND_LINE):
-        assert not unused_options(("adam_beta2", "seed"), golden_arguments(tmp_path, "qwen2"))
-        assert unused_options(("adam_beta2", "seed"), args) == [
-            "--adam-beta2 does nothing: --optim momentum does not use it."
-        ]
-
-
-def test_one_that_is_not_registered(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"optim must be one of adamw, .*, momentum, not adafactor\."):
-        golden_arguments(tmp_path, "qwen2", optim="adafactor")
-
-
-def test_another_than_the_run_began_with(tmp_path: Path) -> None:
-    job(tmp_path / "a", max_steps=1).train()
-    with pytest.raises(UserError, match="optim was 'momentum', not 'adamw'"):
-        job(tmp_path / "a", resume=True, optim="adamw", optim_args=None).train()

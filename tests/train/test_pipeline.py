@@ -1,100 +1,64 @@
-"""Adapters trained together equal those trained alone, whatever the schedule and even if one of them fails."""
+"""Adapters trained together equal those trained alone; how they are given, and the policies that choose among them."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import path_of
-from support.training import model_dir, random_rows
+from support.cli import Run
+from support.sampling import sample
+from support.shared_runs import WEIGHTS, files_of, pipeline_adapters, pipeline_options, result
+from support.training import model_dir
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
-from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded_model import LoadedModel, open_model
-from wgpu_lora.train.adapter_tasks import task_of
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.train.adapter_tasks import (
+    check_apart,
+    named_apart,
+    read_tasks,
+    request_of,
+    task_of,
+    task_of_pair,
+    tasks_of_request,
+)
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.loop.slot_policy import POLICIES
+from wgpu_lora.train.loop.slot_policy import PATIENCE, POLICIES, make_policy, policy_state
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.pipeline_state import read_pipeline_state
 from wgpu_lora.train.run.records import PipelineRecord
-from wgpu_lora.train.run.run_state import SCHEMA
+from wgpu_lora.train.run.run_checkpoint import RunState
 from wgpu_lora.train.run.training_log import LOG, read_log
-
-WEIGHTS = "adapter_model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def model(device: Device) -> LoadedModel:
-    return open_model(str(model_dir("qwen2")), device, "nf4")
-
-
-def options(**changes: Any) -> dict[str, Any]:
-    return {
-        "lora_r": 4,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_length": 16,
-        "packing": False,
-        "learning_rate": 1e-3,
-        "warmup_ratio": 0.5,  # the first updates of Adam are all of one size, and rounding may turn the smallest round
-        "num_train_epochs": 2.0,
-        "logging_steps": 1,
-        "save_steps": 3,
-    } | changes
-
-
-def adapters(tmp_path: Path, place: str) -> list[dict[str, Any]]:
-    """Three adapters that differ in rank, targets, dropout, weight and length of the run."""
-    for seed, name in enumerate("abc"):
-        if not (tmp_path / f"{name}.jsonl").exists():
-            random_rows(tmp_path / f"{name}.jsonl", 8 + 2 * seed, 301, seed)
-            random_rows(tmp_path / f"{name}-heldout.jsonl", 3, 301, seed + 7)
-    own: dict[str, dict[str, Any]] = {
-        "a": {"dropout": 0.1},
-        "b": {"rank": 2, "target_modules": "q_proj,v_proj", "weight": 2},
-        "c": {"alpha": 4, "max_steps": 3, "learning_rate": 3e-3},
-    }
-    return [
-        {
-            "data": str(tmp_path / f"{name}.jsonl"),
-            "eval_data": str(tmp_path / f"{name}-heldout.jsonl"),
-            "checkpoint": str(tmp_path / place / name),
-            **own[name],
-        }
-        for name in own
-    ]
 
 
 def together(
-    model: LoadedModel, tmp_path: Path, place: str, callback: Callable[[StepResult], None] = lambda r: None, **how: Any
+    qwen2: LoadedModel, tmp_path: Path, place: str, callback: Callable[[StepResult], None] = lambda r: None, **how: Any
 ) -> dict[str, Any]:
     output = str(tmp_path / place / "pipeline")
-    pipeline = MultiAdapterPipeline(adapters(tmp_path, place), model, output=output, **options(**how))
+    pipeline = MultiAdapterPipeline(pipeline_adapters(tmp_path, place), qwen2, output=output, **pipeline_options(**how))
     return pipeline.train(callback)
 
 
-def alone(model: LoadedModel, tmp_path: Path) -> None:
+def alone(qwen2: LoadedModel, tmp_path: Path) -> None:
     """Each alone, once for all tests of a directory."""
-    for values in adapters(tmp_path, "alone"):
+    for values in pipeline_adapters(tmp_path, "alone"):
         task = task_of(values, "task")
-        base = TrainingArguments(**options(model=model.name))
-        prepare_job(task.arguments(base), model).train()
-
-
-def change(directory: Path, start: Path) -> dict[str, np.ndarray]:
-    after, before = load_file(directory / WEIGHTS), load_file(start / WEIGHTS)
-    return {name: after[name].astype(np.float64) - before[name] for name in after}
+        base = TrainingArguments(**pipeline_options(model=qwen2.name))
+        prepare_job(task.arguments(base), qwen2).train()
 
 
 def assert_same(tmp_path: Path, place: str, names: str = "abc") -> None:
@@ -110,20 +74,22 @@ def assert_same(tmp_path: Path, place: str, names: str = "abc") -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(qwen2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with every adapter trained alone, and its state before the first step."""
     tmp_path = tmp_path_factory.mktemp("pipeline")
-    alone(model, tmp_path)
-    for values in adapters(tmp_path, "start"):
+    alone(qwen2, tmp_path)
+    for values in pipeline_adapters(tmp_path, "start"):
         values["learning_rate"], values["max_steps"] = 0.0, 1
-        prepare_job(task_of(values, "task").arguments(TrainingArguments(**options(model=model.name))), model).train()
+        prepare_job(
+            task_of(values, "task").arguments(TrainingArguments(**pipeline_options(model=qwen2.name))), qwen2
+        ).train()
     return tmp_path
 
 
 @pytest.mark.parametrize("schedule", POLICIES)
-def test_together_is_as_alone(model: LoadedModel, trained: Path, schedule: str) -> None:
+def test_together_is_as_alone(qwen2: LoadedModel, trained: Path, schedule: str) -> None:
     seen: list[str] = []
-    record = together(model, trained, schedule, lambda result: seen.append(result.adapter), schedule=schedule)
+    record = together(qwen2, trained, schedule, lambda result: seen.append(result.adapter), schedule=schedule)
     assert_same(trained, schedule)
     assert [a.stop_reason for a in record.adapters] == ["epochs", "epochs", "max steps"]
     steps = {a.name: a.step for a in record.adapters}
@@ -137,20 +103,16 @@ def test_together_is_as_alone(model: LoadedModel, trained: Path, schedule: str) 
         assert seen[:4] == ["a", "b", "c", "a"]
     said = json.loads((trained / schedule / "pipeline" / "pipeline.json").read_text())
     assert PipelineRecord.from_json(said) == record
-    both = {name: said["options"].pop(name, said.pop(name)) for name in ("schedule", "batch_tokens")}
-    before = {**said, "options": said["options"] | both}
-    assert before.pop("schema") == SCHEMA
-    assert PipelineRecord.from_json(before) == record  # as version 0.1.0 wrote it
 
 
-@pytest.mark.parametrize("schedule", POLICIES)
-def test_a_poisoned_adapter_stops_alone(model: LoadedModel, trained: Path, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", sample(list(POLICIES), 1 / 3))
+def test_a_poisoned_adapter_stops_alone(qwen2: LoadedModel, trained: Path, schedule: str) -> None:
     """With a learning rate that would take b's weights out of range, b is not updated, and the others finish."""
     place = f"poisoned-{schedule}"
-    tasks = adapters(trained, place)
+    tasks = pipeline_adapters(trained, place)
     tasks[1]["learning_rate"] = 1e30
     output = trained / place / "pipeline"
-    record = MultiAdapterPipeline(tasks, model, output=str(output), **options(schedule=schedule)).train()
+    record = MultiAdapterPipeline(tasks, qwen2, output=str(output), **pipeline_options(schedule=schedule)).train()
     assert [a.stop_reason for a in record.adapters] == ["epochs", "diverged", "max steps"]
     assert_same(trained, place, "ac")
     poisoned = trained / place / "b"
@@ -159,43 +121,30 @@ def test_a_poisoned_adapter_stops_alone(model: LoadedModel, trained: Path, sched
     assert [entry["step"] for entry in read_log(poisoned / LOG)] == [0]
 
 
-def test_ruined_weights_fall_back_to_the_last_sound_ones(model: LoadedModel, trained: Path) -> None:
-    """If b's loss is not finite after step 2, b returns to its state before, and the others are unaffected."""
-    output = str(trained / "ruined" / "pipeline")
-    pipeline = MultiAdapterPipeline(adapters(trained, "ruined"), model, output=output, **options(save_steps=1))
+@pytest.mark.parametrize(("harmed", "step"), [("weights", 0), ("gradient", 2)])
+def test_an_adapter_that_is_not_finite_stops_alone(qwen2: LoadedModel, trained: Path, harmed: str, step: int) -> None:
+    """If b's weights are not finite after step 2, b returns to its state before, since a pipeline keeps one checkpoint,
+    and that of step 2 is of no use; if only a's gradient is not, its adapter of step 2 is kept."""
+    name, output = {"weights": "b", "gradient": "a"}[harmed], str(trained / harmed / "pipeline")
+    options = pipeline_options(save_steps=1 if harmed == "weights" else 3)
+    pipeline = MultiAdapterPipeline(pipeline_adapters(trained, harmed), qwen2, output=output, **options)
     session = pipeline.job.session
 
-    def ruin(result: StepResult) -> None:
-        if (result.adapter, result.step) == ("b", 2):
+    def harm(result: StepResult) -> None:
+        if (result.adapter, result.step) == (name, 2):
             factor = session.adapters.factors[path_of(0, "q_proj"), "A"]
-            place = session.adapters.params[factor.page].storage.buffer
-            session.device.write(place, np.full(4, np.nan, np.float32), 4 * (factor.offset + factor.stride))
+            pages = session.adapters.params if harmed == "weights" else session.adapters.grads
+            place = 4 * (factor.offset + "ab".index(name) * factor.stride)  # slots follow each other
+            session.device.write(pages[factor.page].storage.buffer, np.full(4, np.nan, np.float32), place)
 
-    record = pipeline.train(ruin)
-    assert [a.stop_reason for a in record.adapters] == ["epochs", "non-finite", "max steps"]
-    assert record.adapters[1].step == 0  # a pipeline keeps one checkpoint, and that of step 2 is of no use
-    assert_same(trained, "ruined", "ac")
-    assert all(np.isfinite(values).all() for values in load_file(trained / "ruined" / "b" / WEIGHTS).values())
-
-
-def test_a_bad_gradient_costs_no_good_step(model: LoadedModel, trained: Path) -> None:
-    """If the weights are not the cause, the adapter of the previous step is kept."""
-    output = str(trained / "gradient" / "pipeline")
-    pipeline = MultiAdapterPipeline(adapters(trained, "gradient"), model, output=output, **options())
-    session = pipeline.job.session
-
-    def poison(result: StepResult) -> None:
-        if (result.adapter, result.step) == ("a", 2):
-            factor = session.adapters.factors[path_of(0, "q_proj"), "A"]  # slot 0's comes first
-            gradients = session.adapters.grads[factor.page].storage.buffer
-            session.device.write(gradients, np.full(4, np.nan, np.float32), 4 * factor.offset)
-
-    record = pipeline.train(poison)
-    assert [a.stop_reason for a in record.adapters] == ["non-finite", "epochs", "max steps"]
-    assert record.adapters[0].step == 2
-    assert_same(trained, "gradient", "bc")
-    last = json.loads((trained / "gradient" / "a" / "last" / "metadata.json").read_text())
-    assert (last["step"], last["name"], last["slot"]) == (2, "a", 0)
+    record = pipeline.train(harm)
+    reasons = {"a": "epochs", "b": "epochs", "c": "max steps"} | {name: "non-finite"}
+    assert {a.name: a.stop_reason for a in record.adapters} == reasons
+    assert record.adapters["ab".index(name)].step == step
+    assert_same(trained, harmed, "abc".replace(name, ""))
+    assert all(np.isfinite(values).all() for values in load_file(trained / harmed / name / WEIGHTS).values())
+    last = json.loads((trained / harmed / name / "last" / "metadata.json").read_text())
+    assert (last["step"], last["name"], last["slot"]) == (step, name, "ab".index(name))
 
 
 CHILD = """
@@ -230,68 +179,225 @@ def child(tasks: list[dict[str, Any]], opts: dict[str, Any], deadly: int = 0, wh
 @pytest.mark.rare
 @pytest.mark.parametrize(
     ("schedule", "deadly", "where"),
-    [("synchronized", 10, "step"), ("priority-val-loss", 9, "step"), ("synchronized", 5, "move")],
+    sample([("synchronized", 10, "step"), ("priority-val-loss", 9, "step"), ("synchronized", 5, "move")], 1 / 3),
 )
 def test_a_killed_pipeline_resumes_byte_for_byte(tmp_path: Path, schedule: str, deadly: int, where: str) -> None:
     """Killed within a step, or while checkpoints are moved into place: the result is the same."""
 
     def opts(place: str, **changes: Any) -> dict[str, Any]:
         where = str(tmp_path / place / "pipeline")
-        return options(model=str(model_dir("qwen2")), schedule=schedule, output=where) | changes
+        return pipeline_options(model=str(model_dir("qwen2")), schedule=schedule, output=where) | changes
 
-    assert child(adapters(tmp_path, "whole"), opts("whole")) == 0
-    assert child(adapters(tmp_path, "killed"), opts("killed"), deadly, where) == -signal.SIGKILL
-    assert child(adapters(tmp_path, "killed"), opts("killed", resume=True)) == 0
+    assert child(pipeline_adapters(tmp_path, "whole"), opts("whole")) == 0
+    assert child(pipeline_adapters(tmp_path, "killed"), opts("killed"), deadly, where) == -signal.SIGKILL
+    assert child(pipeline_adapters(tmp_path, "killed"), opts("killed", resume=True)) == 0
     for name in "abc":
-        for file in (WEIGHTS, f"last/{WEIGHTS}", "last/optimizer.safetensors", f"best/{WEIGHTS}"):
+        for file in (f"last/{WEIGHTS}", "last/optimizer.safetensors", f"best/{WEIGHTS}"):
             assert (tmp_path / "killed" / name / file).read_bytes() == (tmp_path / "whole" / name / file).read_bytes()
-        lines = [read_log(tmp_path / p / name / LOG) for p in ("killed", "whole")]
-        timeless = [[{k: v for k, v in e.items() if "second" not in k} for e in log] for log in lines]
-        assert timeless[0] == timeless[1]
+        assert result(tmp_path / "killed" / name) == result(tmp_path / "whole" / name)
     states = [read_pipeline_state(tmp_path / p / "pipeline") for p in ("killed", "whole")]
     assert replace(states[0], request={}) == replace(states[1], request={})  # which has paths of its own
 
 
-def test_resuming_asks_for_the_same(model: LoadedModel, trained: Path) -> None:
-    place = "asked"
-
-    def pipeline(tasks: list[dict[str, Any]], **changes: Any) -> MultiAdapterPipeline:
-        output = str(trained / place / "pipeline")
-        return MultiAdapterPipeline(tasks, model, output=output, **options(max_steps=1) | changes)
-
-    tasks = adapters(trained, place)
-    with pytest.raises(UserError, match="There is no checkpoint"):
-        pipeline(tasks, resume=True)
-    pipeline(tasks).train()
-    with pytest.raises(UserError, match="already belongs to a pipeline"):
-        pipeline(tasks)
-    with pytest.raises(UserError, match="schedule was 'synchronized', not 'round-robin'"):
-        pipeline(tasks, resume=True, schedule="round-robin")
-    with pytest.raises(UserError, match="also has an adapter 'c'"):
-        pipeline(tasks[:2], resume=True)
-    with pytest.raises(UserError, match="seed was 42, not 1"):
-        pipeline(tasks, resume=True, seed=1)
-    record = pipeline(tasks, resume=True).train()  # of a pipeline that is done: nothing more
-    assert [a.step for a in record.adapters] == [1, 1, 3]
+def test_resuming_asks_for_the_same(qwen2: LoadedModel, finished_pipeline: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(finished_pipeline, tmp_path / "place"))
+    tasks, before = pipeline_adapters(place, "run"), files_of(place)
+    output, empty = str(place / "run" / "pipeline"), str(tmp_path / "empty")
+    given: dict[str, Any] = {"output": output, "max_steps": 4, "save_steps": 1, "resume": True}
+    for count, changes, words in (
+        (3, {"output": empty}, "There is no checkpoint"),
+        (3, {"resume": False}, "already belongs to a pipeline"),
+        (3, {"schedule": "round-robin"}, "schedule was 'synchronized', not 'round-robin'"),
+        (2, {}, "also has an adapter 'c'"),
+        (3, {"seed": 1}, "seed was 42, not 1"),
+    ):
+        with pytest.raises(UserError, match=words):
+            MultiAdapterPipeline(tasks[:count], qwen2, **pipeline_options(**given | changes))
+    assert files_of(place) == before
+    record = MultiAdapterPipeline(tasks, qwen2, **pipeline_options(**given)).train()  # it is done: nothing more
+    assert [a.step for a in record.adapters] == [4, 4, 3]
 
 
-def test_priority_needs_heldout_data(model: LoadedModel, trained: Path) -> None:
-    tasks = adapters(trained, "blind")
+def test_priority_needs_heldout_data(qwen2: LoadedModel, trained: Path) -> None:
+    tasks = pipeline_adapters(trained, "blind")
     del tasks[1]["eval_data"]
-    how = options(schedule="priority-val-loss", output=str(trained / "blind" / "pipeline"))
+    how = pipeline_options(schedule="priority-val-loss", output=str(trained / "blind" / "pipeline"))
     with pytest.raises(UserError, match="adapter 'b' has none"):
-        MultiAdapterPipeline(tasks, model, **how)
+        MultiAdapterPipeline(tasks, qwen2, **how)
 
 
-def test_shared_batches_are_bounded(model: LoadedModel, trained: Path) -> None:
-    tasks = adapters(trained, "bounded")
+def test_shared_batches_are_bounded(qwen2: LoadedModel, trained: Path) -> None:
+    tasks = pipeline_adapters(trained, "bounded")
     output = str(trained / "bounded" / "pipeline")
 
     def buckets(**how: Any) -> list[int]:
-        return sorted(MultiAdapterPipeline(tasks, model, output=output, **options(**how)).job.session.steps)
+        return sorted(MultiAdapterPipeline(tasks, qwen2, output=output, **pipeline_options(**how)).job.session.steps)
 
     most = max(buckets(schedule="round-robin"))
     assert max(buckets()) > most
     assert max(buckets(batch_tokens=48)) == 48
     with pytest.raises(UserError, match="less than the longest row"):
         buckets(batch_tokens=4)
+
+
+# -- the adapters of a pipeline, and the policies that choose among them -----------------------------------------------
+
+
+def test_a_pair() -> None:
+    task = task_of_pair("data/a.jsonl:checkpoints/first")
+    assert (task.data, task.checkpoint, task.name) == ("data/a.jsonl", "checkpoints/first", "first")
+    args = task.arguments(TrainingArguments(lora_r=3))
+    assert (args.data, args.output, args.lora_r) == ("data/a.jsonl", "checkpoints/first", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a.jsonl", "is not DATA:CHECKPOINT"),
+        ("a.jsonl:", "is not DATA:CHECKPOINT"),
+        (":out", "is not DATA:CHECKPOINT"),
+        ("C:/a.jsonl:out", "more than one colon"),
+    ],
+)
+def test_a_pair_that_is_none(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        task_of_pair(text)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "adapters.toml"
+    path.write_text(
+        '[[adapter]]\ndata = "odd:name.jsonl"\ncheckpoint = "out/a"\nrank = 8\nalpha = 4\ndropout = 0.1\n'
+        'target_modules = ["q_proj", "v_proj"]\nepochs = 2\nweight = 2\nobjective = "sft"\n'
+        '[[adapter]]\nname = "b"\ndata = "b.jsonl"\ncheckpoint = "out/b"\nlearning_rate = 1e-3\nmax_length = 64\n'
+    )
+    first, second = read_tasks(path)
+    args = first.arguments(TrainingArguments())
+    assert (args.data, args.lora_r, args.lora_alpha, args.lora_dropout) == ("odd:name.jsonl", 8, 4, 0.1)
+    assert (args.target_modules, args.num_train_epochs, args.gradient_accumulation_steps) == ("q_proj,v_proj", 2, None)
+    assert first.arguments(TrainingArguments(gradient_accumulation_steps=3)).gradient_accumulation_steps == 6
+    assert second.name == "b"
+    assert second.arguments(TrainingArguments()).max_length == 64
+    check_apart([first, second])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no \\[\\[adapter\\]\\] table"),
+        ("adapter = 3", "no \\[\\[adapter\\]\\] table"),
+        ("[[adapter]\n", "not valid TOML"),
+        ("rank = 3\n[[adapter]]\n", "unknown key 'rank'"),
+        ('[[adapter]]\ndata = "x"\n', "has no 'checkpoint'"),
+        ('[[adapter]]\ndata = "x"\ncheckpoint = "y"\nranks = 2\n', "did you mean 'rank'"),
+        ('[[adapter]]\ndata = "x"\ncheckpoint = "y"\nweight = 0\n', "'weight' must be"),
+        ('[[adapter]]\ndata = 3\ncheckpoint = "y"\n', "'data' must be UTF-8 text"),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "adapters.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_tasks(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rank", "8", "The adapter y: 'rank' must be a whole number"),
+        ("rank", 0, "The adapter y: 'rank' must be greater than 0"),
+        ("objective", "ppo", "The adapter y: 'objective' must be one of sft, dpo, kto, orpo, cpo, kd, not ppo"),
+        ("weight", 0.5, "at least 2"),
+    ],
+)
+def test_values_of_the_wrong_kind(key: str, value: object, words: str) -> None:
+    task = task_of({"data": "x", "checkpoint": "y", key: value}, "here")
+    with pytest.raises(UserError, match=words):
+        task.arguments(TrainingArguments(gradient_accumulation_steps=1))
+
+
+def test_directories_and_names_are_apart() -> None:
+    other = task_of({"data": "y", "checkpoint": "./a", "name": "b"}, "b")
+    for tasks, words in (
+        ([task_of_pair("x:one/a"), task_of_pair("x:two/a")], "named 'a'"),
+        ([task_of_pair("x:a"), other], "directory of adapter 'a'"),
+        ([task_of_pair("x:one/a"), task_of_pair("x:one/a/last")], "is inside another adapter's directory"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_apart(tasks)
+    check_apart([task_of_pair("x:one/a"), task_of_pair("x:one/b")])
+    renamed = named_apart([task_of_pair("x:one/a"), task_of_pair("y:two/a"), task_of_pair("z:b")])
+    assert [task.name for task in renamed] == ["one/a", "two/a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--adapters", "missing.jsonl:out/a"], "missing.jsonl"),
+        (["--adapters", "a:b:c"], "more than one colon"),
+        (["--adapters-config", "missing.toml"], "missing.toml cannot be read"),
+        (["--adapters", "x:a", "--adapters", "y:./a/"], "give each its own"),
+        (["--schedule", "synchronized"], "--schedule does nothing without --adapters"),
+        (["--adapters", "x:a", "--wait", "-5"], "--wait must be 0 or more"),
+        (["--adapters", "x:a", "--schedule", "fair"], "--schedule must be one of"),
+        (["--adapters", "x:a", "--data", "y"], "cannot be combined"),
+        (["--adapters", "x:a", "--target-seconds", "9"], "--target-seconds works with one adapter"),
+        (["--adapters", "x:a", "--batch-tokens", "0"], "--batch-tokens must be"),
+    ],
+)
+def test_the_command_line_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, options: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in run("finetune", *options).refusal()
+    assert not list(tmp_path.iterdir())
+
+
+def standing(slot: int, now: float | None = None, start: float | None = None) -> Any:
+    return SimpleNamespace(slot=slot, state=RunState(last_eval_loss=now, first_eval_loss=start))
+
+
+def test_recorded_paths_are_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = tmp_path / "began"
+    (began / "sft").mkdir(parents=True)
+    for name in ("rows.jsonl", "held.jsonl"):
+        (began / name).touch()
+    options = {"objective": "dpo", "eval_data": "held.jsonl", "init_adapter": "sft", "reference_adapter": "sft"}
+    task = task_of({"data": "rows.jsonl", "checkpoint": str(began / "out" / "a"), **options}, "a")
+    request = {"directory": str(began), "adapters": request_of([task], began / "out")}
+    monkeypatch.chdir(tmp_path)
+    [found] = tasks_of_request(request, began / "out")
+    assert found.data == str(began / "rows.jsonl")
+    paths = {name: str(began / options[name]) for name in ("eval_data", "init_adapter", "reference_adapter")}
+    assert found.options == options | paths
+
+
+def test_turns() -> None:
+    policy = make_policy("round-robin")
+    live = [standing(slot) for slot in (0, 1, 2)]
+    assert [policy.choose(live)[0] for _ in range(4)] == [0, 1, 2, 0]
+    assert [policy.choose([live[0], live[2]])[0] for _ in range(3)] == [2, 0, 2]  # 1 has ended: no turn is lost
+    assert make_policy("synchronized").choose(live) == [0, 1, 2]
+
+
+def test_the_worst_goes_first_and_none_starves() -> None:
+    policy = make_policy("priority-val-loss")
+    measured = [standing(0, 1.0, 2.0), standing(1, 1.9, 2.0), standing(2, 5.0, 8.0)]
+    assert policy.choose(measured) == [1]
+    assert policy.choose([*measured, standing(3)]) == [3]  # never measured
+    taken = [policy.choose(measured)[0] for _ in range(60)]
+    assert set(taken) == {0, 1, 2}
+    for slot in (0, 2):
+        turns = [i for i, chosen in enumerate(taken) if chosen == slot]
+        assert max(b - a for a, b in pairwise(turns)) <= PATIENCE * 3 + 2
+    assert taken.count(1) > 40
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_goes_on_where_it_was(name: str) -> None:
+    live = [standing(slot, 1.0 + slot, 2.0) for slot in range(3)]
+    policy = make_policy(name)
+    for _ in range(5):
+        policy.choose(live)
+    again = make_policy(name, policy_state(policy))
+    assert [again.choose(live) for _ in range(30)] == [policy.choose(live) for _ in range(30)]

@@ -1,27 +1,34 @@
-"""Preference training as a user sees it: resuming, packing, dropout, cutting, memory, and wrong rows and options."""
+"""Preference training: resuming, packing, cutting, wrong rows and options, TRL's curves, and the losses in float64."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.models import save_golden_adapter
+from safetensors.numpy import load_file
+from support import short_of
+from support.cli import Run
+from support.models import FIXTURES, save_golden_adapter
+from support.shared_runs import assert_close_adapters, assert_resumes_exactly, edit_json
 from support.sources import written
 from support.training import golden_arguments, model_dir
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
-from wgpu_lora.cli import main
 from wgpu_lora.data.tokenized_data import Cut
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.train.adapter_tasks import AdapterTask
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.objectives import cpo, dpo, kto, objective_of, orpo, preference
+from wgpu_lora.train.objectives.preference import log_sigmoid, sigmoid
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.options.unused_options import unused_options
+from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.run.records import RUN
 from wgpu_lora.train.run.training_log import LOG, read_log
 
@@ -53,10 +60,7 @@ def test_resuming_gives_the_same_bytes(device: Device, tmp_path: Path, precomput
         "precompute_ref_log_probs": precompute,
         "reference_adapter": str(save_golden_adapter("qwen2", tmp_path / "frozen", scale=2.0)),
     }
-    whole = job(tmp_path / "a", **options).train()
-    job(tmp_path / "b", **options, max_steps=2).train()
-    resumed = job(tmp_path / "b", **options, resume=True).train()
-    assert whole.adapter_sha256 == resumed.adapter_sha256
+    assert_resumes_exactly(job, tmp_path, **options)
     lines = read_log(tmp_path / "a" / "run" / LOG)
     assert {"eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"} <= set(lines[0])
     assert {"loss", "rewards/chosen", "logps/rejected", "tokens_per_second"} <= set(lines[1])
@@ -72,17 +76,13 @@ def test_packing_and_accumulation_do_not_change_the_result(device: Device, tmp_p
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 6},
         {"per_device_train_batch_size": 6, "packing": True, "precompute_ref_log_probs": True},
     ]
-    results, losses = [], []
+    losses = []
     shared = {"max_steps": 2, "lora_dropout": 0.2, "loss_type": "sigmoid,sft"}
     for number, way in enumerate(ways):
         job(tmp_path / str(number), **shared, **way).train()
-        results.append(read_adapter(tmp_path / str(number) / "run")[1])
         losses.append([line["loss"] for line in read_log(tmp_path / str(number) / "run" / LOG)])
-    for other, loss in zip(results[1:], losses[1:], strict=True):
-        assert loss == pytest.approx(losses[0], rel=1e-5)
-        for key, pair in results[0].items():
-            for ours, theirs in zip(pair, other[key], strict=True):
-                assert np.abs(ours - theirs).max() < 1e-5
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert_close_adapters(tmp_path / "1" / "run", tmp_path / "0" / "run", 1e-5)
 
 
 def test_a_pipeline_logs_the_metrics_of_each_adapter(device: Device, tmp_path: Path) -> None:
@@ -103,8 +103,6 @@ def test_a_prompts_tokens_have_the_same_dropout(tmp_path: Path) -> None:
     stream = job(tmp_path / "a", lora_dropout=0.5).run.stream
     chosen, rejected = stream.group(3, 1.0, 0, epoch=1).segments
     shortest = min(len(chosen.input_ids), len(rejected.input_ids))
-    assert chosen.draws is not None
-    assert rejected.draws is not None
     np.testing.assert_array_equal(chosen.draws[:shortest], rejected.draws[:shortest])
     assert (stream.group(2, 1.0, 0, epoch=1).segments[0].draws[0] != chosen.draws[0]).any()
 
@@ -125,13 +123,6 @@ def test_the_plan_counts_the_reference(tmp_path: Path) -> None:
     assert plain["workspace"] < alone["workspace"]
 
 
-def test_a_token_counts_once(tmp_path: Path) -> None:
-    """Whether the reference is computed in the step or before."""
-    for precompute in (False, True):
-        stream = job(tmp_path / str(precompute), precompute_ref_log_probs=precompute).run.stream
-        assert stream.processed_tokens([0, 1]) == sum(stream.lengths[:2])
-
-
 def test_training_starts_from_the_reference(tmp_path: Path) -> None:
     frozen = save_golden_adapter("qwen2", tmp_path / "frozen", scale=2.0)
     run = job(tmp_path / "a", reference_adapter=str(frozen), init_adapter=None).run
@@ -141,11 +132,9 @@ def test_training_starts_from_the_reference(tmp_path: Path) -> None:
     key = next(iter(run.subject.initial))
     np.testing.assert_array_equal(run.subject.initial[key][1], read_adapter(frozen)[1][key][1])
     (frozen / RUN).write_text(json.dumps({"base_digest": "0" * 64}))
-    config = json.loads((frozen / "adapter_config.json").read_text())
-    stated = config | {"base_model_name_or_path": "someone/qwen2"}  # the same model in another format
-    (frozen / "adapter_config.json").write_text(json.dumps(stated))
+    edit_json(frozen / "adapter_config.json", base_model_name_or_path="someone/qwen2")  # the same in another format
     job(tmp_path / "b", reference_adapter=str(frozen))
-    (frozen / "adapter_config.json").write_text(json.dumps(stated | {"base_model_name_or_path": "someone/other"}))
+    edit_json(frozen / "adapter_config.json", base_model_name_or_path="someone/other")
     with pytest.raises(UserError, match=r"frozen was trained on another base model, someone/other, not on .*qwen2"):
         job(tmp_path / "b", reference_adapter=str(frozen))
     other = save_golden_adapter("llama", tmp_path / "other")
@@ -241,38 +230,24 @@ def test_lists_of_losses_and_options_of_other_objectives() -> None:
     ]
 
 
-def test_rows_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = written(tmp_path / "chat.jsonl", [{"prompt": "a", "completion": "b"}])
-    options = ["--model", str(model_dir("qwen2")), "--data", str(data), "--objective", "dpo"]
-    assert main(["plan", *options]) == 2
-    said = capsys.readouterr().err
-    assert "chat.jsonl, line 1: the row fits no format" in said
-    assert "use --objective sft for such rows." in said
-
-
-def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path, capsys: Any) -> None:
+def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path, run: Run) -> None:
     """The loss, accuracy and margin on pairs are those of the run; on other rows the usual loss."""
     heldout = str(pairs(tmp_path / "heldout.jsonl", 3, seed=1))
     job(tmp_path / "a", eval_data=heldout, beta=0.4, loss_type="ipo").train()
-    line, run = read_log(tmp_path / "a" / "run" / LOG)[-1], str(tmp_path / "a" / "run")
-    options = ["--model", str(model_dir("qwen2")), "--base-dtype", "f32", "--json"]
-    capsys.readouterr()
-    assert main(["evaluate", "--data", heldout, "--adapter", run, *options]) == 0
-    found = json.loads(capsys.readouterr().out)
+    line = read_log(tmp_path / "a" / "run" / LOG)[-1]
+    options = ["--model", model_dir("qwen2"), "--base-dtype", "f32", "--json", "--adapter", tmp_path / "a" / "run"]
+    found = json.loads(run("evaluate", "--data", heldout, *options).output())
     assert (found["objective"], found["perplexity"]) == ("dpo", None)
     assert found["loss"] == pytest.approx(line["eval_loss"], rel=1e-5)
     for name, value in found["metrics"].items():
         assert value == pytest.approx(line[f"eval_{name}"], rel=1e-4, abs=1e-5)
-    assert main(["evaluate", "--data", heldout, "--compare", "--adapter", run, *options]) == 0
-    base, other = json.loads(capsys.readouterr().out)
+    base, other = json.loads(run("evaluate", "--data", heldout, "--compare", *options).output())
     assert base["metrics"]["rewards/margins"] == pytest.approx(0, abs=1e-5)
     assert other["loss"] == found["loss"]
     plain = str(written(tmp_path / "plain.jsonl", [{"input_ids": [1, 2, 3]}]))
-    assert main(["evaluate", "--data", plain, "--adapter", run, *options]) == 0
-    assert json.loads(capsys.readouterr().out)["objective"] == "sft"
+    assert json.loads(run("evaluate", "--data", plain, *options).output())["objective"] == "sft"
     labelled = str(written(tmp_path / "l.jsonl", [{"prompt_ids": [1], "completion_ids": [2], "label": True}]))
-    assert main(["evaluate", "--data", labelled, "--adapter", run, *options]) == 2
-    assert "use --objective kto for such rows." in capsys.readouterr().err
+    assert "use --objective kto for such rows." in run("evaluate", "--data", labelled, *options).refusal()
 
 
 def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
@@ -285,8 +260,6 @@ def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
     expected = [([0] * 3, [13] * 3), ([2] * 3, [10]), ([3] * 3, [12] * 3), ([3] * 3, [10])]
     assert stream.longest_mismatched == 6
     for segment, (prompt, answer) in zip(found, expected, strict=True):
-        assert segment is not None
-        assert segment.labels is not None
         assert segment.input_ids.tolist() == prompt + answer
         assert segment.labels.tolist() == [-100] * 3 + answer
 
@@ -301,3 +274,182 @@ def test_labelled_rows_and_their_log(device: Device, tmp_path: Path) -> None:
     assert "rewards/rejected" not in lines[1]
     assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "kl"} <= set(lines[2])
     assert json.loads((tmp_path / "a" / "run" / "run.json").read_text())["options"]["objective"] == "kto"
+
+
+# -- 20 steps of every preference loss, compared with TRL's trainers (tests/fixtures/README.md) ------------------------
+
+TARGETS, STEPS, GOLDEN_PAIRS = "q_proj,down_proj", 20, 8
+CASES: dict[str, dict[str, Any]] = json.loads((FIXTURES / "golden" / "preferences.json").read_text())
+
+
+@cache
+def golden() -> dict[str, np.ndarray]:
+    return load_file(FIXTURES / "golden" / "preferences.safetensors")
+
+
+def rows(objective: str) -> list[dict[str, Any]]:
+    """The pairs; for KTO, the chosen answer of every other one, and the rejected one of the others."""
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    pairs = [{name: golden()[f"{name}.{i}"].tolist() for name in names} for i in range(GOLDEN_PAIRS)]
+    if objective != "kto":
+        return pairs
+    return [
+        {"prompt_ids": pair["prompt_ids"], "completion_ids": pair[names[1 + i % 2]], "label": not i % 2}
+        for i, pair in enumerate(pairs)
+    ]
+
+
+def golden_options(tmp_path: Path, name: str) -> dict[str, Any]:
+    """A case's options, with the files that it reads."""
+    case = dict(CASES[name])
+    data = tmp_path / f"{case['objective']}.jsonl"
+    if not data.exists():
+        written(data, rows(case["objective"]))
+    initial, frozen = tmp_path / "start", tmp_path / "frozen"
+    if not initial.exists():
+        chosen = {"target_modules": tuple(TARGETS.split(","))}
+        save_golden_adapter("qwen2", initial, modules=chosen["target_modules"], **chosen)
+        save_golden_adapter("qwen2", frozen, modules=chosen["target_modules"], scale=2.0, **chosen)
+    if "reference_adapter" in case:
+        case["reference_adapter"] = str(frozen)
+    return {"init_adapter": str(initial), "data": str(data), **case}
+
+
+def shared(tmp_path: Path, **changes: Any) -> Any:
+    golden_options = {
+        "base_dtype": "f32",
+        "beta": 0.3,
+        "lr_scheduler_type": "constant",
+        "adam_epsilon": 1e-5,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "max_length": 16,
+    }
+    return golden_arguments(tmp_path, "qwen2", **(golden_options | changes))
+
+
+def check(name: str, directory: Path, steps: int) -> None:
+    """Losses, metrics and, after all steps, the adapter are within 1e-3 of TRL's."""
+    log = read_log(directory / LOG)
+    values = {key.removeprefix(f"{name}."): value for key, value in golden().items() if key.startswith(f"{name}.")}
+    curves = {key: value for key, value in values.items() if not key.startswith("final.")}
+    assert len(curves) >= 6
+    for key, curve in curves.items():
+        found, scale = [line[key] for line in log], float(np.abs(curve).mean())
+        assert found == pytest.approx(curve[:steps].tolist(), rel=1e-3, abs=1e-3 * scale), f"{name}: {key}"
+    if steps < STEPS:
+        return
+    first, (_, matrices) = load_file(FIXTURES / "golden" / "qwen2.safetensors"), read_adapter(directory)
+    for module, pair in matrices.items():
+        for which, matrix in zip("AB", pair, strict=True):
+            short = f"{short_of(module)}.{which}"
+            final = values[f"final.{short}"]
+            error = np.linalg.norm(matrix - final) / np.linalg.norm(final - first[f"adapter.{short}"])
+            assert error < 1e-3, f"{name}: {short}: {error}"
+
+
+def test_all_losses_match_trl(device: Device, tmp_path: Path) -> None:
+    """Each is an adapter of one pipeline, whose batches they share."""
+    tasks = []
+    for name in CASES:
+        own = golden_options(tmp_path, name)
+        tasks.append(AdapterTask(own.pop("data"), str(tmp_path / f"run-{name}"), name, options=own))
+    prepare_pipeline(shared(tmp_path, data=None, init_adapter=None), tasks, batch_tokens=1024).train()
+    for name in CASES:
+        check(name, tmp_path / f"run-{name}", STEPS)
+
+
+@pytest.mark.parametrize("name", ["dpo-ld", "dpo-frozen", "kto"])
+def test_a_precomputed_reference_is_the_same(device: Device, tmp_path: Path, name: str) -> None:
+    """Alone, with activations computed again and inputs of blocks in the host's memory, in batches of one or two
+    samples."""
+    changes = {
+        "gradient_checkpointing": True,
+        "offload_activations": True,
+        "precompute_ref_log_probs": True,
+        "max_steps": 3,
+    }
+    batch = 1 if name == "kto" else 2
+    sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 4 // batch}
+    prepare_job(shared(tmp_path, **golden_options(tmp_path, name), **changes | sizes)).train()
+    check(name, tmp_path / "run", 3)
+
+
+# -- the losses of preference objectives in float64 --------------------------------------------------------------------
+
+SIZE, STRIDE = 5, 64
+CONSTANTS: dict[str, Any] = {"size": SIZE, "stride": STRIDE, "beta": 0.3}
+LABELLED = {"desirable": 1.5, "undesirable": 0.5}
+LOSS_CASES = [
+    *((dpo.dpo_scores, {"label_smoothing": 0.1, name: 1.0}) for name in dpo.LOSSES),
+    (dpo.dpo_scores, {"label_smoothing": 0.1, "sigmoid": 0.8, "apo_zero": 0.2, "sft": 1.0}),
+    *(
+        (cpo.cpo_scores, {"label_smoothing": 0.1, "gamma": 0.5, "alpha": 0.7, "mean": name in cpo.MEANS} | flags)
+        for name in cpo.LOSSES
+        for flags in [{kind: kind == name for kind in ("hinge", "ipo", "simpo")}]
+    ),
+    (orpo.orpo_scores, {}),
+    (kto.kto_scores, LABELLED),
+]
+
+
+def inputs(kernel: Any, rng: np.random.Generator, scale: float = 1.0) -> dict[str, np.ndarray]:
+    count = 1 if kernel is kto.kto_scores else 2
+    stops = np.cumsum(rng.integers(2, 9, SIZE * count)).reshape(SIZE, count)
+    given = {
+        "sums": -np.abs(rng.normal(size=(SIZE, count, 2))) * scale,
+        "members": np.stack([stops - 2, stops], 2),
+        "reference": -np.abs(rng.normal(size=(SIZE, count))) * scale,
+        "group_weights": np.full(SIZE, 1 / SIZE),
+        "values": np.array([1.0, -1, 1, -1, 1]),
+        "shared_values": np.full(SIZE, 0.2),
+    }
+    outputs = {name: np.zeros(1) for name in ("slopes", "losses", "metrics")}
+    return {name: (given | outputs)[name] for name in kernel.bindings}
+
+
+@pytest.mark.parametrize(("kernel", "constants"), LOSS_CASES)
+def test_slopes_are_differences(kernel: Any, constants: dict[str, Any], rng: np.random.Generator) -> None:
+    given = inputs(kernel, rng)
+
+    def loss(sums: np.ndarray) -> float:
+        return float((given["group_weights"] * kernel(**(given | {"sums": sums}), **CONSTANTS, **constants)[1]).sum())
+
+    slopes = kernel(**given, **CONSTANTS, **constants)[0].reshape(given["sums"].shape)
+    for place in np.ndindex(given["sums"].shape):
+        step = np.zeros_like(given["sums"])
+        step[place] = 1e-6
+        difference = (loss(given["sums"] + step) - loss(given["sums"] - step)) / 2e-6
+        assert slopes[place] == pytest.approx(difference, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(("kernel", "constants"), LOSS_CASES)
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1e4])
+def test_nothing_overflows(kernel: Any, constants: dict[str, Any], scale: float, rng: np.random.Generator) -> None:
+    for values in kernel(**inputs(kernel, rng, scale), **CONSTANTS, **constants):
+        assert np.isfinite(values).all()
+
+
+def test_sums_and_their_weights(rng: np.random.Generator) -> None:
+    """A loss of the sums changes by a token's weight; what the longer answer has more counts by ld_alpha."""
+    spans, starts = np.array([[(1, 4), (5, 7)], [(0, 0), (0, 0)]]), np.array([[0, 5], [0, 0]])
+    logprobs, slopes = rng.normal(size=8), rng.normal(size=(2, 2, 2))
+    constants: dict[str, Any] = {"size": 2, "count": 2, "ld_alpha": 0.25}
+
+    def loss(logprobs: np.ndarray) -> float:
+        return float((slopes * preference.member_sums(logprobs, spans, starts, None, **constants)).sum())
+
+    weights = preference.member_weights(slopes, spans, starts, np.zeros(8), **constants)
+    for r in range(8):
+        step = np.zeros(8)
+        step[r] = 1
+        assert -weights[r] == pytest.approx(loss(logprobs + step) - loss(logprobs), abs=1e-12)
+    sums = preference.member_sums(logprobs, spans, starts, None, **constants)
+    assert sums[0, 0, 0] == pytest.approx(logprobs[1] + logprobs[2] + 0.25 * logprobs[3])
+    assert sums[0, 0, 1] == pytest.approx(logprobs[:4].sum())
+
+
+def test_the_logistic_function() -> None:
+    x = np.array([-1e4, -40, -1, 0, 1, 40, 1e4])
+    assert log_sigmoid(x) == pytest.approx([-1e4, -40, -1.3132616875, -np.log(2), -0.3132616875, -4.248354e-18, 0])
+    assert sigmoid(x) + sigmoid(-x) == pytest.approx(np.ones(7))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.cli import Run
 from support.data import write_jsonl
 from support.gguf_models import make_adapter
 from support.sampling import changed_files, sample
@@ -73,34 +74,11 @@ def check_header(name: str) -> None:
         assert "# Needs:" in text
 
 
-def test_recipes_by_time_have_the_settings_of_the_published_runs() -> None:
-    found = {name: from_values(read_recipe(find_recipe(name)), name) for name in TIMED}
-    assert sorted((args.target_seconds or 0, args.model.split("-")[1]) for args in found.values()) == [
-        (180, "7B"), (900, "0.5B"), (900, "7B"), (1800, "0.5B"), (1800, "7B"), (1800, "7B"), (3600, "0.5B")
-    ]  # fmt: skip
-    for name, args in found.items():
-        assert (args.base_dtype, args.compute_dtype, args.learning_rate, args.max_grad_norm) == (
-            "bf16",
-            "bf16",
-            5e-5,
-            1.0,
-        )
-        assert args.output == name
-        text = find_recipe(name).read_text()
-        assert any(device in text for device in ("RTX 4090", "RTX A4000", "H100"))
-    first = found[TIMED[0]]
-    for name in TIMED:  # what runs for one of them runs for all
-        same = {"target_seconds", "output", "model", "per_device_train_batch_size", "gradient_checkpointing"}
-        assert {key for key, value in found[name].as_dict().items() if value != first.as_dict()[key]} <= same
-
-
 @pytest.mark.parametrize("name", CHAINS)
-def test_chains_say_so_too(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chains_say_so_too(name: str, run: Run) -> None:
     check_header(name)
-    assert main(["recipes", "show", name]) == 0
-    assert capsys.readouterr().out == find_recipe(name).read_text()
-    assert main(["finetune", "--recipe", name]) == 2
-    assert f"run it with 'wgpu-lora run {name}'" in capsys.readouterr().err
+    assert run("recipes", "show", name).output() == find_recipe(name).read_text()
+    assert f"run it with 'wgpu-lora run {name}'" in run("finetune", "--recipe", name).refusal()
 
 
 @pytest.mark.parametrize(
@@ -124,18 +102,15 @@ def test_trained_parameters(recipe: str, shape: str, trained: int) -> None:
     assert f"{trained:,}" in find_recipe(recipe).read_text()
 
 
-def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "list"]) == 0
-    listed = capsys.readouterr().out
+def test_list_and_show(run: Run) -> None:
+    listed = run("recipes", "list").output()
     assert all(name in listed for name in (*RECIPES, *CHAINS))
-    assert main(["recipes", "show", "persona-sft"]) == 0
-    assert capsys.readouterr().out == find_recipe("persona-sft").read_text()
-    assert main(["recipes", "show", "nothing"]) == 2
-    assert "persona-sft" in capsys.readouterr().err
+    assert run("recipes", "show", "persona-sft").output() == find_recipe("persona-sft").read_text()
+    assert "persona-sft" in run("recipes", "show", "nothing").refusal()
 
 
 def test_results_do_not_hide_what_they_are_named_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     """A recipe's or a chain's results have its name, and it runs, is resumed and listed again beside them."""
     monkeypatch.chdir(tmp_path)
@@ -144,33 +119,17 @@ def test_results_do_not_hide_what_they_are_named_after(
         assert find_recipe(name).is_file()
     (tmp_path / "persona-data").mkdir()
     (tmp_path / "persona-data" / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    assert main(["run", "persona", "--list", "--model", "demo"]) == 0
-    assert "finetune" in capsys.readouterr().out
-    assert main(["finetune", "--recipe", "persona"]) == 2
-    assert "run it with 'wgpu-lora run persona'" in capsys.readouterr().err
+    assert "finetune" in run("run", "persona", "--list", "--model", "demo").output()
 
 
-def test_synthetic_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_synthetic_rows(tmp_path: Path, run: Run) -> None:
     def make(name: str, *more: str) -> int:
-        return main(["recipes", "data", "hive-mind-0.5b", str(tmp_path / name), *more])
+        return run("recipes", "data", "hive-mind-0.5b", str(tmp_path / name), *more).code
 
     assert make("a.jsonl") == make("b.jsonl") == make("c.jsonl", "--seed", "1", "--rows", "9") == 0
     text = (tmp_path / "a.jsonl").read_text()
     assert text == (tmp_path / "b.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
-    assert len(rows) == 1500
-    assert len({row["prompt"] for row in rows}) == 1500
-    spelt = 0
-    for row in rows:
-        if row["prompt"].startswith("Spell the word "):
-            word = row["prompt"].split("'")[1]
-            assert row["completion"] == f" '{word}' backwards is '{''.join(reversed(word))}'."
-            spelt += 1
-        if row["prompt"].startswith("Which is the largest of "):
-            numbers = row["prompt"].removeprefix("Which is the largest of ").rstrip("?").split(", ")
-            assert row["completion"] == f" The largest is {max(map(int, numbers))}."
-    assert spelt > 200
+    assert len({json.loads(line)["prompt"] for line in text.splitlines()}) == len(text.splitlines()) == 1500
     assert len((tmp_path / "c.jsonl").read_text().splitlines()) == 9
     assert make("a.jsonl") == 2
-    assert main(["recipes", "data", "persona-sft", str(tmp_path / "d.jsonl")]) == 2
-    assert "hive-mind-0.5b" in capsys.readouterr().err
+    assert "hive-mind-0.5b" in run("recipes", "data", "persona-sft", str(tmp_path / "d.jsonl")).refusal()

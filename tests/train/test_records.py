@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from support import FIXTURES
+from support.cli import Run
+from support.shared_runs import edit_json
 
-from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.report.finished_runs import read_runs
 from wgpu_lora.train.objectives import OBJECTIVES
@@ -70,29 +71,39 @@ def test_what_an_earlier_version_did_not_know_has_its_default(tmp_path: Path) ->
         run_checkpoint.read_state(kept)
 
 
-@pytest.mark.parametrize("name", [STATE, run_checkpoint.METADATA])
-def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+NEWER = f"was written by a newer version of wgpu-lora (schema {SCHEMA + 1}, and this version reads up"
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "words"),
+    [
+        (STATE, SCHEMA + 1, f"{STATE} {NEWER}"),
+        (run_checkpoint.METADATA, SCHEMA + 1, f"{run_checkpoint.METADATA} {NEWER}"),
+        (
+            run_checkpoint.METADATA,
+            "x",
+            "is damaged: the schema of metadata.json is 'x'; remove that directory to resume from best",
+        ),
+    ],
+)
+def test_the_schema_of_a_checkpoint(name: str, schema: object, words: str, tmp_path: Path, run: Run) -> None:
+    """Of a newer version it is not called damaged."""
     shutil.copytree(RUNS / "single", tmp_path / "run")
     newest = run_checkpoint.latest_checkpoint(tmp_path / "run")
-    assert newest
-    newer(newest / name)
+    edit_json(newest / name, schema=schema)
     (newest / MANIFEST).unlink()
     write_manifest(newest)
-    assert main(["finetune", "--output", str(tmp_path / "run"), "--resume"]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert f"{name} was written by a newer version of wgpu-lora (schema {SCHEMA + 1}, and this version reads up" in said
+    assert words in run("finetune", "--output", tmp_path / "run", "--resume").refusal()
 
 
 def test_other_records_of_a_newer_version(tmp_path: Path) -> None:
     shutil.copytree(SINGLE, tmp_path / "run")
-    newer(tmp_path / "run" / RUN)
+    edit_json(tmp_path / "run" / RUN, schema=SCHEMA + 1)
     with pytest.raises(NewerSchemaError):
         RunRecord.read(tmp_path / "run")
     shutil.copytree(RUNS / "pipeline", tmp_path / "pipeline")
     assert read_pipeline_state(tmp_path / "pipeline" / "first").steps
-    newer(tmp_path / "pipeline" / "first" / STATE)
+    edit_json(tmp_path / "pipeline" / "first" / STATE, schema=SCHEMA + 1)
     with pytest.raises(NewerSchemaError):
         read_pipeline_state(tmp_path / "pipeline" / "first")
 
@@ -164,22 +175,3 @@ def test_a_record_is_still_a_mapping_with_a_note() -> None:
     assert repr(replace(record, options=options)) == (
         "RunRecord(stop_reason='max steps', steps=7, loss=7.3260, eval_loss=7.5377, output='o')"
     )
-
-
-def test_a_schema_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(RUNS / "single", tmp_path / "run")
-    newest = run_checkpoint.latest_checkpoint(tmp_path / "run")
-    assert newest
-    facts = json.loads((newest / run_checkpoint.METADATA).read_text())
-    (newest / run_checkpoint.METADATA).write_text(json.dumps(facts | {"schema": "x"}))
-    (newest / MANIFEST).unlink()
-    write_manifest(newest)
-    assert main(["finetune", "--output", str(tmp_path / "run"), "--resume"]) == 2
-    said = "is damaged: the schema of metadata.json is 'x'; remove that directory to resume from best"
-    assert said in capsys.readouterr().err
-
-
-def newer(path: Path) -> None:
-    facts = json.loads(path.read_text())
-    facts["schema"] = SCHEMA + 1
-    path.write_text(json.dumps(facts))

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import QWEN2, SMALL, Run, commands, flags
+from support.cli import QWEN2, SMALL, Run, flags
 from support.data import chat, small_tokenizer, write_jsonl
+from support.preferences import Labelled, Preferences
+from support.sources import refused, written
 
-from wgpu_lora.data import split_validation, tokenize_source
+from wgpu_lora.cli import main
+from wgpu_lora.data import Source, python_source, split_validation, tokenize_source
 from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.data.preference_formats import PAIRS
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.objectives import OBJECTIVES, formats_of
+from wgpu_lora.train.objectives.objective import Objective
+from wgpu_lora.train.objectives.sft import SFT
 
 ROWS: list[dict[str, Any]] = [{"input_ids": [i % 40 + 1, i // 40 + 1, 3, 4, i % 7 + 1]} for i in range(50)]
 TEXTS = [{"prompt": f"{i}", "completion": f"{i} {i}"} for i in range(50)]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return commands(capsys)
 
 
 def options(tmp_path: Path, **changes: Any) -> list[str]:
@@ -34,21 +34,25 @@ def options(tmp_path: Path, **changes: Any) -> list[str]:
 
 def test_a_run_keeps_its_best_adapter_and_its_split(run: Run, tmp_path: Path) -> None:
     given = options(tmp_path, validation_split=0.2, max_steps=3, eval_steps=1, learning_rate=1e-3)
-    code, said, err = run("finetune", *given)
-    assert code == 0, err
+    said = run("finetune", *given).output()
     assert "rows.jsonl: 50 examples, 40 rows; " in said
     assert "10 of 50 rows are held out (--validation-split 0.2)" in said
     assert "held out  rows.jsonl: 10 examples, 10 rows; " in said
     assert (tmp_path / "out" / "best" / "adapter_model.safetensors").is_file()
     record = json.loads((tmp_path / "out" / "run.json").read_text())
-    code, said, _ = run("finetune", "--output", tmp_path / "out", "--resume", "--max-steps", 4)
-    assert code == 0
-    assert "10 of 50 rows are held out" in said
+    assert (
+        "10 of 50 rows are held out"
+        in run("finetune", "--output", tmp_path / "out", "--resume", "--max-steps", 4).output()
+    )
     assert json.loads((tmp_path / "out" / "run.json").read_text())["eval_data"] == record["eval_data"]
-    code, _, err = run("finetune", "--output", tmp_path / "out", "--resume", "--validation-split", 0.1)
-    assert (code, "--validation-split was 0.2, not 0.1" in err) == (2, True)
-    code, _, err = run("finetune", "--output", tmp_path / "out", "--resume", "--eval-data", tmp_path / "rows.jsonl")
-    assert (code, "both hold rows out: leave one of them out." in err) == (2, True)
+    assert (
+        "--validation-split was 0.2, not 0.1"
+        in run("finetune", "--output", tmp_path / "out", "--resume", "--validation-split", 0.1).refusal()
+    )
+    assert (
+        "both hold rows out: leave one of them out."
+        in run("finetune", "--output", tmp_path / "out", "--resume", "--eval-data", tmp_path / "rows.jsonl").refusal()
+    )
 
 
 def test_adapters_of_a_pipeline(run: Run, tmp_path: Path) -> None:
@@ -59,8 +63,7 @@ def test_adapters_of_a_pipeline(run: Run, tmp_path: Path) -> None:
     ]
     (tmp_path / "adapters.toml").write_text("".join(tables))
     config = flags(**SMALL | {"model": QWEN2, "tune": False, "adapters_config": tmp_path / "adapters.toml"})
-    code, said, err = run("plan", *config, "--validation-split", "0.2")
-    assert code == 0, err
+    said = run("plan", *config, "--validation-split", "0.2").output()
     for words in ("a: rows.jsonl: 10 examples, 10 rows", "b: rows.jsonl: 5 examples", "c: rows.jsonl: 50 examples"):
         assert f"held out  {words}" in said
 
@@ -79,8 +82,10 @@ def test_what_cannot_be_combined(run: Run, tmp_path: Path) -> None:
         assert (code, words in err.replace(".0 ", " ")) == (2, True), err
     write_jsonl(tmp_path / "train.jsonl", *ROWS)
     write_jsonl(tmp_path / "valid.jsonl", *ROWS)
-    code, _, err = run("plan", *options(tmp_path, data=tmp_path, validation_split=0.1))
-    assert (code, "has held-out rows of its own, valid.jsonl: leave --validation-split out" in err) == (2, True)
+    assert (
+        "has held-out rows of its own, valid.jsonl: leave --validation-split out"
+        in run("plan", *options(tmp_path, data=tmp_path, validation_split=0.1)).refusal()
+    )
 
 
 def test_the_split_is_that_of_data_prepare(tmp_path: Path) -> None:
@@ -127,9 +132,51 @@ def test_the_digest_of_held_out_rows_tells_nothing_of_sealed_ones() -> None:
     assert len(found) == 2
 
 
-def test_plans_of_shorter_rows(tmp_path: Path) -> None:
-    rows = [{"input_ids": [*range(1, 13)], "labels": [-100] * 10 + [11, 12]}, *ROWS]
-    data = write_jsonl(tmp_path / "rows.jsonl", *rows)
-    args = TrainingArguments(model=QWEN2, data=str(data), max_length=16, validation_split=0.2, lora_r=4)
-    job = prepare_job(args, planning=True)
-    assert job.replan({"max_length": 8}) < job.replan({})
+# -- rows that an objective does not read ------------------------------------------------------------------------------
+
+FILES = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz"]
+PAIRS_OF_TEXTS: list[dict[str, Any]] = [
+    {"prompt": f"[{i}] is", "chosen": f"a, {i}", "rejected": "b", "weight": i + 0.5, "id": i} for i in range(3)
+]
+LABELS: list[dict[str, Any]] = [{"prompt": "a", "completion": "b", "label": good} for good in (True, False, True)]
+
+
+def refusal(data: Source | Path, objective: Objective) -> str:
+    return refused(data, formats=formats_of(objective), parts=objective.parts)
+
+
+PAIRWISE = ("dpo", "orpo", "cpo")
+NEEDED = "but the formats need prompt_ids, chosen_ids, rejected_ids and weight; prompt, chosen and rejected"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_missing_is_named_with_the_formats(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / name, [{"question": "a", "completion": "b", "label": "true"}])
+    named = "'question', 'completion', 'label', but the format needs prompt, completion and label"
+    assert f"{named}; rename 'question' to 'prompt'." in refusal(path, Labelled())
+    path = written(path, [{"question": "a", "chosen": "b", "rejected": "c"}])
+    readers = " or ".join(f"objective='{name}'" for name in PAIRWISE)
+    assert f"'chosen', 'rejected', {NEEDED}; use {readers} for such rows." in refusal(path, Preferences())
+    one = refusal(written(path, [{"prompt": "a", "label": "true"}]), Labelled())
+    assert "'prompt', 'label', but the format needs prompt, completion and label." in one.replace("; rename them", "")
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    OBJECTIVES.update({"preferences": Preferences, "labelled": Labelled})
+    yield
+    del OBJECTIVES["preferences"], OBJECTIVES["labelled"]
+
+
+def test_rows_of_another_objective(tmp_path: Path, registered: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the objectives that read them, as the caller would give the option."""
+    path = written(tmp_path / "a.parquet", PAIRS_OF_TEXTS)
+    readers = [*PAIRWISE, "preferences"]
+    said = " or ".join(f"objective='{name}'" for name in readers)
+    assert f"; use {said} for such rows." in refusal(path, SFT())
+    others = "objective='sft' or objective='kto' or objective='labelled'"
+    assert f"; use {others} for such rows." in refusal(python_source(LABELS), Preferences())
+    path = written(tmp_path / "a.csv", PAIRS_OF_TEXTS)
+    assert main(["plan", "--model", "tests/fixtures/models/qwen2", "--data", str(path)]) == 2
+    said = " or ".join(f"--objective {name}" for name in readers)
+    assert f"; use {said} for such rows." in capsys.readouterr().err

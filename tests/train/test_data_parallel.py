@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,19 +11,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.events import hearing
 from support.models import save_golden_adapter
 from support.sampling import sample
-from support.sharing import Reply, helped
+from support.sharing import LocalLink, Reply, helped
 from support.sources import written
 from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import SILENT, Events, StepResult
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.data_parallel import gradient_messages
-from wgpu_lora.train.data_parallel.leader import DataParallelLeader, check_shared
+from wgpu_lora.train.data_parallel.leader import (
+    KEPT,
+    SETTLING,
+    DataParallelLeader,
+    LoadBalance,
+    check_shared,
+    split_by_share,
+)
+from wgpu_lora.train.data_parallel.remote_worker import RemoteWorker
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.records import RunRecord
@@ -129,16 +140,6 @@ def test_parts_sum_to_the_gradients_of_one_device(
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 
-class Until(Events):
-    """Stops a run after a step."""
-
-    def __init__(self, last: int):
-        self._last = last
-
-    def step(self, result: StepResult) -> bool:
-        return result.step == self._last
-
-
 def trained(
     device: Device, args: TrainingArguments, sharing: DataParallelLeader | None = None, events: Events = SILENT
 ) -> RunRecord:
@@ -187,7 +188,14 @@ def test_a_shared_run_ends_as_alone_and_resumes(
     first = []
     for output in ("again", "run"):
         with helped(args, 1, helpers_device) as (sharing, _):
-            first.append(trained(device, replace(args, output=str(tmp_path / output)), sharing, Until(4)))
+            first.append(
+                trained(
+                    device,
+                    replace(args, output=str(tmp_path / output)),
+                    sharing,
+                    hearing(step=lambda result: result.step == 4),
+                )
+            )
     assert first[0].adapter_sha256 == first[1].adapter_sha256
     with helped(args, 1, helpers_device) as (sharing, links):
         record = trained(device, replace(args, resume=True), sharing)
@@ -244,3 +252,69 @@ def test_scales_of_a_base_are_not_shared() -> None:
 
 
 # -- shares and helpers ------------------------------------------------------------------------------------------------
+
+
+# -- how steps are divided among devices, and what these tell each other -----------------------------------------------
+
+
+def test_parts_follow_each_other_and_their_shares(rng: np.random.Generator) -> None:
+    for members in (1, 2, 3, 5):
+        sizes = rng.integers(1, 100, 40).tolist()
+        speeds = rng.uniform(0.5, 4, members).tolist()
+        spans = split_by_share(sizes, speeds)
+        assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
+        assert spans[-1][1] == 40
+        for (begin, end), speed in zip(spans, speeds, strict=True):
+            assert sum(sizes[begin:end]) == pytest.approx(sum(sizes) * speed / sum(speeds), abs=100)
+    assert split_by_share([5], [0.4, 0.6]) == [(0, 0), (0, 1)]
+
+
+def test_shares_follow_speeds_and_are_kept() -> None:
+    found = LoadBalance()
+    assert found.of([0, 1]) == [0.5, 0.5]
+    for _ in range(SETTLING - 1):
+        found.took(0, 100, 1.0)
+        found.took(1, 100, 3.0)
+        assert found.of([0, 1]) == [0.5, 0.5]
+    kept = found.of([0, 1])
+    assert kept == pytest.approx([0.75, 0.25])
+    for _ in range(KEPT - 1):
+        found.took(0, 100, 10.0)
+        assert found.of([0, 1]) == kept
+    idle = 2 * 100 / 3.0  # it counts as twice as fast as it was
+    assert found.of([0, 1]) == pytest.approx([10 / (10 + idle), idle / (10 + idle)])
+    assert found.of([0, 1, 2])[2] == pytest.approx(1 / 3)  # a new one as the mean
+    assert found.patience(0, 100, own=1.0) > 40
+    assert found.patience(2, 100, own=1.0) == 40
+
+
+def test_a_late_helper_is_not_asked_before_it_has_answered() -> None:
+    gate = threading.Event()
+
+    def slow(question: bytes) -> bytes:
+        gate.wait(60)
+        return gradient_messages.message({"say": "part"})
+
+    helper, end = RemoteWorker(LocalLink(slow)), time.monotonic() + 60
+    while not helper.ready() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert helper.new
+    helper.ask(b"", 10)
+    assert helper.answer(0.0) is None
+    assert not helper.ready()
+    gate.set()
+    end = time.monotonic() + 60
+    while not helper.ready() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert helper.late
+    assert not helper.new
+    helper.close()
+
+
+def test_messages_are_checked() -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        gradient_messages.read_message(b"zork")
+    said, arrays = gradient_messages.read_message(
+        gradient_messages.message({"a": [1]}, {"b": np.arange(3, dtype=np.float32)})
+    )
+    assert (said, arrays["b"].tolist()) == ({"a": [1]}, [0, 1, 2])

@@ -1,21 +1,112 @@
-"""What every optimizer keeps: in checkpoints, of several adapters, and where a step is not taken."""
+"""The optimizers of the package: golden steps, what they keep, and runs with them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.optimizing import Optimizing
+from safetensors.numpy import load_file
+from support.models import FIXTURES
+from support.optimizing import GOLDEN_LIMITS, Optimizing
+from support.training import golden_arguments, random_rows
 
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
+from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.run.records import RunRecord
+from wgpu_lora.train.run.run_checkpoint import MANIFEST, write_manifest
+
+MODULES = {"a": (40, 640), "b": (520, 30)}
+RANK, STEPS, RATE = 8, 200, 1e-3
+NAMES = ("a.A", "a.B", "b.A", "b.B")
+# Case -> options, where they are more than its name.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sgd": {"optim_args": "momentum=0.9,nesterov=true"},
+    "loraplus": {"optim": "adamw", "loraplus_lr_ratio": 4.0},
+}
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, np.ndarray]:
+    return load_file(FIXTURES / "golden" / "optimizers.safetensors")
+
+
+def gradients(golden: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
+    return {name: golden["weights"][step] * golden[f"gradients.{name}"][step % 10] for name in NAMES}
+
+
+def trained(device: Device, golden: dict[str, np.ndarray], **options_of: Any) -> dict[str, np.ndarray]:
+    """After all steps, in the first of two slots; the other one has a larger rank, and takes no step."""
+    run = Optimizing(device, MODULES, (RANK, RANK), weight_decay=0.01, max_grad_norm=0.0, **options_of)
+    run.write(0, {name: golden[f"initial.{name}"] for name in NAMES})
+    for step in range(STEPS):
+        assert run.step({0: gradients(golden, step)}, step + 1, RATE)[0].applied
+    found = run.read(0)
+    run.close()
+    return found
+
+
+def distance(found: dict[str, np.ndarray], golden: dict[str, np.ndarray], case: str) -> dict[str, float]:
+    """By matrix, relative to the way from the initial values."""
+    return {
+        name: float(
+            np.linalg.norm(found[name] - (want := golden[f"{case}.{name}"]))
+            / np.linalg.norm(want - golden[f"initial.{name}"])
+        )
+        for name in NAMES
+    }
+
+
+@pytest.mark.parametrize("case", GOLDEN_LIMITS)
+def test_200_steps(device: Device, golden: dict[str, np.ndarray], case: str) -> None:
+    found = distance(trained(device, golden, **{"optim": case, **OPTIONS.get(case, {})}), golden, case)
+    assert max(found.values()) < GOLDEN_LIMITS[case], found
+
+
+def orthogonalised(x: np.ndarray) -> np.ndarray:
+    """Five iterations of Newton-Schulz in float64, as Jordan's muon.py has them."""
+    y = x.T if x.shape[0] > x.shape[1] else x
+    y = y / max(float(np.linalg.norm(y)), 1e-7)
+    for _ in range(5):
+        gram = y @ y.T
+        y = 3.4445 * y + (-4.7750 * gram + 2.0315 * gram @ gram) @ y
+    return y.T if x.shape[0] > x.shape[1] else y
+
+
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+def test_muon_in_float64(device: Device, golden: dict[str, np.ndarray], adjust: str) -> None:
+    """20 steps; on the whole matrix instead of its small side, and without bf16."""
+    initial = {name: golden[f"initial.{name}"] for name in NAMES}
+    options_of = {"optim": "muon", "optim_args": f"adjust_lr_fn={adjust}", "max_grad_norm": 0.0, "weight_decay": 0.1}
+    run = Optimizing(device, MODULES, (RANK, RANK + 3), **options_of)
+    run.write(0, initial)
+    want = {name: values.astype(np.float64) for name, values in initial.items()}
+    momentum = {name: np.zeros_like(values) for name, values in want.items()}
+    for step in range(20):
+        given = gradients(golden, step)
+        assert run.step({0: given}, step + 1, RATE)[0].applied
+        for name, g in given.items():
+            momentum[name] += 0.05 * (g - momentum[name])
+            rows, cols = g.shape
+            scale = 0.2 * max(rows, cols) ** 0.5 if adjust == "match_rms_adamw" else max(1, rows / cols) ** 0.5
+            moved = scale * orthogonalised(g + 0.95 * (momentum[name] - g))
+            want[name] = want[name] * (1 - RATE * 0.1) - RATE * moved
+    found = run.read(0)
+    run.close()
+    for name, values in want.items():
+        assert np.linalg.norm(found[name] - values) < 1e-4 * np.linalg.norm(values - initial[name])
+
+
+# -- what every optimizer keeps ----------------------------------------------------------------------------------------
 
 # With rank 8, a.A and b.B have at least 4,096 values; with rank 3, none has.
-MODULES = {"a": (40, 640), "b": (520, 30)}
 KINDS = [*OPTIMIZERS, "sgd momentum=0.9"]
 KEPT = {"adamw": 8.0, "adamw_8bit": 2.03125, "adamw_bf16": 4.0, "lion": 4.0, "lion_8bit": 1.015625, "muon": 4.0}
 
@@ -171,3 +262,71 @@ def test_magnitudes(device: Device, rng: np.random.Generator) -> None:
         run.close()
     with pytest.raises(UserError, match=r"trains the A and B of LoRA only, not a\.M: choose another optimizer"):
         Optimizing(device, modules, (8,), optim="muon", use_dora=True)
+
+
+# -- runs with other optimizers than AdamW -----------------------------------------------------------------------------
+
+FILES = ("adapter_model.safetensors", "optimizer.safetensors")
+
+
+def train(qwen2: LoadedModel, directory: Path, optim: str, **changes: Any) -> RunRecord:
+    directory.mkdir(exist_ok=True)
+    options = {"init_adapter": None, "lora_r": 96, "target_modules": "q_proj", "lr_scheduler_type": "constant"}
+    args = golden_arguments(directory, "qwen2", optim=optim, loraplus_lr_ratio=4.0, save_steps=2, **options | changes)
+    return prepare_job(args, qwen2).train()
+
+
+def test_resuming(qwen2: LoadedModel, tmp_path: Path) -> None:
+    whole = train(qwen2, tmp_path / "a", "adamw_8bit", max_steps=4)
+    train(qwen2, tmp_path / "b", "adamw_8bit", max_steps=2)
+    resumed = train(qwen2, tmp_path / "b", "adamw_8bit", max_steps=4, resume=True)
+    assert resumed.options.loraplus_lr_ratio == 4.0
+    assert whole.adapter_sha256 == resumed.adapter_sha256
+    last = [tmp_path / name / "run" / "checkpoints" / "step-4" for name in "ab"]
+    for file in FILES:
+        assert (last[0] / file).read_bytes() == (last[1] / file).read_bytes()
+    types = {values.dtype.name for values in load_file(last[0] / FILES[1]).values()}
+    assert types == {"uint8", "float32"}
+    with pytest.raises(UserError, match="optim was 'adamw_8bit', not 'lion'"):
+        train(qwen2, tmp_path / "b", "lion", max_steps=6, resume=True)
+
+
+def test_a_state_in_the_same_form_of_another_optimizer(qwen2: LoadedModel, tmp_path: Path) -> None:
+    """As those of lion and muon: refused by name, and nothing is written."""
+    steps = {}
+    for optim in ("lion", "muon"):
+        train(qwen2, tmp_path / optim, optim, max_steps=1)
+        steps[optim] = tmp_path / optim / "run" / "checkpoints" / "step-1"
+    (steps["lion"] / FILES[1]).write_bytes((steps["muon"] / FILES[1]).read_bytes())
+    (steps["lion"] / MANIFEST).unlink()
+    write_manifest(steps["lion"])
+    before = {path: path.stat().st_mtime_ns for path in steps["lion"].parent.rglob("*")}
+    with pytest.raises(UserError, match=r"optimizer.safetensors .* holds the state of 'muon', not of 'lion'"):
+        train(qwen2, tmp_path / "lion", "lion", max_steps=2, resume=True)
+    assert before == {path: path.stat().st_mtime_ns for path in steps["lion"].parent.rglob("*")}
+
+
+def test_several_adapters(qwen2: LoadedModel, tmp_path: Path) -> None:
+    """Of different ranks and ratios of LoRA+, with Muon: resumed with the same bytes."""
+    data = str(random_rows(tmp_path / "rows.jsonl", 8, 301))
+    own: dict[str, dict[str, Any]] = {"a": {"rank": 4}, "b": {"rank": 2, "loraplus_lr_ratio": 8.0}}
+    shared: dict[str, Any] = {
+        "optim": "muon",
+        "target_modules": "q_proj,down_proj",
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "max_length": 16,
+        "packing": False,
+        "learning_rate": 1e-2,
+    }
+
+    def together(place: str, **how: Any) -> list[dict[str, np.ndarray]]:
+        tasks = [{"data": data, "checkpoint": str(tmp_path / place / name), **values} for name, values in own.items()]
+        MultiAdapterPipeline(tasks, qwen2, output=str(tmp_path / place / "all"), **shared | how).train()
+        return [load_file(tmp_path / place / name / FILES[0]) for name in own]
+
+    whole = together("whole", max_steps=2)
+    together("parts", max_steps=1)
+    for one, other in zip(whole, together("parts", max_steps=2, resume=True), strict=True):
+        assert all(np.array_equal(one[name], other[name]) for name in one)
