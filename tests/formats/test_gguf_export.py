@@ -5,8 +5,15 @@ That llama.cpp computes the same from it is for tests/exchange to show.
 
 from __future__ import annotations
 
+import json
+import resource
 import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +23,11 @@ from support.gguf_models import DEMO, make_adapter, read, small, values
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.export import gguf_export
-from wgpu_lora.export.adapter_merge import MergedModel, merge_adapter
+from wgpu_lora.export.adapter_merge import MergedModel
 from wgpu_lora.export.gguf_export import export_adapter, export_model, export_models
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
+from wgpu_lora.formats.safetensors_writer import TensorSpec, write_shards
 from wgpu_lora.models.architectures import load_config, parse_config
 from wgpu_lora.models.model_files import config_of
 
@@ -179,44 +187,6 @@ def test_a_dora_cannot_be_an_adapter_of_llama_cpp(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_rope(tmp_path: Path) -> None:
-    scaling = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-    model = small(tmp_path / "llama3", "llama", rope_parameters=scaling)
-    export_model(model, tmp_path / "llama3.gguf")
-    facts, tensors = read(tmp_path / "llama3.gguf")
-    factors = values(tensors["rope_freqs.weight"])
-    config = load_config(model)
-    np.testing.assert_array_equal(factors, config.gguf().tensors(config)["rope_freqs.weight"])
-    assert factors[0] == 1.0
-    assert factors[-1] == 4.0  # the config's factor, of the slowest pair
-    assert (np.diff(factors) >= 0).all()
-    assert "llama.rope.scaling.type" not in facts
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    for name, factor in (("plain", None), ("own", 1.5)):
-        model = small(tmp_path / name, "qwen3", rope_parameters={**yarn, "attention_factor": factor})
-        export_model(model, tmp_path / f"{name}.gguf")
-        facts, _ = read(tmp_path / f"{name}.gguf")
-        assert facts["qwen3.rope.scaling.type"] == "yarn"
-        assert facts["qwen3.rope.scaling.factor"] == 4.0
-        assert facts["qwen3.rope.scaling.original_context_length"] == 32
-        own = facts.get("qwen3.rope.scaling.attn_factor")
-        assert own == (None if factor is None else pytest.approx(1.5 / (1 + 0.1 * np.log(4))))
-    model = small(
-        tmp_path / "linear", "qwen2", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    )
-    export_model(model, tmp_path / "linear.gguf")
-    facts, _ = read(tmp_path / "linear.gguf")
-    assert (facts["qwen2.rope.scaling.type"], facts["qwen2.rope.scaling.factor"]) == ("linear", 2.0)
-
-
-def test_a_sliding_window_is_said(tmp_path: Path) -> None:
-    model = small(tmp_path / "model", "mistral", sliding_window=7)
-    (note,) = export_model(model, tmp_path / "model.gguf").notes
-    assert "up to 7 tokens are exact" in note
-    assert config_of(tmp_path / "model.gguf").sliding_windows == config_of(model).sliding_windows
-    assert export_model(small(tmp_path / "q", "qwen2", use_sliding_window=False), tmp_path / "q.gguf").notes == ()
-
-
 def test_the_licence_of_the_card_goes_along(tmp_path: Path) -> None:
     model = tmp_path / "m"
     shutil.copytree(DEMO, model)
@@ -261,19 +231,6 @@ def test_a_gguf_file_as_the_model(tmp_path: Path, architecture: str) -> None:
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "other.gguf").read_bytes()
 
 
-def test_an_adapter_merges_into_a_gguf_file(tmp_path: Path) -> None:
-    model = small(tmp_path / "model", "llama")
-    adapter = make_adapter(tmp_path / "adapter", model)
-    export_model(model, tmp_path / "base.gguf")
-    for base, output in ((model, "one"), (tmp_path / "base.gguf", "other")):
-        merge_adapter(base, adapter, tmp_path / output, "f32")
-    one, other = Checkpoint(tmp_path / "one"), Checkpoint(tmp_path / "other")
-    assert one.names() == other.names()
-    for name in one.names():
-        np.testing.assert_array_equal(one.read_f32(name), other.read_f32(name))  # the made weights are f16 anyway
-    assert load_config(tmp_path / "other").num_key_value_heads == 2
-
-
 def test_several_types_at_once_are_those_of_one_by_one(tmp_path: Path) -> None:
     model = small(tmp_path / "model", "qwen3")
     adapter = make_adapter(tmp_path / "adapter", model)
@@ -287,3 +244,100 @@ def test_several_types_at_once_are_those_of_one_by_one(tmp_path: Path) -> None:
         assert alone == found[kind]
         assert (tmp_path / f"{kind}.gguf").read_bytes() == (tmp_path / "alone.gguf").read_bytes()
         (tmp_path / "alone.gguf").unlink()
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    value = json.loads(path.read_text())
+    edit(value)
+    path.write_text(json.dumps(value))
+
+
+def test_refusals_leave_nothing(tmp_path: Path) -> None:
+    model, output = small(tmp_path / "model", "qwen2"), tmp_path / "out.gguf"
+    adapter = make_adapter(tmp_path / "adapter", model)
+    huge = make_adapter(tmp_path / "huge", model, lora_alpha=1e9)
+    other = small(tmp_path / "other", "llama", hidden_size=128)
+    long = small(tmp_path / "long", "qwen2")
+    change(long / "tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].update({"zz": 9999}))
+    bare = small(tmp_path / "bare", "qwen2")
+    (bare / "tokenizer.json").unlink()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for arguments, message in (
+        ((model, output, "q3_k"), "quantize=.q3_k. is not known"),
+        ((model, tmp_path / "no" / "out.gguf"), "does not exist: create it first"),
+        ((model, tmp_path), "is not a file"),
+        ((model, model / "config.json"), "exists already"),
+        ((bare, output), "has no tokenizer.json"),
+        ((other, output, "f16", adapter), "does not fit"),
+        ((model, output, "q8_0", huge), "beyond 65,504"),
+        ((long, output), "token ids up to 9,999"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export_model(*arguments)
+    with pytest.raises(UserError, match="does not fit"):
+        export_adapter(other, adapter, output)
+    with pytest.raises(UserError, match="exists already"):
+        export_adapter(model, adapter, model / "config.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Checkpoint.read_f32
+    monkeypatch.setattr(Checkpoint, "read_f32", lambda self, *args: original(self, *args) * np.float32(np.nan))
+    with pytest.raises(UserError, match="not finite"):
+        export_model(small(tmp_path / "model", "qwen2"), tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
+def test_an_interruption_leaves_nothing(tmp_path: Path, failure: type[BaseException]) -> None:
+    seen: list[str] = []
+
+    def written(tensor: str, done: int, total: int) -> None:
+        seen.append(tensor)
+        if len(seen) == 5:
+            raise failure
+
+    with pytest.raises(failure):
+        export_model(DEMO, tmp_path / "out.gguf", "q8_0", events=hearing(written=written))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        with pytest.raises(UserError, match=r"out.* cannot be written \(File too large\): free space"):
+            export_model(DEMO, tmp_path / "out.gguf", "q4_0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
+
+
+CHILD = """
+import resource, sys
+from pathlib import Path
+from wgpu_lora.export import adapter_merge
+from wgpu_lora.export.gguf_export import export_model
+adapter_merge.PIECE = 1 << 20
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+export_model(Path(sys.argv[1]), Path(sys.argv[2]), "q4_k_m")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_model_is_never_whole_in_memory(tmp_path: Path) -> None:
+    model, output = small(tmp_path / "model", "qwen2"), tmp_path / "out.gguf"
+    wide = {"hidden_size": 512, "vocab_size": 80_000, "tie_word_embeddings": True, "intermediate_size": 512}
+    change(model / "config.json", lambda config: config.update(wide))
+    shapes = load_config(model).parameter_shapes()
+    tile = np.random.default_rng(0).normal(0, 0.02, 1 << 16).astype(np.float16)
+    specs = {name: TensorSpec("F16", shape) for name, shape in shapes.items()}
+    write_shards(model, specs, lambda name: [np.resize(tile, shapes[name])])
+    size = (model / "model.safetensors").stat().st_size
+    command = [sys.executable, "-c", CHILD, str(model), str(output)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown = int(run.stdout) * 1024
+    print(size, grown)
+    assert grown < 0.7 * size

@@ -8,8 +8,8 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-from support import FIXTURES, path_of
+from safetensors.numpy import save_file
+from support import path_of
 
 from wgpu_lora.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.errors import UserError
@@ -33,11 +33,6 @@ def on_disk(directory, values: dict[str, np.ndarray], **changes):
     save_file(values, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps({**RAW, **changes}))
     return directory
-
-
-def test_names_are_pefts():
-    assert tensor_name(path_of(0, "q_proj"), "A") == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert tensor_name(path_of(3, "up_proj"), "B") == "base_model.model.model.layers.3.mlp.up_proj.lora_B.weight"
 
 
 def test_round_trip(tmp_path):
@@ -133,35 +128,36 @@ def test_refused_configs(changes, message):
         parse_config({**RAW, **changes}, "x")
 
 
-def test_adapters_of_other_programs_are_named(tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"fine_tune_type": "lora", "lora_parameters": {"rank": 4}}')
-    with pytest.raises(UserError, match="is an adapter of mlx-lm, which is not in PEFT's format: convert it"):
-        read_adapter(tmp_path)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(RAW))
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
-    save_file({name: np.zeros((4, 8), np.float32)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="not a LoRA factor of a module as PEFT saves it: write it"):
-        read_adapter(tmp_path)
+GOOD, FIRST = tensors(), tensor_name(path_of(0, "q_proj"), "A")
 
 
-def test_refused_tensors(tmp_path):
-    good, first = tensors(), tensor_name(path_of(0, "q_proj"), "A")
-    with pytest.raises(UserError, match=r"do not fit rank 3 of adapter_config.json"):
-        read_adapter(on_disk(tmp_path, good, r=3))
-    with pytest.raises(UserError, match=r"holds only lora_B of model.layers.0.self_attn.q_proj"):
-        read_adapter(on_disk(tmp_path, {k: v for k, v in good.items() if k != first}))
-    for odd in (first + ".x", "model.layers.0.self_attn.q_proj.lora_A.weight"):
-        with pytest.raises(UserError, match="not a LoRA factor of a module"):
-            read_adapter(on_disk(tmp_path, {**good, odd: good[first]}))
-    with pytest.raises(UserError, match=r"dtype I32: .* BF16, F16, F32"):
-        read_adapter(on_disk(tmp_path, {**good, first: good[first].astype(np.int32)}))
-    with pytest.raises(UserError, match="holds no tensors"):
-        read_adapter(on_disk(tmp_path, {}))
-    (tmp_path / "adapter_model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"adapter_model.safetensors does not exist"):
-        read_adapter(tmp_path)
-    with pytest.raises(UserError, match="is not a directory"):
-        read_adapter(tmp_path / "no")
+@pytest.mark.parametrize(
+    ("values", "changes", "message"),
+    [
+        (GOOD, {"r": 3}, r"do not fit rank 3 of adapter_config.json"),
+        ({k: v for k, v in GOOD.items() if k != FIRST}, {}, r"holds only lora_B of model.layers.0.self_attn.q_proj"),
+        ({**GOOD, FIRST + ".x": GOOD[FIRST]}, {}, "not a LoRA factor of a module"),
+        ({**GOOD, FIRST.removeprefix("base_model.model."): GOOD[FIRST]}, {}, "not a LoRA factor of a module"),
+        ({FIRST.replace("A.", "A.default."): GOOD[FIRST]}, {}, "not a LoRA factor of a module as PEFT saves it"),
+        ({**GOOD, FIRST: GOOD[FIRST].astype(np.int32)}, {}, r"dtype I32: .* BF16, F16, F32"),
+        ({}, {}, "holds no tensors"),
+    ],
+)
+def test_refused_tensors(tmp_path, values, changes, message):
+    with pytest.raises(UserError, match=message):
+        read_adapter(on_disk(tmp_path, values, **changes))
+
+
+def test_what_is_no_adapter(tmp_path):
+    (on_disk(tmp_path / "bare", GOOD) / "adapter_model.safetensors").unlink()
+    (on_disk(tmp_path / "mlx", GOOD) / "adapter_config.json").write_text('{"fine_tune_type": "lora"}')
+    for name, message in (
+        ("bare", r"adapter_model.safetensors does not exist"),
+        ("mlx", "is an adapter of mlx-lm, which is not in PEFT's format: convert it"),
+        ("no", "is not a directory"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_adapter(tmp_path / name)
 
 
 def test_write_refuses_what_peft_would_not_expect(tmp_path):
@@ -201,16 +197,3 @@ def test_replace_directory(tmp_path, monkeypatch):
     replace_directory(tmp_path / "tmp", tmp_path / "old")
     assert (tmp_path / "old" / "sub" / "f").read_text() == "tmp"
     assert os.listdir(tmp_path) == ["old"]
-
-
-def test_golden_final_adapters_can_be_written(tmp_path):
-    # ties the fixtures' short names to PEFT's
-
-    golden = load_file(FIXTURES / "golden" / "qwen2.safetensors")
-    values = {}
-    for key, value in golden.items():
-        if key.startswith("final.f32."):
-            layer, module, factor = key.removeprefix("final.f32.").split(".")
-            values[tensor_name(path_of(layer, module), factor)] = value
-    write_adapter(tmp_path / "a", values, AdapterConfig(4, 8, target_modules="all-linear"))
-    assert len(read_adapter(tmp_path / "a")[1]) == 21
