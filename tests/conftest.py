@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.broken import Break, breaking
+from support.shared_runs import built_once, train_pipeline, train_run
+from support.training import model_dir
 
 from wgpu_lora.bench import training_runs
 from wgpu_lora.gpu.device import Device, DeviceOptions
@@ -73,6 +75,24 @@ for opener in (loaded_model, finetune, training_runs):
 def device() -> Device:
     """The device that WGPU_LORA_DEVICE names, else the first."""
     return DefaultDevice()
+
+
+@pytest.fixture(scope="session")
+def qwen2(device: Device) -> loaded_model.LoadedModel:
+    """The tiny qwen2 in NF4, which a run loads and releases."""
+    return loaded_model.open_model(str(model_dir("qwen2")), device, "nf4")
+
+
+@pytest.fixture(scope="session")
+def finished_run(qwen2: loaded_model.LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the rows, held-out rows and output (`run`) of a short run. Copy what a test changes."""
+    return built_once(tmp_path_factory, "finished_run", lambda place: train_run(qwen2, place))
+
+
+@pytest.fixture(scope="session")
+def finished_pipeline(qwen2: loaded_model.LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the rows of adapters a, b and c, and their outputs (`run`). Copy what a test changes."""
+    return built_once(tmp_path_factory, "finished_pipeline", lambda place: train_pipeline(qwen2, place))
 
 
 @pytest.fixture
