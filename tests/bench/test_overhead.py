@@ -68,17 +68,6 @@ def test_the_formula_gives_the_published_overheads_of_published_figures():
         assert round(again, 2) == r.overhead_pct
 
 
-def test_the_overhead_is_of_rates():
-    assert overhead_pct(100, 10.0, 99, 10.0) == pytest.approx(1.0)
-    assert overhead_pct(100, 10.0, 100, 10.1) == pytest.approx(100 * (1 - 10 / 10.1))
-    assert overhead_pct(100, 10.0, 202, 20.0) == pytest.approx(-1.0)
-    for figures in ((0, 1.0, 1, 1.0), (1, 1.0, 0, 1.0), (1, 0.0, 1, 1.0), (1, 1.0, 1, float("nan"))):
-        with pytest.raises(ValueError, match="no step or no time"):
-            overhead_pct(*figures)
-    with pytest.raises(UserError, match=r"A segment had 0 steps, .* longer --target-seconds"):
-        row_of(SEGMENT, replace(SECOND, steps=0), **FACTS, **GOOD)
-
-
 def test_a_row_has_the_published_fields():
     made = row_of(SEGMENT, SECOND, **FACTS, **GOOD)
     found = made.to_json()

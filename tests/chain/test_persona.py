@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support.data import chat, write_jsonl
 from support.gguf_models import make_adapter
 
 from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.chain.chain_file import Chain, read_chain
 from wgpu_lora.chain.stage import Watch
-from wgpu_lora.chain.stages.finetune import Finetune
 from wgpu_lora.chain.stages.gguf import Gguf
-from wgpu_lora.chain.stages.prepare import Prepare
 from wgpu_lora.chain.stages.push import Push
-from wgpu_lora.data.curation import Preparation
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.finetune import prepare_run
@@ -75,16 +70,3 @@ def test_what_it_ends_with(tmp_path: Path) -> None:
     assert gguf.quantize == ["q4_k_m", "q5_k_m", "q6_k"]
     assert isinstance(push, Push)
     assert (push.private, push.dry_run, len(push.adapters), len(push.files_of)) == (True, True, 2, 1)
-
-
-def test_preparation_has_all_options() -> None:
-    mine = {field.name for field in fields(Prepare)} - {"inputs"}
-    assert mine == {field.name for field in fields(Preparation)} - {"overwrite"}
-
-
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_stages_are_those_of_the_recipes(tmp_path: Path, name: str) -> None:
-    stages = {link.name: link.stage for link in of_demo(tmp_path).links}
-    stage = stages[name]
-    assert isinstance(stage, Finetune)
-    assert stage.recipe == f"persona-{name}"

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,8 @@ from wgpu_lora.chain.chain_run import run, stage_statuses
 from wgpu_lora.chain.stage import ChainWatch
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import EventForwarder, Events
-from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
+from wgpu_lora.events import Events
+from wgpu_lora.formats.peft_adapter import WEIGHTS
 
 CHAIN = """
 model = "{tmp}/model"
@@ -88,19 +90,13 @@ class KilledError(BaseException):
 class Killed(ChainWatch):
     """Ends the first run as if it were killed, after its third step."""
 
-    def training(self, job: Any) -> Any:
+    @contextmanager
+    def training(self, job: Any) -> Iterator[Events]:
         def step(result: Any) -> None:
             if result.step == 3:
                 raise KilledError
 
-        class Block(EventForwarder):
-            def __enter__(self) -> Events:
-                return self
-
-            def __exit__(self, *exception: object) -> None:
-                pass
-
-        return Block(hearing(step=step))
+        yield hearing(step=step)
 
 
 def test_from_rows_to_an_upload(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -158,30 +154,6 @@ def test_mistakes(tmp_path: Path, capsys: Any, before: str, after: str, words: s
     said = capsys.readouterr()
     assert (said.err.count("\n"), words in said.err, said.out) == (1, True, ""), said.err
     assert not (tmp_path / "out").exists()
-
-
-def test_an_interrupted_chain_says_how_to_continue(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """In a stage other than training."""
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("wgpu_lora.chain.chain_run.run", interrupted)
-    path = made(tmp_path)
-    assert main(["run", str(path)]) == 130
-    assert f"run {path}" in capsys.readouterr().out
-
-
-def test_the_best_adapter_is_a_result(tmp_path: Path) -> None:
-    """A later stage may read it."""
-    path = made(tmp_path)
-    stage, output = read_chain(str(path)).links[0].stage, tmp_path / "sft"
-    assert [found.relative_to(output).as_posix() for found in stage.outputs(output)] == [WEIGHTS, CONFIG]
-    (output / "best").mkdir(parents=True)
-    assert output / "best" / WEIGHTS in list(stage.outputs(output))
-    facts = stage.facts()
-    path.write_text(path.read_text().replace("max_steps = 4", "max_steps = 4\neval_steps = 3", 1))
-    assert read_chain(str(path)).links[0].stage.facts() != facts
 
 
 def test_a_chain_is_no_recipe(tmp_path: Path, capsys: Any) -> None:

@@ -157,22 +157,6 @@ def test_claims_within_claims_and_what_stays(at: Path, device: Device, ledger: L
     assert sum(entry.bytes for entry in ledger.read()) == base
 
 
-def test_what_stays_is_one_lease(at: Path, device: Device, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many claims left something: each lease has a thread that renews it."""
-    before = device.allocated
-    for step in range(1, 40):
-        with claim(device, 1000, "models"):
-            monkeypatch.setattr(device, "allocated", before + 1000 * step)
-    (entry,) = ledger.read()
-    assert (entry.bytes, entry.what) == (before + 39_000, "loaded models")
-    with claim(device, 0, "fewer"):
-        monkeypatch.setattr(device, "allocated", before + 500)
-    assert [found.bytes for found in ledger.read()] == [before + 500]
-    with claim(device, 0, "none"):
-        monkeypatch.setattr(device, "allocated", 0)
-    assert ledger.read() == []
-
-
 def test_a_failure_leaves_no_lease(at: Path, device: Device, ledger: Ledger) -> None:
     before = device.allocated
     with pytest.raises(ZeroDivisionError), claim(device, 1000, "x"):
@@ -192,24 +176,6 @@ def test_a_device_that_is_gone_holds_nothing(at: Path) -> None:
     gc.collect()
     assert gone() is None
     until(lambda: not ledger.read(), 10)
-
-
-def test_claims_of_two_threads_add_up(at: Path, device: Device, ledger: Ledger) -> None:
-    base, inside, done = device.allocated, threading.Event(), threading.Event()
-
-    def other() -> None:
-        with claim(device, 1000, "other"):
-            inside.set()
-            done.wait(60)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    inside.wait(60)
-    with claim(device, 1000, "one"):
-        assert sum(entry.bytes for entry in ledger.read()) == base + 2000
-    done.set()
-    thread.join()
-    assert sum(entry.bytes for entry in ledger.read()) == base
 
 
 def test_a_thread_that_waits_does_not_keep_another_from_ending(at: Path, device: Device, ledger: Ledger) -> None:

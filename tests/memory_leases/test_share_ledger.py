@@ -142,22 +142,6 @@ def test_a_process_that_ended_is_dead_before_anyone_asks_for_its_exit_code() -> 
     child.communicate()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: asks its kernel")
-def test_a_process_lives_as_long_as_its_last_thread() -> None:
-    """Its first thread is a zombie before the others have let go of its memory."""
-    ended = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=[600]).start(); "
-    child = subprocess.Popen([sys.executable, "-c", f"{ended} ctypes.CDLL(None).pthread_exit(None)"])
-    until(lambda: f"{child.pid} (python" in (stat := stat_of(child.pid)) and ") Z " in stat)
-    assert process_start(child.pid)
-    child.kill()
-    until(lambda: process_start(child.pid) is None)
-    child.wait()
-
-
-def stat_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text()
-
-
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 DAMAGE = {

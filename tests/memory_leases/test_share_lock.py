@@ -28,33 +28,6 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger("gpu", tmp_path)
 
 
-def test_no_garbage_is_collected_while_a_ledger_is_locked(
-    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From before the lock is taken until no thread holds one: garbage may be a lease, whose end waits for the lock."""
-    share_lock, seen, inside, done = Ledger._share_lock, [], threading.Event(), threading.Event()
-
-    def looking(self: Ledger) -> None:
-        seen.append(gc.isenabled())
-        share_lock(self)
-
-    def other() -> None:
-        with Ledger("other", tmp_path).changing():
-            inside.set()
-            done.wait(60)
-
-    monkeypatch.setattr(Ledger, "_share_lock", looking)
-    thread = threading.Thread(target=other)
-    with ledger.changing():
-        thread.start()
-        inside.wait(60)
-    assert not gc.isenabled()
-    done.set()
-    thread.join()
-    assert collected_again()
-    assert seen == [False, False]
-
-
 def test_what_interrupts_the_taking_of_the_lock_does_not_keep_it(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

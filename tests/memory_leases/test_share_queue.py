@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.events import hearing
 from support.sampling import FULL, seeds
 from support.share import adapter, start, until
 
@@ -123,28 +122,6 @@ def test_the_wait_ends_on_time(ledger: Ledger) -> None:
             pass
         assert 0.2 <= time.monotonic() - begin < 1  # it does not sleep out the pause of a second
         assert queue(ledger) == []
-
-
-def test_looks_back_off_from_1_to_30_seconds(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, pauses = [0.0], []
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        now[0] += seconds
-
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    seen: list[tuple[int, list[str], float]] = []
-    with take(ledger, 6, 10, "one"):
-        monkeypatch.setattr(module.time, "sleep", sleep)
-        with (
-            pytest.raises(UserError, match="After 100 s"),
-            take(ledger, 5, 10, "two", 100, hearing(waiting=lambda *told: seen.append(told))),
-        ):
-            pass
-    assert pauses == [1, 2, 4, 8, 16, 30, 30, 9]
-    assert max(pauses) <= module.RENEW_SECONDS  # so a waiter finds what the dead left within a renewal period
-    holder = [f"pid {os.getpid()} (one)"]
-    assert seen[:3] == [(1, holder, 0), (1, holder, 1), (1, holder, 3)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from wgpu_lora.gpu.device_list import DeviceInfo
 from wgpu_lora.proof.checks import devices_compute
 from wgpu_lora.proof.proof_context import LEFT_OUT, Check, Proof, Result
@@ -14,64 +16,96 @@ from wgpu_lora.proof.proof_run import carry_out, on_devices
 from wgpu_lora.proof.worker_jobs import by_default
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
-
-def test_devices() -> None:
-    def found(discrete: int = 0, **changes: Any) -> str:
-        device = {"index": 0, "name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"}
-        good = {"error": 1e-13, "fine": True}
-        facts = {"devices": [device, {**device, "index": 1}], "used": [0, 1], "asked": False,
-                 "computed": {"0": good, "1": good}, "wgpu_native": "0", "hardware": ["a 0", "a 1"]}  # fmt: skip
-        check = carry_out(1, "devices", devices_compute, proof_of(facts | changes, discrete))
-        assert "the check itself broke" not in check.reason
-        return check.status
-
-    assert found() == "passed"
-    assert found(computed={"1": {"error": 0.1, "fine": False}}) == "failed"
-    assert found(computed={"1": {"error": None, "fine": False}}) == "failed"  # it was not finite
-    assert found(used=[0]) == "failed"
-    assert found(used=[0], hardware=["a 0", "a 0"]) == "passed"
-    assert found(used=[0], asked=True) == "passed"
-    assert found(devices=[], used=[], hardware=[], computed={}) == "failed"
-    assert found(discrete=2) == "passed"
-    assert found(discrete=3) == "failed"
-    assert found(discrete=2, hardware=["a 0", "a 0"]) == "failed"  # one, behind two APIs
+GOOD, WRONG = {"error": 1e-13, "fine": True}, {"error": 0.1, "fine": False}
 
 
-def proof_of(devices: dict[str, Any], discrete: int) -> Proof:
-    made = Proof(Path("out"), Path("r"), TrainingArguments(), None, SimpleNamespace(), discrete)  # type: ignore[arg-type]
-    made.made["devices"] = devices
-    return made
+@pytest.mark.parametrize(
+    ("discrete", "changes", "want"),
+    [
+        (0, {}, "passed"),
+        (0, {"computed": {"1": WRONG}}, "failed"),
+        (0, {"computed": {"1": WRONG | {"error": None}}}, "failed"),  # it was not finite
+        (0, {"used": [0]}, "failed"),
+        (0, {"used": [0], "hardware": ["a 0", "a 0"]}, "passed"),
+        (0, {"used": [0], "asked": True}, "passed"),
+        (0, {"devices": [], "used": [], "hardware": [], "computed": {}}, "failed"),
+        (2, {}, "passed"),
+        (3, {}, "failed"),
+        (2, {"hardware": ["a 0", "a 0"]}, "failed"),  # one, behind two APIs
+    ],
+)
+def test_devices(discrete: int, changes: dict[str, Any], want: str) -> None:
+    device = {"index": 0, "name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"}
+    facts = {"devices": [device, {**device, "index": 1}], "used": [0, 1], "asked": False, "wgpu_native": "0",
+             "computed": {"0": GOOD, "1": GOOD}, "hardware": ["a 0", "a 1"]}  # fmt: skip
+    proof = Proof(Path("out"), Path("r"), TrainingArguments(), None, SimpleNamespace(), discrete)  # type: ignore[arg-type]
+    proof.made["devices"] = facts | changes
+    check = carry_out(1, "devices", devices_compute, proof)
+    assert "the check itself broke" not in check.reason
+    assert check.status == want
 
 
-def test_a_verdict_names_what_it_was_proven_on() -> None:
-    def device(index: int, kind: str, name: str) -> dict[str, Any]:
-        return {"index": index, "name": name, "kind": kind}
+SOFTWARE = [{"index": i, "name": name, "kind": "software"} for i, name in enumerate(("llvmpipe", "SwiftShader"))]
+REAL = {"index": 0, "name": "H", "kind": "discrete"}
+MIXED = {"devices": [REAL, SOFTWARE[1]], "used": [0, 1], "hardware": ["h", "s"]}
 
-    software = [device(0, "software", "llvmpipe"), device(1, "software", "SwiftShader")]
-    both = {"devices": software, "used": [0, 1], "hardware": ["l", "s"]}
-    assert on_devices(both) == "2 software devices (llvmpipe, SwiftShader); no discrete GPU was found"
-    mixed = {"devices": [device(0, "discrete", "H"), *software[1:]], "used": [0, 1], "hardware": ["h", "s"]}
-    assert on_devices(mixed) == "1 discrete device (H) and 1 software device (SwiftShader)"
-    assert on_devices(mixed | {"used": [1]}).endswith("; no discrete GPU was used")
-    twice = {"devices": [device(i, "discrete", "H") for i in (0, 1)], "used": [0, 1], "hardware": ["h", "h"]}
-    assert on_devices(twice) == "1 discrete device (H)"
-    assert on_devices({}) == ""
-    checks = [Check(n, "x", "passed", 0.0, "") for n in range(1, 10)]
-    assert Result(checks, Path(), "1 discrete device (H)").verdict.endswith("without CUDA, on 1 discrete device (H).")
-    left = [replace(check, status="not run", reason=LEFT_OUT) for check in checks[2:]]
-    partly = Result([*checks[:2], *left], Path(), "1 discrete device (H)")
-    assert (partly.outcome, partly.code) == ("open", 0)
-    assert partly.verdict == (
-        "Partly checked: 2 of 9 checks passed on 1 discrete device (H); left out by --only: 3, 4, 5, 6, 7, 8, 9."
-    )
-    failed = Result([replace(checks[0], status="failed"), checks[1], *left], Path())
-    assert (failed.outcome, failed.code) == ("refuted", 1)
-    assert failed.verdict.startswith("Not proven: 1 of 9 checks passed; failed: 1; left out by --only: 3, ")
-    unable = Result([*checks[:8], replace(checks[8], status="not run", reason="no device")], Path())
-    assert (unable.outcome, unable.verdict) == ("open", "Not proven: 8 of 9 checks passed; not run: 9.")
-    short = Result(checks, Path(), "1 software device (S)", "--require-discrete 1 is not met: 0 discrete GPUs are used")
-    assert (short.proven, short.code) == (False, 1)
-    assert "passed on 1 software device (S); --require-discrete 1 is not met" in short.verdict
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (
+            {"devices": SOFTWARE, "used": [0, 1], "hardware": ["l", "s"]},
+            "2 software devices (llvmpipe, SwiftShader); no discrete GPU was found",
+        ),
+        (MIXED, "1 discrete device (H) and 1 software device (SwiftShader)"),
+        (MIXED | {"used": [1]}, "1 software device (SwiftShader); no discrete GPU was used"),
+        ({"devices": [REAL, REAL | {"index": 1}], "used": [0, 1], "hardware": ["h", "h"]}, "1 discrete device (H)"),
+        ({}, ""),
+    ],
+)
+def test_a_verdict_names_what_it_was_proven_on(devices: dict[str, Any], said: str) -> None:
+    assert on_devices(devices) == said
+
+
+CHECKS = [Check(n, "x", "passed", 0.0, "") for n in range(1, 10)]
+LEFT = [replace(check, status="not run", reason=LEFT_OUT) for check in CHECKS[2:]]
+UNMET = "--require-discrete 1 is not met: 0 discrete GPUs are used"
+
+
+@pytest.mark.parametrize(
+    ("checks", "on", "outcome", "code", "verdict"),
+    [
+        (CHECKS, ["1 discrete device (H)"], "proven", 0, "without CUDA, on 1 discrete device (H)."),
+        (
+            [*CHECKS[:2], *LEFT],
+            ["1 discrete device (H)"],
+            "open",
+            0,
+            "Partly checked: 2 of 9 checks passed on 1 discrete device (H); left out by --only: 3, 4, 5, 6, 7, 8, 9.",
+        ),
+        (
+            [replace(CHECKS[0], status="failed"), CHECKS[1], *LEFT],
+            [],
+            "refuted",
+            1,
+            "Not proven: 1 of 9 checks passed; failed: 1; left out by --only: 3, ",
+        ),
+        (
+            [*CHECKS[:8], replace(CHECKS[8], status="not run", reason="no device")],
+            [],
+            "open",
+            0,
+            "Not proven: 8 of 9 checks passed; not run: 9.",
+        ),
+        (CHECKS, ["1 software device (S)", UNMET], None, 1, f"passed on 1 software device (S); {UNMET}"),
+    ],
+)
+def test_verdicts(checks: list[Check], on: list[str], outcome: str | None, code: int, verdict: str) -> None:
+    found = Result(checks, Path(), *on)
+    assert verdict in found.verdict
+    assert found.code == code
+    assert outcome in (None, found.outcome)
+    assert found.proven == (outcome == "proven")
 
 
 def test_as_many_devices_are_used_as_are_asked_for() -> None:
