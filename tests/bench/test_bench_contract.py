@@ -168,7 +168,7 @@ JUDGED: list[tuple[dict[str, Any], list[str]]] = [
         ["tokens_per_second is 40, at most 30 (33% over)"],
     ),
     *(
-        ({"reference": {"nmse": error, "kernel": "k"}}, [f"k is off its reference: NMSE {error:.1e}, at most 1.0e-09"])
+        ({"reference": {"nmse": error, "kernel": "k"}}, [f"k is off its reference: NMSE {error}, at most 1e-09"])
         for error in (2e-9, float("inf"), float("nan"))
     ),
 ]

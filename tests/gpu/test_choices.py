@@ -14,12 +14,23 @@ import pytest
 from support.tuning import product
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.program import Arena, allocate
+from wgpu_lora.gpu.program import Arena, allocate, release
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.tuning_cache import SCHEMA, ChoiceFile, Entry, bucket, choice_key
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.ops.matmul import matmul_nt
+
+
+def damaged(good: str) -> list[str]:
+    (entry,) = json.loads(good)["entries"].values()
+    odd = [{"x": 3}, {"x": entry, "[1]": entry, '["a", [], [], {}]': entry}, {"x": {**entry, "took": "long"}}]
+    odd += [{"[" * 100_000: entry}, {"x": {**entry, "took": 10**400}}, {"x": {**entry, "took": math.inf}}]
+    odd += [{"x": {**entry, "seconds": [[seconds, entry["tiling"]]]}} for seconds in (10**400, math.nan)]
+    verdict = {"kernel": "x", "digest": "x", "right": True, "nmse": 10**400, "limit": 1.0}
+    texts = ["{", "[]", '{"schema": 99, "entries": {}}', "[" * 100_000]
+    texts += [json.dumps({"schema": SCHEMA, "entries": entries}) for entries in odd]
+    return [*texts, json.dumps({"schema": SCHEMA, "verdicts": {"x": verdict}})]
 
 
 def test_the_cache_is_used_again_and_survives_damage(
@@ -31,16 +42,8 @@ def test_the_cache_is_used_again_and_survives_damage(
     with monkeypatch.context() as patch:
         patch.setattr(Tuner, "_seconds", lambda *_: pytest.fail("it was measured again"))
         assert Tuner(device, directory=tmp_path).tune([program]) == first
-    good = tuner.file.path.read_text()
-    (entry,) = json.loads(good)["entries"].values()
-    odd = [{"x": 3}, {"x": entry, "[1]": entry, '["a", [], [], {}]': entry}, {"x": {**entry, "took": "long"}}]
-    odd += [{"[" * 100_000: entry}, {"x": {**entry, "took": 10**400}}, {"x": {**entry, "took": math.inf}}]
-    odd += [{"x": {**entry, "seconds": [[seconds, entry["tiling"]]]}} for seconds in (10**400, math.nan)]
-    damaged = [json.dumps({"schema": SCHEMA, "entries": entries}) for entries in odd]
-    verdict = {"kernel": "x", "digest": "x", "right": True, "nmse": 10**400, "limit": 1.0}
-    damaged += ["[" * 100_000, json.dumps({"schema": SCHEMA, "verdicts": {"x": verdict}})]
     monkeypatch.setattr(Tuner, "_seconds", lambda *_: 1.0)
-    for damage in ("{", "[]", '{"schema": 99, "entries": {}}', *damaged):
+    for damage in damaged(tuner.file.path.read_text()):
         tuner.file.path.write_text(damage)
         assert tuner.file.verdicts() == {}
         assert Tuner(device, directory=tmp_path).tune([program]).keys() == first.keys()
@@ -112,15 +115,13 @@ def test_two_processes_may_write_at_once(tmp_path: Path) -> None:
     assert len(json.loads(path.read_text())["entries"]) == 20
 
 
-def test_devices_and_drivers_have_files_of_their_own(device: Device, tmp_path: Path) -> None:
+def test_devices_and_drivers_have_files_of_their_own(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = ChoiceFile(device, tmp_path).path
-    info = device.info
-    try:
-        device.info = replace(info, driver="another")
-        assert ChoiceFile(device, tmp_path).path != path
-    finally:
-        device.info = info
     assert ChoiceFile(device, tmp_path).path == path
+    monkeypatch.setattr(device, "info", replace(device.info, driver="another"))
+    assert ChoiceFile(device, tmp_path).path != path
 
 
 def test_sizes_share_a_bucket_by_ratio() -> None:
@@ -134,24 +135,19 @@ def test_a_program_is_built_in_the_chosen_tiling(device: Device, rng: np.random.
     program, y = product(device)
     (step,) = program.dispatches
     other = step.kernel.tilings(device.capabilities, step.constants)[-1]
-    choices = {choice_key(step.kernel, step.present, step.constants): other}
-    try:
-        allocate(device, program.persistent_storages())
-        program.build(Arena(device), choices)
-        a, b, _ = step.tensors
-        values = [rng.standard_normal(t.shape, np.float32) for t in (a, b)]
-        for tensor, value in zip((a, b), values, strict=True):
-            device.write(tensor.storage.buffer, value)
-        program.run()
-        assert program.dispatches[0].tiling == other
-        assert program.dispatches[0].groups == step.kernel.groups(step.constants, other)
-        got = device.read(y.storage.buffer).view(np.float32).reshape(y.shape)
-        np.testing.assert_allclose(got, values[0] @ values[1].T, rtol=1e-4, atol=1e-4)
-        program.build(Arena(device))
-        assert program.dispatches == [step]  # what nothing chooses runs the default
-    finally:
-        for storage in program.persistent_storages():
-            device.free(storage.buffer)
+    allocate(device, program.persistent_storages())
+    program.build(Arena(device), {choice_key(step.kernel, step.present, step.constants): other})
+    a, b = (rng.standard_normal(tensor.shape, np.float32) for tensor in step.tensors[:2])
+    for tensor, value in zip(step.tensors, (a, b), strict=False):
+        device.write(tensor.storage.buffer, value)
+    program.run()
+    (built,) = program.dispatches
+    assert (built.tiling, built.groups) == (other, step.kernel.groups(step.constants, other))
+    got = device.read(y.storage.buffer).view(np.float32).reshape(y.shape)
+    np.testing.assert_allclose(got, a @ b.T, rtol=1e-4, atol=1e-4)
+    program.build(Arena(device))
+    assert program.dispatches == [step]  # what nothing chooses runs the default
+    release(device, program.persistent_storages())
 
 
 def test_a_tiling_of_another_device_is_not_used(device: Device) -> None:

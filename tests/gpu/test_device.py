@@ -47,15 +47,17 @@ def test_an_adapter_is_chosen_by_number_name_or_environment(monkeypatch: pytest.
     assert choose(0)[0] == found[0]
 
 
-@pytest.mark.parametrize("number", ["99", -1])
-def test_a_number_without_device(number: int | str) -> None:
-    with pytest.raises(UserError, match=rf"no device {number}: choose 0 to \d+, as 'wgpu-lora info'"):
-        choose(number)
-
-
-def test_a_name_without_device() -> None:
-    with pytest.raises(UserError, match=r"No device is named 'abacus': choose one of 0 \("):
-        choose("abacus")
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        ("99", r"no device 99: choose 0 to \d+, as 'wgpu-lora info'"),
+        (-1, r"no device -1: choose 0 to \d+, as 'wgpu-lora info'"),
+        ("abacus", r"No device is named 'abacus': choose one of 0 \("),
+    ],
+)
+def test_a_device_that_is_not_there(selector: int | str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        choose(selector)
 
 
 def test_no_adapter_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.tuning import product
 
 from wgpu_lora.gpu import program as module
-from wgpu_lora.gpu.arena_plan import plan_arenas, total_by_group
+from wgpu_lora.gpu.arena_plan import plan_arenas
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import BindingTooLarge, GridTooLarge
 from wgpu_lora.gpu.program import Arena, Program, allocate
@@ -56,13 +56,15 @@ def test_a_plan_is_no_smaller_than_its_fullest_moment(spans: Spans) -> None:
     assert len(plan.sizes) <= 1
 
 
-def test_what_never_lives_together_shares_its_place() -> None:
-    assert plan_arenas(lifetimes([(1000, 0, 1), (1000, 2, 1), (1000, 4, 0)]), 1 << 20, 1 << 20).sizes == [1024]
-
-
-def test_a_full_arena_is_followed_by_another() -> None:
-    plan = plan_arenas(lifetimes([(MAX_ARENA, 0, 1)] * 3), MAX_ARENA, MAX_ARENA)
-    assert plan.sizes == [MAX_ARENA] * 3
+@pytest.mark.parametrize(
+    ("spans", "sizes"),
+    [
+        ([(1000, 0, 1), (1000, 2, 1), (1000, 4, 0)], [1024]),  # what never lives together shares its place
+        ([(MAX_ARENA, 0, 1)] * 3, [MAX_ARENA] * 3),
+    ],
+)
+def test_arenas(spans: Spans, sizes: list[int]) -> None:
+    assert plan_arenas(lifetimes(spans), MAX_ARENA, MAX_ARENA).sizes == sizes
 
 
 @pytest.mark.parametrize("limits", [(MAX_ARENA, 1 << 30), (1 << 30, MAX_ARENA)])
@@ -71,25 +73,21 @@ def test_a_tensor_that_cannot_be_bound_is_named(limits: tuple[int, int]) -> None
         plan_arenas(lifetimes([(MAX_ARENA + 1, 0, 1)]), *limits)
 
 
-def test_total_by_group() -> None:
-    assert total_by_group([Storage(3, "base", ""), Storage(4, "base", ""), Storage(5, "adapters", "")]) == {
-        "base": 7,
-        "adapters": 5,
-    }
-
-
 # -- recording ---------------------------------------------------------------------------------------------------------
 
 
-def test_dispatch_names_what_is_missing(device: Device) -> None:
+@pytest.mark.parametrize(
+    ("operands", "constants", "message"),
+    [
+        (2, {"size": 8}, r"add_forward: missing tensors \['y'\]"),
+        (3, {"size": 8, "wrong": 1}, r"constants \['size', 'wrong'\]"),
+        (3, {}, r"constants \[\]"),
+    ],
+)
+def test_dispatch_names_what_is_missing(device: Device, operands: int, constants: Any, message: str) -> None:
     program = Program(device)
-    x = program.temp((8,))
-    with pytest.raises(TypeError, match=r"add_forward: missing tensors \['y'\]"):
-        program.dispatch(add_forward, x, x, size=8)
-    with pytest.raises(TypeError, match=r"constants \['size', 'wrong'\]"):
-        program.dispatch(add_forward, x, x, x, size=8, wrong=1)
-    with pytest.raises(TypeError, match=r"constants \[\]"):
-        program.dispatch(add_forward, x, x, x)
+    with pytest.raises(TypeError, match=message):
+        program.dispatch(add_forward, *[program.temp((8,))] * operands, **constants)
     assert not program.dispatches
 
 
@@ -193,16 +191,6 @@ def gradients(device: Device, x: np.ndarray, forward: Callable[[Recorder, Tensor
     arena.free()
     device.free(given.storage.buffer)
     return result, plan.nbytes
-
-
-def test_row_blocks_are_what_a_binding_holds(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "max_binding", 128 << 20)
-    rec = Recorder(Program(device))
-    assert list(rec.row_blocks(1024, 18944)) == [(0, 1024)]
-    blocks = list(rec.row_blocks(5000, 18944))
-    assert [start for start, _ in blocks] == [0, 1728, 3456]
-    assert blocks[-1][1] == 5000
-    assert 1728 * 4 * 18944 <= 128 << 20
 
 
 def test_a_tensor_used_twice_gets_both_gradients(device: Device, rng: np.random.Generator) -> None:

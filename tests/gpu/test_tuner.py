@@ -19,7 +19,7 @@ from wgpu_lora.gpu.device_errors import ShaderError, WrongResults
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.reference_values import nmse
 from wgpu_lora.gpu.tensor import persistent
-from wgpu_lora.gpu.tiling import Capabilities, Tiling
+from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.tuning_cache import choice_key
 from wgpu_lora.ops.elementwise import fill
@@ -64,15 +64,6 @@ def test_a_wrong_tiling_is_never_chosen(device: Device, tmp_path: Path, monkeypa
     assert Tuner(device, directory=tmp_path).tune([program]) == {
         choice_key(step.kernel, step.present, step.constants): tilings[0]
     }
-
-
-def test_a_family_without_subgroups_is_timed_on_a_cpu(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but `plain`, of which it is known to be slow."""
-    (step,) = product(device)[0].dispatches
-    other = Tiling("workgroup", rows=8)
-    kernel = replace(step.kernel, variants=lambda *_: [step.tiling, other, Tiling()])
-    monkeypatch.setattr(device, "capabilities", Capabilities(8, software=True))
-    assert Tuner(device)._tilings(replace(step, kernel=kernel)) == [step.tiling, other]
 
 
 @pytest.mark.filterwarnings("ignore::wgpu_lora.errors.DeviceWarning")
@@ -204,28 +195,6 @@ def test_what_was_found_before_an_interrupt_is_kept(
     with pytest.raises(KeyboardInterrupt):
         Tuner(device, directory=tmp_path).tune([small, large])
     assert Tuner(device, directory=tmp_path).estimate([small, large]).sizes == 1
-
-
-def test_the_time_goes_to_calls_by_their_share_of_a_step(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it was measured, not by multiply-adds alone; every call is timed in its default first."""
-    monkeypatch.setattr(Tuner, "_verdict", verdicts())
-    order: list[tuple[int, bool]] = []
-
-    def seconds(self: Tuner, call: Any, tiling: Any) -> float:
-        order.append((call.constants["n"], tiling == call.tiling))
-        return {20: 30.0, 600: 1.0, 300: 2.0}[call.constants["n"]]
-
-    monkeypatch.setattr(Tuner, "_seconds", seconds)
-    programs = [product(device, n=n)[0] for n in (20, 600, 300)]
-    programs[1].dispatches *= 4  # of a step
-    Tuner(device, directory=tmp_path).tune(programs)
-    assert order[:3] == [(600, True), (300, True), (20, True)]
-    count = len(programs[0].dispatches[0].kernel.tilings(device.capabilities, programs[0].dispatches[0].constants))
-    rest = [n for n, _ in order[3:]]
-    assert rest[: count - 2] == [20] * (count - 2)  # 30 s against 4 and 2
-    assert rest.index(600) < rest.index(300)
 
 
 def test_light_kernels_are_left_alone(device: Device, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from support.training import random_rows
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.adapter_merge import merge_adapter
-from wgpu_lora.export.gguf_export import export_adapter
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, tensor_name
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.named_adapters import load_adapters
@@ -89,14 +88,9 @@ def test_either_names_are_the_same_adapter(device: Device, base: Path, tmp_path:
     for have, want in zip(*both, strict=True):
         np.testing.assert_array_equal(have, want)
     assert frozen_adapter(plain, model.config).digest == frozen_adapter(whole, model.config).digest
-
-
-def test_either_names_give_the_same_files(base: Path, tmp_path: Path) -> None:
-    plain, whole = (golden_adapter(tmp_path / prefix, prefix) for prefix in (TEXT, WHOLE))
-    found = []
     for place, adapter in (("a", plain), ("b", whole)):
         merge_adapter(base, adapter, tmp_path / place, "f32")
-        found.append((tmp_path / place / "model.safetensors").read_bytes())
+    found = [(tmp_path / place / "model.safetensors").read_bytes() for place in "ab"]
     assert found[0] == found[1] != (base / "model.safetensors").read_bytes()
 
 
@@ -142,46 +136,25 @@ def test_names_of_all_versions_of_transformers(config: ModelConfig, names: str, 
             np.testing.assert_array_equal(have, want)
 
 
-def test_either_names_give_the_same_gguf_adapter(tmp_path: Path) -> None:
-    """With the ranks and scales that patterns by either names give."""
-    said = json.loads((MODELS / "gemma3" / "config.json").read_text())
-    said["text_config"]["layer_types"] = ["sliding_attention"] * 2  # as llama.cpp has it in the first layers
-    (tmp_path / "config.json").write_text(json.dumps(said))
-    config, found = config_of(tmp_path), []
-    module = "model.language_model.layers.0.mlp.up_proj"
-    out, size_in = config.lora_modules[module]
-    pair = np.ones((2, size_in), np.float32), np.ones((out, 2), np.float32)
-    for place, name in (("a", module), ("b", module.replace(WHOLE, "language_model.model."))):
-        (tmp_path / place).mkdir()
-        adapter = written(tmp_path / place / "adapter", {name: pair}, rank_pattern={name: 2}, alpha_pattern={name: 3})
-        export_adapter(tmp_path, adapter, tmp_path / place / "adapter.gguf")
-        found.append((tmp_path / place / "adapter.gguf").read_bytes())
-    assert found[0] == found[1]
+OTHER_PART = "it has {}, but only the text part of this model is used: train it on"
+UP = path_of(0, "up_proj")
 
 
 @pytest.mark.parametrize(
-    ("architecture", "module"),
+    ("architecture", "modules", "said"),
     [
-        ("qwen3_5_text", EYE),
-        ("gemma3", "model.vision_tower.encoder.layers.0.self_attn.q_proj"),
-        ("gemma3", "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"),
+        ("qwen3_5_text", [EYE], OTHER_PART),
+        ("gemma3", ["model.vision_tower.encoder.layers.0.self_attn.q_proj"], OTHER_PART),
+        ("gemma3", ["vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"], OTHER_PART),
+        ("qwen3_5_text", [UP, UP.replace(TEXT, WHOLE, 1)], "adapter holds {} under two names: save it again"),
     ],
 )
-def test_modules_of_other_parts_are_refused(architecture: str, module: str, tmp_path: Path) -> None:
+def test_modules_that_are_refused(architecture: str, modules: list[str], said: str, tmp_path: Path) -> None:
     config = config_of(MODELS / architecture)
-    pair = np.ones((4, 3), np.float32), np.ones((2, 4), np.float32)
-    adapter = written(tmp_path / "adapter", {module: pair})
-    with pytest.raises(UserError, match=rf"it has {module}, but only the text part of this model is used: train it on"):
-        read_adapter_for(config, adapter)
-
-
-def test_a_module_under_two_names_is_refused(tmp_path: Path) -> None:
-    config = config_of(MODELS / "qwen3_5_text")
-    module = path_of(0, "up_proj")
-    out, size_in = config.lora_modules[module]
+    out, size_in = config.lora_modules.get(modules[0], (2, 3))
     pair = np.ones((4, size_in), np.float32), np.ones((out, 4), np.float32)
-    adapter = written(tmp_path / "adapter", {module: pair, module.replace(TEXT, WHOLE, 1): pair})
-    with pytest.raises(UserError, match=rf"adapter holds {module} under two names: save it again"):
+    adapter = written(tmp_path / "adapter", dict.fromkeys(modules, pair))
+    with pytest.raises(UserError, match=said.format(modules[0])):
         read_adapter_for(config, adapter)
 
 

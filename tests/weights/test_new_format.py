@@ -17,7 +17,6 @@ from support.models import full_logits, golden, golden_rows, relative_error
 from support.training import golden_arguments, model_dir
 
 from wgpu_lora.bench.brick_run import bench
-from wgpu_lora.cli import main
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.export.adapter_merge import MergedModel
 from wgpu_lora.export.quantized_model import write_packed
@@ -28,6 +27,7 @@ from wgpu_lora.models.config_fields import packed
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.weights.base import Loading, MatrixSource, Packed, Shared, StoredTensors
 from wgpu_lora.weights.base_formats import BASE_FORMATS
 from wgpu_lora.weights.dense import DenseWeight
@@ -143,14 +143,6 @@ def logits(model: LoadedModel) -> list[np.ndarray]:
     return full_logits(model, [Segment(ids) for ids in golden_rows(golden("llama"), "input_ids")])
 
 
-def test_it_is_named_with_the_others() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"base_dtype='zork' is not known: choose one of nf4, bf16, f16, f32, lut2, lut3, lut4, int8, twin\.",
-    ):
-        open_model(str(model_dir("llama")), base_dtype="zork")
-
-
 def test_it_is_loaded_and_computed_with(device: Device) -> None:
     """The golden llama is f32, of which bf16 keeps too little to pass, and twin enough."""
     model, dense = (open_model(str(model_dir("llama")), device, base) for base in ("twin", "f32"))
@@ -192,36 +184,45 @@ def test_it_is_saved_and_loaded_as_it_was_saved(device: Device, tmp_path: Path) 
         open_model(str(saved), device, "twin").load_weights()
 
 
-def test_what_cannot_be_saved_is_refused(device: Device, tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"base_dtype='bf16' cannot be stored packed: choose one of nf4, lut2, lut3, lut4, int8, twin\."
-    ):
+CHOICES = "nf4, bf16, f16, f32, lut2, lut3, lut4, int8, twin"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "gptq"},
+            "'gptq', which is not supported: use bitsandbytes' NF4 or wgpu-lora's low-bit codes or the twins, or",
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_8bit": True},
+            r"are stored in 8 bits \(LLM.int8\), which is not supported",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        packed({"quantization_config": config}, "config.json")
+
+
+def test_it_is_named_with_the_others(device: Device, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"base_dtype='zork' is not known: choose one of {CHOICES}\."):
+        open_model(str(model_dir("llama")), base_dtype="zork")
+    message = rf"base_dtype='bf16' cannot be stored packed: choose one of {CHOICES.replace('bf16, f16, f32, ', '')}\."
+    with pytest.raises(UserError, match=message):
         write_packed(open_model(str(model_dir("llama")), device, "bf16"), tmp_path / "saved")
-    with pytest.raises(
-        UserError,
-        match="'gptq', which is not supported: use bitsandbytes' NF4 or wgpu-lora's low-bit codes or the twins, or",
-    ):
-        packed({"quantization_config": {"quant_method": "gptq"}}, "config.json")
-    with pytest.raises(UserError, match=r"are stored in 8 bits \(LLM.int8\), which is not supported"):
-        packed({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "config.json")
     assert not list(tmp_path.iterdir())
 
 
-def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = golden_arguments(tmp_path, "llama", base_dtype="twin", max_steps=2)
-    options = ["--model", args.model, "--data", args.data, "--max-length", "16", "--base-dtype"]
-    planned = []
+def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path) -> None:
+    args = golden_arguments(tmp_path, "llama", max_steps=2, tune=False)
+    planned, losses = [], []
     for base in ("twin", "f32"):
-        assert main(["plan", "--json", *map(str, options), base]) == 0
-        planned.append(json.loads(capsys.readouterr().out)["groups"]["base"])
+        job = prepare_job(replace(args, base_dtype=base, output=str(tmp_path / base)))
+        planned.append(job.session.memory().groups["base"])
+        assert job.train().options.base_dtype == base
+        losses.append([line["loss"] for line in read_log(tmp_path / base / LOG)])
     assert planned[0] == planned[1]
-    losses = []
-    for base in ("twin", "f32"):
-        run = tmp_path / base
-        prepare_job(replace(args, base_dtype=base, output=str(run), tune=False)).train()
-        assert json.loads((run / "run.json").read_text())["options"]["base_dtype"] == base
-        log = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-        losses.append([row["loss"] for row in log if "loss" in row])
     np.testing.assert_allclose(*losses, rtol=1e-4)
     assert losses[0] != losses[1]  # it is not the same model
 
