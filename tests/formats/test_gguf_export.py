@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support import FIXTURES, path_of
 from support.events import hearing
 from support.gguf_models import DEMO, make_adapter, read, small, values
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.export import gguf_export
-from wgpu_lora.export.adapter_merge import MergedModel
+from wgpu_lora.export.adapter_merge import merge_adapter
 from wgpu_lora.export.gguf_export import export_adapter, export_model, export_models
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
@@ -118,42 +119,6 @@ def test_the_mix_of_a_larger_model() -> None:
     assert kind("q6_k", "blk.4.ffn_up.weight", 40) == "F16"
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral", "smollm3"])
-def test_merged_weights_in_the_order_of_llama_cpp(tmp_path: Path, architecture: str) -> None:
-    tied = architecture in ("qwen2", "qwen3")
-    bias = {} if architecture in ("qwen3", "mistral", "smollm3") else {"attention_bias": True}
-    model = small(tmp_path / "model", architecture, tie_word_embeddings=tied, **bias)
-    adapter = make_adapter(tmp_path / "adapter", model, use_rslora=True)
-    export_model(model, tmp_path / "f16.gguf", "f16", adapter)
-    merged = MergedModel(model, adapter)
-    facts, tensors = read(tmp_path / "f16.gguf")
-    dim, heads = merged.config.head_dim, merged.config.num_attention_heads
-    assert facts["general.finetune"] == "adapter"
-
-    def expect(name: str, own: str) -> np.ndarray:
-        whole = np.concatenate(list(merged.pieces(f"model.layers.1.{own}")))
-        found = values(tensors[f"blk.1.{name}"])
-        order = np.arange(len(whole))
-        if name.startswith(("attn_q.", "attn_k.")) and architecture in ("llama", "mistral", "smollm3"):
-            # Pair i of a head, which transformers has at i and i + dim / 2, comes to 2 i and 2 i + 1.
-            order = order.reshape(-1, 2, dim // 2).transpose(0, 2, 1).reshape(-1)
-            assert list(order[:4]) == [0, dim // 2, 1, dim // 2 + 1]
-        half = whole[order].astype(np.float16).astype(np.float32)
-        np.testing.assert_array_equal(found, half if found.ndim == 2 else whole[order])
-        return found
-
-    assert expect("attn_q.weight", "self_attn.q_proj.weight").shape == (heads * dim, merged.config.hidden_size)
-    expect("attn_k.weight", "self_attn.k_proj.weight")
-    expect("attn_v.weight", "self_attn.v_proj.weight")
-    expect("ffn_down.weight", "mlp.down_proj.weight")
-    expect("attn_norm.weight", "input_layernorm.weight")
-    if bias:
-        expect("attn_q.bias", "self_attn.q_proj.bias")
-        expect("attn_k.bias", "self_attn.k_proj.bias")
-        expect("attn_v.bias", "self_attn.v_proj.bias")
-    assert ("output.weight" in tensors) == (not tied)
-
-
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 def test_an_adapter_alone(tmp_path: Path, architecture: str) -> None:
     """alpha / rank B A, which is all llama.cpp computes, is ours under rsLoRA and patterns too."""
@@ -187,29 +152,28 @@ def test_a_dora_cannot_be_an_adapter_of_llama_cpp(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_licence_of_the_card_goes_along(tmp_path: Path) -> None:
-    model = tmp_path / "m"
-    shutil.copytree(DEMO, model)
-    for card, expected in (
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
         ("---\nlicense: apache-2.0\ntags: []\n---\nlicense: mit\n", "apache-2.0"),
         ("---\ntags: []\n---\nlicense: mit\n", None),
         ("license: mit\n", None),
         ('---\nlicense: "cc-by-4.0"\n---\n', "cc-by-4.0"),
-    ):
-        (model / "README.md").write_text(card)
-        (tmp_path / "a.gguf").unlink(missing_ok=True)
-        export_model(model, tmp_path / "a.gguf")
-        assert read(tmp_path / "a.gguf")[0].get("general.license") == expected
-    export_model(tmp_path / "a.gguf", tmp_path / "b.gguf")
-    assert read(tmp_path / "b.gguf")[0]["general.license"] == "cc-by-4.0"
+    ],
+)
+def test_the_licence_of_the_card_goes_along(tmp_path: Path, card: str, expected: str | None) -> None:
+    model = small(tmp_path / "m", "qwen2")
+    (model / "README.md").write_text(card)
+    for source, output in ((model, "a.gguf"), (tmp_path / "a.gguf", "b.gguf")):
+        export_model(source, tmp_path / output)
+        assert read(tmp_path / output)[0].get("general.license") == expected
 
 
 @pytest.mark.parametrize("architecture", ["demo", "llama"])
 def test_a_gguf_file_as_the_model(tmp_path: Path, architecture: str) -> None:
-    """Exported again it is the same file, but for what a type rounds; an adapter merges into it as into a directory."""
+    """Exported again it is the same file, but for what a type rounds."""
     scaling = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     model = DEMO if architecture == "demo" else small(tmp_path / "model", "llama", rope_parameters=scaling)
-    adapter = make_adapter(tmp_path / "adapter", model)
     export_model(model, tmp_path / "base.gguf", name="it")
     export_model(tmp_path / "base.gguf", tmp_path / "again.gguf", name="it")
     (facts, tensors), (same_facts, same_tensors) = read(tmp_path / "base.gguf"), read(tmp_path / "again.gguf")
@@ -217,15 +181,7 @@ def test_a_gguf_file_as_the_model(tmp_path: Path, architecture: str) -> None:
     assert list(same_tensors) == list(tensors)
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(same_tensors[name].data, tensor.data)
-    export_model(tmp_path / "base.gguf", tmp_path / "merged.gguf", adapter=adapter)
-    merged = read(tmp_path / "merged.gguf")[1]
-    expected = MergedModel(model, adapter)
-    for name in ("q_proj", "v_proj"):
-        whole = np.concatenate(list(expected.pieces(f"model.layers.1.self_attn.{name}.weight")))
-        found = values(merged[f"blk.1.attn_{name[0]}.weight"])
-        if architecture == "llama" and name == "q_proj":
-            whole = whole.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(whole.shape)
-        np.testing.assert_allclose(found, whole, atol=1e-3 * np.abs(whole).max())
+    adapter = make_adapter(tmp_path / "adapter", model)
     export_adapter(model, adapter, tmp_path / "one.gguf")
     export_adapter(tmp_path / "base.gguf", adapter, tmp_path / "other.gguf")
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "other.gguf").read_bytes()
@@ -233,17 +189,13 @@ def test_a_gguf_file_as_the_model(tmp_path: Path, architecture: str) -> None:
 
 def test_several_types_at_once_are_those_of_one_by_one(tmp_path: Path) -> None:
     model = small(tmp_path / "model", "qwen3")
-    adapter = make_adapter(tmp_path / "adapter", model)
-    kinds = ("q4_k_m", "q5_k_m", "q6_k")
-    tensors: list[str] = []
-    events = hearing(written=lambda name, done, total: tensors.append(name))
-    found = export_models(model, {kind: tmp_path / f"{kind}.gguf" for kind in kinds}, adapter, events=events)
-    assert len(tensors) == len(set(tensors))
+    adapter, kinds, written = make_adapter(tmp_path / "adapter", model), ("q4_k_m", "q5_k_m", "q6_k"), Mock()
+    outputs = {kind: tmp_path / f"{kind}.gguf" for kind in kinds}
+    found = export_models(model, outputs, adapter, events=hearing(written=written))
+    assert written.call_count == len({call.args[0] for call in written.call_args_list})
     for kind in kinds:
-        alone = export_model(model, tmp_path / "alone.gguf", kind, adapter)
-        assert alone == found[kind]
-        assert (tmp_path / f"{kind}.gguf").read_bytes() == (tmp_path / "alone.gguf").read_bytes()
-        (tmp_path / "alone.gguf").unlink()
+        assert export_model(model, tmp_path / f"alone-{kind}.gguf", kind, adapter) == found[kind]
+        assert outputs[kind].read_bytes() == (tmp_path / f"alone-{kind}.gguf").read_bytes()
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -252,67 +204,69 @@ def change(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(value))
 
 
-def test_refusals_leave_nothing(tmp_path: Path) -> None:
-    model, output = small(tmp_path / "model", "qwen2"), tmp_path / "out.gguf"
-    adapter = make_adapter(tmp_path / "adapter", model)
-    huge = make_adapter(tmp_path / "huge", model, lora_alpha=1e9)
-    other = small(tmp_path / "other", "llama", hidden_size=128)
-    long = small(tmp_path / "long", "qwen2")
-    change(long / "tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].update({"zz": 9999}))
-    bare = small(tmp_path / "bare", "qwen2")
-    (bare / "tokenizer.json").unlink()
-    before = sorted(path.name for path in tmp_path.iterdir())
-    for arguments, message in (
-        ((model, output, "q3_k"), "quantize=.q3_k. is not known"),
-        ((model, tmp_path / "no" / "out.gguf"), "does not exist: create it first"),
-        ((model, tmp_path), "is not a file"),
-        ((model, model / "config.json"), "exists already"),
-        ((bare, output), "has no tokenizer.json"),
-        ((other, output, "f16", adapter), "does not fit"),
-        ((model, output, "q8_0", huge), "beyond 65,504"),
-        ((long, output), "token ids up to 9,999"),
-    ):
-        with pytest.raises(UserError, match=message):
-            export_model(*arguments)
-    with pytest.raises(UserError, match="does not fit"):
-        export_adapter(other, adapter, output)
-    with pytest.raises(UserError, match="exists already"):
-        export_adapter(model, adapter, model / "config.json")
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-def test_weights_that_are_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Checkpoint.read_f32
-    monkeypatch.setattr(Checkpoint, "read_f32", lambda self, *args: original(self, *args) * np.float32(np.nan))
-    with pytest.raises(UserError, match="not finite"):
-        export_model(small(tmp_path / "model", "qwen2"), tmp_path / "out.gguf")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+@pytest.mark.parametrize(
+    ("model", "output", "more", "message"),
+    [
+        ("model", "out.gguf", ["q3_k"], "quantize=.q3_k. is not known"),
+        ("model", "no/out.gguf", [], "does not exist: create it first"),
+        ("model", ".", [], "is not a file"),
+        ("model", "model/config.json", [], "exists already"),
+        ("bare", "out.gguf", [], "has no tokenizer.json"),
+        ("other", "out.gguf", ["f16", "adapter"], "does not fit"),
+        ("model", "out.gguf", ["q8_0", "huge"], "beyond 65,504"),
+        ("long", "out.gguf", [], "token ids up to 9,999"),
+        ("other", "out.gguf", ["lora", "adapter"], "does not fit"),
+        ("model", "model/config.json", ["lora", "adapter"], "exists already"),
+    ],
+)
+def test_refusals_leave_nothing(tmp_path: Path, model: str, output: str, more: list[str], message: str) -> None:
+    for name in {"model", model}:
+        kind = {"architecture": "llama", "hidden_size": 128} if name == "other" else {"architecture": "qwen2"}
+        small(tmp_path / name, **kind)
+    (tmp_path / "bare" / "tokenizer.json").unlink(missing_ok=True)
+    if model == "long":
+        change(tmp_path / "long/tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].update({"zz": 9999}))
+    make_adapter(tmp_path / "adapter", tmp_path / "model")
+    make_adapter(tmp_path / "huge", tmp_path / "model", lora_alpha=1e9)
+    before = sorted(tmp_path.rglob("*"))
+    adapter, lora = [tmp_path / name for name in more[1:]], more[:1] == ["lora"]
+    arguments = [*adapter, tmp_path / output] if lora else [tmp_path / output, *more[:1], *adapter]
+    with pytest.raises(UserError, match=message):
+        (export_adapter if lora else export_model)(tmp_path / model, *arguments)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
 def test_an_interruption_leaves_nothing(tmp_path: Path, failure: type[BaseException]) -> None:
-    seen: list[str] = []
-
-    def written(tensor: str, done: int, total: int) -> None:
-        seen.append(tensor)
-        if len(seen) == 5:
-            raise failure
-
+    events = hearing(written=Mock(side_effect=[None] * 4 + [failure]))
     with pytest.raises(failure):
-        export_model(DEMO, tmp_path / "out.gguf", "q8_0", events=hearing(written=written))
+        export_model(DEMO, tmp_path / "out.gguf", "q8_0", events=events)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    model = small(tmp_path / "model", "qwen2")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 3] = np.nan
+    save_file(weights, model / "model.safetensors")
+    with pytest.raises(UserError, match="not finite"):
+        export_model(model, tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("what", ["gguf", "merge"])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, what: str) -> None:
+    model = small(tmp_path / "model", "qwen2")
+    adapter = make_adapter(tmp_path / "adapter", model)
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         with pytest.raises(UserError, match=r"out.* cannot be written \(File too large\): free space"):
-            export_model(DEMO, tmp_path / "out.gguf", "q4_0")
+            export_model(model, tmp_path / "out") if what == "gguf" else merge_adapter(model, adapter, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert not list(tmp_path.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "model"]
 
 
 CHILD = """

@@ -71,6 +71,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "mistral3",
         {"attention.temperature_scale": 0.3, "rope.scaling.original_context_length": 16},
     ),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}, "llama", {}),
+    "mistral": ("mistral", {"tie_word_embeddings": False}, "llama", {"attention.sliding_window": 4096}),
+    "smollm3": ("smollm3", {}, "smollm3", {}),
     "qwen35": (
         "qwen3_5_text",
         QWEN35,

@@ -289,10 +289,6 @@ def test_runs_of_spaces_are_found_however_they_are_written(tmp_path: Path, run: 
     assert found.decode([a, two, b]) == "a  b"
 
 
-def test_no_tokenizer_is_none(tmp_path: Path) -> None:
-    assert read_tokenizer(read_header(header_only(tmp_path / "f.gguf", lambda writer: None)), 5) is None
-
-
 @pytest.mark.reference
 @pytest.mark.parametrize("kind", ["demo", "llama"])
 def test_transformers_reads_the_same(tmp_path: Path, kind: str) -> None:
@@ -435,6 +431,9 @@ def token(id: int, text: str, special: bool = True) -> dict[str, Any]:
 def test_sentence_pieces(tmp_path: Path) -> None:
     model = sentence_piece_model(tmp_path / "model")
     export_model(model, tmp_path / "model.gguf")
+    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text().replace("<0x0A>", "<0xZZ>"))
+    with pytest.raises(UserError, match="no token <0x0A>"):
+        vocabulary(model)
     facts, _ = read(tmp_path / "model.gguf")
     said = {key.removeprefix("tokenizer.ggml."): value for key, value in facts.items() if "tokenizer" in key}
     assert (said["model"], said["pre"], said["add_space_prefix"], said["add_bos_token"]) == ("llama", "default", 1, 1)
@@ -448,24 +447,18 @@ def test_sentence_pieces(tmp_path: Path) -> None:
     assert order["▁a"] > order["ab"] > order["▁ab"] > order["a"]
 
 
-def test_without_a_byte_token(tmp_path: Path) -> None:
-    model = sentence_piece_model(tmp_path / "model")
-    text = (model / "tokenizer.json").read_text().replace("<0x0A>", "<0xZZ>")
-    (model / "tokenizer.json").write_text(text)
-    with pytest.raises(UserError, match="no token <0x0A>"):
-        vocabulary(model)
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def test_kinds_ends_and_templates(tmp_path: Path) -> None:
     model = small(tmp_path / "model", "qwen2", vocab_size=4100)
-    content = json.loads((model / "tokenizer.json").read_text())
-    content["added_tokens"] += [token(4096, "<|mark|>", False), token(4097, "<think>", False), token(4098, "<stop>")]
-    content["added_tokens"][-1]["lstrip"] = True
-    (model / "tokenizer.json").write_text(json.dumps(content))
+    tokens = json.loads((model / "tokenizer.json").read_text())["added_tokens"]
+    tokens += [token(4096, "<|mark|>", False), token(4097, "<think>", False), token(4098, "<stop>") | {"lstrip": True}]
+    edit(model / "tokenizer.json", added_tokens=tokens)
     # The tokenizer's eos is no end of a turn, as in base models; llama.cpp has place for one end that it does not know.
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|endoftext|>"}))
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [4093, 4097, 4098, 99999]}))
+    edit(model / "tokenizer_config.json", eos_token="<|endoftext|>")
+    edit(model / "generation_config.json", eos_token_id=[4093, 4097, 4098, 99999])
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tool_use.jinja").write_text("{% generation %}x{%- endgeneration %}")
     found = vocabulary(model)
@@ -476,14 +469,8 @@ def test_kinds_ends_and_templates(tmp_path: Path) -> None:
         "llama.cpp keeps spaces next to <stop>, which this tokenizer removes.",
         "llama.cpp does not stop at <stop>: pass them as stop strings.",
     ]
-    assert found.templates["tool_use"] == "{# #}x{#- #}"
     export_model(model, tmp_path / "model.gguf")
     facts, _ = read(tmp_path / "model.gguf")
-    assert facts["tokenizer.chat_template.tool_use"] == "{# #}x{#- #}"
+    assert facts["tokenizer.chat_template.tool_use"] == found.templates["tool_use"] == "{# #}x{#- #}"
     assert facts["tokenizer.chat_templates"] == ["tool_use"]
     assert "<|im_start|>" in facts["tokenizer.chat_template"]
-
-
-def test_the_demo_adds_nothing() -> None:
-    found = vocabulary(DEMO)
-    assert (found.add_bos, found.add_eos, found.notes) == (False, False, [])

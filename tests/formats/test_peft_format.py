@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 from support import path_of
 
-from wgpu_lora.atomic import replace_directory, write_bytes_atomic
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import read_adapter, tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig, parse_config
@@ -64,19 +65,28 @@ def test_stored_dtypes(tmp_path, dtype):
     assert pairs[path_of(0, "q_proj")][0].dtype == np.float32
 
 
-def test_scaling_and_patterns():
-    config = AdapterConfig(
-        r=8,
-        lora_alpha=16,
-        rank_pattern={r"layers\.1\.self_attn\.q_proj": 2, "v_proj": 4},
-        alpha_pattern={"^model.layers.0.self_attn.v_proj": 12},
-    )
-    assert config.scaling("model.layers.0.self_attn.q_proj") == 2
-    assert config.scaling("model.layers.1.self_attn.q_proj") == 8
-    assert config.scaling("model.layers.11.self_attn.q_proj") == 2
-    assert config.scaling("model.layers.1.self_attn.v_proj") == 4
-    assert config.rank("model.layers.1.self_attn.v_proj") == 4
-    assert AdapterConfig(r=9, lora_alpha=6, use_rslora=True).scaling("model.layers.0.mlp.up_proj") == 6 / math.sqrt(9)
+Q1, Q0 = (f"model.layers.{layer}.self_attn.q_proj" for layer in (1, 0))
+PATTERNED = AdapterConfig(
+    r=8,
+    lora_alpha=16,
+    rank_pattern={r"layers\.1\.self_attn\.q_proj": 2, "v_proj": 4},
+    alpha_pattern={"^model.layers.0.self_attn.v_proj": 12},
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "rank", "scaling"),
+    [
+        (PATTERNED, Q0, 8, 2),
+        (PATTERNED, Q1, 2, 8),
+        (PATTERNED, Q1.replace("1", "11"), 8, 2),
+        (PATTERNED, Q1.replace("q_proj", "v_proj"), 4, 4),
+        (PATTERNED, Q0.replace("q_proj", "v_proj"), 4, 3),
+        (AdapterConfig(r=9, lora_alpha=6, use_rslora=True), Q0, 9, 6 / math.sqrt(9)),
+    ],
+)
+def test_scaling_and_patterns(config, module, rank, scaling):
+    assert (config.rank(module), config.scaling(module)) == (rank, scaling)
 
 
 @pytest.mark.reference
@@ -173,27 +183,11 @@ def test_write_refuses_what_peft_would_not_expect(tmp_path):
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "f"
     write_bytes_atomic(path, b"old")
-
-    def fail(descriptor):
-        raise OSError(errno.ENOSPC, "disk full")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "disk full")))
         with pytest.raises(OSError, match="disk full"):
             write_bytes_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["f"]
     write_bytes_atomic(path, b"new")
     assert path.read_bytes() == b"new"
-
-
-def test_replace_directory(tmp_path, monkeypatch):
-    for name in ("old", "tmp"):
-        (tmp_path / name / "sub").mkdir(parents=True)
-        (tmp_path / name / "sub" / "f").write_text(name)
-    with pytest.raises(FileNotFoundError):
-        replace_directory(tmp_path / "missing", tmp_path / "old")
-    assert (tmp_path / "old" / "sub" / "f").read_text() == "old"
-    replace_directory(tmp_path / "tmp", tmp_path / "old")
-    assert (tmp_path / "old" / "sub" / "f").read_text() == "tmp"
-    assert os.listdir(tmp_path) == ["old"]

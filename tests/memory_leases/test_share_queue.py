@@ -59,24 +59,23 @@ def test_what_is_held_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_refusals(ledger: Ledger) -> None:
-    with pytest.raises(UserError, match=r"needs 11 bytes .* the budget is 10"), take(ledger, 11, 10, "one", math.inf):
-        pass
+    def refused(message: str, *given: Any, **more: Any) -> None:
+        with pytest.raises(UserError, match=message), take(ledger, *given, **more):
+            pytest.fail("given beyond the budget")
+
+    refused(r"needs 11 bytes .* the budget is 10", 11, 10, "one", math.inf)
     assert not ledger.path.exists()  # it was never queued
     with take(ledger, 6, 10, "one"):
         held = rf"6 bytes are held \(6 by pid {os.getpid()} \(one\)\): queue for it with wait, .*share status"
-        with pytest.raises(UserError, match=held), take(ledger, 5, 10, "two"):
-            pytest.fail("given beyond the budget")
-        less = r"queue for it with wait, run with less than 4 bytes, or see"
+        refused(held, 5, 10, "two")
         advice = {"advise": lambda free: f"run with less than {free} bytes"}
-        with pytest.raises(UserError, match=less), take(ledger, 5, 10, "two", **advice):
-            pass
+        refused(r"queue for it with wait, run with less than 4 bytes, or see", 5, 10, "two", **advice)
         with take(ledger, 500, None, "whose budget nobody knows"):
             pass
         with ledger.changing() as entries:
             entries.append(LedgerEntry.of_this_process(9, "first in the queue"))
         for budget in (10, None):
-            with pytest.raises(UserError, match="1 other run waits before it"), take(ledger, 1, budget, "jumps"):
-                pass
+            refused("1 other run waits before it", 1, budget, "jumps")
     assert queue(ledger) == ["first in the queue"]
 
 

@@ -117,6 +117,17 @@ def test_what_was_profiled_is_said(runs: Path, tmp_path: Path) -> None:
     assert run.kernels == {"nf4_matmul": 0.5, "<adamw>": 0.25}  # lines of one kernel add up
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"base_digest": "0", "model": "another"}, "is of another, 2 layers in nf4"),
+        ({"base_dtype": "bf16", "compute_dtype": "f16"}, "2 layers in bf16, 2 x 16 tokens, rank 4 on all-linear, "),
+        ({"base_dtype": "bf16", "compute_dtype": "f16"}, "activations in f16 (the run's in f32), on zork"),
+        ({"layers": 1, "whole": False}, "its first layer only"),
+        (None, "does not say what it is of"),
+        ("", "cannot be read"),
+    ],
+)
 def test_a_profile_of_something_else_is_not_drawn(runs: Path, tmp_path: Path, change: Any, why: str) -> None:
     run = copied(runs, tmp_path / "run")
     found: dict[str, Any] = profile_of(run, **(change or {}))

@@ -17,15 +17,16 @@ from support.reports import copied, page_of, profile_of
 
 from wgpu_lora.cli import main
 from wgpu_lora.locks import locked
+from wgpu_lora.train.run.pipeline_state import PipelineState, read_pipeline_state, write_pipeline_state
 
 
 def test_a_pipelines_directory_stands_for_its_adapters(
     finished_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(finished_pipeline, tmp_path / "all")
-    monkeypatch.chdir(tmp_path / "all" / "run")
-    for path in Path().rglob("*.json"):  # which name the place of the training
-        path.write_text(path.read_text().replace(str(finished_pipeline), str(tmp_path / "all")))
+    monkeypatch.chdir(shutil.copytree(finished_pipeline / "run", tmp_path / "run"))
+    state = json.dumps(vars(read_pipeline_state(Path("pipeline"))))  # which names the place of the training
+    moved = state.replace(str(finished_pipeline / "run"), str(tmp_path / "run"))
+    write_pipeline_state(Path("pipeline"), PipelineState(**json.loads(moved)))
     assert main(["report", "pipeline"]) == 0
     out = capsys.readouterr().out
     assert [line.split("**")[1] for line in out.splitlines()[:3]] == ["a", "b", "c"]
