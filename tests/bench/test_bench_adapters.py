@@ -18,7 +18,6 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.memory_leases.memory_budget import Budget
 from wgpu_lora.train.memory import MemoryPlan
 from wgpu_lora.train.session.session import Session
-from wgpu_lora.weights.nf4.nf4_products import NF4Product
 
 SPEEDS = {"together_speedup": 1.0, "short_speedup": 1.3, "eight_of_three": 0.9}
 MEMORY = {
@@ -109,24 +108,6 @@ def test_memory_that_grows_with_the_slots_is_found(device: Device, monkeypatch: 
     texts = measured(context, MultiAdapterMemory(context)).broken
     assert [text.split(" is ")[0] for text in texts] == ["activation_growth", "unplanned_bytes"]
     context.close()
-
-
-def test_a_base_that_is_read_for_every_slot_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, made = NF4Product.forward, Context.session
-
-    def by_slot(context: Context, buckets: list[int], slots: int, *rest: Any) -> Session:
-        def repeated(self: NF4Product, *args: Any) -> None:
-            for _ in range(slots):
-                forward(self, *args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(NF4Product, "forward", repeated)
-            return made(context, buckets, slots, *rest)
-
-    monkeypatch.setattr(Context, "session", by_slot)
-    found = planned_figures(mini(device))
-    assert found["base_reads_growth"] > 2
-    assert found["base_growth"] == 1
 
 
 def test_a_model_that_does_not_fit_is_cut_to_what_does(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

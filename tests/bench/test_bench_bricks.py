@@ -18,7 +18,7 @@ from support.broken import Break
 from wgpu_lora.bench.brick import Context, default_shape
 from wgpu_lora.bench.brick_run import bench, check_fit, measure
 from wgpu_lora.bench.bricks import WORKLOADS, bricks_of, layer_bricks, serving_bricks
-from wgpu_lora.bench.contract import brick_names, load_contract
+from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
 from wgpu_lora.bench.device_ceilings import bandwidth_gbs
 from wgpu_lora.bench.recorded_brick import ProgramWorkload
 from wgpu_lora.bench.reference_check import check
@@ -282,3 +282,30 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert main(["bench", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+# -- bricks ------------------------------------------------------------------------------------------------------------
+
+
+def dependencies(device: Device, name: str, layers: int = 1, **changes: Any) -> Any:
+    """All that measuring a brick depends on: what is counted, what is allocated, and what is dispatched."""
+    context, contract, found = mini(device, layers, brick=name, **changes), load_contract(name), []
+    for workload in WORKLOADS[name](context):
+        dims = contract.values({**context.keys(), **workload.keys})
+        steps = [step for program in workload.programs() for step in program.dispatches]
+        calls = [(step.kernel.name, sorted(step.constants.items()), step.present) for step in steps]
+        tuned = any(step.kernel.tuning for step in steps) if context.tune else False
+        found.append((contract.operations(dims), contract.bytes(dims), workload.nbytes(), calls, tuned))
+    return found
+
+
+@pytest.mark.parametrize("name", brick_names())
+def test_a_contract_names_the_options_that_change_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(serving_bricks, "PROMPTS", (5, 9))
+    changes = {"layers": 2, "tokens": 32, "rank": 8, "base_dtype": "f32", "compute_dtype": "bf16", "tune": True}
+    assert tuple(changes) == OPTIONS
+    plain = dependencies(device, name)
+    found = [option for option, value in changes.items() if dependencies(device, name, **{option: value}) != plain]
+    assert found == list(load_contract(name).options)

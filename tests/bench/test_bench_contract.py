@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from support.bench import CEILINGS, result
 
-from wgpu_lora.bench import device_ceilings
 from wgpu_lora.bench.brick_results import SCHEMA, Result, Writer, compare, read_results, warnings
 from wgpu_lora.bench.brick_run import ceilings_broken, floor_seconds, judge
 from wgpu_lora.bench.bricks import WORKLOADS
-from wgpu_lora.bench.contract import Contract, brick_names, evaluate, load_contract
+from wgpu_lora.bench.contract import Contract, brick_names, evaluate, load_contract, numbers_of
 from wgpu_lora.bench.device_ceilings import Ceilings
 from wgpu_lora.bench.timing import Timings, repeat, variation
-from wgpu_lora.cli.bench.brick_tables import cells, details, duration
+from wgpu_lora.cli.bench.brick_tables import cells, details, duration, noise_text
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.published_shapes import cut, shape_config
 
 TOML = """
 covers = "a piece"
@@ -196,19 +196,6 @@ def test_a_ceiling_below_numpy_is_none(fma: float, numpy: float | None, share: s
     assert [f"FMA chains reach {share} of NumPy's matmul" in text for text in found] == [True] * bool(share)
 
 
-def test_a_ceiling_is_measured_again_before_it_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides, since other processes take the cores from either."""
-    measured, pauses = [(80.0, 100.0), (85.0, 100.0), (88.0, 95.0)], list[float]()
-    monkeypatch.setattr(device_ceilings.time, "sleep", pauses.append)
-    monkeypatch.setattr(device_ceilings, "fma_gflops", lambda _: measured[0][0])
-    monkeypatch.setattr(device_ceilings, "numpy_gflops", lambda: measured.pop(0)[1])
-    assert device_ceilings.fma_beside_numpy(Any) == (88, 95)  # type: ignore[arg-type]
-    assert pauses == list(device_ceilings.PAUSES[:3])
-    measured += [(50.0, 100.0)] * 4 + [(50.0, 80.0)]
-    assert device_ceilings.fma_beside_numpy(Any) == (50, 80)  # type: ignore[arg-type]
-    assert not measured
-
-
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
@@ -355,3 +342,75 @@ def test_how_results_read() -> None:
     assert cells(broken)[3:] == ("1 GB/s", "1.0%", "2.0%", "failed")
     assert details(broken).endswith("host share 0.1235")
     assert "the host's clock" in details(broken)
+
+
+def test_timings_that_vary_too_much_do_not_hold(tmp_path: Path) -> None:
+    of = {"holds": {"spread": 0.049}, "noisy": {"spread": 0.05}, "broken": {"spread": 0.2, "broken": ["late"]}}
+    found = {verdict: result(cv_asked=0.05, **changes) for verdict, changes in of.items()}
+    assert {verdict: one.verdict for verdict, one in found.items()} == {verdict: verdict for verdict in of}
+    assert [cells(one)[-1] for one in found.values()] == ["passed", "noisy", "failed"]
+    file = tmp_path / "a.jsonl"
+    writer = Writer(file)
+    writer.write({"schema": SCHEMA, "device": {}, "options": {}})
+    for one in found.values():
+        writer.write(one.record())
+    assert [json.loads(line)["verdict"] for line in file.read_text().splitlines()[1:]] == list(of)
+    assert read_results(file)[1] == list(found.values())
+    assert noise_text(found["noisy"]) == "5 timings vary by 5.0%, the limit is 5%"
+    assert result(spread=0.9).verdict == "holds"  # of a file that says nothing of it
+
+
+@pytest.mark.parametrize("brick", ["lora_forward", "lora_backward"])
+@pytest.mark.parametrize(("share", "verdict"), [(0.1, "holds"), (0.26, "broken"), (-0.52, "noisy")])
+def test_a_negative_share_neither_holds_nor_fails(brick: str, share: float, verdict: str) -> None:
+    found = result(brick, extra={"added_share": share})
+    judge(load_contract(brick), found, {"tokens": 512, "rank": 16, "hidden_size": 512}, "software")
+    assert found.verdict == verdict
+    if verdict == "noisy":
+        assert noise_text(found) == "added_share is negative, which only noise explains: measure again"
+        assert "lost in noise" in details(found)
+        assert "-52%" not in details(found)
+
+
+# -- counts of models, beside numbers that are written out here --------------------------------------------------------
+
+D, Q, KV, INNER = 896, 896, 128, 4864
+NET = {"qkv": 3 * 2048, "z": 2048, "b": 16, "a": 16}
+NET_WEIGHTS = 3 * (1024 * sum(NET.values()) + 2048 * 1024) + 1024 * (2 * 2048 + 2 * 512) + 2048 * 1024
+NET_WEIGHTS += 4 * 3 * 1024 * 3584
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "counted"),
+    [
+        (
+            "qwen2.5-0.5b",
+            3,
+            {
+                "linear_weights": 3 * (2 * D * (Q + KV) + 3 * D * INNER),
+                "matrix_weights": 3 * (2 * D * (Q + KV) + 3 * D * INNER),
+                "linear_sizes": 3 * (7 * D + 2 * Q + 2 * KV + 3 * INNER),
+                "first_modules": 3,
+                "first_outputs": Q + 2 * KV,
+                "attention_layers": 3,
+                "state_values": 0,
+            },
+        ),
+        ("phi-4-mini", 1, {"first_modules": 1, "first_outputs": 3072 + 2 * 1024}),  # fused matrices
+        (
+            "qwen3.5-0.8b",
+            4,
+            {
+                "linear_weights": NET_WEIGHTS,
+                "matrix_weights": NET_WEIGHTS - 3 * 2 * 16 * 1024,  # b and a stay as they are
+                "first_modules": 4,
+                "first_outputs": sum(NET.values()),
+                "attention_layers": 1,
+                "state_values": 3 * 16 * 128 * 128,
+            },
+        ),
+    ],
+)
+def test_numbers_of_a_model(shape: str, layers: int, counted: dict[str, int]) -> None:
+    numbers = numbers_of(cut(shape_config(shape), layers))
+    assert {name: numbers[name] for name in counted} == counted

@@ -107,18 +107,3 @@ def test_parts_that_cannot_run_are_recorded():
         for shape in shapes:
             parts = ("kernels", "bricks", "training", "beside PyTorch + PEFT in nf4")
             assert {f"{part} at {shape}" for part in parts} <= set(names)
-
-
-def test_a_refused_part_is_run_in_pieces():
-    gpu = script("bench_gpu")
-    pieces = (gpu.Part("one", "bench", {"zork": 1}), gpu.Part("two", "step"))
-    found = list(gpu.outcomes([gpu.Part("both", "zork", pieces=pieces)], 60))
-    assert [(f["part"], f["status"]) for f in found] == [("both", "not run"), ("one", "not run"), ("two", "not run")]
-    assert "unknown option 'zork'" in found[1]["reason"]
-    assert "lacks 'shape'" in found[2]["reason"]
-    bricks = next(part for part in gpu.parts(None, quick=True) if part.name == "bricks at tiny-qwen3")
-    options = {piece.options["bricks"][0]: piece.options for piece in bricks.pieces}
-    assert options["nf4_matmul"]["tokens"] == 32
-    assert "layers" not in options["nf4_matmul"]  # which it refuses
-    assert options["load"]["layers"] == 1
-    assert "tokens" not in options["load"]

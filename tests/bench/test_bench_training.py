@@ -14,6 +14,7 @@ from support.events import hearing
 
 from wgpu_lora.bench import training_runs
 from wgpu_lora.bench.batch_search import pairs_of, search_pairs
+from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.larger_models import grade, operations
 from wgpu_lora.bench.timing import spread
 from wgpu_lora.bench.training_runs import WARMUP, Work, run_training
@@ -22,6 +23,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.memory_leases import Budget
 from wgpu_lora.models import published_shapes
+from wgpu_lora.models.published_shapes import cut, shape_config
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 SIZES = {"max_length": 16, "per_device_train_batch_size": 2, "lora_r": 4}
@@ -210,3 +212,13 @@ def test_command_writes_lines(command: Run, tmp_path: Path):
 def test_mistakes(command: Run, words: str, message: str):
     found = command(*words.split())
     assert (found.code, message in found.err) == (2, True)
+
+
+def test_training_on_delta_nets_counts_the_recurrence_in_proportion_to_tokens() -> None:
+    config = cut(shape_config("qwen3.5-0.8b"), 3)  # without attention
+    short, long = (operations(config, 16, tokens) for tokens in (1000.0, 2000.0))
+    head = 4 * config.vocab_size * config.hidden_size
+    assert long + head == pytest.approx(2 * (short + head), rel=1e-12)
+    n, d = numbers_of(config), config.hidden_size
+    products = 4 * n["linear_weights"] - 2 * d * n["first_outputs"] + 6 * 16 * n["linear_sizes"] - 2 * 16 * d * 4
+    assert short == pytest.approx(1000 * (products + 18 * 3 * 16 * 128 * 128) + 999 * head, rel=1e-12)

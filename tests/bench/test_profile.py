@@ -82,14 +82,10 @@ def test_what_cannot_be_told_is_not_a_figure(changes: dict[str, Any], said: str)
 def test_trace_lays_dispatches_end_to_end(tmp_path: Path):
     write_trace(tmp_path / "trace.json", made_up(), "a step")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    complete = [event for event in events if event["ph"] == "X"]
-    assert [(event["ts"], event["dur"]) for event in complete] == [
-        (pytest.approx(0), pytest.approx(1e5)),
-        (pytest.approx(1e5), pytest.approx(2.5e5)),
-        (pytest.approx(3.5e5), pytest.approx(5e5)),
-    ]
-    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert threads == {complete[0]["tid"]: "train"}
+    complete = [(event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
+    expected = [(0, 1e5), (1e5, 2.5e5), (3.5e5, 5e5)]
+    assert complete == [(pytest.approx(start), pytest.approx(length)) for start, length in expected]
+    assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == ["train"]
 
 
 def test_every_dispatch_of_the_step_is_timed(device: Device, mini: str):

@@ -167,15 +167,11 @@ def test_it_says_how_long_it_will_take(device: Device, tmp_path: Path, monkeypat
     first, other = (product(device, n=n)[0] for n in (20, 600))
     assert Tuner(device, directory=tmp_path).estimate([first]).expected is None
     Tuner(device, directory=tmp_path).tune([first], hearing(tuning=lambda tuning: seen.append(replace(tuning))))
-    count = len(first.dispatches[0].kernel.tilings(device.capabilities, first.dispatches[0].constants))
     assert [tuning.over for tuning in seen] == [*[False] * (len(seen) - 1), True]
     assert [tuning.tilings_done for tuning in seen] == [*range(len(seen) - 1), seen[-1].tilings]
-    assert 2 <= seen[-1].tilings <= count
-    assert (seen[0].sizes, seen[-1].sizes_done, seen[0].kernel) == (1, 1, "matmul_nt")
-    assert seen[0].expected is None
+    assert (seen[0].sizes, seen[-1].sizes_done, seen[0].kernel, seen[0].expected) == (1, 1, "matmul_nt", None)
     assert all(0 < tuning.expected <= tuning.limit for tuning in seen[1:])  # type: ignore[operator]
     estimate = Tuner(device, directory=tmp_path).estimate([other])
-    assert estimate.expected
     assert estimate.expected == pytest.approx(estimate.tilings * estimate.each)  # type: ignore[operator]
     assert Tuner(device, seconds=1e-9, directory=tmp_path).estimate([other]).expected == 1e-9
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -244,17 +242,3 @@ def test_what_values_of_a_first_run_say(a: float, b: float, before: float, after
     arrays = {name: np.full(8, value, np.float64) for name, value in (("a", a), ("b", b), ("y", before))}
     found = first_run._worst(add_forward, {"size": 8}, arrays, {**arrays, "y": np.full(8, after)})
     assert (None if found is None else found[0] <= found[1]) is says
-
-
-def test_a_broken_reference_is_an_error_that_names_its_kernel() -> None:
-    arrays = {"a": np.ones(8), "b": np.ones(8), "y": np.ones(8)}
-
-    def of(reference: Callable[..., Any]) -> Any:
-        return first_run._worst(replace(add_forward, reference=reference), {"size": 8}, arrays, arrays)
-
-    assert of(lambda **_: None) is None  # it has none
-    with pytest.raises(TypeError, match=r"add_forward returns 2 arrays, but its outputs are \['y'\]"):
-        of(lambda **_: (np.ones(8), np.ones(8)))
-    with pytest.raises(ValueError, match="reshape") as broken:
-        of(lambda a, **_: a.reshape(3, 3))
-    assert broken.value.__notes__ == ["in the float64 reference of add_forward, with {'size': 8}"]

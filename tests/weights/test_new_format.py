@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
-from support.bench import CEILINGS, mini
 from support.models import full_logits, golden, golden_rows, relative_error
 from support.training import golden_arguments, model_dir
 
-from wgpu_lora.bench.brick_run import bench
-from wgpu_lora.errors import NotFiniteError, UserError
+from wgpu_lora.errors import UserError
 from wgpu_lora.export.adapter_merge import MergedModel
 from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.gpu.device import Device
@@ -160,28 +157,20 @@ def test_it_is_saved_and_loaded_as_it_was_saved(device: Device, tmp_path: Path) 
     model, saved = open_model(str(model_dir("llama")), device, "twin"), tmp_path / "saved"
     write_packed(model, saved, max_shard_bytes=30_000)
     assert json.loads((saved / "config.json").read_text())["quantization_config"] == {"quant_method": "twin"}
-    again = open_model(str(saved), device, "twin")
-    assert again.config.packed == "twin"
+    again = open_model(str(saved), device)
+    assert (again.config.packed, again.decoder.base_dtype) == ("twin", "twin")
     assert again.checkpoint.names() == sorted(model.config.parameter_shapes())
     np.testing.assert_array_equal(again.checkpoint.packed(K_PROJ).read(), split(model.checkpoint.read_f32(K_PROJ)))
     decoded = np.concatenate(list(MergedModel(saved).pieces(K_PROJ)))
     np.testing.assert_array_equal(decoded, TWIN.round_trip(model.checkpoint.read_f32(K_PROJ)))
-    with pytest.raises(UserError, match="is missing"):
-        again.checkpoint.array("zork", "BF16")
     again.load_weights()
+    model.load_weights()
     for have, want in zip(logits(again), logits(model), strict=True):
         np.testing.assert_array_equal(have, want)
     with pytest.raises(UserError, match="are stored in TWIN"):
         open_model(str(saved), device, "f32")
-    assert open_model(str(saved), device).decoder.base_dtype == "twin"
     with pytest.raises(UserError, match="is not quantised on loading"):
         write_packed(again, tmp_path / "twice")
-    entry = again.checkpoint._entry(f"{K_PROJ}.low")
-    with entry.path.open("r+b") as file:
-        file.seek(entry.offset)
-        file.write(bfloat16(np.nan).tobytes())
-    with pytest.raises(NotFiniteError, match=re.escape(K_PROJ)):
-        open_model(str(saved), device, "twin").load_weights()
 
 
 CHOICES = "nf4, bf16, f16, f32, lut2, lut3, lut4, int8, twin"
@@ -205,15 +194,6 @@ def test_what_is_not_read_is_refused(config: dict[str, Any], message: str) -> No
         packed({"quantization_config": config}, "config.json")
 
 
-def test_it_is_named_with_the_others(device: Device, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"base_dtype='zork' is not known: choose one of {CHOICES}\."):
-        open_model(str(model_dir("llama")), base_dtype="zork")
-    message = rf"base_dtype='bf16' cannot be stored packed: choose one of {CHOICES.replace('bf16, f16, f32, ', '')}\."
-    with pytest.raises(UserError, match=message):
-        write_packed(open_model(str(model_dir("llama")), device, "bf16"), tmp_path / "saved")
-    assert not list(tmp_path.iterdir())
-
-
 def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path) -> None:
     args = golden_arguments(tmp_path, "llama", max_steps=2, tune=False)
     planned, losses = [], []
@@ -225,10 +205,3 @@ def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path) -> None:
     assert planned[0] == planned[1]
     np.testing.assert_allclose(*losses, rtol=1e-4)
     assert losses[0] != losses[1]  # it is not the same model
-
-
-def test_it_is_measured(device: Device) -> None:
-    context = mini(device, base_dtype="twin")
-    assert context.keys()["weight_bits"] == 32
-    found, _ = bench(context, ["lora_forward", "load"], 0.01, ceilings=CEILINGS)
-    assert [result.brick for result in found] == ["lora_forward", "load"]
