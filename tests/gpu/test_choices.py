@@ -71,29 +71,6 @@ def test_entries_of_another_shader_are_dropped(device: Device, tmp_path: Path) -
     assert file.read(digests)["new"] == new
 
 
-def test_what_was_not_timed_is_no_choice(device: Device, tmp_path: Path) -> None:
-    """Also in files of earlier versions, where sizes had copies of others' choices, or untimed defaults."""
-    file, digests = ChoiceFile(device, tmp_path), {"matmul_nt": "now"}
-    timed = [[0.5, Tiling().to_json()], [0.25, Tiling(rows=2).to_json()]]
-    entry = {"kernel": "matmul_nt", "digest": "now", "tiling": Tiling(rows=2).to_json(), "took": 1.0}
-    entries = {
-        "timed": entry | {"seconds": timed, "like": None},
-        "copied": entry | {"seconds": [], "like": "timed"},
-        "no time": entry | {"seconds": [], "like": None},
-        "the default alone": entry | {"seconds": timed[:1], "like": None},
-    }
-    file.path.write_text(json.dumps({"schema": SCHEMA, "entries": entries}))
-    assert file.read(digests).keys() == {"timed"}
-    file.add({}, digests, skipped={"no time": "now", "timed": "now", "other": "then"})
-    content = json.loads(file.path.read_text())
-    assert content["entries"] == {"timed": entry | {"seconds": timed}}
-    assert content["skipped"] == {"no time": "now", "other": "then"}
-    assert file.skipped(digests.values()) == {"no time"}
-    file.clear()
-    file.clear()
-    assert not file.path.exists()
-
-
 def _add(path: Path, number: int, barrier: Any) -> None:
     file = ChoiceFile.__new__(ChoiceFile)
     file.path = path

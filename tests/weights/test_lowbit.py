@@ -28,9 +28,7 @@ from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.weights.base_formats import BASE_FORMATS, base_format
 from wgpu_lora.weights.lowbit.kmeans_reference import fit, fit_int8
-from wgpu_lora.weights.lowbit.lowbit import LowBit, quantised
 from wgpu_lora.weights.lowbit.lowbit_layout import (
-    Scheme,
     decode,
     from_words,
     pack,
@@ -117,22 +115,6 @@ def test_a_model_is_quantised_saved_and_loaded_as_it_was(device: Device, tmp_pat
         np.testing.assert_array_equal(have, want)
     with pytest.raises(UserError, match=f"are stored in {name.upper()}"):
         open_model(str(saved), device, "bf16")
-
-
-def test_a_group_as_long_as_a_row(tmp_path: Path) -> None:
-    """int8 with one scale per row is stored alike whether that is a group or not; both are read."""
-    form, size_in = LowBit.packed_form, 64
-    for name in ("int8-row", "int8-g64", "lut2-row", "lut2-g64"):
-        codes, *parts = quantised(np.ones((4, size_in), np.float32), Scheme.of(name))
-        stored = {"w": pack(codes, Scheme.of(name).bits)}
-        stored |= {
-            f"w.{part}": values for part, values in zip(("table", "scales"), parts, strict=True) if values is not None
-        }
-        save_file(
-            {k: v.view(np.int8) if k == "w" and name.startswith("int8") else v for k, v in stored.items()},
-            tmp_path / SINGLE,
-        )
-        form.check(PackedCheckpoint(tmp_path, name), "w", (4, size_in), name)
 
 
 @pytest.mark.parametrize("name", ["lut2-g16", "int8-row", "q3a4", "q2a2-g64", "lut2", "lut3", "lut4", "int8"])

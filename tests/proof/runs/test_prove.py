@@ -155,24 +155,38 @@ def test_too_few_real_gpus_prove_nothing_and_say_so_at_once(tmp_path: Path) -> N
 # -- mistakes and interrupts -------------------------------------------------------------------------------------------
 
 
-def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = [
-        (["--only", "1,10"], "1 to 9"),
-        (["--devices", "7", "--only", "1"], "no device 7"),
-        (["--devices", "0,0", "--only", "1"], "twice"),
-        (["--require-discrete", "-1"], "--require-discrete must be 0 or more, not -1"),
-        (["--require-discrete", "some"], "--require-discrete"),
-        (["--devices", "0,", "--only", "1"], "empty entry"),
-        (["--recipe", "nothing"], "does not exist"),
-        (["--recipe", recipe(tmp_path, base_dtype="f32")], "NF4"),
-    ]
-    for arguments, message in cases:
-        code = main(["prove", "--out", str(tmp_path / "proof"), *map(str, arguments)])
-        errors = capsys.readouterr().err
-        assert code == 2, errors
-        assert message in errors
-        assert len(errors.splitlines()) == 1
-        assert not (tmp_path / "proof").exists()
+MISTAKES: list[tuple[list[str], str]] = [
+    (["--only", "1,10"], "1 to 9"),
+    (["--devices", "7", "--only", "1"], "no device 7"),
+    (["--devices", "0,0", "--only", "1"], "twice"),
+    (["--devices", ""], "mpty"),
+    (["--require-discrete", "-1"], "--require-discrete must be 0 or more, not -1"),
+    (["--require-discrete", "some"], "--require-discrete"),
+    (["--devices", "0,", "--only", "1"], "empty entry"),
+    (["--recipe", "nothing"], "does not exist"),
+    (["--recipe", "recipe.toml"], "NF4"),
+    (["--out", "file"], "is not a directory"),
+    (["--out", "file/x"], "is not a directory"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_mistakes_are_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    recipe(tmp_path, base_dtype="f32")
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    code = main(["prove", *arguments])
+    errors = capsys.readouterr().err
+    assert (code, len(errors.splitlines())) == (2, 1), errors
+    assert message in errors
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @LINUX
