@@ -2,14 +2,26 @@
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from support import path_of
 from support.data import small_tokenizer
-from support.models import full_logits, golden, golden_rows, load, relative_error, save_golden_adapter
+from support.models import (
+    ARCHITECTURES,
+    FIXTURES,
+    full_logits,
+    golden,
+    golden_rows,
+    load,
+    relative_error,
+    save_golden_adapter,
+)
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
+from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import Generation, Generator, Sampler, chat_prompt, load_adapters
+from wgpu_lora.infer.generator import reusable_prefix
 from wgpu_lora.models.adapter_set import fix_gains
 from wgpu_lora.models.batch_inputs import Segment
 
@@ -226,3 +238,22 @@ def test_prompts_go_through_the_template_where_there_is_one():
     assert plain.decode(chat_prompt(plain, "The sky is"), skip_special_tokens=False).endswith("The sky is")
     with pytest.raises(UserError, match="no chat template"):
         chat_prompt(plain, "Why?", "Be brief.")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_transformers(device: Device, architecture: str) -> None:
+    stored = load_file(FIXTURES / "golden" / "generation.safetensors")
+    expected = stored[f"{architecture}.tokens"].tolist()
+    prompts = [golden(architecture)["input_ids"][1, :6].tolist(), stored[f"{architecture}.prompt"].tolist()]
+    with Generator(load(architecture, device), None, capacity=72, batch=2, buckets=(4,)) as generator:
+        together = generator.generate(prompts, max_new_tokens=64)[1]
+        (alone,) = generator.generate(prompts[1:], max_new_tokens=64)
+    assert together.token_ids == alone.token_ids == expected
+
+
+def test_a_cache_is_used_on_one_side_of_a_switch_alone() -> None:
+    """What it holds, a prompt that goes on from there, and how much of it is of use; with a switch at 4 tokens."""
+    for held, prompt, known in ((3, 4, 3), (2, 3, 2), (3, 5, 0), (4, 5, 0), (4, 4, 0), (5, 4, 0), (5, 6, 5), (6, 9, 6)):
+        ids = np.arange(9)
+        assert reusable_prefix(ids[:held], ids[:prompt], True, 4) == known, (held, prompt)
+        assert reusable_prefix(ids[:held], ids[:prompt], True, None) == min(held, prompt - 1)
