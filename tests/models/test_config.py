@@ -228,6 +228,11 @@ def test_rope_matches_transformers(rope):
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 3}, "mixes attention kinds"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias = true .* for mistral"),
         ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = true .* for qwen2"),
+        ({"model_type": "gemma3", "text_config": None}, "text_config is missing from here.json"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "bert"}},
+            "model_type 'bert', which is not supported in gemma3",
+        ),
         ({"model_type": "gemma3n"}, "'gemma3n' .* per-layer embeddings, alternating updates and shared caches"),
         ({"model_type": "gemma4_text"}, "'gemma4_text' .* caches that layers share"),
         (

@@ -16,10 +16,11 @@ from support.training import random_rows
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.adapter_merge import merge_adapter
+from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, tensor_name
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.named_adapters import load_adapters
-from wgpu_lora.models.adapter_modules import read_adapter_for, resolve_target_modules
+from wgpu_lora.models.adapter_modules import expression, read_adapter_for, resolve_target_modules
 from wgpu_lora.models.architectures import load_config, parse_config
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
@@ -48,10 +49,54 @@ def base(tmp_path: Path) -> Path:
     source, directory = MODELS / "qwen3_5_text", tmp_path / "base"
     directory.mkdir()
     tensors = {name.replace(TEXT, WHOLE, 1): value for name, value in load_file(source / "model.safetensors").items()}
-    save_file(tensors | {f"{EYE}.weight": np.ones((2, 3), np.float32)}, directory / "model.safetensors")
+    tensors |= {f"{EYE}.weight": np.ones((2, 3), np.float16), "mtp.fc.weight": np.ones((2, 2), np.float32)}
+    save_file(tensors, directory / "model.safetensors")
     text = json.loads((source / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    whole = {"model_type": "qwen3_5", "dtype": "float16", "eos_token_id": [3, 4], "text_config": text}
+    (directory / "config.json").write_text(json.dumps(whole | {"tie_word_embeddings": text["tie_word_embeddings"]}))
     return directory
+
+
+def golden_logits(path: Path, device: Device, base_dtype: str = "nf4") -> list[np.ndarray]:
+    model = open_model(str(path), device, base_dtype)
+    model.load_weights()
+    return full_logits(model, [Segment(ids) for ids in golden_rows(golden("qwen3_5_text"), "input_ids")])
+
+
+def test_the_text_part_is_read(device: Device, base: Path) -> None:
+    opened = open_model(str(base), device, "f32")
+    assert opened.notes == ["only the text part of this model is used: 2 tensors of visual and mtp are skipped"]
+    assert opened.config.eos_token_ids == (3, 4)
+    expected = golden_rows(golden("qwen3_5_text"), "logits.f32")
+    for have, want in zip(golden_logits(base, device, "f32"), expected, strict=True):
+        np.testing.assert_allclose(have, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def test_what_is_written_is_a_whole_model(device: Device, base: Path, tmp_path: Path) -> None:
+    merge_adapter(base, golden_adapter(tmp_path / "adapter", TEXT), tmp_path / "merged", "f32")
+    write_packed(open_model(str(base), device, "nf4"), tmp_path / "packed")
+    before = load_file(base / "model.safetensors")
+    for name in ("merged", "packed"):
+        after = load_file(tmp_path / name / "model.safetensors")
+        assert before.keys() <= after.keys()
+        np.testing.assert_array_equal(after[f"{EYE}.weight"], before[f"{EYE}.weight"])
+        assert after[f"{EYE}.weight"].dtype == np.float16
+    stated = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert {"lm_head", "visual", "model.visual"} <= set(stated["quantization_config"]["llm_int8_skip_modules"])
+    expected = golden_logits(base, device)
+    for have, want in zip(golden_logits(tmp_path / "packed", device), expected, strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+def test_targets_match_no_other_part() -> None:
+    config, layers = config_of(MODELS / "gemma3"), r"model\.language_model\.layers\.\d+\."
+    assert expression(resolve_target_modules("q_proj,mlp", config), config) == (
+        rf"{layers}(?:self_attn\.q_proj|mlp\.gate_proj|mlp\.up_proj|mlp\.down_proj)"
+    )
+    one = "model.language_model.layers.1.self_attn.v_proj"
+    assert expression([one], config) == one.replace(".", r"\.")
+    every = resolve_target_modules("all-linear", config)
+    assert resolve_target_modules(expression(every, config), config) == list(config.lora_modules)
 
 
 def written(directory: Path, modules: dict[str, tuple[np.ndarray, np.ndarray]], **changes: Any) -> Path:
