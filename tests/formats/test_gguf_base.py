@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import gguf
@@ -23,7 +21,6 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.gguf_checkpoint import GGUFCheckpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import ARCHITECTURES as REGISTERED
-from wgpu_lora.models.architectures import parse_config
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_files import read_model
@@ -164,40 +161,6 @@ def test_tables_beyond_f16_are_refused(tmp_path: Path) -> None:
     checkpoint.read_raw("model.embed_tokens.weight", 8, 300)
     with pytest.raises(UserError, match="beyond F16's range"):
         checkpoint.read_raw("model.embed_tokens.weight")
-
-
-CHILD = """
-import resource, sys
-from wgpu_lora.models.model_files import read_model
-checkpoint = read_model(sys.argv[1]).checkpoint
-name = "model.layers.0.mlp.down_proj.weight"
-checkpoint.read_f32(name, 0, 1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-rows = checkpoint.shape(name)[0]
-for start in range(0, rows, 64):
-    checkpoint.read_raw(name, start, min(start + 64, rows))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-def test_only_the_rows_asked_for_are_in_memory(tmp_path: Path) -> None:
-    """A matrix of 32 MiB in Q8_0, 120 MiB decoded, in pieces of 64 rows."""
-    source = made_up(tmp_path / "source", intermediate_size=8192, hidden_size=256)
-    big = source / "big.gguf"
-
-    def zeros(name: str, values: np.ndarray) -> tuple[np.ndarray, Kind]:
-        if values.ndim == 1:
-            return values, Kind.F32
-        return np.zeros((len(values), values.shape[1] // 32 * 34), np.uint8), Kind.Q8_0
-
-    config = json.loads((source / "config.json").read_text()) | {"hidden_size": 3840}
-    (source / "config.json").write_text(json.dumps(config))
-    shapes = parse_config(config).parameter_shapes()
-    save_file({n: np.zeros(s, np.float16) for n, s in shapes.items()}, source / "model.safetensors")
-    write_gguf(source, big, quantize=zeros)
-    done = subprocess.run([sys.executable, "-c", CHILD, str(big)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 24 << 10, f"{done.stdout} KiB"
 
 
 def demo_file(path: Path) -> Path:

@@ -78,11 +78,16 @@ def test_who_answers_can_change(model: LoadedModel, talk: Any, made: Path):
     assert answers == {"b": at_once(model, conversation, made / "b"), "base": at_once(model, conversation)}
     chat.select(["base"])
     assert [m["content"] for m in chat.lanes["base"].messages] == ["w7 w11", heard, "w5", answers["base"]]
-    for name, directory, message in (("b", made / "a", "already"), ("base", made / "a", "named 'base'")):
-        with pytest.raises(UserError, match=message):
-            chat.add(name, directory)
-    with pytest.raises(UserError, match="is not a directory"):
-        chat.add("c", made / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "message"),
+    [("b", "a", "already"), ("base", "a", "named 'base'"), ("c", "nowhere", "is not a directory")],
+)
+def test_adapters_that_cannot_join(talk: Any, made: Path, name: str, adapter: str, message: str):
+    chat = talk("a", "b")
+    with pytest.raises(UserError, match=message):
+        chat.add(name, made / adapter)
     assert say(chat, "w6")
 
 
