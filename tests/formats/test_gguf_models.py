@@ -18,7 +18,6 @@ from support.models import full_logits
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.adapter_merge import merge_adapter
 from wgpu_lora.export.gguf_export import export_adapter, export_model
-from wgpu_lora.formats.gguf.gguf_layout import InterleavedHalves, Layout, Tiled, read_rows_in_order
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.batch_inputs import Segment
@@ -247,29 +246,6 @@ def test_what_llama_cpp_cannot_compute(tmp_path: Path, architecture: str, change
 
 
 # -- delta nets --------------------------------------------------------------------------------------------------------
-
-
-def test_orders() -> None:
-    dealt = Tiled(groups=2, heads=6, start=1).index(13)
-    # Heads 0, 1, 2 use the first key head, 3, 4, 5 the second; of each, the first comes first.
-    assert dealt.tolist() == [0, 1, 2, 7, 8, 3, 4, 9, 10, 5, 6, 11, 12]
-    assert InterleavedHalves(2).index(8).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    rows = np.arange(200.0).reshape(100, 2)
-    order = np.random.default_rng(0).permutation(100)[:37]
-    reads: list[tuple[int, int]] = []
-
-    def reading(start: int, stop: int) -> np.ndarray:
-        reads.append((start, stop))
-        return rows[start:stop]
-
-    np.testing.assert_array_equal(read_rows_in_order(reading, order), rows[order])
-    reads.clear()
-    np.testing.assert_array_equal(read_rows_in_order(reading, np.array([70, 71, 0, 1])), rows[[70, 71, 0, 1]])
-    assert reads == [(0, 2), (70, 72)]  # what is far apart is not read as a whole
-    layout = Layout(columns=InterleavedHalves(1), offset=1.0)
-    there = layout.written(np.float32([[1, 2, 3, 4]]))
-    assert there.tolist() == [[2, 4, 3, 5]]
-    assert layout.columns_back(layout.values(there)).tolist() == [[1, 2, 3, 4]]
 
 
 def test_delta_nets_in_the_order_of_llama_cpp(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import plistlib
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,31 +58,15 @@ def test_amdgpu(tmp_path: Path) -> None:
     assert amdgpu.find(AMD, drm, fdinfo)().busy == 5.0
 
 
-class FakeNvml:
+def fake_nvml(*cards: dict[str, Any], unknown: tuple[str, ...] = ()) -> SimpleNamespace:
     """NVML with some cards; `unknown` are functions that a card does not support."""
-
-    NVMLError = type("NVMLError", (Exception,), {})
-
-    def __init__(self, *cards: dict[str, Any], unknown: tuple[str, ...] = ()):
-        self._cards, self._unknown = cards, unknown
-
-    def nvmlInit(self) -> None:
-        if not self._cards:
-            raise self.NVMLError("driver not loaded")
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self._cards)
-
-    def nvmlDeviceGetHandleByIndex(self, number: int) -> dict[str, Any]:
-        return self._cards[number]
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def ask(one: dict[str, Any], *more: Any) -> Any:
-            if name in self._unknown or name not in one:
-                raise self.NVMLError("not supported")
-            return one[name]
-
-        return ask
+    error = type("NVMLError", (Exception,), {})
+    functions = {name: Mock(side_effect=lambda one, *_, name=name: one[name]) for card in cards for name in card}
+    functions |= {name: Mock(side_effect=error("not supported")) for name in unknown}
+    functions["nvmlInit"] = Mock(side_effect=None if cards else error("driver not loaded"))
+    functions["nvmlDeviceGetCount"] = lambda: len(cards)
+    functions["nvmlDeviceGetHandleByIndex"] = lambda number: cards[number]
+    return SimpleNamespace(NVMLError=error, **functions)
 
 
 def nvidia(device: int = 0x2335, pids: tuple[int, ...] = (), busy: int = 88) -> dict[str, Any]:
@@ -112,7 +95,7 @@ def nvidia(device: int = 0x2335, pids: tuple[int, ...] = (), busy: int = 88) -> 
     ],
 )
 def test_nvml(cards: Any, unknown: Any, expected: Status | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*cards, unknown=unknown))
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(*cards, unknown=unknown))
     read = find(NVIDIA)
     assert (read() if read else None) == expected
 
