@@ -9,6 +9,7 @@ import pty
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from support.cli import Run, commands, flags
@@ -258,19 +259,12 @@ def test_what_was_answered_before_an_end_is_kept(
 ):
     source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     source.write_text("\n".join(PROMPTS))
-    whole = answering.answer_of
-
-    def end(prompt: Any, reply: Any) -> Any:
-        if prompt == PROMPTS[2]:
-            raise KeyboardInterrupt
-        return whole(prompt, reply)
-
-    monkeypatch.setattr(answering, "answer_of", end)
     (tmp_path / "answers.jsonl.part").write_text("of an earlier one")
+    answers = Mock(wraps=answering.answer_of, side_effect=[DEFAULT, DEFAULT, KeyboardInterrupt])
+    monkeypatch.setattr(answering, "answer_of", answers)
     code, _, err = run("--prompts", source, "--output", target, "--batch-size", 1)
     part = tmp_path / "answers.jsonl.part-2"
-    assert code == 130
-    assert f"2 answers so far: {part}" in err
+    assert (code, f"2 answers so far: {part}" in err) == (130, True)
     assert [json.loads(line)["response"] for line in part.read_text().splitlines()] == alone[""][:2]
     assert not target.exists()
 
@@ -279,20 +273,16 @@ def test_what_was_answered_before_an_end_is_kept(
 
 
 def test_without_a_prompt_it_chats_on_a_terminal(run: Any, monkeypatch: pytest.MonkeyPatch):
-    seen = []
-    monkeypatch.setattr(
-        sys.modules["wgpu_lora.cli.inference.chat"], "run_chat", lambda *arguments: seen.append(arguments) or 0
-    )
+    chats = Mock(return_value=0)
+    monkeypatch.setattr(sys.modules["wgpu_lora.cli.inference.chat"], "run_chat", chats)
     master, slave = pty.openpty()
     with open(slave, encoding="utf-8") as terminal:
         monkeypatch.setattr("sys.stdin", terminal)
         for arguments in ([], ["--json"]):  # stdout is no terminal, or JSON is asked for
             code, _, err = run(*arguments)
-            assert (code, seen) == (2, [])
-            assert "--prompt is missing" in err
+            assert (code, chats.called, "--prompt is missing" in err) == (2, False, True)
         monkeypatch.setattr(sys.modules["wgpu_lora.cli.inference.generate"], "is_terminal", lambda stream: True)
         assert run("--adapter", "a", "--temperature", "0.5")[0] == 0
-        (given,) = seen
-        assert given[:3] == ("model", ["a"], False)
-        assert given[3]["temperature"] == 0.5
+    model, adapters, base, settings, *_ = chats.call_args.args
+    assert (model, adapters, base, settings["temperature"]) == ("model", ["a"], False, 0.5)
     os.close(master)

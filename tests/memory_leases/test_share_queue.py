@@ -83,20 +83,16 @@ def test_refusals(ledger: Ledger) -> None:
 def test_first_come_first_served(ledger: Ledger) -> None:
     order: list[str] = []
 
-    def waiter(name: str, need: int) -> threading.Thread:
-        def run() -> None:
-            with take(ledger, need, 10, name, wait=60):
-                order.append(name)
+    def run(name: str, need: int) -> None:
+        with take(ledger, need, 10, name, wait=60):
+            order.append(name)
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        until(lambda: name in queue(ledger))
-        return thread
-
+    threads = [threading.Thread(target=run, args=given) for given in (("large", 9), ("small", 1))]
     with take(ledger, 5, 10, "stays"):
         with take(ledger, 5, 10, "goes"):
-            threads = [waiter("large", 9), waiter("small", 1)]
-            assert queue(ledger) == ["large", "small"]
+            for count, thread in enumerate(threads, 1):
+                thread.start()
+                until(lambda count=count: len(queue(ledger)) == count)
         time.sleep(0.2)  # there is room for the small one, but it came second
         assert not order
     for thread in threads:

@@ -78,6 +78,7 @@ def nvidia(device: int = 0x2335, pids: tuple[int, ...] = (), busy: int = 88) -> 
         "nvmlDeviceGetPowerUsage": 420_000,
         "nvmlDeviceGetEnforcedPowerLimit": 700_000,
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=2 << 30),
+        "nvmlDeviceGetGraphicsRunningProcesses": [],
         "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=pid) for pid in pids],
     }
 

@@ -104,13 +104,11 @@ def test_a_killed_run_is_recognised(log: RunLog) -> None:
     assert elsewhere.status == "running"  # its processes cannot be seen from here
 
 
-def test_opting_out(log: RunLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    with recorded("bench", "x", asked=False):
-        pass
-    with remarks(log=False), recorded("bench", "x"):
-        pass
-    monkeypatch.setenv("WGPU_LORA_NO_RUN_LOG", "1")
-    with recorded("bench", "x"):
+@pytest.mark.parametrize("how", ["option", "remark", "environment"])
+def test_opting_out(log: RunLog, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    if how == "environment":
+        monkeypatch.setenv("WGPU_LORA_NO_RUN_LOG", "1")
+    with remarks(log=how != "remark"), recorded("bench", "x", asked=how != "option"):
         pass
     assert not log.path.exists()
 
