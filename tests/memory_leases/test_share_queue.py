@@ -87,7 +87,7 @@ def test_first_come_first_served(ledger: Ledger) -> None:
         with take(ledger, need, 10, name, wait=60):
             order.append(name)
 
-    threads = [threading.Thread(target=run, args=given) for given in (("large", 9), ("small", 1))]
+    threads = [threading.Thread(target=run, args=given) for given in (("large", 9), ("small", 2))]  # not both at once
     with take(ledger, 5, 10, "stays"):
         with take(ledger, 5, 10, "goes"):
             for count, thread in enumerate(threads, 1):
