@@ -1,4 +1,4 @@
-"""Every brick once on a miniature model, what checks them, and the command."""
+"""Every brick once on a miniature model, the options that change it, what checks it, and the command."""
 
 from __future__ import annotations
 

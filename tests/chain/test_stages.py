@@ -1,4 +1,4 @@
-"""A chain of the product's own stages, from rows to the list of an upload."""
+"""A chain of the product's own stages, from rows to the list of an upload, and the bundled chain's steps."""
 
 from __future__ import annotations
 

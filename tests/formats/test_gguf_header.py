@@ -1,4 +1,4 @@
-"""Headers of GGUF files: read as the gguf package reads them, refused where they lie, whatever they hold."""
+"""Headers of GGUF files: what they say, as the gguf package reads it, or a sentence on what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF metadata give the ids of the tokenizers they were made from."""
+"""Tokenizers between tokenizer.json and GGUF metadata: the same ids, and the kinds that llama.cpp reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structs declared once for Python and WGSL."""
+"""Structs and tilings: declared once, written and read back."""
 
 from __future__ import annotations
 

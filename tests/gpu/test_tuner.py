@@ -1,4 +1,4 @@
-"""The tuner: what it measures, and what it refuses."""
+"""The tuner, the cache of its choices, and the programs that are built in them."""
 
 from __future__ import annotations
 

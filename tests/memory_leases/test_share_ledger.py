@@ -1,4 +1,4 @@
-"""The ledger of a device: whose entries count, what damage does, and what is left by those who are killed."""
+"""The ledger of a device: whose entries count, damage, its lock, and what the killed leave."""
 
 from __future__ import annotations
 

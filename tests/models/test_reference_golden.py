@@ -1,4 +1,4 @@
-"""The golden fixtures are what torch, transformers, PEFT and bitsandbytes say today."""
+"""The golden fixtures are what torch, transformers, PEFT and bitsandbytes say today, DoRA too."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Each check of a proof on made-up findings: what makes it fail."""
+"""Each check of a proof on made-up findings: what makes it fail, and the verdict on all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of finished runs: everything on one page, nothing invented."""
+"""The report of finished runs: everything on one page, nothing invented, and charts that fit the data."""
 
 from __future__ import annotations
 
