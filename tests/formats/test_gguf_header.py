@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -19,7 +20,6 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf import gguf_header as header_module
 from wgpu_lora.formats.gguf import gguf_header as reader_module
 from wgpu_lora.formats.gguf.gguf_header import Array, read_header
-from wgpu_lora.models.model_config import ModelConfig
 from wgpu_lora.models.model_files import read_model
 
 U8, U32, BOOL, STRING, ARRAY = 0, 4, 7, 8, 9
@@ -241,25 +241,30 @@ def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
         read_model(write_gguf(source, tmp_path / "model.gguf"))
 
 
-def test_scaling_and_windows(tmp_path: Path) -> None:
-    source = made_up(tmp_path / "source")
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+USUAL = 0.1 * float(np.log(4)) + 1
 
-    def read(**metadata: int | float | str) -> ModelConfig:
-        keys = {key.replace("__", "."): value for key, value in metadata.items()}
-        return read_model(write_gguf(source, tmp_path / "model.gguf", metadata=keys)).config
 
-    assert read(rope__scaling__type="none").rope_scaling is None
-    linear = read(rope__scaling__factor=4.0).rope_scaling  # llama.cpp's default kind
-    assert linear is not None
-    assert (linear.rope_type, linear.factor) == ("linear", 4.0)
-    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
-    found = read(**yarn, rope__scaling__original_context_length=16, rope__scaling__yarn_beta_fast=30.0).rope_scaling
-    assert found is not None
-    assert (found.original_max_position_embeddings, found.beta_fast) == (16, 30.0)
-    usual = 0.1 * np.log(4) + 1
-    assert found.attention_factor == pytest.approx(usual)
-    half = read(**yarn, rope__scaling__attn_factor=0.5).rope_scaling
-    assert half is not None
-    assert half.attention_factor == pytest.approx(usual / 2)
-    config = read(attention__sliding_window=16)
+@pytest.mark.parametrize(
+    ("metadata", "scaling"),
+    [
+        ({"rope.scaling.type": "none"}, None),
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),  # llama.cpp's default kind
+        (
+            {**YARN, "rope.scaling.original_context_length": 16, "rope.scaling.yarn_beta_fast": 30.0},
+            {"original_max_position_embeddings": 16, "beta_fast": 30.0, "attention_factor": pytest.approx(USUAL)},
+        ),
+        ({**YARN, "rope.scaling.attn_factor": 0.5}, {"attention_factor": pytest.approx(USUAL / 2)}),
+    ],
+)
+def test_scaling(tmp_path: Path, metadata: dict[str, Any], scaling: dict[str, Any] | None) -> None:
+    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", metadata=metadata)
+    found = read_model(file).config.rope_scaling
+    assert (found is None) == (scaling is None)
+    assert {name: getattr(found, name) for name in scaling or {}} == (scaling or {})
+
+
+def test_a_window_makes_it_mistral(tmp_path: Path) -> None:
+    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf", metadata={"attention.sliding_window": 16})
+    config = read_model(file).config
     assert (config.architecture, config.sliding_windows) == ("mistral", (16,))
