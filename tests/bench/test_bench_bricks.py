@@ -150,13 +150,18 @@ def test_a_brick_finds_its_kind_of_layer(device: Device) -> None:
         check_fit(mini(device), "delta_rule")
 
 
-def test_nmse() -> None:
-    want = np.array([3.0, 4.0, np.nan])
-    assert nmse(np.array([3.0, 4.0, 7.0]), want) == 0
-    assert nmse(np.array([3.0, 4.5, np.nan]), want) == 0.01
-    assert nmse(np.array([3.0, np.nan, 0.0]), want) == float("inf")
-    assert nmse(np.zeros(2), np.zeros(2)) == 0
-    assert nmse(np.ones(2), np.zeros(2)) == float("inf")
+@pytest.mark.parametrize(
+    ("got", "want", "error"),
+    [
+        ([3.0, 4.0, 7.0], [3.0, 4.0, np.nan], 0),
+        ([3.0, 4.5, np.nan], [3.0, 4.0, np.nan], 0.01),
+        ([3.0, np.nan, 0.0], [3.0, 4.0, np.nan], float("inf")),
+        ([0.0, 0.0], [0.0, 0.0], 0),
+        ([1.0, 1.0], [0.0, 0.0], float("inf")),
+    ],
+)
+def test_nmse(got: list[float], want: list[float], error: float) -> None:
+    assert nmse(np.array(got), np.array(want)) == error
 
 
 def test_a_ceiling_is_measured_in_the_tilings_that_compile(device: Device, broken: Break) -> None:
@@ -203,9 +208,12 @@ def test_contexts(device: Device) -> None:
     keys = Context.of(device, "qwen2.5-0.5b", layers=1, rank=8).keys()
     assert (keys["num_hidden_layers"], keys["rank"], keys["hidden_size"]) == (1, 8, 896)
     assert keys["weight_bits"] == pytest.approx(4.127, abs=1e-3)
-    whole = Context.of(device, "qwen2.5-7b").keys()["parameters"]
-    assert 7.6e9 < whole < 7.7e9
-    for wrong, message in (
+    assert 7.6e9 < Context.of(device, "qwen2.5-7b").keys()["parameters"] < 7.7e9
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
         ({"shape": "zork"}, "The shape zork is not known: choose one of qwen2.5-0.5b"),
         ({"tokens": 0}, "--tokens is 0"),
         ({"rank": -1}, "--rank must be "),
@@ -213,10 +221,11 @@ def test_contexts(device: Device) -> None:
         ({"base_dtype": "zork"}, "--base-dtype must be one of nf4"),
         ({"compute_dtype": "zork"}, "--compute-dtype must be one of f32"),
         ({"layers": 9}, "--layers 9 is not possible"),
-    ):
-        with pytest.raises(UserError) as refused:
-            Context.of(device, **{"shape": "tiny-qwen3", **wrong})
-        assert message in str(refused.value)
+    ],
+)
+def test_contexts_that_cannot_be(device: Device, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Context.of(device, **{"shape": "tiny-qwen3", **wrong})
 
 
 def test_a_model_of_its_own(device: Device) -> None:
@@ -260,10 +269,8 @@ def test_the_exit_code_names_a_broken_contract(
         ([], "Give exactly one of --brick NAME, --all"),
         (["--all", "--list"], "Give exactly one of"),
         (["--brick", "zork"], "The brick 'zork' is not known: choose one of attention"),
-        (["--brick", "rope", "--shape", "zork"], f"The shape zork is not known: choose one of {'qwen2.5-0.5b'}"),
         (["--brick", "rope", "--shape", "tiny-qwen3", "--model", "demo"], "--model and --shape are both given"),
         (["--brick", "rope", "--time-limit", "0"], "--time-limit is 0"),
-        (["--brick", "train_step", "--layers", "99", "--shape", "tiny-qwen3"], "--layers 99 is not possible"),
         (["compare", "nowhere", "nowhere"], "The result file nowhere cannot be read"),
         (["training", "--shape", "tiny-qwen3", "--model", "demo"], "a shape has synthetic weights"),
         (["--brick", "rope", "--device", "zork"], "No device is named 'zork'"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.cli import QWEN2, ROWS, SMALL, flags, write_rows
@@ -67,20 +69,16 @@ def test_a_pipeline_has_an_entry_for_each_adapter(finished_pipeline: Path, monke
 
 
 def test_a_run_that_fails_or_is_stopped(log: RunLog, tmp_path: Path) -> None:
+    def train(name: str, **changes: Any) -> wgpu_lora.RunRecord:
+        given = {**SMALL, "data": rows, "progress_bar": False, "output": str(tmp_path / name), **changes}
+        return wgpu_lora.finetune(QWEN2, **given)
+
     rows = str(write_rows(tmp_path / "rows.jsonl", ROWS))
-    given = {**SMALL, "data": rows, "progress_bar": False}
-    rarely = {**given, "logging_steps": 9, "callback": lambda result: True}
-    record = wgpu_lora.finetune(QWEN2, **rarely, output=str(tmp_path / "run"))
-
-    def fail(result: wgpu_lora.StepResult) -> None:
-        raise UserError("no more")
-
-    diverging = {**given, "learning_rate": 1e38, "max_steps": 4}
-    wgpu_lora.finetune(QWEN2, **diverging, output=str(tmp_path / "third"))
+    record = train("run", logging_steps=9, callback=lambda result: True)
+    train("third", learning_rate=1e38, max_steps=4)
     with pytest.raises(UserError):
-        wgpu_lora.finetune(QWEN2, **given, output=str(tmp_path / "other"), callback=fail)
+        train("other", callback=Mock(side_effect=UserError("no more")))
     stopped, diverged, failed = log.read().entries
     assert (stopped.status, stopped.losses.of, stopped.losses.final) == ("stopped", "training", record.loss)
-    assert diverged.status == "failed"
-    assert diverged.error
+    assert (diverged.status, bool(diverged.error)) == ("failed", True)
     assert (failed.status, failed.error) == ("failed", "no more")
