@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ from support import MODELS
 from support.bench import CEILINGS, MINI, MINI_DELTA, mini
 from support.broken import Break
 
+from wgpu_lora.bench import device_ceilings
 from wgpu_lora.bench.brick import Context, default_shape
 from wgpu_lora.bench.brick_run import bench, check_fit, measure
 from wgpu_lora.bench.bricks import WORKLOADS, bricks_of, layer_bricks, serving_bricks
 from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
-from wgpu_lora.bench.device_ceilings import bandwidth_gbs
+from wgpu_lora.bench.device_ceilings import bandwidth_gbs, decode_fma_gflops, dispatch_seconds, fma_gflops
 from wgpu_lora.bench.recorded_brick import ProgramWorkload
 from wgpu_lora.bench.reference_check import check
 from wgpu_lora.cli import main
@@ -316,3 +318,41 @@ def test_a_contract_names_the_options_that_change_it(
     plain = dependencies(device, name)
     found = [option for option, value in changes.items() if dependencies(device, name, **{option: value}) != plain]
     assert found == list(load_contract(name).options)
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in (*WORKLOADS, "tiny-qwen3"))
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        lambda device: fma_gflops(device, 64, 64),
+        lambda device: bandwidth_gbs(device, 1 << 12),
+        lambda device: decode_fma_gflops(device, 64, 4),
+        lambda device: 1 / dispatch_seconds(device, 4),
+    ],
+)
+def test_ceilings_are_measured(device: Device, measured: Callable[[Device], float]) -> None:
+    assert 0 < measured(device) < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("measured", "found"),
+    [
+        ([(80.0, 100.0), (85.0, 100.0), (88.0, 95.0)], (88, 95)),
+        ([(50.0, 100.0)] * 4 + [(50.0, 80.0)], (50, 80)),
+    ],
+)
+def test_a_ceiling_is_measured_again_before_it_is_broken(
+    monkeypatch: pytest.MonkeyPatch, measured: list[tuple[float, float]], found: tuple[float, float]
+) -> None:
+    """Both sides, since other processes take the cores from either."""
+    fma, numpy = (Mock(side_effect=side) for side in zip(*measured, strict=True))
+    monkeypatch.setattr(device_ceilings.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(device_ceilings, "fma_gflops", fma)
+    monkeypatch.setattr(device_ceilings, "numpy_gflops", numpy)
+    assert device_ceilings.fma_beside_numpy(Mock()) == found
+    assert fma.call_count == numpy.call_count == len(measured)

@@ -196,6 +196,7 @@ def test_command_writes_lines(command: Run, tmp_path: Path):
     assert text.startswith("# Training benchmark: shape mini, 1 layer\n\n- Device: ")
     assert all(part in text for part in ("- Spread: the runs vary by ", "\n| samples/s | "))
     assert "fastest   --batch " in command("--search-batch").out
+    assert "grades    share of the budget" in command("--repeat", 1, "--project").out
 
 
 @pytest.mark.parametrize(

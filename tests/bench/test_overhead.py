@@ -68,6 +68,8 @@ def test_the_formula_gives_the_published_overheads_of_published_figures():
 
 
 def test_a_row_has_the_published_fields():
+    with pytest.raises(UserError, match=r"A segment had 0 steps, .* longer --target-seconds"):
+        row_of(SEGMENT, replace(SECOND, steps=0), **FACTS, **GOOD)
     made = row_of(SEGMENT, SECOND, **FACTS, **GOOD)
     found = made.to_json()
     assert list(found)[:2] == ["label", "model"]

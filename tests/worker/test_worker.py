@@ -17,6 +17,7 @@ import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.model_files import config_of
 from wgpu_lora.names.spelling import IN_JSON, naming
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.worker.job_file import Job, arguments, read_job
@@ -168,10 +169,16 @@ def test_a_number_of_nothing_is_refused(kind: str) -> None:
                 arguments(KINDS[kind], Job(kind, {**options, name: wrong}, "it"))
 
 
-def test_an_output_that_exists_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:
-    (tmp_path / "kept").write_text("")
+def test_an_import_tells_what_it_loads_and_writes(tmp_path: Path) -> None:
+    out, output = io.StringIO(), tmp_path / "packed"
+    KINDS["import"](EventWriter(out), model=QWEN2, output=str(output))
+    told = [json.loads(line) for line in out.getvalue().splitlines()]
+    names = list(config_of(Path(QWEN2)).parameter_shapes())
+    for event in ("loading", "written"):
+        found = [(fact["done"], fact["total"]) for fact in told if fact["event"] == event]
+        assert found == [(number, len(names)) for number in range(1, len(names) + 1)]
     with naming(IN_JSON), pytest.raises(UserError, match="exists already: give 'output' another name, or remove it"):
-        KINDS["import"](EventWriter(io.StringIO()), model="nobody/nothing", output=str(tmp_path))
+        KINDS["import"](EventWriter(io.StringIO()), model="nobody/nothing", output=str(output))
 
 
 @WINDOWS
