@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.data import chat, write_jsonl
@@ -261,3 +262,11 @@ def test_what_it_ends_with(tmp_path: Path) -> None:
     assert gguf.quantize == ["q4_k_m", "q5_k_m", "q6_k"]
     assert isinstance(push, Push)
     assert (push.private, push.dry_run, len(push.adapters), len(push.files_of)) == (True, True, 2, 1)
+
+
+def test_an_interrupted_chain_says_how_to_continue(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """In a stage other than training."""
+    monkeypatch.setattr("wgpu_lora.chain.chain_run.run", Mock(side_effect=KeyboardInterrupt))
+    path = made(tmp_path)
+    assert main(["run", str(path)]) == 130
+    assert f"run {path}" in capsys.readouterr().out

@@ -258,11 +258,15 @@ def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_nothing(tmp_path: Path, what: str) -> None:
     model = small(tmp_path / "model", "qwen2")
     adapter = make_adapter(tmp_path / "adapter", model)
+    write = {
+        "gguf": lambda model: export_model(model, tmp_path / "out.gguf"),
+        "merge": lambda model: merge_adapter(model, adapter, tmp_path / "out"),
+    }[what]
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         with pytest.raises(UserError, match=r"out.* cannot be written \(File too large\): free space"):
-            export_model(model, tmp_path / "out") if what == "gguf" else merge_adapter(model, adapter, tmp_path / "out")
+            write(model)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)

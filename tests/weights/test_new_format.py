@@ -205,3 +205,11 @@ def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path) -> None:
     assert planned[0] == planned[1]
     np.testing.assert_allclose(*losses, rtol=1e-4)
     assert losses[0] != losses[1]  # it is not the same model
+
+
+def test_it_is_named_with_the_others(device: Device, tmp_path: Path) -> None:
+    message = rf"base_dtype='bf16' cannot be stored packed: choose one of {CHOICES.replace('bf16, f16, f32, ', '')}\."
+    with pytest.raises(UserError, match=message):
+        write_packed(open_model(str(model_dir("llama")), device, "bf16"), tmp_path / "saved")
+    with pytest.raises(UserError, match=rf"base_dtype='zork' is not known: choose one of {CHOICES}\."):
+        open_model(str(model_dir("llama")), base_dtype="zork")
