@@ -185,7 +185,7 @@ TURNS = {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "va
     [
         ("a", b'\n [\n{"prompt": "w1"}, {"prompt": "w2"}]', [("w1", False), ("w2", False)]),
         ("a.csv", b'n,prompt\n1,"w1, w2"\n2,w3\n', [("w1, w2", False), ("w3", False)]),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "w1"}'), [("w1", False)]),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "w1"}', mtime=0), [("w1", False)]),
         ("a.txt", b"[INST] w1\n[1]", [("[INST] w1", False), ("[1]", False)]),
         ("a.txt", b"\xef\xbb\xbfw7 w3\r\n\r\nw9", [("w7 w3", False), ("w9", False)]),
         ("a.txt", b'  {"prompt": "w1"}\n', [("w1", False)]),
