@@ -64,6 +64,14 @@ def test_all_kinds_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "demo, 2 layers, 8 rows, checkpointing: tokens" in out
     assert "5 rows" not in out
     assert "250 ms" in out
+    faster_rope = result("rope", 0.125).record()
+    rope = write(tmp_path / "f.jsonl", HEAD | {"schema": SCHEMA, "options": {}, "device": {"name": "B"}}, faster_rope)
+    assert main(["bench", "compare", files[3], rope]) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("warning   name: A before, B now", "faster", "0.500"))
+    load = write(tmp_path / "e.jsonl", HEAD | {"schema": SCHEMA, "options": {}}, result("load").record())
+    assert main(["bench", "compare", files[3], load]) == 2
+    assert "have no brick in common" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from support.bench import MINI_ROW
-from support.cli import QWEN2, SMALL, write_rows
+from support.cli import QWEN2, SMALL, Run, commands, flags, write_rows
 from support.events import hearing
 
 from wgpu_lora.bench import training_runs
 from wgpu_lora.bench.batch_search import pairs_of, search_pairs
+from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.larger_models import grade, operations
 from wgpu_lora.bench.timing import spread
 from wgpu_lora.bench.training_runs import WARMUP, Work, run_training
 from wgpu_lora.bench.training_step import TrainingStep, chosen_model
-from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.memory_leases import Budget
 from wgpu_lora.models import published_shapes
+from wgpu_lora.models.published_shapes import cut, shape_config
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 SIZES = {"max_length": 16, "per_device_train_batch_size": 2, "lora_r": 4}
@@ -33,12 +35,6 @@ def mini(monkeypatch: pytest.MonkeyPatch) -> str:
     return "mini"
 
 
-@pytest.fixture
-def shared(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wgpu_lora.bench.training_runs.Device", lambda selector: device)
-    monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
-
-
 # -- spread ------------------------------------------------------------------------------------------------------------
 
 
@@ -48,10 +44,6 @@ def test_spread_is_the_samples():
     assert (found["min"], found["max"]) == (2.0, 8.0)
     assert found["variance"] == pytest.approx(20 / 3)
     assert found["cv"] == pytest.approx((20 / 3) ** 0.5 / 5)
-
-
-def test_spread_of_one_value_is_not_known():
-    assert spread([3.0]) == {"median": 3.0, "mean": 3.0, "min": 3.0, "max": 3.0, "variance": None, "cv": None}
 
 
 # -- projections -----------------------------------------------------------------------------------------------------
@@ -84,13 +76,6 @@ def test_grades_are_shares_of_the_budget():
     assert (grade(None, 1000), grade(1, None)) == ("does not fit", "not known")
 
 
-def test_operations_are_counted_per_row():
-    config = published_shapes.shape_config("mini")
-    linear = 4 * 3 * (64 * (64 + 64) + 64 * 64 + 3 * 64 * 128)  # forward and input gradient of the base, a token
-    assert operations(config, 4, 64.0) > 64 * linear * 0.9
-    assert operations(config, 4, 64.0) > 2 * operations(config, 4, 32.0)  # attention grows with the square
-
-
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 
@@ -100,15 +85,12 @@ def test_runs_on_a_shape_are_alike_and_counted(device: Device):
     before = device.allocated  # by other tests
     found = run_training(work, 2, hearing(measured=noted.append), device)
     assert noted == [found["header"], *found["runs"], found["summary"]]
-    assert [record["kind"] for record in noted] == ["header", "run", "run", "summary"]
-    assert found["header"]["work"]["layers"] == 1
-    assert found["header"]["device"]["name"] == device.info.name
+    assert (found["header"]["work"]["layers"], found["header"]["device"]["name"]) == (1, device.info.name)
     for run in found["runs"]:
-        assert run["steps"] == 2
-        assert run["stop_reason"] == "max steps"
-        assert run["tokens_per_second"] == pytest.approx(16 * run["samples_per_second"])
-        assert run["trained_tokens_per_second"] == pytest.approx(15 * run["samples_per_second"])
-        assert run["samples_per_second"] == pytest.approx(2 / run["step_seconds"]["mean"])
+        assert (run["steps"], run["stop_reason"]) == (2, "max steps")
+        speeds = {"tokens_per_second": 16, "trained_tokens_per_second": 15, "samples_per_second": 1}
+        for name, tokens in speeds.items():
+            assert run[name] == pytest.approx(tokens * 2 / run["step_seconds"]["mean"])
         assert run["seconds"] >= 2 * run["step_seconds"]["mean"]
         assert run["peak_allocated"] - before == run["peak_planned"]
     assert found["summary"]["spread"]["final_loss"]["variance"] == 0  # the same bits, so nothing else got in
@@ -164,26 +146,18 @@ def test_too_few_steps_are_refused_before_training(device: Device, tmp_path: Pat
 
 def test_a_run_that_fails_is_reported_beside_the_others(device: Device, monkeypatch: pytest.MonkeyPatch):
     """And the gate needs two runs that succeeded."""
-    attempts, timed = iter((True, False)), training_runs.time_run
-
-    def once(*arguments: Any) -> dict[str, Any]:
-        if next(attempts, False):
-            raise UserError("the device was lost")
-        return timed(*arguments)
-
-    monkeypatch.setattr(training_runs, "time_run", once)
+    lost, timed = UserError("the device was lost"), training_runs.time_run
     work = Work(None, "mini", 1, SIZES | {"num_train_epochs": 0.3})
+    monkeypatch.setattr(training_runs, "time_run", Mock(side_effect=[lost, DEFAULT], wraps=timed))
     found = run_training(work, 2, opened=device, max_spread=0.5)
-    failed, ran = found["runs"]
-    assert (failed["error"], failed["done_steps"], failed["planned_steps"]) == ("the device was lost", 0, 3)
-    assert (ran["error"], ran["done_steps"], ran["planned_steps"]) == (None, 3, 3)  # 0.3 epochs of 10 steps
-    summary = found["summary"]
-    assert summary["errors"] == ["the device was lost"]
-    assert summary["steps"] == {"done": 3, "planned": 6}
+    ran = [(run["error"], run["done_steps"], run["planned_steps"]) for run in found["runs"]]
+    assert ran == [("the device was lost", 0, 3), (None, 3, 3)]  # 0.3 epochs of 10 steps
+    summary, peak = found["summary"], found["runs"][1]["peak_planned"]
+    assert (summary["errors"], summary["steps"]) == (["the device was lost"], {"done": 3, "planned": 6})
     assert summary["gate"] == {"limit": 0.5, "spread": 0.0, "passed": False}
-    assert summary["memory"]["peak"] == ran["peak_planned"]
-    assert summary["memory"]["share"] == ran["peak_planned"] / summary["memory"]["total"]
-    attempts = iter((True, True))
+    memory = summary["memory"]
+    assert (memory["peak"], memory["share"]) == (peak, peak / memory["total"])
+    monkeypatch.setattr(training_runs, "time_run", Mock(side_effect=lost))
     with pytest.raises(UserError, match="the device was lost"):
         run_training(work, 2, opened=device)
 
@@ -200,38 +174,52 @@ def test_pairs_of_the_same_product_are_timed(device: Device, monkeypatch: pytest
     found = search_pairs(work, 1, opened=device)
     assert [(p["status"], p["why"]) for p in found["pairs"]] == [("OK", None), ("OOM", "more than the budget")]
     assert found["fastest"]["batch"] == 1
-    for measured in (search_pairs, run_training):
-        with pytest.raises(UserError, match="--repeat must be at least 1, not 0"):
-            measured(work, 0, opened=device)
 
 
-def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    of = ["--shape=mini", "--layers=1", "--tokens=16", "--batch=2", "--rank=4", "--max-steps=3", "--repeat=1", "--json"]
-    assert main(["bench", "training", *of, str(tmp_path / "found.json")]) == 0
+@pytest.fixture
+def command(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.setattr("wgpu_lora.bench.training_runs.Device", lambda selector: device)
+    monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
+    sizes = flags(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=3)
+    return commands(capsys, "bench", "training", *sizes)
+
+
+def test_command_writes_lines(command: Run, tmp_path: Path):
+    found = command("--repeat", 1, "--json", tmp_path / "found.json")
     lines = [json.loads(line) for line in (tmp_path / "found.json").read_text().splitlines()]
     assert lines[0]["schema"] == "wgpu-lora-bench-training/2"
     assert [line["kind"] for line in lines] == ["header", "run", "summary"]
-    out = capsys.readouterr().out
-    assert "shape mini, 1 layer;" in out
-    assert "one run" in out
-    assert "3 of 3 steps done, no errors" in out
-    summary = tmp_path / "found.md"
-    two = [word for word in of[:-1] if not word.startswith("--repeat")]
-    assert main(["bench", "training", *two, "--max-spread", "1e-7%", "--summary", str(summary)]) == 1
-    assert "more than the limit of 1e-07%" in capsys.readouterr().out
-    text = summary.read_text()
+    assert all(text in found.out for text in ("shape mini, 1 layer;", "one run", "3 of 3 steps done, no errors"))
+    found = command("--max-spread", "1e-7%", "--summary", tmp_path / "found.md")
+    assert (found.code, "more than the limit of 1e-07%" in found.out) == (1, True)
+    text = (tmp_path / "found.md").read_text()
     assert text.startswith("# Training benchmark: shape mini, 1 layer\n\n- Device: ")
-    assert "- Spread: the runs vary by " in text
-    assert "\n| samples/s | " in text
-    assert main(["bench", "training", *two, "--search-batch"]) == 0
-    assert "fastest   --batch " in capsys.readouterr().out
-    for words, message in (
-        (["--max-spread", "150%"], "--max-spread must be a share between 0 and 1, such as 1% or 0.01, not '150%'"),
-        (["--max-spread", "1%", "--repeat", "1"], "--max-spread compares runs: give --repeat 2 or more"),
-        (["--epochs", "1"], "--epochs and --max-steps are both given"),
-        (["--search-batch", "--project"], "--project does nothing with --search-batch: leave it out."),
-    ):
-        assert main(["bench", "training", *two, *words]) == 2
-        assert message in capsys.readouterr().err
-    assert main(["bench", "training", *of, "/nowhere/x.json"]) == 2
-    assert "The directory /nowhere of --json does not exist" in capsys.readouterr().err
+    assert all(part in text for part in ("- Spread: the runs vary by ", "\n| samples/s | "))
+    assert "fastest   --batch " in command("--search-batch").out
+    assert "grades    share of the budget" in command("--repeat", 1, "--project").out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--max-spread 150%", "--max-spread must be a share between 0 and 1, such as 1% or 0.01, not '150%'"),
+        ("--max-spread 1% --repeat 1", "--max-spread compares runs: give --repeat 2 or more"),
+        ("--epochs 1", "--epochs and --max-steps are both given"),
+        ("--search-batch --project", "--project does nothing with --search-batch: leave it out."),
+        ("--repeat 0", "--repeat must be at least 1, not 0"),
+        ("--json /nowhere/x.json", "The directory /nowhere of --json does not exist"),
+    ],
+)
+def test_mistakes(command: Run, words: str, message: str):
+    found = command(*words.split())
+    assert (found.code, message in found.err) == (2, True)
+
+
+def test_training_on_delta_nets_counts_the_recurrence_in_proportion_to_tokens() -> None:
+    config = cut(shape_config("qwen3.5-0.8b"), 3)  # without attention
+    short, long = (operations(config, 16, tokens) for tokens in (1000.0, 2000.0))
+    head = 4 * config.vocab_size * config.hidden_size
+    assert long + head == pytest.approx(2 * (short + head), rel=1e-12)
+    n, d = numbers_of(config), config.hidden_size
+    products = 4 * n["linear_weights"] - 2 * d * n["first_outputs"] + 6 * 16 * n["linear_sizes"] - 2 * 16 * d * 4
+    assert short == pytest.approx(1000 * (products + 18 * 3 * 16 * 128 * 128) + 999 * head, rel=1e-12)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from support import FIXTURES
-from support.cli import QWEN2
+from support.bench import MINI_ROW
+from support.cli import QWEN2, Run, commands, flags
 
-from wgpu_lora.bench.step_profile import Piece, Profile, described, profile_step, trained_sizes, write_trace
+from wgpu_lora.bench.step_profile import Piece, Profile, profile_step, trained_sizes, write_trace
 from wgpu_lora.bench.training_step import TrainingStep, chosen_model
-from wgpu_lora.cli import main
-from wgpu_lora.cli.bench.profile import _rest, _summary
+from wgpu_lora.cli.bench.profile import _rest
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tiling import Tiling
@@ -22,23 +22,19 @@ from wgpu_lora.models import published_shapes
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.records import RunRecord
 
-MINI = ("qwen3", 128, 64, 128, 3, 2, 1, 32, 1e-6, 1e6, True, 64)
+STEP = flags(shape="mini", layers=1, tokens=16, batch=2, rank=4, rounds=1)
 
 
 @pytest.fixture
 def mini(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(published_shapes._ROWS, "mini", MINI)
+    monkeypatch.setitem(published_shapes._ROWS, "mini", MINI_ROW)
     return "mini"
 
 
 @pytest.fixture
-def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        return main(["profile", *arguments]), *capsys.readouterr()
-
-    return call
+    return commands(capsys, "profile")
 
 
 def made_up() -> Profile:
@@ -63,6 +59,8 @@ def test_shares_are_of_all_kernels():
     assert product.gflops == pytest.approx(4.0)
     assert norm.gflops is None
     assert sum(group.share for group in profile.groups()) == pytest.approx(1)
+    shapes = [(group.kernel, group.shape, group.calls) for group in profile.groups(by_shape=True)]
+    assert shapes == [("product", "m 8", 1), ("product", "m 4", 1), ("norm", "rows 4", 1)]
 
 
 @pytest.mark.parametrize(
@@ -81,35 +79,13 @@ def test_what_cannot_be_told_is_not_a_figure(changes: dict[str, Any], said: str)
     assert profile.as_dict()["host_share"] == profile.host_share
 
 
-def test_kernels_alone_may_take_longer_than_their_step(capsys: pytest.CaptureFixture[str]):
-    profile = replace(made_up(), step_seconds=0.5, trained=30, tokens=32)
-    assert profile.attributed_share is None
-    _summary(profile)
-    out = capsys.readouterr().out
-    assert "60 trained, 64 processed tokens/s" in out
-    assert "together in a step they take less" in out
-
-
-def test_grouping_by_shape_keeps_shapes_apart():
-    groups = made_up().groups(by_shape=True)
-    assert [(g.kernel, g.shape, g.calls) for g in groups] == [
-        ("product", "m 8", 1),
-        ("product", "m 4", 1),
-        ("norm", "rows 4", 1),
-    ]
-
-
 def test_trace_lays_dispatches_end_to_end(tmp_path: Path):
     write_trace(tmp_path / "trace.json", made_up(), "a step")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    complete = [event for event in events if event["ph"] == "X"]
-    assert [(event["ts"], event["dur"]) for event in complete] == [
-        (pytest.approx(0), pytest.approx(1e5)),
-        (pytest.approx(1e5), pytest.approx(2.5e5)),
-        (pytest.approx(3.5e5), pytest.approx(5e5)),
-    ]
-    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert threads == {complete[0]["tid"]: "train"}
+    complete = [(event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
+    expected = [(0, 1e5), (1e5, 2.5e5), (3.5e5, 5e5)]
+    assert complete == [(pytest.approx(start), pytest.approx(length)) for start, length in expected]
+    assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == ["train"]
 
 
 def test_every_dispatch_of_the_step_is_timed(device: Device, mini: str):
@@ -129,10 +105,9 @@ def test_every_dispatch_of_the_step_is_timed(device: Device, mini: str):
     assert first.operations == 2 * 32 * 64 * 64
 
 
-def test_command_writes_json_and_trace(run: Any, mini: str, tmp_path: Path):
+def test_command_writes_json_and_trace(run: Run, mini: str, tmp_path: Path):
     trace = tmp_path / "trace.json"
-    arguments = ["--shape", mini, "--layers", "1", "--tokens", "16", "--batch", "2", "--rank", "4", "--rounds", "1"]
-    code, out, _ = run(*arguments, "--json", "--trace", str(trace))
+    code, out, _ = run(*STEP, "--json", "--trace", trace)
     found = json.loads(out)
     assert code == 0
     assert found["schema"] == "wgpu-lora-profile/1"
@@ -155,7 +130,7 @@ def finished(tmp_path: Path, device: Device) -> Path:
     return tmp_path
 
 
-def test_of_a_run_it_takes_the_runs_options(run: Any, finished: Path, device: Device):
+def test_of_a_run_it_takes_the_runs_options(run: Run, finished: Path, device: Device):
     code, out, err = run("--run", str(finished), "--rounds", "1", "--batch", "2", "--json")
     assert code == 0, err
     found = json.loads(out)
@@ -177,21 +152,6 @@ def test_of_a_run_it_takes_the_runs_options(run: Any, finished: Path, device: De
     assert {"name", "driver"} <= found["device"].keys()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_step_has_the_dropout_of_its_run(device: Device, mini: str, dropout: float):
-    model = chosen_model(None, mini, 1, device)
-    step = TrainingStep(model, TrainingArguments(max_length=16, lora_r=4, lora_dropout=dropout))
-    [batch] = step.session.steps.values()
-    assert any("draws" in dispatch.present for dispatch in batch.program.dispatches) == bool(dropout)
-
-
-@pytest.mark.parametrize(("layers", "said"), [(1, "its first layer only"), (2, "its first 2 layers only")])
-def test_layers_are_named(layers: int, said: str):
-    work = {"model": "m", "layers": layers, "base_dtype": "nf4", "batch": 1, "tokens": 8, "rank": 4}
-    work |= {"target_modules": "all-linear", "gradient_checkpointing": False, "whole": False}
-    assert described(work) == f"m, {said} in nf4, 1 x 8 tokens, rank 4 on all-linear"
-
-
 def test_rows_that_were_not_packed_have_their_average_length(finished: Path):
     facts = json.loads((finished / "run.json").read_text())
     facts["options"] |= {"packing": False, "gradient_accumulation_steps": 2}
@@ -200,28 +160,22 @@ def test_rows_that_were_not_packed_have_their_average_length(finished: Path):
     assert trained_sizes(RunRecord.read(finished)) == (3, 8)
 
 
-def test_of_a_run_that_cannot_be_read(run: Any, finished: Path):
-    code, out, err = run("--run", str(finished), "--shape", "qwen3-8b")
-    assert (code, out) == (2, "")
-    assert "--run and --shape are both given" in err
+def test_of_a_run_that_cannot_be_read(run: Run, finished: Path):
     (finished / "run.json").write_text('{"options": {}}')
-    code, _, err = run("--run", str(finished))
-    assert code == 2
-    assert "cannot be read: 'stop_reason' is missing" in err
-    code, _, err = run("--run", str(finished / "none"))
-    assert code == 2
-    assert "has no finished run" in err
+    for words, message in (
+        (["--run", finished, "--shape", "qwen3-8b"], "--run and --shape are both given"),
+        (["--run", finished], "cannot be read: 'stop_reason' is missing"),
+        (["--run", finished / "none"], "has no finished run"),
+    ):
+        code, out, err = run(*words)
+        assert (code, out, message in err) == (2, "", True)
 
 
-def test_command_prints_a_table(run: Any, mini: str):
-    code, out, _ = run(
-        "--shape", mini, "--layers", "1", "--tokens", "16", "--batch", "2", "--rank", "4", "--rounds", "1", "--by-shape"
-    )
+def test_command_prints_a_table(run: Run, mini: str):
+    code, out, _ = run(*STEP, "--by-shape")
     assert code == 0
-    assert "nf4_matmul_backward" in out
-    assert "m 32, n 64, k 64" in out
-    assert "each call timed alone by " in out
-    assert " processed tokens/s" in out
+    for text in ("nf4_matmul_backward", "m 32, n 64, k 64", "each call timed alone by ", " processed tokens/s"):
+        assert text in out
 
 
 @pytest.mark.parametrize(
@@ -241,7 +195,7 @@ def test_command_prints_a_table(run: Any, mini: str):
         (["--trace", "/nowhere/trace.json"], "The directory /nowhere of --trace does not exist"),
     ],
 )
-def test_mistakes_are_one_line(run: Any, mini: str, arguments: list[str], message: str):
+def test_mistakes_are_one_line(run: Run, mini: str, arguments: list[str], message: str):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     (line,) = err.splitlines()

@@ -116,33 +116,35 @@ def changed(place: Path, before: str, after: str) -> None:
 
 
 def test_what_has_not_changed_is_skipped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = place / "out"
+    text, third = place / "out" / "second" / "text", place / "out" / "third" / "text"
     assert ran(place) == dict.fromkeys(("long", "second", "third"), "it has not run yet")
-    assert (out / "third" / "text").read_text() == "cab"
-    assert ran(place) == {}
-    (place / "in").write_text("B")
-    assert ran(place) == {"second": "in changed", "third": "text changed"}
-    assert (out / "third" / "text").read_text() == "caB"
-    changed(place, 'text = "c"', 'text = "C"')
-    assert ran(place) == {"third": "its options have changed"}
-    (out / "second" / "text").unlink()
-    assert ran(place) == {"second": "text is missing"}  # written anew, as it was
-    (out / "third" / "text").write_text("x")
-    assert ran(place) == {"third": "text has changed"}
-    damaged = out / "third" / "text"
-    times = damaged.stat()
-    damaged.write_text("Cax")
-    os.utime(damaged, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert ran(place) == {"third": "text has changed"}
-    damaged.touch()
-    assert ran(place) == {}
+    assert third.read_text() == "cab"
+    for change, why in (
+        (lambda: None, {}),
+        (lambda: (place / "in").write_text("B"), {"second": "in changed", "third": "text changed"}),
+        (lambda: changed(place, 'text = "c"', 'text = "C"'), {"third": "its options have changed"}),
+        (text.unlink, {"second": "text is missing"}),  # written anew, as it was
+        (lambda: third.write_text("x"), {"third": "text has changed"}),
+        (lambda: overwrite(third, "Cax"), {"third": "text has changed"}),
+        (third.touch, {}),
+    ):
+        change()
+        assert ran(place) == why
+    assert third.read_text() == "CaB"
     assert list(ran(place, "second")) == ["second", "third"]
     monkeypatch.setattr(states, "code_digest", lambda: "other")
     assert set(ran(place).values()) == {"wgpu-lora has changed"}
-    assert (out / "long-1" / "text").read_text() == "a"  # what took long is kept
-    (out / "second" / "text").write_text("x")
+    assert (place / "out" / "long-1" / "text").read_text() == "a"  # what took long is kept
+    text.write_text("x")
     with pytest.raises(UserError, match="'second' comes before 'third', but text has changed: run it first"):
         ran(place, "third")
+
+
+def overwrite(path: Path, text: str) -> None:
+    """Keeps the times of the file."""
+    times = path.stat()
+    path.write_text(text)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def test_an_interrupted_stage_goes_on(place: Path) -> None:

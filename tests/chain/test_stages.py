@@ -1,4 +1,4 @@
-"""A chain of the product's own stages, from rows to the list of an upload."""
+"""A chain of the product's own stages, from rows to the list of an upload, and the bundled chain's steps."""
 
 from __future__ import annotations
 
@@ -9,23 +9,32 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from support.data import write_jsonl
+from support.data import chat, write_jsonl
 from support.events import hearing
-from support.gguf_models import small
+from support.gguf_models import make_adapter, small
 from support.sampling import seeds
 
+from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.chain.chain_file import read_chain
+from wgpu_lora.chain.chain_file import Chain, read_chain
 from wgpu_lora.chain.chain_run import run, stage_statuses
-from wgpu_lora.chain.stage import ChainWatch
+from wgpu_lora.chain.stage import ChainWatch, Watch
+from wgpu_lora.chain.stages.gguf import Gguf
+from wgpu_lora.chain.stages.push import Push
 from wgpu_lora.cli import main
-from wgpu_lora.errors import UserError
-from wgpu_lora.events import EventForwarder, Events
-from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
+from wgpu_lora.events import Events
+from wgpu_lora.formats.peft_adapter import WEIGHTS
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.train.finetune import prepare_run
+from wgpu_lora.train.resolve_options import find_recipe
 
 CHAIN = """
 model = "{tmp}/model"
@@ -88,19 +97,13 @@ class KilledError(BaseException):
 class Killed(ChainWatch):
     """Ends the first run as if it were killed, after its third step."""
 
-    def training(self, job: Any) -> Any:
+    @contextmanager
+    def training(self, job: Any) -> Iterator[Events]:
         def step(result: Any) -> None:
             if result.step == 3:
                 raise KilledError
 
-        class Block(EventForwarder):
-            def __enter__(self) -> Events:
-                return self
-
-            def __exit__(self, *exception: object) -> None:
-                pass
-
-        return Block(hearing(step=step))
+        yield hearing(step=step)
 
 
 def test_from_rows_to_an_upload(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -160,36 +163,10 @@ def test_mistakes(tmp_path: Path, capsys: Any, before: str, after: str, words: s
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_chain_says_how_to_continue(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """In a stage other than training."""
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("wgpu_lora.chain.chain_run.run", interrupted)
-    path = made(tmp_path)
-    assert main(["run", str(path)]) == 130
-    assert f"run {path}" in capsys.readouterr().out
-
-
-def test_the_best_adapter_is_a_result(tmp_path: Path) -> None:
-    """A later stage may read it."""
-    path = made(tmp_path)
-    stage, output = read_chain(str(path)).links[0].stage, tmp_path / "sft"
-    assert [found.relative_to(output).as_posix() for found in stage.outputs(output)] == [WEIGHTS, CONFIG]
-    (output / "best").mkdir(parents=True)
-    assert output / "best" / WEIGHTS in list(stage.outputs(output))
-    facts = stage.facts()
-    path.write_text(path.read_text().replace("max_steps = 4", "max_steps = 4\neval_steps = 3", 1))
-    assert read_chain(str(path)).links[0].stage.facts() != facts
-
-
 def test_a_chain_is_no_recipe(tmp_path: Path, capsys: Any) -> None:
     path = made(tmp_path)
     assert main(["finetune", "--recipe", str(path), "--data", str(tmp_path / "rows.jsonl")]) == 2
     assert "is a chain of stages, not a recipe: run it with 'wgpu-lora run" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"has no \[\[stage\]\] table"):
-        read_chain(str(tmp_path / "recipe.toml"))
 
 
 @pytest.mark.rare
@@ -232,3 +209,64 @@ def test_a_chain_does_not_read_what_it_writes(tmp_path: Path, capsys: Any) -> No
         assert "includes what the chain writes: choose an --output elsewhere" in capsys.readouterr().err
     path.write_text(f'[[stage]]\nkind = "prepare"\ninputs = ["{rows}"]\n')
     assert main(command) == 0
+
+
+def of_demo(place: Path) -> Chain:
+    """The chain with the demo model, and made-up rows of the published counts."""
+    text = find_recipe("persona").read_text()
+    assert 'model = "Qwen/Qwen3.5-9B"' in text
+    text = text.replace('"persona-data"', f'"{place / "rows"}"')
+    (place / "persona.toml").write_text(text)
+    (place / "rows").mkdir()
+    chats = [{"messages": [*chat(f"question {i}", f"answer {i}")]} for i in range(1886)]
+    pairs = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(180)]
+    write_jsonl(place / "rows" / "chats.jsonl", *chats)
+    write_jsonl(place / "rows" / "pairs.jsonl", *pairs)
+    return read_chain(str(place / "persona.toml"), str(place / "out"), model="demo")
+
+
+def test_the_published_steps(tmp_path: Path, device: Device) -> None:
+    chain = of_demo(tmp_path)
+    stages: dict[str, Any] = {link.name: link.stage for link in chain.links}
+    assert [*stages] == ["prepare", "sft", "dpo", "merge", "gguf", "cards", "push"]
+    chain.output.mkdir()
+    stages["prepare"].run(chain.output / "prepare", Watch(), False)
+    make_adapter(chain.output / "sft", DEMO_MODEL, r=64, lora_alpha=128)
+    model = open_model("demo")
+
+    def run_of(name: str, **changes: Any) -> Any:
+        return prepare_run(stages[name].arguments(output=str(tmp_path / name), **changes), model)
+
+    sft, dpo = run_of("sft"), run_of("dpo")
+    assert (len(sft.stream.prepared.samples), sft.stream.total_steps()) == (1886, 177)
+    assert (len(dpo.stream.prepared.samples), dpo.stream.total_steps()) == (180, 45)
+    # transformers counts ceil(ceil(rows / batch) / accumulation) steps of each epoch, so does the recipe by itself.
+    assert run_of("dpo", max_steps=-1).stream.total_steps() == 2 * 23
+    for args, expected in (
+        (sft.args, (64, 128, 0.05, 3, 1e-4, 0.05, 0.01, 16, 2, 1024, False)),
+        (dpo.args, (64, 128, 0.05, 2, 5e-6, 0.1, 0.0, 4, 2, 1024, False)),
+    ):
+        assert expected == (
+            args.lora_r, args.lora_alpha, args.lora_dropout, args.num_train_epochs, args.learning_rate,
+            args.warmup_ratio, args.weight_decay, args.per_device_train_batch_size, args.gradient_accumulation_steps,
+            args.max_length, args.packing,
+        )  # fmt: skip
+    assert (dpo.args.objective, dpo.args.beta, dpo.args.reference_adapter) == ("dpo", 0.1, str(chain.output / "sft"))
+    assert (dpo.subject.config.r, dpo.subject.config.lora_alpha) == (64, 128)
+
+
+def test_what_it_ends_with(tmp_path: Path) -> None:
+    stages = {link.name: link.stage for link in of_demo(tmp_path).links}
+    gguf, push = stages["gguf"], stages["push"]
+    assert isinstance(gguf, Gguf)
+    assert gguf.quantize == ["q4_k_m", "q5_k_m", "q6_k"]
+    assert isinstance(push, Push)
+    assert (push.private, push.dry_run, len(push.adapters), len(push.files_of)) == (True, True, 2, 1)
+
+
+def test_an_interrupted_chain_says_how_to_continue(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """In a stage other than training."""
+    monkeypatch.setattr("wgpu_lora.chain.chain_run.run", Mock(side_effect=KeyboardInterrupt))
+    path = made(tmp_path)
+    assert main(["run", str(path)]) == 130
+    assert f"run {path}" in capsys.readouterr().out

@@ -1,9 +1,8 @@
 """Teacher caches: what is in them, that an interrupted one continues with the same bytes, and what is refused."""
 
 import json
-import shutil
-from collections import namedtuple
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from wgpu_lora.atomic import file_digest
 from wgpu_lora.data import tokenize_source
 from wgpu_lora.distill import teacher_cache as cache
 from wgpu_lora.distill import teacher_cache_writer
-from wgpu_lora.distill.teacher_cache import CACHE, TABLE, TeacherCache, position_bytes
+from wgpu_lora.distill.teacher_cache import CACHE, TABLE, TeacherCache
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.locks import locked
@@ -140,6 +139,11 @@ def test_an_interrupted_cache_continues_with_the_same_bytes(teacher, data, tmp_p
     assert files(other) == files(whole)
 
 
+def header_of(cached):
+    """As earlier versions wrote it, which is without a digest of its own."""
+    return {name: fact for name, fact in json.loads((cached.path / CACHE).read_text()).items() if name != "sha256"}
+
+
 @pytest.fixture
 def cached(teacher, data, tmp_path):
     return teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
@@ -172,8 +176,7 @@ def test_another_teacher_or_other_data_are_refused_on_continuing(teacher, data, 
         teacher_cache(teacher, data, cached.path, adapter=adapter, **OPTIONS)
     with pytest.raises(UserError, match="was begun with other data"):
         teacher_cache(teacher, write_rows(tmp_path / "more.jsonl", ROWS[:-1]), cached.path, **OPTIONS)
-    header = json.loads((cached.path / CACHE).read_text())
-    del header["sha256"]  # as earlier versions wrote it
+    header = header_of(cached)
     (cached.path / CACHE).write_text(json.dumps(header | {"teacher": {**header["teacher"], "config": "0" * 64}}))
     with pytest.raises(UserError, match=r"was begun with another configuration of the teacher \(SHA-256 000000000000"):
         teacher_cache(teacher, data, cached.path, **OPTIONS)
@@ -184,26 +187,31 @@ def test_another_teacher_or_other_data_are_refused_on_continuing(teacher, data, 
             teacher_cache(teacher, data, cached.path, **OPTIONS)
 
 
-def test_damaged_shards_are_named(teacher, data, cached, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda shard: shard.write_bytes(shard.read_bytes()[:-3]), r"is truncated to [\d,]+ of [\d,]+ bytes"),
+        (lambda shard: shard.unlink(), "is missing"),
+    ],
+)
+def test_shards_that_are_not_whole_are_named(cached, damage, said):
+    shard = cached.header.shards[1].file
+    damage(cached.path / shard)
+    with pytest.raises(UserError, match=rf"{shard} {said}"):
+        TeacherCache.open(cached.path)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_changed_shards_are_named(teacher, data, cached, monkeypatch):
     shard = cached.header.shards[1].file
     row = prepared(teacher, data).rows[cached.header.shards[0].rows].index
-
-    def changed(name, change):
-        copy = tmp_path / name
-        shutil.copytree(cached.path, copy)
-        change(copy / shard)
-        return copy
-
-    def flip(path):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-
-    with pytest.raises(UserError, match=rf"{shard} is truncated to [\d,]+ of [\d,]+ bytes"):
-        TeacherCache.open(changed("truncated", lambda path: path.write_bytes(path.read_bytes()[:-3])))
-    with pytest.raises(UserError, match=rf"{shard} is missing"):
-        TeacherCache.open(changed("missing", lambda path: path.unlink()))
-    tampered = TeacherCache.open(changed("tampered", flip))
+    flip(cached.path / shard)
+    tampered = TeacherCache.open(cached.path)
     with pytest.raises(UserError, match=rf"{shard} is damaged"):
         tampered.check(prepared(teacher, data), teacher.tokenizer)
     monkeypatch.setattr(cache, "AT_ONCE", 0)  # as if it were large
@@ -219,27 +227,19 @@ def test_damaged_shards_are_named(teacher, data, cached, tmp_path, monkeypatch):
         TeacherCache.open(tampered.path)
 
 
-def nan(arrays):
-    arrays["logprobs"][0, 1] = np.nan
-
-
-def endless(arrays):
-    arrays["lse"][0] = np.inf
-
-
-def positive(arrays):
-    arrays["logprobs"][0, 0] = 1
-
-
-def shuffled(arrays):
-    arrays["logprobs"] = arrays["logprobs"][:, ::-1].copy()
-
-
-@pytest.mark.parametrize("change", [nan, endless, positive, shuffled])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda arrays: arrays["logprobs"].__setitem__((0, 1), np.nan),
+        lambda arrays: arrays["lse"].__setitem__(0, np.inf),
+        lambda arrays: arrays["logprobs"].__setitem__((0, 0), 1),
+        lambda arrays: arrays.update(logprobs=arrays["logprobs"][:, ::-1].copy()),
+    ],
+    ids=["nan", "endless", "positive", "shuffled"],
+)
 def test_logits_that_no_teacher_gives_are_refused(cached, change):
     """Where cache.json was changed with the shard."""
-    facts = json.loads((cached.path / CACHE).read_text())
-    del facts["sha256"]
+    facts = header_of(cached)
     first = facts["shards"][0]
     path = cached.path / first["file"]
     arrays = load_file(path)
@@ -251,39 +251,33 @@ def test_logits_that_no_teacher_gives_are_refused(cached, change):
         TeacherCache.open(cached.path).support(0)
 
 
+ELSEWHERE = {"sha256": "", "bytes": 1, "rows": 8, "positions": 1}
+NOT_WRITTEN = "is damaged.*not what was written"
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "said", "digest"),
     [
-        ({"schema": 2}, "has the schema 2, but this version reads 1"),
-        ({"top_k": 0}, "is damaged"),
-        ({"rows": "8"}, "'rows' must be a whole number"),
-        ({"random": True}, "'random' must be a whole number, not true"),
-        ({"options": {"logits_dtype": "f16", "seed": "1"}}, "is damaged"),
-        (
-            {"shards": [{"file": "shard-00000.safetensors", "sha256": "", "bytes": 1, "rows": 8, "positions": 1}]},
-            f"{TABLE} is damaged",
-        ),
-        ({"shards": [{"file": "../x", "sha256": "", "bytes": 1, "rows": 8, "positions": 1}]}, "is damaged"),
+        ({"schema": 2}, "has the schema 2, but this version reads 1", None),
+        ({"top_k": 0}, "is damaged", "is damaged"),
+        ({"rows": "8"}, "'rows' must be a whole number", "is damaged"),
+        ({"random": True}, "'random' must be a whole number, not true", "is damaged"),
+        ({"options": {"logits_dtype": "f16", "seed": "1"}}, "is damaged", "is damaged"),
+        ({"shards": [{"file": "shard-00000.safetensors", **ELSEWHERE}]}, f"{TABLE} is damaged", "is damaged"),
+        ({"shards": [{"file": "../x", **ELSEWHERE}]}, "is damaged", "is damaged"),
+        ({"top_k": 7, "random": 3}, None, "not what was written"),
+        ({"tokenizer": "0" * 64}, None, "not what was written"),
+        ({"template": None}, None, "not what was written"),
     ],
 )
-def test_damaged_headers_are_refused(cached, changes, said):
+def test_damaged_headers_are_refused(cached, changes, said, digest):
     path = cached.path / CACHE
-    facts = json.loads(path.read_text())
-    path.write_text(json.dumps(facts | changes))
-    with pytest.raises(UserError, match="is damaged" if "schema" not in changes else said):
-        TeacherCache.open(cached.path)
-    del facts["sha256"]  # as earlier versions wrote it
-    path.write_text(json.dumps(facts | changes))
-    with pytest.raises(UserError, match=said):
-        TeacherCache.open(cached.path)
-
-
-@pytest.mark.parametrize("changes", [{"top_k": 7, "random": 3}, {"tokenizer": "0" * 64}, {"template": None}])
-def test_a_header_that_is_not_what_was_written_is_refused(cached, changes):
-    path = cached.path / CACHE
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(UserError, match="not what was written"):
-        TeacherCache.open(cached.path)
+    old, whole = header_of(cached), json.loads(path.read_text())
+    for header, message in ((old, said), (whole, digest)):
+        path.write_text(json.dumps(header | changes))
+        if message:
+            with pytest.raises(UserError, match=message):
+                TeacherCache.open(cached.path)
 
 
 def test_other_rows_tokenizers_and_templates_are_refused(teacher, data, cached, tmp_path):
@@ -319,36 +313,30 @@ def test_two_processes_do_not_write_the_same_cache(teacher, data, tmp_path):
     teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
 
 
-def test_what_cannot_be_made_writes_nothing(teacher, data, tmp_path, monkeypatch):
-    output = tmp_path / "cache"
-    cases = [
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
         ({"top_k": 200, "random": 12}, "more tokens than the teacher's vocabulary of 211"),
         ({"samples": 9}, "is more than the 8 rows of"),
         ({"length": 100_000}, "is more than this model's"),
         ({"top_k": 0}, "must be a whole number of at least 1"),
         ({"logits_dtype": "f8"}, "must be one of f16, f32"),
-    ]
-    for options, said in cases:
-        with pytest.raises(UserError, match=said):
-            teacher_cache(teacher, data, output, **{**OPTIONS, **options})
+        ({"data": "empty.jsonl"}, "empty"),
+        ({"output": "rows.jsonl/below/it"}, r"rows\.jsonl is not a directory: choose another output"),
+        ({"output": "taken"}, "exists already and is not a teacher cache"),
+        ({}, r"The cache takes [\d,]+ bytes, but .* has 1 free"),
+    ],
+)
+def test_what_cannot_be_made_writes_nothing(teacher, data, tmp_path, monkeypatch, options, said):
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(UserError, match=r"empty"):
-        teacher_cache(teacher, tmp_path / "empty.jsonl", output, **OPTIONS)
-    with pytest.raises(UserError, match=r"rows\.jsonl is not a directory: choose another output"):
-        teacher_cache(teacher, data, data / "below" / "it", **OPTIONS)
-    usage = namedtuple("usage", "total used free")
-    with monkeypatch.context() as patch:
-        patch.setattr(teacher_cache_writer.shutil, "disk_usage", lambda path: usage(10, 9, 1))
-        with pytest.raises(UserError, match=r"The cache takes [\d,]+ bytes, but .* has 1 free"):
-            teacher_cache(teacher, data, output, **OPTIONS)
-    assert not output.exists()
-    output.mkdir()
-    (output / "precious").write_text("")
-    with pytest.raises(UserError, match="exists already and is not a teacher cache"):
-        teacher_cache(teacher, data, output, **OPTIONS)
-    assert [path.name for path in output.iterdir()] == ["precious"]
-
-
-def test_a_cache_is_under_a_fiftieth_of_one_of_hidden_states():
-    """A published cache of 1,024 rows of 128 tokens at K = 128 took 16 GB."""
-    assert 1024 * 128 * position_bytes(128 + 128, 151936, "f16") < 16e9 / 50
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "precious").write_text("")
+    if not options:
+        usage = SimpleNamespace(total=10, used=9, free=1)
+        monkeypatch.setattr(teacher_cache_writer.shutil, "disk_usage", lambda path: usage)
+    before = sorted(tmp_path.rglob("*"))
+    given = {"data": "rows.jsonl", "output": "cache", **OPTIONS, **options}
+    rows, output = (tmp_path / given.pop(name) for name in ("data", "output"))
+    with pytest.raises(UserError, match=said):
+        teacher_cache(teacher, rows, output, **given)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -5,21 +5,30 @@ That llama.cpp computes the same from it is for tests/exchange to show.
 
 from __future__ import annotations
 
-import shutil
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support import FIXTURES, path_of
 from support.events import hearing
 from support.gguf_models import DEMO, make_adapter, read, small, values
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.export import gguf_export
-from wgpu_lora.export.adapter_merge import MergedModel, merge_adapter
+from wgpu_lora.export.adapter_merge import merge_adapter
 from wgpu_lora.export.gguf_export import export_adapter, export_model, export_models
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import Checkpoint
+from wgpu_lora.formats.safetensors_writer import TensorSpec, write_shards
 from wgpu_lora.models.architectures import load_config, parse_config
 from wgpu_lora.models.model_files import config_of
 
@@ -110,42 +119,6 @@ def test_the_mix_of_a_larger_model() -> None:
     assert kind("q6_k", "blk.4.ffn_up.weight", 40) == "F16"
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral", "smollm3"])
-def test_merged_weights_in_the_order_of_llama_cpp(tmp_path: Path, architecture: str) -> None:
-    tied = architecture in ("qwen2", "qwen3")
-    bias = {} if architecture in ("qwen3", "mistral", "smollm3") else {"attention_bias": True}
-    model = small(tmp_path / "model", architecture, tie_word_embeddings=tied, **bias)
-    adapter = make_adapter(tmp_path / "adapter", model, use_rslora=True)
-    export_model(model, tmp_path / "f16.gguf", "f16", adapter)
-    merged = MergedModel(model, adapter)
-    facts, tensors = read(tmp_path / "f16.gguf")
-    dim, heads = merged.config.head_dim, merged.config.num_attention_heads
-    assert facts["general.finetune"] == "adapter"
-
-    def expect(name: str, own: str) -> np.ndarray:
-        whole = np.concatenate(list(merged.pieces(f"model.layers.1.{own}")))
-        found = values(tensors[f"blk.1.{name}"])
-        order = np.arange(len(whole))
-        if name.startswith(("attn_q.", "attn_k.")) and architecture in ("llama", "mistral", "smollm3"):
-            # Pair i of a head, which transformers has at i and i + dim / 2, comes to 2 i and 2 i + 1.
-            order = order.reshape(-1, 2, dim // 2).transpose(0, 2, 1).reshape(-1)
-            assert list(order[:4]) == [0, dim // 2, 1, dim // 2 + 1]
-        half = whole[order].astype(np.float16).astype(np.float32)
-        np.testing.assert_array_equal(found, half if found.ndim == 2 else whole[order])
-        return found
-
-    assert expect("attn_q.weight", "self_attn.q_proj.weight").shape == (heads * dim, merged.config.hidden_size)
-    expect("attn_k.weight", "self_attn.k_proj.weight")
-    expect("attn_v.weight", "self_attn.v_proj.weight")
-    expect("ffn_down.weight", "mlp.down_proj.weight")
-    expect("attn_norm.weight", "input_layernorm.weight")
-    if bias:
-        expect("attn_q.bias", "self_attn.q_proj.bias")
-        expect("attn_k.bias", "self_attn.k_proj.bias")
-        expect("attn_v.bias", "self_attn.v_proj.bias")
-    assert ("output.weight" in tensors) == (not tied)
-
-
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 def test_an_adapter_alone(tmp_path: Path, architecture: str) -> None:
     """alpha / rank B A, which is all llama.cpp computes, is ours under rsLoRA and patterns too."""
@@ -179,67 +152,28 @@ def test_a_dora_cannot_be_an_adapter_of_llama_cpp(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_rope(tmp_path: Path) -> None:
-    scaling = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-    model = small(tmp_path / "llama3", "llama", rope_parameters=scaling)
-    export_model(model, tmp_path / "llama3.gguf")
-    facts, tensors = read(tmp_path / "llama3.gguf")
-    factors = values(tensors["rope_freqs.weight"])
-    config = load_config(model)
-    np.testing.assert_array_equal(factors, config.gguf().tensors(config)["rope_freqs.weight"])
-    assert factors[0] == 1.0
-    assert factors[-1] == 4.0  # the config's factor, of the slowest pair
-    assert (np.diff(factors) >= 0).all()
-    assert "llama.rope.scaling.type" not in facts
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    for name, factor in (("plain", None), ("own", 1.5)):
-        model = small(tmp_path / name, "qwen3", rope_parameters={**yarn, "attention_factor": factor})
-        export_model(model, tmp_path / f"{name}.gguf")
-        facts, _ = read(tmp_path / f"{name}.gguf")
-        assert facts["qwen3.rope.scaling.type"] == "yarn"
-        assert facts["qwen3.rope.scaling.factor"] == 4.0
-        assert facts["qwen3.rope.scaling.original_context_length"] == 32
-        own = facts.get("qwen3.rope.scaling.attn_factor")
-        assert own == (None if factor is None else pytest.approx(1.5 / (1 + 0.1 * np.log(4))))
-    model = small(
-        tmp_path / "linear", "qwen2", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    )
-    export_model(model, tmp_path / "linear.gguf")
-    facts, _ = read(tmp_path / "linear.gguf")
-    assert (facts["qwen2.rope.scaling.type"], facts["qwen2.rope.scaling.factor"]) == ("linear", 2.0)
-
-
-def test_a_sliding_window_is_said(tmp_path: Path) -> None:
-    model = small(tmp_path / "model", "mistral", sliding_window=7)
-    (note,) = export_model(model, tmp_path / "model.gguf").notes
-    assert "up to 7 tokens are exact" in note
-    assert config_of(tmp_path / "model.gguf").sliding_windows == config_of(model).sliding_windows
-    assert export_model(small(tmp_path / "q", "qwen2", use_sliding_window=False), tmp_path / "q.gguf").notes == ()
-
-
-def test_the_licence_of_the_card_goes_along(tmp_path: Path) -> None:
-    model = tmp_path / "m"
-    shutil.copytree(DEMO, model)
-    for card, expected in (
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
         ("---\nlicense: apache-2.0\ntags: []\n---\nlicense: mit\n", "apache-2.0"),
         ("---\ntags: []\n---\nlicense: mit\n", None),
         ("license: mit\n", None),
         ('---\nlicense: "cc-by-4.0"\n---\n', "cc-by-4.0"),
-    ):
-        (model / "README.md").write_text(card)
-        (tmp_path / "a.gguf").unlink(missing_ok=True)
-        export_model(model, tmp_path / "a.gguf")
-        assert read(tmp_path / "a.gguf")[0].get("general.license") == expected
-    export_model(tmp_path / "a.gguf", tmp_path / "b.gguf")
-    assert read(tmp_path / "b.gguf")[0]["general.license"] == "cc-by-4.0"
+    ],
+)
+def test_the_licence_of_the_card_goes_along(tmp_path: Path, card: str, expected: str | None) -> None:
+    model = small(tmp_path / "m", "qwen2")
+    (model / "README.md").write_text(card)
+    for source, output in ((model, "a.gguf"), (tmp_path / "a.gguf", "b.gguf")):
+        export_model(source, tmp_path / output)
+        assert read(tmp_path / output)[0].get("general.license") == expected
 
 
 @pytest.mark.parametrize("architecture", ["demo", "llama"])
 def test_a_gguf_file_as_the_model(tmp_path: Path, architecture: str) -> None:
-    """Exported again it is the same file, but for what a type rounds; an adapter merges into it as into a directory."""
+    """Exported again it is the same file, but for what a type rounds."""
     scaling = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     model = DEMO if architecture == "demo" else small(tmp_path / "model", "llama", rope_parameters=scaling)
-    adapter = make_adapter(tmp_path / "adapter", model)
     export_model(model, tmp_path / "base.gguf", name="it")
     export_model(tmp_path / "base.gguf", tmp_path / "again.gguf", name="it")
     (facts, tensors), (same_facts, same_tensors) = read(tmp_path / "base.gguf"), read(tmp_path / "again.gguf")
@@ -247,43 +181,121 @@ def test_a_gguf_file_as_the_model(tmp_path: Path, architecture: str) -> None:
     assert list(same_tensors) == list(tensors)
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(same_tensors[name].data, tensor.data)
-    export_model(tmp_path / "base.gguf", tmp_path / "merged.gguf", adapter=adapter)
-    merged = read(tmp_path / "merged.gguf")[1]
-    expected = MergedModel(model, adapter)
-    for name in ("q_proj", "v_proj"):
-        whole = np.concatenate(list(expected.pieces(f"model.layers.1.self_attn.{name}.weight")))
-        found = values(merged[f"blk.1.attn_{name[0]}.weight"])
-        if architecture == "llama" and name == "q_proj":
-            whole = whole.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(whole.shape)
-        np.testing.assert_allclose(found, whole, atol=1e-3 * np.abs(whole).max())
+    adapter = make_adapter(tmp_path / "adapter", model)
     export_adapter(model, adapter, tmp_path / "one.gguf")
     export_adapter(tmp_path / "base.gguf", adapter, tmp_path / "other.gguf")
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "other.gguf").read_bytes()
 
 
-def test_an_adapter_merges_into_a_gguf_file(tmp_path: Path) -> None:
-    model = small(tmp_path / "model", "llama")
-    adapter = make_adapter(tmp_path / "adapter", model)
-    export_model(model, tmp_path / "base.gguf")
-    for base, output in ((model, "one"), (tmp_path / "base.gguf", "other")):
-        merge_adapter(base, adapter, tmp_path / output, "f32")
-    one, other = Checkpoint(tmp_path / "one"), Checkpoint(tmp_path / "other")
-    assert one.names() == other.names()
-    for name in one.names():
-        np.testing.assert_array_equal(one.read_f32(name), other.read_f32(name))  # the made weights are f16 anyway
-    assert load_config(tmp_path / "other").num_key_value_heads == 2
-
-
 def test_several_types_at_once_are_those_of_one_by_one(tmp_path: Path) -> None:
     model = small(tmp_path / "model", "qwen3")
-    adapter = make_adapter(tmp_path / "adapter", model)
-    kinds = ("q4_k_m", "q5_k_m", "q6_k")
-    tensors: list[str] = []
-    events = hearing(written=lambda name, done, total: tensors.append(name))
-    found = export_models(model, {kind: tmp_path / f"{kind}.gguf" for kind in kinds}, adapter, events=events)
-    assert len(tensors) == len(set(tensors))
+    adapter, kinds, written = make_adapter(tmp_path / "adapter", model), ("q4_k_m", "q5_k_m", "q6_k"), Mock()
+    outputs = {kind: tmp_path / f"{kind}.gguf" for kind in kinds}
+    found = export_models(model, outputs, adapter, events=hearing(written=written))
+    assert written.call_count == len({call.args[0] for call in written.call_args_list})
     for kind in kinds:
-        alone = export_model(model, tmp_path / "alone.gguf", kind, adapter)
-        assert alone == found[kind]
-        assert (tmp_path / f"{kind}.gguf").read_bytes() == (tmp_path / "alone.gguf").read_bytes()
-        (tmp_path / "alone.gguf").unlink()
+        assert export_model(model, tmp_path / f"alone-{kind}.gguf", kind, adapter) == found[kind]
+        assert outputs[kind].read_bytes() == (tmp_path / f"alone-{kind}.gguf").read_bytes()
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    value = json.loads(path.read_text())
+    edit(value)
+    path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("model", "output", "more", "message"),
+    [
+        ("model", "out.gguf", ["q3_k"], "quantize=.q3_k. is not known"),
+        ("model", "no/out.gguf", [], "does not exist: create it first"),
+        ("model", ".", [], "is not a file"),
+        ("model", "model/config.json", [], "exists already"),
+        ("bare", "out.gguf", [], "has no tokenizer.json"),
+        ("other", "out.gguf", ["f16", "adapter"], "does not fit"),
+        ("model", "out.gguf", ["q8_0", "huge"], "beyond 65,504"),
+        ("long", "out.gguf", [], "token ids up to 9,999"),
+        ("other", "out.gguf", ["lora", "adapter"], "does not fit"),
+        ("model", "model/config.json", ["lora", "adapter"], "exists already"),
+    ],
+)
+def test_refusals_leave_nothing(tmp_path: Path, model: str, output: str, more: list[str], message: str) -> None:
+    for name in {"model", model}:
+        kind = {"architecture": "llama", "hidden_size": 128} if name == "other" else {"architecture": "qwen2"}
+        small(tmp_path / name, **kind)
+    (tmp_path / "bare" / "tokenizer.json").unlink(missing_ok=True)
+    if model == "long":
+        change(tmp_path / "long/tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].update({"zz": 9999}))
+    make_adapter(tmp_path / "adapter", tmp_path / "model")
+    make_adapter(tmp_path / "huge", tmp_path / "model", lora_alpha=1e9)
+    before = sorted(tmp_path.rglob("*"))
+    adapter, lora = [tmp_path / name for name in more[1:]], more[:1] == ["lora"]
+    arguments = [*adapter, tmp_path / output] if lora else [tmp_path / output, *more[:1], *adapter]
+    with pytest.raises(UserError, match=message):
+        (export_adapter if lora else export_model)(tmp_path / model, *arguments)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
+def test_an_interruption_leaves_nothing(tmp_path: Path, failure: type[BaseException]) -> None:
+    events = hearing(written=Mock(side_effect=[None] * 4 + [failure]))
+    with pytest.raises(failure):
+        export_model(DEMO, tmp_path / "out.gguf", "q8_0", events=events)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    model = small(tmp_path / "model", "qwen2")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 3] = np.nan
+    save_file(weights, model / "model.safetensors")
+    with pytest.raises(UserError, match="not finite"):
+        export_model(model, tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("what", ["gguf", "merge"])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, what: str) -> None:
+    model = small(tmp_path / "model", "qwen2")
+    adapter = make_adapter(tmp_path / "adapter", model)
+    write = {
+        "gguf": lambda model: export_model(model, tmp_path / "out.gguf"),
+        "merge": lambda model: merge_adapter(model, adapter, tmp_path / "out"),
+    }[what]
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(UserError, match=r"out.* cannot be written \(File too large\): free space"):
+            write(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "model"]
+
+
+CHILD = """
+import resource, sys
+from pathlib import Path
+from wgpu_lora.export import adapter_merge
+from wgpu_lora.export.gguf_export import export_model
+adapter_merge.PIECE = 1 << 20
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+export_model(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_model_is_never_whole_in_memory(tmp_path: Path) -> None:
+    """Neither written from safetensors nor from a GGUF file, which is decoded by rows."""
+    model = small(tmp_path / "model", "qwen2")
+    wide = {"hidden_size": 512, "vocab_size": 80_000, "tie_word_embeddings": True, "intermediate_size": 512}
+    change(model / "config.json", lambda config: config.update(wide))
+    shapes = load_config(model).parameter_shapes()
+    tile = np.random.default_rng(0).normal(0, 0.02, 1 << 16).astype(np.float16)
+    specs = {name: TensorSpec("F16", shape) for name, shape in shapes.items()}
+    write_shards(model, specs, lambda name: [np.resize(tile, shapes[name])])
+    size = (model / "model.safetensors").stat().st_size
+    for source, output, kind in ((model, "first.gguf", "q8_0"), (tmp_path / "first.gguf", "second.gguf", "q4_k_m")):
+        command = [sys.executable, "-c", CHILD, str(source), str(tmp_path / output), kind]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert int(run.stdout) * 1024 < 0.7 * size

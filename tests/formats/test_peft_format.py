@@ -4,14 +4,15 @@ import errno
 import json
 import math
 import os
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-from support import FIXTURES, path_of
+from safetensors.numpy import save_file
+from support import path_of
 
-from wgpu_lora.atomic import replace_directory, write_bytes_atomic
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import read_adapter, tensor_name, write_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig, parse_config
@@ -33,11 +34,6 @@ def on_disk(directory, values: dict[str, np.ndarray], **changes):
     save_file(values, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps({**RAW, **changes}))
     return directory
-
-
-def test_names_are_pefts():
-    assert tensor_name(path_of(0, "q_proj"), "A") == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert tensor_name(path_of(3, "up_proj"), "B") == "base_model.model.model.layers.3.mlp.up_proj.lora_B.weight"
 
 
 def test_round_trip(tmp_path):
@@ -69,19 +65,28 @@ def test_stored_dtypes(tmp_path, dtype):
     assert pairs[path_of(0, "q_proj")][0].dtype == np.float32
 
 
-def test_scaling_and_patterns():
-    config = AdapterConfig(
-        r=8,
-        lora_alpha=16,
-        rank_pattern={r"layers\.1\.self_attn\.q_proj": 2, "v_proj": 4},
-        alpha_pattern={"^model.layers.0.self_attn.v_proj": 12},
-    )
-    assert config.scaling("model.layers.0.self_attn.q_proj") == 2
-    assert config.scaling("model.layers.1.self_attn.q_proj") == 8
-    assert config.scaling("model.layers.11.self_attn.q_proj") == 2
-    assert config.scaling("model.layers.1.self_attn.v_proj") == 4
-    assert config.rank("model.layers.1.self_attn.v_proj") == 4
-    assert AdapterConfig(r=9, lora_alpha=6, use_rslora=True).scaling("model.layers.0.mlp.up_proj") == 6 / math.sqrt(9)
+Q1, Q0 = (f"model.layers.{layer}.self_attn.q_proj" for layer in (1, 0))
+PATTERNED = AdapterConfig(
+    r=8,
+    lora_alpha=16,
+    rank_pattern={r"layers\.1\.self_attn\.q_proj": 2, "v_proj": 4},
+    alpha_pattern={"^model.layers.0.self_attn.v_proj": 12},
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "rank", "scaling"),
+    [
+        (PATTERNED, Q0, 8, 2),
+        (PATTERNED, Q1, 2, 8),
+        (PATTERNED, Q1.replace("1", "11"), 8, 2),
+        (PATTERNED, Q1.replace("q_proj", "v_proj"), 4, 4),
+        (PATTERNED, Q0.replace("q_proj", "v_proj"), 4, 3),
+        (AdapterConfig(r=9, lora_alpha=6, use_rslora=True), Q0, 9, 6 / math.sqrt(9)),
+    ],
+)
+def test_scaling_and_patterns(config, module, rank, scaling):
+    assert (config.rank(module), config.scaling(module)) == (rank, scaling)
 
 
 @pytest.mark.reference
@@ -133,35 +138,36 @@ def test_refused_configs(changes, message):
         parse_config({**RAW, **changes}, "x")
 
 
-def test_adapters_of_other_programs_are_named(tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"fine_tune_type": "lora", "lora_parameters": {"rank": 4}}')
-    with pytest.raises(UserError, match="is an adapter of mlx-lm, which is not in PEFT's format: convert it"):
-        read_adapter(tmp_path)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(RAW))
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
-    save_file({name: np.zeros((4, 8), np.float32)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="not a LoRA factor of a module as PEFT saves it: write it"):
-        read_adapter(tmp_path)
+GOOD, FIRST = tensors(), tensor_name(path_of(0, "q_proj"), "A")
 
 
-def test_refused_tensors(tmp_path):
-    good, first = tensors(), tensor_name(path_of(0, "q_proj"), "A")
-    with pytest.raises(UserError, match=r"do not fit rank 3 of adapter_config.json"):
-        read_adapter(on_disk(tmp_path, good, r=3))
-    with pytest.raises(UserError, match=r"holds only lora_B of model.layers.0.self_attn.q_proj"):
-        read_adapter(on_disk(tmp_path, {k: v for k, v in good.items() if k != first}))
-    for odd in (first + ".x", "model.layers.0.self_attn.q_proj.lora_A.weight"):
-        with pytest.raises(UserError, match="not a LoRA factor of a module"):
-            read_adapter(on_disk(tmp_path, {**good, odd: good[first]}))
-    with pytest.raises(UserError, match=r"dtype I32: .* BF16, F16, F32"):
-        read_adapter(on_disk(tmp_path, {**good, first: good[first].astype(np.int32)}))
-    with pytest.raises(UserError, match="holds no tensors"):
-        read_adapter(on_disk(tmp_path, {}))
-    (tmp_path / "adapter_model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"adapter_model.safetensors does not exist"):
-        read_adapter(tmp_path)
-    with pytest.raises(UserError, match="is not a directory"):
-        read_adapter(tmp_path / "no")
+@pytest.mark.parametrize(
+    ("values", "changes", "message"),
+    [
+        (GOOD, {"r": 3}, r"do not fit rank 3 of adapter_config.json"),
+        ({k: v for k, v in GOOD.items() if k != FIRST}, {}, r"holds only lora_B of model.layers.0.self_attn.q_proj"),
+        ({**GOOD, FIRST + ".x": GOOD[FIRST]}, {}, "not a LoRA factor of a module"),
+        ({**GOOD, FIRST.removeprefix("base_model.model."): GOOD[FIRST]}, {}, "not a LoRA factor of a module"),
+        ({FIRST.replace("A.", "A.default."): GOOD[FIRST]}, {}, "not a LoRA factor of a module as PEFT saves it"),
+        ({**GOOD, FIRST: GOOD[FIRST].astype(np.int32)}, {}, r"dtype I32: .* BF16, F16, F32"),
+        ({}, {}, "holds no tensors"),
+    ],
+)
+def test_refused_tensors(tmp_path, values, changes, message):
+    with pytest.raises(UserError, match=message):
+        read_adapter(on_disk(tmp_path, values, **changes))
+
+
+def test_what_is_no_adapter(tmp_path):
+    (on_disk(tmp_path / "bare", GOOD) / "adapter_model.safetensors").unlink()
+    (on_disk(tmp_path / "mlx", GOOD) / "adapter_config.json").write_text('{"fine_tune_type": "lora"}')
+    for name, message in (
+        ("bare", r"adapter_model.safetensors does not exist"),
+        ("mlx", "is an adapter of mlx-lm, which is not in PEFT's format: convert it"),
+        ("no", "is not a directory"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_adapter(tmp_path / name)
 
 
 def test_write_refuses_what_peft_would_not_expect(tmp_path):
@@ -177,40 +183,11 @@ def test_write_refuses_what_peft_would_not_expect(tmp_path):
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "f"
     write_bytes_atomic(path, b"old")
-
-    def fail(descriptor):
-        raise OSError(errno.ENOSPC, "disk full")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "disk full")))
         with pytest.raises(OSError, match="disk full"):
             write_bytes_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["f"]
     write_bytes_atomic(path, b"new")
     assert path.read_bytes() == b"new"
-
-
-def test_replace_directory(tmp_path, monkeypatch):
-    for name in ("old", "tmp"):
-        (tmp_path / name / "sub").mkdir(parents=True)
-        (tmp_path / name / "sub" / "f").write_text(name)
-    with pytest.raises(FileNotFoundError):
-        replace_directory(tmp_path / "missing", tmp_path / "old")
-    assert (tmp_path / "old" / "sub" / "f").read_text() == "old"
-    replace_directory(tmp_path / "tmp", tmp_path / "old")
-    assert (tmp_path / "old" / "sub" / "f").read_text() == "tmp"
-    assert os.listdir(tmp_path) == ["old"]
-
-
-def test_golden_final_adapters_can_be_written(tmp_path):
-    # ties the fixtures' short names to PEFT's
-
-    golden = load_file(FIXTURES / "golden" / "qwen2.safetensors")
-    values = {}
-    for key, value in golden.items():
-        if key.startswith("final.f32."):
-            layer, module, factor = key.removeprefix("final.f32.").split(".")
-            values[tensor_name(path_of(layer, module), factor)] = value
-    write_adapter(tmp_path / "a", values, AdapterConfig(4, 8, target_modules="all-linear"))
-    assert len(read_adapter(tmp_path / "a")[1]) == 21

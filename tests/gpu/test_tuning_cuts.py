@@ -132,13 +132,3 @@ def test_tilings_that_would_spill_are_not_offered() -> None:
     assert offered(nf4_matmul_backward, 128)
     assert (16, 4) not in offered(nf4_matmul_backward, 128)
     assert offered(nf4_matmul, 128) == offered(nf4_matmul, 256)
-
-
-def test_the_cut_of_a_stack_has_what_its_reference_takes(device: Device) -> None:
-    """q, k and v with adapters, of sizes whose remainders leave nothing beside the columns of the first part."""
-    stack = {"m": 1000, "n": 896, "n1": 128, "n2": 128, "k": 896, "stacked": True}
-    low = {"rank": 16, "h_skip": 32, "stride": 24576, "h_first": 0}
-    constants = {**nf4_matmul.defaults, **stack, **low}
-    present = tuple(n for n in nf4_matmul.bindings if n not in ("a_scale", "bias"))
-    call = Dispatch(nf4_matmul, (), present, constants, Tiling(), (1, 1, 1))
-    assert cut_verdict(device, call, nf4_matmul.tilings(device.capabilities, constants)[0]).right

@@ -13,6 +13,7 @@ from support.data import small_tokenizer
 import wgpu_lora
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.infer import chat as module
 from wgpu_lora.infer.answers import StreamedAnswer
 from wgpu_lora.infer.chat import Chat, ChatHistory
 from wgpu_lora.infer.generation_options import GenerationOptions
@@ -77,45 +78,29 @@ def test_who_answers_can_change(model: LoadedModel, talk: Any, made: Path):
     assert answers == {"b": at_once(model, conversation, made / "b"), "base": at_once(model, conversation)}
     chat.select(["base"])
     assert [m["content"] for m in chat.lanes["base"].messages] == ["w7 w11", heard, "w5", answers["base"]]
-    for name, directory, message in (("b", made / "a", "already"), ("base", made / "a", "named 'base'")):
-        with pytest.raises(UserError, match=message):
-            chat.add(name, directory)
-    with pytest.raises(UserError, match="is not a directory"):
-        chat.add("c", made / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "message"),
+    [("b", "a", "already"), ("base", "a", "named 'base'"), ("c", "nowhere", "is not a directory")],
+)
+def test_adapters_that_cannot_join(talk: Any, made: Path, name: str, adapter: str, message: str):
+    chat = talk("a", "b")
+    with pytest.raises(UserError, match=message):
+        chat.add(name, made / adapter)
     assert say(chat, "w6")
 
 
-def test_the_model_alone_stays_on_the_device(model: LoadedModel, talk: Any, made: Path):
-    model.load_weights()
-    before = model.device.allocated
-    with talk("a") as chat:
-        say(chat, "w7")
-        chat.add("b", made / "b")
-        chat.select(["a", "b", "base"])
-        say(chat, "w5")
-        assert model.device.allocated > before
-    assert model.device.allocated == before
-
-
 def test_an_answer_that_is_stopped_keeps_what_came(talk: Any):
-    chat = talk("a")
-    say(chat, "w7 w11")
-    count = 0
-
-    def two() -> bool:
-        nonlocal count
-        count += 1
-        return count > 2
-
     (whole,) = say(talk("a"), "w7 w11").values()
-    chat.reset()
-    pieces = "".join(piece for _, piece in chat.ask("w7 w11", two))
+    chat, stops = talk("a"), iter([False, False, True])
+    pieces = "".join(piece for _, piece in chat.ask("w7 w11", lambda: next(stops, True)))
     assert pieces
     assert whole.startswith(pieces)
     assert chat.lanes["a"].messages[-1]["content"] == pieces != whole
     assert not list(chat.ask("w9", lambda: True))  # before anything came: as if it had not been asked
     assert not chat.remembered
-    assert chat.lanes["a"].messages[-2]["content"] == "w7 w11"
+    assert [message["content"] for message in chat.lanes["a"].messages] == ["w7 w11", pieces]
     assert not list(chat.retry(lambda: True))
     assert chat.lanes["a"].messages[-1]["content"] == pieces
 
@@ -136,70 +121,55 @@ def test_the_oldest_turns_make_room(model: LoadedModel, talk: Any):
     assert lane.first == 0
 
 
-def test_a_conversation_takes_no_more_than_there_is(talk: Any, model: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    from wgpu_lora.infer import chat as module
+def test_a_conversation_takes_no_more_than_there_is(talk: Any, monkeypatch: pytest.MonkeyPatch):
+    whole, sizes = module.Generator, []
 
-    sizes = []
-    whole = module.Generator
-
-    def small(model: LoadedModel, adapters: Any, capacity: int, *rest: Any, **more: Any) -> Any:
+    def small(model: LoadedModel, adapters: Any, capacity: int, batch: int, **more: Any) -> Any:
         sizes.append(capacity)
-        if capacity > 40:
+        if capacity > 40 or batch > 1:
             raise NoRoomError("too large")
-        return whole(model, adapters, capacity, *rest, **more)
+        return whole(model, adapters, capacity, batch, **more)
 
     monkeypatch.setattr(module, "Generator", small)
     monkeypatch.setattr(module, "LEAST", 8)
     chat = talk("base")
-    assert say(chat, "w7")
+    heard = say(chat, "w7")
     assert (sizes, chat.capacity) == ([128, 64, 32], 32)
+    with pytest.raises(UserError, match="too large"):  # for a second one
+        chat.select(["a", "base"])
+    assert list(chat.lanes) == ["base"]
+    chat.undo()
+    assert say(chat, "w7") == heard
     with pytest.raises(UserError, match="too large"):
         talk("base", max_length=100).open()
     with pytest.raises(UserError, match=r"^max_length must be from 2 to 128"):
         talk("base", max_length=129)
 
 
-def test_whoever_has_no_room_does_not_join(talk: Any, monkeypatch: pytest.MonkeyPatch):
-    from wgpu_lora.infer import chat as module
-
-    whole = module.Generator
-
-    def narrow(model: LoadedModel, adapters: Any, capacity: int, batch: int, **more: Any) -> Any:
-        if batch > 1:
-            raise NoRoomError("too many")
-        return whole(model, adapters, capacity, batch, **more)
-
-    monkeypatch.setattr(module, "Generator", narrow)
-    chat = talk("a", max_length=64)
-    heard = say(chat, "w7")
-    with pytest.raises(UserError, match="too many"):
-        chat.select(["a", "base"])
-    assert list(chat.lanes) == ["a"]
-    chat.undo()
-    assert say(chat, "w7") == heard
+SKY = "The sky is blue, and the sea is blue too."
 
 
-def test_stop_strings_are_cut_off_wherever_tokens_part():
-    tokenizer = small_tokenizer()
-    text = "The sky is blue, and the sea is blue too."
-    ids = tokenizer.encode(text)
-    for stops, expected in (
-        ((), text),
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        ((), SKY),
         (("blue",), "The sky is "),
         (("too", "and the s"), "The sky is blue, "),
-        (("blue, and the moon", "zork", "."), text[:-1]),
+        (("blue, and the moon", "zork", "."), SKY[:-1]),
         (("T",), ""),
-    ):
-        reply, shown = StreamedAnswer(tokenizer, 1, stops), ""
-        for token in ids:
-            reply.generation.token_ids.append(token)
-            shown += reply.push(token)
-            assert expected.startswith(shown)
-            if reply.generation.stop_reason:
-                break
-        shown += reply.finish()
-        assert shown == reply.text == expected
-        assert reply.generation.stop_reason == ("stop" if expected != text else None)
+    ],
+)
+def test_stop_strings_are_cut_off_wherever_tokens_part(stops: tuple[str, ...], expected: str):
+    tokenizer = small_tokenizer()
+    reply, shown = StreamedAnswer(tokenizer, 1, stops), ""
+    for token in tokenizer.encode(SKY):
+        reply.generation.token_ids.append(token)
+        shown += reply.push(token)
+        assert expected.startswith(shown)
+        if reply.generation.stop_reason:
+            break
+    assert shown + reply.finish() == reply.text == expected
+    assert reply.generation.stop_reason == ("stop" if expected != SKY else None)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pty
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from support.cli import Run, commands, flags
 from support.models import words_and_adapters
 
 import wgpu_lora
-from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import answers as answering
@@ -130,13 +130,9 @@ def test_the_batch_is_what_there_is_room_for(model: LoadedModel, monkeypatch: py
 
 
 def test_several_prompts_are_all_answered(run: Any, alone: dict[str, list[str]]):
-    blocks = [
-        f"== {number}. {p} ==\n{text}" for number, (p, text) in enumerate(zip(PROMPTS, alone[""], strict=True), 1)
-    ]
+    texts = enumerate(zip(PROMPTS, alone[""], strict=True), 1)
+    blocks = [f"== {number}. {prompt} ==\n{text}" for number, (prompt, text) in texts]
     assert run(*asked(*PROMPTS)) == (0, "\n\n".join(blocks) + "\n", "")
-    assert [row["text"] for row in json.loads(run(*asked(*PROMPTS[:2]), "--json", "--adapter", "a")[1])] == alone["a"][
-        :2
-    ]
     _, out, _ = run(*asked(*PROMPTS[:2]), "--json", "--adapter", "a", "--adapter", "b")
     found = [(row["name"], row["prompt"], row["text"]) for row in json.loads(out)]
     assert found == [(name, PROMPTS[i], alone[name][i]) for i in (0, 1) for name in ("a", "b")]
@@ -179,32 +175,28 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(run: Any, alone: dict[str, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "prompts.jsonl"]
 
 
-def test_lines_of_text_are_prompts(run: Any, alone: dict[str, list[str]], tmp_path: Path):
-    source = tmp_path / "prompts.txt"
-    source.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(PROMPTS).encode())
-    found = [json.loads(line) for line in run("--prompts", source)[1].splitlines()]
-    assert [(row["prompt"], row["response"]) for row in found] == list(zip(PROMPTS, alone[""], strict=True))
-    source.write_text('  {"prompt": "w1"}\n')
-    assert [request.prompt for request in read_requests(source)] == ["w1"]
+ASKED = [{"role": "user", "content": "w1"}]
+ALPACA = {"instruction": "w1", "input": "w2", "output": "w3", "system": "w4"}
+TURNS = {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]}
 
 
-def test_prompts_in_the_formats_of_rows(tmp_path: Path):
-    def read(name: str, content: bytes) -> list[Any]:
-        (tmp_path / name).write_bytes(content)
-        return [(request.prompt, request.answered) for request in read_requests(tmp_path / name)]
-
-    asked = [{"role": "user", "content": "w1"}]
-    assert read("a", b'\n [\n{"prompt": "w1"}, {"prompt": "w2"}]') == [("w1", False), ("w2", False)]
-    assert read("a.csv", b'n,prompt\n1,"w1, w2"\n2,w3\n') == [("w1, w2", False), ("w3", False)]
-    assert read("a.jsonl.gz", gzip.compress(b'{"prompt": "w1"}')) == [("w1", False)]
-    assert read("a.txt", b"[INST] w1\n[1]") == [("[INST] w1", False), ("[1]", False)]
-    alpaca = {"instruction": "w1", "input": "w2", "output": "w3", "system": "w4"}
-    assert read("a.json", json.dumps(alpaca).encode()) == [(Alpaca("w1", "w2", "", "w4"), False)]
-    assert read("a.json", b'{"prompt": "w1", "completion": "w2"}') == [(Completion("w1", "w2"), False)]
-    turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
-    assert read("a.jsonl", json.dumps({"conversations": turns}).encode()) == [(asked, True)]
-    with pytest.raises(UserError, match=r"are 'question', but .* messages; .*; rename 'question' to 'prompt'\."):
-        read("b.csv", b"question\nw1\n")
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("a", b'\n [\n{"prompt": "w1"}, {"prompt": "w2"}]', [("w1", False), ("w2", False)]),
+        ("a.csv", b'n,prompt\n1,"w1, w2"\n2,w3\n', [("w1, w2", False), ("w3", False)]),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "w1"}', mtime=0), [("w1", False)]),
+        ("a.txt", b"[INST] w1\n[1]", [("[INST] w1", False), ("[1]", False)]),
+        ("a.txt", b"\xef\xbb\xbfw7 w3\r\n\r\nw9", [("w7 w3", False), ("w9", False)]),
+        ("a.txt", b'  {"prompt": "w1"}\n', [("w1", False)]),
+        ("a.json", json.dumps(ALPACA).encode(), [(Alpaca("w1", "w2", "", "w4"), False)]),
+        ("a.json", b'{"prompt": "w1", "completion": "w2"}', [(Completion("w1", "w2"), False)]),
+        ("a.jsonl", json.dumps(TURNS).encode(), [(ASKED, True)]),
+    ],
+)
+def test_prompts_in_the_formats_of_rows(tmp_path: Path, name: str, content: bytes, found: list[Any]):
+    (tmp_path / name).write_bytes(content)
+    assert [(request.prompt, request.answered) for request in read_requests(tmp_path / name)] == found
 
 
 @pytest.mark.parametrize(
@@ -227,6 +219,7 @@ def test_prompts_in_the_formats_of_rows(tmp_path: Path):
         (b'{"prompt": "w1", "tools": [{}]}', "line 1: the row has 'tools'"),
         (b'[{"prompt": "w1"}, {"text": "w1"}, {"prompt": ""}]', "has 2 rows that cannot be used; fix them"),
         (b'{"prompt": "w1"}\n{"instruction": 5}', "line 2: 'instruction' is a number"),
+        (b'{"question": "w1"}', "rename 'question' to 'prompt'."),
     ],
 )
 def test_prompts_that_are_refused(tmp_path: Path, content: bytes, message: str):
@@ -266,56 +259,30 @@ def test_what_was_answered_before_an_end_is_kept(
 ):
     source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     source.write_text("\n".join(PROMPTS))
-    whole = answering.answer_of
-
-    def end(prompt: Any, reply: Any) -> Any:
-        if prompt == PROMPTS[2]:
-            raise KeyboardInterrupt
-        return whole(prompt, reply)
-
-    monkeypatch.setattr(answering, "answer_of", end)
     (tmp_path / "answers.jsonl.part").write_text("of an earlier one")
+    answers = Mock(wraps=answering.answer_of, side_effect=[DEFAULT, DEFAULT, KeyboardInterrupt])
+    monkeypatch.setattr(answering, "answer_of", answers)
     code, _, err = run("--prompts", source, "--output", target, "--batch-size", 1)
     part = tmp_path / "answers.jsonl.part-2"
-    assert code == 130
-    assert f"2 answers so far: {part}" in err
+    assert (code, f"2 answers so far: {part}" in err) == (130, True)
     assert [json.loads(line)["response"] for line in part.read_text().splitlines()] == alone[""][:2]
     assert not target.exists()
-
-
-def test_a_file_is_only_written_where_none_is(tmp_path: Path):
-    path = tmp_path / "x"
-    write_new_bytes(path, b"1", "--output")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    taken = {"x": "exists already", ".": "is not a file", "link": "leads nowhere", "no/x": "does not exist"}
-    for name, words in taken.items():
-        with pytest.raises(UserError, match=words):
-            write_new_bytes(tmp_path / name, b"2", "--output")
-    write_new_bytes(path, b"3", "--output", replacing=b"1")
-    with pytest.raises(UserError, match="exists already"):
-        write_new_bytes(path, b"4", "--output", replacing=b"1")
-    assert path.read_bytes() == b"3"
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "x"]
 
 
 # -- without a prompt ------------------------------------------------------------------------------------------------
 
 
 def test_without_a_prompt_it_chats_on_a_terminal(run: Any, monkeypatch: pytest.MonkeyPatch):
-    seen = []
-    monkeypatch.setattr(
-        sys.modules["wgpu_lora.cli.inference.chat"], "run_chat", lambda *arguments: seen.append(arguments) or 0
-    )
+    chats = Mock(return_value=0)
+    monkeypatch.setattr(sys.modules["wgpu_lora.cli.inference.chat"], "run_chat", chats)
     master, slave = pty.openpty()
     with open(slave, encoding="utf-8") as terminal:
         monkeypatch.setattr("sys.stdin", terminal)
         for arguments in ([], ["--json"]):  # stdout is no terminal, or JSON is asked for
             code, _, err = run(*arguments)
-            assert (code, seen) == (2, [])
-            assert "--prompt is missing" in err
+            assert (code, chats.called, "--prompt is missing" in err) == (2, False, True)
         monkeypatch.setattr(sys.modules["wgpu_lora.cli.inference.generate"], "is_terminal", lambda stream: True)
         assert run("--adapter", "a", "--temperature", "0.5")[0] == 0
-        (given,) = seen
-        assert given[:3] == ("model", ["a"], False)
-        assert given[3]["temperature"] == 0.5
+    model, adapters, base, settings, *_ = chats.call_args.args
+    assert (model, adapters, base, settings["temperature"]) == ("model", ["a"], False, 0.5)
     os.close(master)

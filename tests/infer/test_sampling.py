@@ -30,39 +30,33 @@ def test_uniform_draws_are_functions_of_seed_and_position():
     assert uniform(42, 7) == 0.649420079613736, "draws must never change between versions"
 
 
-def test_temperature_sharpens_and_flattens():
-    logits = logits_of(0.2, 0.8)
-    assert chances(Sampler(1.0, top_k=0), logits) == {1: 0.8, 0: 0.2}
-    assert chances(Sampler(0.5, top_k=0), logits) == pytest.approx({1: 16 / 17, 0: 1 / 17}, abs=1e-6)
-    assert chances(Sampler(2.0, top_k=0), logits) == pytest.approx({1: 2 / 3, 0: 1 / 3}, abs=1e-6)
-    assert chances(Sampler(1e-30, top_k=0), logits) == {1: 1.0, 0: 0.0}
+TWO, FIVE, FOUR = logits_of(0.2, 0.8), logits_of(0.1, 0.4, 0.2, 0.2, 0.1), logits_of(0.1, 0.5, 0.15, 0.25)
 
 
-def test_top_k_keeps_the_likeliest_and_ties_with_the_last_of_them():
-    logits = logits_of(0.1, 0.4, 0.2, 0.2, 0.1)
-    assert chances(Sampler(1.0, top_k=1), logits) == {1: 1.0}
-    assert chances(Sampler(1.0, top_k=2), logits) == {1: 0.5, 2: 0.25, 3: 0.25}
-    assert chances(Sampler(1.0, top_k=99), logits) == chances(Sampler(1.0, top_k=0), logits)
-
-
-def test_top_p_keeps_the_token_that_reaches_the_sum():
-    logits = logits_of(0.1, 0.5, 0.15, 0.25)
-    assert chances(Sampler(1.0, 0, 1e-9), logits) == {1: 1.0}
-    assert chances(Sampler(1.0, 0, 0.6), logits) == pytest.approx({1: 2 / 3, 3: 1 / 3}, abs=1e-6)
-    assert list(chances(Sampler(1.0, 0, 0.95), logits)) == [1, 3, 2, 0]
-
-
-def test_top_p_counts_what_top_k_left():
-    # after top-k 2 the likeliest has 2/3, so 0.6 needs it alone
-    assert chances(Sampler(1.0, 2, 0.6), logits_of(0.1, 0.5, 0.15, 0.25)) == {1: 1.0}
-
-
-def test_min_p_keeps_what_is_as_likely_as_a_share_of_the_likeliest():
-    logits = logits_of(0.1, 0.5, 0.15, 0.25)
-    assert list(chances(Sampler(1.0, 0, min_p=0.29), logits)) == [1, 3, 2]
-    assert chances(Sampler(1.0, 0, min_p=0.49), logits) == pytest.approx({1: 2 / 3, 3: 1 / 3}, abs=1e-6)
-    assert chances(Sampler(1.0, 0, min_p=1.0), logits) == {1: 1.0}
-    assert chances(Sampler(1.0, 0, min_p=0.0), logits) == chances(Sampler(1.0, 0), logits)
+@pytest.mark.parametrize(
+    ("sampler", "logits", "expected"),
+    [
+        (Sampler(1.0, top_k=0), TWO, {1: 0.8, 0: 0.2}),
+        (Sampler(0.5, top_k=0), TWO, {1: 16 / 17, 0: 1 / 17}),
+        (Sampler(2.0, top_k=0), TWO, {1: 2 / 3, 0: 1 / 3}),
+        (Sampler(1e-30, top_k=0), TWO, {1: 1.0, 0: 0.0}),
+        (Sampler(1.0, top_k=1), FIVE, {1: 1.0}),
+        (Sampler(1.0, top_k=2), FIVE, {1: 0.5, 2: 0.25, 3: 0.25}),  # ties with the last of them stay
+        (Sampler(1.0, top_k=99), FIVE, chances(Sampler(1.0, top_k=0), FIVE)),
+        (Sampler(1.0, 0, 1e-9), FOUR, {1: 1.0}),
+        (Sampler(1.0, 0, 0.6), FOUR, {1: 2 / 3, 3: 1 / 3}),  # the token that reaches the sum stays
+        (Sampler(1.0, 0, 0.95), FOUR, {1: 0.5, 3: 0.25, 2: 0.15, 0: 0.1}),
+        (Sampler(1.0, 2, 0.6), FOUR, {1: 1.0}),  # after top-k 2 the likeliest has 2/3, so 0.6 needs it alone
+        (Sampler(1.0, 0, min_p=0.29), FOUR, {1: 5 / 9, 3: 5 / 18, 2: 1 / 6}),
+        (Sampler(1.0, 0, min_p=0.49), FOUR, {1: 2 / 3, 3: 1 / 3}),
+        (Sampler(1.0, 0, min_p=1.0), FOUR, {1: 1.0}),
+        (Sampler(1.0, 0, min_p=0.0), FOUR, chances(Sampler(1.0, 0), FOUR)),
+    ],
+)
+def test_chances(sampler, logits, expected):
+    found = chances(sampler, logits)
+    assert list(found) == list(expected)
+    assert found == pytest.approx(expected, abs=1e-6)
 
 
 def reference_warped(logits, before, penalty, temperature, top_k, top_p, min_p):
@@ -98,13 +92,18 @@ def test_all_together_are_what_transformers_makes_of_them(rng, penalty, top_k, t
     np.testing.assert_allclose(found, expected[ids], rtol=1e-9)
 
 
-def test_the_penalty_holds_for_greedy_choice_and_never_overflows():
-    logits = np.array([2.0, 1.9, -1.0], np.float32)
-    assert Sampler()(logits, 0, [0]) == 0
-    assert Sampler(repetition_penalty=1.2)(logits, 0, [0, 0]) == 1
-    assert Sampler(repetition_penalty=1e-300)(np.array([3e38, -3e38], np.float32), 0, [0, 1]) == 0
-    assert Sampler(1.0, repetition_penalty=1e-300)(np.array([3e38, -3e38], np.float32), 0, [0, 1]) == 0
-    assert Sampler(1.0, repetition_penalty=1e300)(np.array([3e38, -3e38], np.float32), 0, [0, 1]) == 0
+@pytest.mark.parametrize(
+    ("temperature", "penalty", "logits", "before", "chosen"),
+    [
+        (0.0, 1.0, [2.0, 1.9, -1.0], [0], 0),
+        (0.0, 1.2, [2.0, 1.9, -1.0], [0, 0], 1),
+        (0.0, 1e-300, [3e38, -3e38], [0, 1], 0),
+        (1.0, 1e-300, [3e38, -3e38], [0, 1], 0),
+        (1.0, 1e300, [3e38, -3e38], [0, 1], 0),
+    ],
+)
+def test_the_penalty_holds_for_greedy_choice_and_never_overflows(temperature, penalty, logits, before, chosen):
+    assert Sampler(temperature, repetition_penalty=penalty)(np.array(logits, np.float32), 0, before) == chosen
 
 
 def test_frequencies_follow_the_distribution():

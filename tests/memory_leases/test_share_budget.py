@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -36,37 +37,31 @@ def amd_card(drm: Path, name: str, total: int, maker: str = "samsung", vendor: s
 
 
 def test_amdgpu_reads_the_card(tmp_path: Path) -> None:
+    first = DeviceMemory(8 * GIB, "amdgpu, card1", 7 * GIB)
+    smallest = DeviceMemory(6 * GIB, "amdgpu, card3, the smallest of 2 AMD cards", 5 * GIB)
     assert amdgpu_memory(tmp_path) is None
-    amd_card(tmp_path, "card0", 4 * GIB, vendor="0x10de")
-    assert amdgpu_memory(tmp_path) is None
-    amd_card(tmp_path, "card1", 8 * GIB)
-    assert amdgpu_memory(tmp_path) == DeviceMemory(8 * GIB, "amdgpu, card1", 7 * GIB)
-    amd_card(tmp_path, "card2", GIB // 2, maker="unknown")  # an APU's
-    assert amdgpu_memory(tmp_path) == DeviceMemory(8 * GIB, "amdgpu, card1", 7 * GIB)
-    amd_card(tmp_path, "card3", 6 * GIB)
-    assert amdgpu_memory(tmp_path) == DeviceMemory(6 * GIB, "amdgpu, card3, the smallest of 2 AMD cards", 5 * GIB)
+    for name, total, facts, found in (
+        ("card0", 4 * GIB, {"vendor": "0x10de"}, None),
+        ("card1", 8 * GIB, {}, first),
+        ("card2", GIB // 2, {"maker": "unknown"}, first),  # an APU's
+        ("card3", 6 * GIB, {}, smallest),
+    ):
+        amd_card(tmp_path, name, total, **facts)
+        assert amdgpu_memory(tmp_path) == found
 
 
 def test_amdgpu_without_vram_counters(tmp_path: Path) -> None:
     amd_card(tmp_path, "card0", 8 * GIB)
-    (tmp_path / "card0/device/mem_info_vram_used").unlink()
-    assert amdgpu_memory(tmp_path) == DeviceMemory(8 * GIB, "amdgpu, card0", None)
-    (tmp_path / "card0/device/mem_info_vram_total").unlink()  # the radeon driver's cards
-    assert amdgpu_memory(tmp_path) is None
+    for file, found in (("used", DeviceMemory(8 * GIB, "amdgpu, card0", None)), ("total", None)):  # as radeon's cards
+        (tmp_path / f"card0/device/mem_info_vram_{file}").unlink()
+        assert amdgpu_memory(tmp_path) == found
 
 
-class NVMLError(Exception):
-    pass
-
-
-def fake_nvml(cards: list[tuple[str, int]], broken: bool = False) -> Any:
-    def init() -> None:
-        if broken:
-            raise NVMLError
-
+def fake_nvml(cards: list[tuple[str, int]]) -> Any:
+    error = type("NVMLError", (Exception,), {})
     return SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=init,
+        NVMLError=error,
+        nvmlInit=Mock(side_effect=None if cards else error),
         nvmlShutdown=lambda: None,
         nvmlDeviceGetCount=lambda: len(cards),
         nvmlDeviceGetHandleByIndex=lambda i: i,
@@ -83,20 +78,14 @@ def fake_nvml(cards: list[tuple[str, int]], broken: bool = False) -> Any:
         ([("NVIDIA A", 8)], DeviceMemory(8, "NVML", 4)),
         ([("NVIDIA A", 8), ("NVIDIA C", 16)], None),
         ([], None),
+        (None, None),  # not installed
     ],
 )
 def test_nvml_matches_by_name(
-    monkeypatch: pytest.MonkeyPatch, cards: list[tuple[str, int]], expected: DeviceMemory | None
+    monkeypatch: pytest.MonkeyPatch, cards: list[tuple[str, int]] | None, expected: DeviceMemory | None
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(cards))
+    monkeypatch.setitem(sys.modules, "pynvml", None if cards is None else fake_nvml(cards))
     assert nvml_memory("NVIDIA B") == expected
-
-
-def test_nvml_that_is_missing_or_has_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([], broken=True))
-    assert nvml_memory("NVIDIA B") is None
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert nvml_memory("NVIDIA B") is None
 
 
 def fake_metal(name: bytes, total: int) -> Any:
@@ -122,28 +111,25 @@ def test_metal_asks_its_default_device() -> None:
     assert metal_memory("Apple M4", fake_metal(b"Apple M4", 0)) is None
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="needs a system without Metal")
-def test_metal_is_not_here() -> None:
-    assert metal_memory("Apple M4") is None
-
-
-def test_each_device_is_asked_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("facts", "source", "budget"),
+    [
+        ({"kind": "software"}, "system_memory", 600),
+        ({"kind": "integrated", "vendor_id": module.AMD}, "system_memory", 600),  # an APU
+        ({"vendor_id": module.AMD}, "amdgpu_memory", 850),
+        ({"vendor_id": module.NVIDIA, "backend": "D3D12"}, "nvml_memory", 850),
+        ({"backend": "Metal", "name": "Apple M4", "kind": "integrated"}, "metal_memory", 600),
+        ({"backend": "Metal", "name": "Apple M4"}, "metal_memory", 600),  # whatever kind a driver calls it
+        ({"vendor_id": 0x8086}, None, None),
+    ],
+)
+def test_each_device_is_asked_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], source: str | None, budget: int | None
+) -> None:
     for name in ("system_memory", "amdgpu_memory", "nvml_memory", "metal_memory"):
         monkeypatch.setattr(module, name, lambda *_, source=name: DeviceMemory(1000, source))
-
-    def source(**facts: Any) -> str | None:
-        memory = device_memory(adapter(**facts))
-        return memory and memory.source
-
-    assert source(kind="software") == "system_memory"
-    assert source(kind="integrated", vendor_id=module.AMD) == "system_memory"  # an APU
-    assert source(vendor_id=module.AMD) == "amdgpu_memory"
-    assert source(vendor_id=module.NVIDIA, backend="D3D12") == "nvml_memory"
-    assert source(backend="Metal", name="Apple M4", kind="integrated") == "metal_memory"
-    assert source(vendor_id=0x8086) is None
-    assert budget_bytes(adapter(vendor_id=module.AMD)).bytes == 850
-    assert budget_bytes(adapter(kind="integrated")).bytes == 600
-    assert budget_bytes(adapter(backend="Metal", name="Apple M4")).bytes == 600  # whatever kind a driver calls it
+    assert getattr(device_memory(adapter(**facts)), "source", None) == source
+    assert budget_bytes(adapter(**facts)).bytes == budget
 
 
 def test_the_budget_says_where_it_is_from() -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.events import hearing
 from support.sampling import FULL, seeds
 from support.share import adapter, start, until
 
@@ -60,24 +59,23 @@ def test_what_is_held_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_refusals(ledger: Ledger) -> None:
-    with pytest.raises(UserError, match=r"needs 11 bytes .* the budget is 10"), take(ledger, 11, 10, "one", math.inf):
-        pass
+    def refused(message: str, *given: Any, **more: Any) -> None:
+        with pytest.raises(UserError, match=message), take(ledger, *given, **more):
+            pytest.fail("given beyond the budget")
+
+    refused(r"needs 11 bytes .* the budget is 10", 11, 10, "one", math.inf)
     assert not ledger.path.exists()  # it was never queued
     with take(ledger, 6, 10, "one"):
         held = rf"6 bytes are held \(6 by pid {os.getpid()} \(one\)\): queue for it with wait, .*share status"
-        with pytest.raises(UserError, match=held), take(ledger, 5, 10, "two"):
-            pytest.fail("given beyond the budget")
-        less = r"queue for it with wait, run with less than 4 bytes, or see"
+        refused(held, 5, 10, "two")
         advice = {"advise": lambda free: f"run with less than {free} bytes"}
-        with pytest.raises(UserError, match=less), take(ledger, 5, 10, "two", **advice):
-            pass
+        refused(r"queue for it with wait, run with less than 4 bytes, or see", 5, 10, "two", **advice)
         with take(ledger, 500, None, "whose budget nobody knows"):
             pass
         with ledger.changing() as entries:
             entries.append(LedgerEntry.of_this_process(9, "first in the queue"))
         for budget in (10, None):
-            with pytest.raises(UserError, match="1 other run waits before it"), take(ledger, 1, budget, "jumps"):
-                pass
+            refused("1 other run waits before it", 1, budget, "jumps")
     assert queue(ledger) == ["first in the queue"]
 
 
@@ -85,20 +83,16 @@ def test_refusals(ledger: Ledger) -> None:
 def test_first_come_first_served(ledger: Ledger) -> None:
     order: list[str] = []
 
-    def waiter(name: str, need: int) -> threading.Thread:
-        def run() -> None:
-            with take(ledger, need, 10, name, wait=60):
-                order.append(name)
+    def run(name: str, need: int) -> None:
+        with take(ledger, need, 10, name, wait=60):
+            order.append(name)
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        until(lambda: name in queue(ledger))
-        return thread
-
+    threads = [threading.Thread(target=run, args=given) for given in (("large", 9), ("small", 2))]  # not both at once
     with take(ledger, 5, 10, "stays"):
         with take(ledger, 5, 10, "goes"):
-            threads = [waiter("large", 9), waiter("small", 1)]
-            assert queue(ledger) == ["large", "small"]
+            for count, thread in enumerate(threads, 1):
+                thread.start()
+                until(lambda count=count: len(queue(ledger)) == count)
         time.sleep(0.2)  # there is room for the small one, but it came second
         assert not order
     for thread in threads:
@@ -123,28 +117,6 @@ def test_the_wait_ends_on_time(ledger: Ledger) -> None:
             pass
         assert 0.2 <= time.monotonic() - begin < 1  # it does not sleep out the pause of a second
         assert queue(ledger) == []
-
-
-def test_looks_back_off_from_1_to_30_seconds(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, pauses = [0.0], []
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        now[0] += seconds
-
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    seen: list[tuple[int, list[str], float]] = []
-    with take(ledger, 6, 10, "one"):
-        monkeypatch.setattr(module.time, "sleep", sleep)
-        with (
-            pytest.raises(UserError, match="After 100 s"),
-            take(ledger, 5, 10, "two", 100, hearing(waiting=lambda *told: seen.append(told))),
-        ):
-            pass
-    assert pauses == [1, 2, 4, 8, 16, 30, 30, 9]
-    assert max(pauses) <= module.RENEW_SECONDS  # so a waiter finds what the dead left within a renewal period
-    holder = [f"pid {os.getpid()} (one)"]
-    assert seen[:3] == [(1, holder, 0), (1, holder, 1), (1, holder, 3)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

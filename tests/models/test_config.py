@@ -6,13 +6,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support import MODELS
-from support.configs import BASE, config
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.architectures import load_config, parse_config
+from wgpu_lora.models.architectures import ARCHITECTURES, load_config, parse_config
 from wgpu_lora.models.rotary_embedding import attention_factor, inv_freq
+from wgpu_lora.models.row_inputs import Rows
 
+BASE = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": [5, 6],
+}
+SIZED = {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 10}
+LINEAR = {"type": "linear", "factor": 2.0}
+LONG = {"type": "su", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0]}
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def config(**changes):
+    return parse_config({**BASE, **changes}, "here.json")
 
 
 WINDOWS = {"qwen2": (None,) * 3, "qwen3": (None, 5), "llama": (None, None), "mistral": (6, 6), "smollm3": (None, 5)}
@@ -26,24 +45,58 @@ WINDOWS |= {
 }
 
 
+QK_NORMS, BIASED = ("qwen3", "gemma3_text", "gemma3"), ("qwen2", "llama")
+
+
 @pytest.mark.parametrize("architecture", WINDOWS)
 def test_fixture_models_load(architecture):
     loaded = load_config(MODELS / architecture)
-    assert loaded.architecture == architecture
-    assert loaded.qk_norm == (architecture in ("qwen3", "gemma3_text", "gemma3"))
-    assert loaded.attention_bias == (architecture in ("qwen2", "llama"))
+    assert (loaded.architecture, loaded.sliding_windows) == (architecture, WINDOWS[architecture])
+    assert (loaded.qk_norm, loaded.attention_bias) == (architecture in QK_NORMS, architecture in BIASED)
     assert loaded.attention_output_bias == (architecture == "llama")
-    assert loaded.sliding_windows == WINDOWS[architecture]
 
 
-def test_fields_and_defaults():
-    c = config()
-    assert (c.head_dim, c.rope_theta, c.rope_scaling, c.eos_token_ids) == (8, 10000.0, None, (5, 6))
-    assert not c.tie_word_embeddings
-    assert parse_config({k: v for k, v in BASE.items() if k != "num_key_value_heads"}).num_key_value_heads == 4
-    assert config(model_type="qwen3").head_dim == 128
-    assert config(model_type="mistral").sliding_windows == (4096,) * 3
-    assert config(model_type="mistral", sliding_window=None).sliding_windows == (None,) * 3
+SLIDING, FULL = "sliding_attention", "full_attention"
+Q2, S3 = {"model_type": "qwen2", "sliding_window": 16}, {"model_type": "smollm3", "num_hidden_layers": 4}
+G2, G3 = {"model_type": "gemma2"}, {"model_type": "gemma3_text"}
+USUAL = (True, True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({}, {"head_dim": 8, "rope_theta": 1e4, "rope_scaling": None, "eos_token_ids": (5, 6)}),
+        ({}, {"tie_word_embeddings": False}),
+        ({"num_key_value_heads": None}, {"num_key_value_heads": 4}),
+        ({"model_type": "qwen3"}, {"head_dim": 128}),
+        ({"model_type": "mistral"}, {"sliding_windows": (4096,) * 3}),
+        ({"model_type": "mistral", "sliding_window": None}, {"sliding_windows": (None,) * 3}),
+        ({"model_type": "ministral", "layer_types": [FULL, FULL, SLIDING]}, {"sliding_windows": (None, None, 4096)}),
+        (Q2, {"sliding_windows": (None,) * 3}),
+        ({**Q2, "use_sliding_window": True, "max_window_layers": 2}, {"sliding_windows": (None, None, 16)}),
+        ({**Q2, "use_sliding_window": True}, {"sliding_windows": (None,) * 3}),  # 28 layers keep full attention
+        (
+            {**Q2, "use_sliding_window": True, "layer_types": [SLIDING, FULL, SLIDING]},
+            {"sliding_windows": (16, None, 16)},
+        ),
+        (S3, {"rotated_layers": USUAL, "sliding_windows": (None,) * 4, "tie_word_embeddings": True}),
+        ({**S3, "sliding_window": 7}, {"rotated_layers": USUAL, "sliding_windows": (None,) * 4}),
+        ({**S3, "sliding_window": 7, "use_sliding_window": True}, {"sliding_windows": (None, None, None, 7)}),
+        ({**S3, "no_rope_layer_interval": 2}, {"rotated_layers": (True, False) * 2}),
+        ({**S3, "no_rope_layers": [0, 1, 1, 1]}, {"rotated_layers": (False, True, True, True)}),
+        (G2, {"attention_cap": 50, "final_cap": 30, "sliding_windows": (4096, None, 4096), "head_dim": 256}),
+        (G2, {"tie_word_embeddings": True, "query_pre_attn_scalar": 256}),
+        ({**G2, "attn_logit_softcapping": None}, {"attention_cap": 0}),
+        ({**G3, "num_hidden_layers": 12}, {"sliding_windows": ((4096,) * 5 + (None,)) * 2}),
+        ({**G3, "sliding_window_pattern": 3, "sliding_window": 7}, {"sliding_windows": (7, 7, None)}),
+        (G3, {"attention_cap": 0, "final_cap": 0, "rope_theta": 1e6, "rope_scaling": None}),
+        (G3, {"local_rope_theta": 1e4, "local_rope_scaling": None}),
+        ({"model_type": "phi3"}, {"rope_scaling": None}),
+    ],
+)
+def test_fields_and_defaults(changes, fields):
+    c = config(**changes)
+    assert {name: getattr(c, name) for name in fields} == fields
 
 
 def test_old_and_new_rope_fields_agree():
@@ -53,28 +106,22 @@ def test_old_and_new_rope_fields_agree():
     assert new.rope_theta == 5e5
 
 
-def test_sliding_windows_of_qwen():
-    def windows(**changes):
-        return config(model_type="qwen2", sliding_window=16, **changes).sliding_windows
-
-    assert windows() == (None, None, None)
-    assert windows(use_sliding_window=True, max_window_layers=2) == (None, None, 16)
-    assert windows(use_sliding_window=True) == (None, None, None)  # 28 layers keep full attention by default
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert windows(use_sliding_window=True, layer_types=types) == (16, None, 16)
-
-
-def test_parameter_shapes():
-    shapes = config(tie_word_embeddings=True, attention_bias=True, head_dim=10).parameter_shapes()
-    assert shapes["model.layers.2.self_attn.q_proj.weight"] == (40, 32)
-    assert shapes["model.layers.0.self_attn.k_proj.bias"] == (20,)
-    assert shapes["model.layers.0.self_attn.o_proj.bias"] == (32,)
-    assert shapes["model.layers.0.mlp.down_proj.weight"] == (32, 64)
-    assert "lm_head.weight" not in shapes
-    assert "model.layers.0.mlp.up_proj.bias" not in shapes
-    assert config().parameter_shapes()["lm_head.weight"] == (100, 32)
-    assert "model.layers.0.self_attn.o_proj.bias" not in config(model_type="qwen2").parameter_shapes()
-    assert config(model_type="qwen3").parameter_shapes()["model.layers.0.self_attn.q_norm.weight"] == (128,)
+@pytest.mark.parametrize(
+    ("changes", "name", "shape"),
+    [
+        (SIZED, "model.layers.2.self_attn.q_proj.weight", (40, 32)),
+        (SIZED, "model.layers.0.self_attn.k_proj.bias", (20,)),
+        (SIZED, "model.layers.0.self_attn.o_proj.bias", (32,)),
+        (SIZED, "model.layers.0.mlp.down_proj.weight", (32, 64)),
+        (SIZED, "lm_head.weight", None),
+        (SIZED, "model.layers.0.mlp.up_proj.bias", None),
+        ({}, "lm_head.weight", (100, 32)),
+        ({"model_type": "qwen2"}, "model.layers.0.self_attn.o_proj.bias", None),
+        ({"model_type": "qwen3"}, "model.layers.0.self_attn.q_norm.weight", (128,)),
+    ],
+)
+def test_parameter_shapes(changes, name, shape):
+    assert config(**changes).parameter_shapes().get(name) == shape
 
 
 def test_load_joins_the_end_tokens_of_generation_config(tmp_path):
@@ -181,6 +228,39 @@ def test_rope_matches_transformers(rope):
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 3}, "mixes attention kinds"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias = true .* for mistral"),
         ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = true .* for qwen2"),
+        ({"model_type": "gemma3", "text_config": None}, "text_config is missing from here.json"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "bert"}},
+            "model_type 'bert', which is not supported in gemma3",
+        ),
+        ({"model_type": "gemma3n"}, "'gemma3n' .* per-layer embeddings, alternating updates and shared caches"),
+        ({"model_type": "gemma4_text"}, "'gemma4_text' .* caches that layers share"),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}},
+            "llama_4_scaling_beta is missing from here.json",
+        ),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"model_type": "gemma2", "final_logit_softcapping": 0}, "final_logit_softcapping in here.json is 0"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar in here.json is 0"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping .* transformers ignores",
+        ),
+        ({"model_type": "gemma3_text", "rope_parameters": LINEAR}, "rope_parameters .* must be by kind of layer"),
+        (
+            {"model_type": "phi3", "rope_scaling": LONG, "original_max_position_embeddings": 0.5},
+            "original_max_position_embeddings in here.json is 0.5",
+        ),
+        ({"model_type": "phi3", "rope_scaling": LINEAR}, "rope_type 'linear' in here.json .* default or longrope"),
+        ({"model_type": "phi3", "rope_scaling": {**LONG, "long_factor": [1]}}, "long_factor .* must list 4 numbers"),
+        (
+            {"model_type": "phi3", "rope_scaling": {**LONG, "short_factor": [1, 2, 3, 0]}},
+            "short_factor in here.json is 0",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers .* must list 3 layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0, 2]}, "no_rope_layers .* each 0 or 1"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval in here.json is 0"),
     ],
 )
 def test_refusals(changes, message):
@@ -197,3 +277,80 @@ def test_load_names_the_file(tmp_path, text, message):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
         load_config(tmp_path)
+
+
+def test_gemma():
+    two = config(model_type="gemma2")
+    assert two.logit_cap() == 30
+    scales = [config(model_type="gemma2", hidden_size=3072).embedding_scale(kind) for kind in ("f32", "bf16", "f16")]
+    assert scales == [np.float32(3072**0.5), 55.5, 55.4375]
+    assert two.parameters["model.norm.weight"].offset == 1
+    assert {item.offset for name, item in two.parameters.items() if name.endswith("layernorm.weight")} == {1}
+    assert config(**S3).cut(2).rotated_layers == (True, True)
+
+
+def test_rotary_bases_of_gemma3():
+    def both(**changes):
+        c = config(model_type="gemma3_text", **changes)
+        return (c.rope_theta, c.rope_scaling), (c.local_rope_theta, c.local_rope_scaling)
+
+    nested = {"full_attention": {"rope_theta": 5e5, **LINEAR}, "sliding_attention": {"rope_theta": 2e4}}
+    earlier = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR}
+    assert both(rope_parameters=nested) == both(**earlier)
+    assert both(**earlier)[0][1].factor == 2
+    assert both(**earlier)[1] == (2e4, None)
+    assert len(config(model_type="gemma3_text").tables()) == 2
+
+
+def test_queries_of_ministral_are_scaled_by_position():
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 3, "llama_4_scaling_beta": 0.1}
+    c = config(model_type="ministral3", rope_parameters=rope)
+    plain, of_queries = (table.values(7) for table in c.tables())
+    scale = 1 + 0.1 * np.log(1 + np.array([0, 0, 0, 1, 1, 1, 2]))
+    np.testing.assert_allclose(of_queries, plain * scale[:, None, None], rtol=1e-6)
+    whole = parse_config({"model_type": "mistral3", "text_config": {**BASE, "model_type": "mistral"}})
+    assert (len(whole.tables()), whole.path(0)) == (1, "model.language_model.layers.0")
+    plain = parse_config({**BASE, "model_type": "mistral"})  # whose defaults are others than ministral3's
+    for name in ("head_dim", "rms_norm_eps", "rope_theta", "sliding_windows", "max_position_embeddings"):
+        assert getattr(whole, name) == getattr(plain, name), name
+
+
+def test_published_gemma3_with_images_leaves_out_defaults():
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    c = parse_config({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text})
+    assert (c.vocab_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim) == (262208, 8, 4, 256)
+    assert (c.eos_token_ids, c.tie_word_embeddings, c.rope_theta, c.rope_scaling.factor) == ((1, 106), True, 1e6, 8)
+    assert "model.language_model.layers.33.self_attn.q_proj" in c.lora_modules
+
+
+def test_longrope_has_two_tables_in_turns():
+    c = config(model_type="phi3", rope_scaling=LONG, original_max_position_embeddings=128)
+    plain, table = inv_freq(config()), c.tables()[0]
+    factor = np.sqrt(1 + np.log(4) / np.log(128))
+    assert attention_factor(c) == pytest.approx(factor)
+    assert (c.switch(), c.longest_fork()) == (128, 128)
+    values = table.values(3).reshape(3, 2, 4, 2)
+    np.testing.assert_allclose(values[2, 0, :, 0], factor * np.cos(2 * plain / LONG["short_factor"]), rtol=1e-6)
+    np.testing.assert_allclose(values[2, 1, :, 1], factor * np.sin(2 * plain / LONG["long_factor"]), rtol=1e-6)
+    rows = Rows.causal(*np.arange(10).reshape(5, 2), lengths=np.array([128, 129]))
+    assert list(table.places.values(rows)) == [0, 3]
+
+
+def test_partial_rotary_embedding():
+    """Of an architecture that has it: the first values of a head, in pairs."""
+
+    class Partial(ARCHITECTURES["qwen3"]):
+        PARTIAL, THETA = 0.25, 5e3
+
+    def parsed(**changes):
+        return Partial.parse({**BASE, "head_dim": 24, **changes}, "here.json")
+
+    assert parsed().rotary_dim == 6
+    np.testing.assert_allclose(inv_freq(parsed()), 5000.0 ** (-np.arange(3) / 3))
+    assert parsed(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.6}).rotary_dim == 14
+    assert (table := parsed().tables()[0]).shape(7) == table.values(7).shape == (7, 3, 2)
+    with pytest.raises(UserError, match="rotates 5 of the 24 values of a head"):
+        parsed(partial_rotary_factor=0.24)
+    with pytest.raises(UserError, match=r"partial_rotary_factor = 1.5 .* use at most 1"):
+        parsed(partial_rotary_factor=1.5)

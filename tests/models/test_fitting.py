@@ -16,11 +16,11 @@ from support.training import random_rows
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.adapter_merge import merge_adapter
-from wgpu_lora.export.gguf_export import export_adapter
+from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, tensor_name
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.named_adapters import load_adapters
-from wgpu_lora.models.adapter_modules import read_adapter_for, resolve_target_modules
+from wgpu_lora.models.adapter_modules import expression, read_adapter_for, resolve_target_modules
 from wgpu_lora.models.architectures import load_config, parse_config
 from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.loaded_model import open_model
@@ -49,10 +49,54 @@ def base(tmp_path: Path) -> Path:
     source, directory = MODELS / "qwen3_5_text", tmp_path / "base"
     directory.mkdir()
     tensors = {name.replace(TEXT, WHOLE, 1): value for name, value in load_file(source / "model.safetensors").items()}
-    save_file(tensors | {f"{EYE}.weight": np.ones((2, 3), np.float32)}, directory / "model.safetensors")
+    tensors |= {f"{EYE}.weight": np.ones((2, 3), np.float16), "mtp.fc.weight": np.ones((2, 2), np.float32)}
+    save_file(tensors, directory / "model.safetensors")
     text = json.loads((source / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    whole = {"model_type": "qwen3_5", "dtype": "float16", "eos_token_id": [3, 4], "text_config": text}
+    (directory / "config.json").write_text(json.dumps(whole | {"tie_word_embeddings": text["tie_word_embeddings"]}))
     return directory
+
+
+def golden_logits(path: Path, device: Device, base_dtype: str = "nf4") -> list[np.ndarray]:
+    model = open_model(str(path), device, base_dtype)
+    model.load_weights()
+    return full_logits(model, [Segment(ids) for ids in golden_rows(golden("qwen3_5_text"), "input_ids")])
+
+
+def test_the_text_part_is_read(device: Device, base: Path) -> None:
+    opened = open_model(str(base), device, "f32")
+    assert opened.notes == ["only the text part of this model is used: 2 tensors of visual and mtp are skipped"]
+    assert opened.config.eos_token_ids == (3, 4)
+    expected = golden_rows(golden("qwen3_5_text"), "logits.f32")
+    for have, want in zip(golden_logits(base, device, "f32"), expected, strict=True):
+        np.testing.assert_allclose(have, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def test_what_is_written_is_a_whole_model(device: Device, base: Path, tmp_path: Path) -> None:
+    merge_adapter(base, golden_adapter(tmp_path / "adapter", TEXT), tmp_path / "merged", "f32")
+    write_packed(open_model(str(base), device, "nf4"), tmp_path / "packed")
+    before = load_file(base / "model.safetensors")
+    for name in ("merged", "packed"):
+        after = load_file(tmp_path / name / "model.safetensors")
+        assert before.keys() <= after.keys()
+        np.testing.assert_array_equal(after[f"{EYE}.weight"], before[f"{EYE}.weight"])
+        assert after[f"{EYE}.weight"].dtype == np.float16
+    stated = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert {"lm_head", "visual", "model.visual"} <= set(stated["quantization_config"]["llm_int8_skip_modules"])
+    expected = golden_logits(base, device)
+    for have, want in zip(golden_logits(tmp_path / "packed", device), expected, strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+def test_targets_match_no_other_part() -> None:
+    config, layers = config_of(MODELS / "gemma3"), r"model\.language_model\.layers\.\d+\."
+    assert expression(resolve_target_modules("q_proj,mlp", config), config) == (
+        rf"{layers}(?:self_attn\.q_proj|mlp\.gate_proj|mlp\.up_proj|mlp\.down_proj)"
+    )
+    one = "model.language_model.layers.1.self_attn.v_proj"
+    assert expression([one], config) == one.replace(".", r"\.")
+    every = resolve_target_modules("all-linear", config)
+    assert resolve_target_modules(expression(every, config), config) == list(config.lora_modules)
 
 
 def written(directory: Path, modules: dict[str, tuple[np.ndarray, np.ndarray]], **changes: Any) -> Path:
@@ -89,14 +133,9 @@ def test_either_names_are_the_same_adapter(device: Device, base: Path, tmp_path:
     for have, want in zip(*both, strict=True):
         np.testing.assert_array_equal(have, want)
     assert frozen_adapter(plain, model.config).digest == frozen_adapter(whole, model.config).digest
-
-
-def test_either_names_give_the_same_files(base: Path, tmp_path: Path) -> None:
-    plain, whole = (golden_adapter(tmp_path / prefix, prefix) for prefix in (TEXT, WHOLE))
-    found = []
     for place, adapter in (("a", plain), ("b", whole)):
         merge_adapter(base, adapter, tmp_path / place, "f32")
-        found.append((tmp_path / place / "model.safetensors").read_bytes())
+    found = [(tmp_path / place / "model.safetensors").read_bytes() for place in "ab"]
     assert found[0] == found[1] != (base / "model.safetensors").read_bytes()
 
 
@@ -142,46 +181,25 @@ def test_names_of_all_versions_of_transformers(config: ModelConfig, names: str, 
             np.testing.assert_array_equal(have, want)
 
 
-def test_either_names_give_the_same_gguf_adapter(tmp_path: Path) -> None:
-    """With the ranks and scales that patterns by either names give."""
-    said = json.loads((MODELS / "gemma3" / "config.json").read_text())
-    said["text_config"]["layer_types"] = ["sliding_attention"] * 2  # as llama.cpp has it in the first layers
-    (tmp_path / "config.json").write_text(json.dumps(said))
-    config, found = config_of(tmp_path), []
-    module = "model.language_model.layers.0.mlp.up_proj"
-    out, size_in = config.lora_modules[module]
-    pair = np.ones((2, size_in), np.float32), np.ones((out, 2), np.float32)
-    for place, name in (("a", module), ("b", module.replace(WHOLE, "language_model.model."))):
-        (tmp_path / place).mkdir()
-        adapter = written(tmp_path / place / "adapter", {name: pair}, rank_pattern={name: 2}, alpha_pattern={name: 3})
-        export_adapter(tmp_path, adapter, tmp_path / place / "adapter.gguf")
-        found.append((tmp_path / place / "adapter.gguf").read_bytes())
-    assert found[0] == found[1]
+OTHER_PART = "it has {}, but only the text part of this model is used: train it on"
+UP = path_of(0, "up_proj")
 
 
 @pytest.mark.parametrize(
-    ("architecture", "module"),
+    ("architecture", "modules", "said"),
     [
-        ("qwen3_5_text", EYE),
-        ("gemma3", "model.vision_tower.encoder.layers.0.self_attn.q_proj"),
-        ("gemma3", "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"),
+        ("qwen3_5_text", [EYE], OTHER_PART),
+        ("gemma3", ["model.vision_tower.encoder.layers.0.self_attn.q_proj"], OTHER_PART),
+        ("gemma3", ["vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"], OTHER_PART),
+        ("qwen3_5_text", [UP, UP.replace(TEXT, WHOLE, 1)], "adapter holds {} under two names: save it again"),
     ],
 )
-def test_modules_of_other_parts_are_refused(architecture: str, module: str, tmp_path: Path) -> None:
+def test_modules_that_are_refused(architecture: str, modules: list[str], said: str, tmp_path: Path) -> None:
     config = config_of(MODELS / architecture)
-    pair = np.ones((4, 3), np.float32), np.ones((2, 4), np.float32)
-    adapter = written(tmp_path / "adapter", {module: pair})
-    with pytest.raises(UserError, match=rf"it has {module}, but only the text part of this model is used: train it on"):
-        read_adapter_for(config, adapter)
-
-
-def test_a_module_under_two_names_is_refused(tmp_path: Path) -> None:
-    config = config_of(MODELS / "qwen3_5_text")
-    module = path_of(0, "up_proj")
-    out, size_in = config.lora_modules[module]
+    out, size_in = config.lora_modules.get(modules[0], (2, 3))
     pair = np.ones((4, size_in), np.float32), np.ones((out, 4), np.float32)
-    adapter = written(tmp_path / "adapter", {module: pair, module.replace(TEXT, WHOLE, 1): pair})
-    with pytest.raises(UserError, match=rf"adapter holds {module} under two names: save it again"):
+    adapter = written(tmp_path / "adapter", dict.fromkeys(modules, pair))
+    with pytest.raises(UserError, match=said.format(modules[0])):
         read_adapter_for(config, adapter)
 
 

@@ -73,13 +73,12 @@ def test_a_packed_model_is_the_same_model(device: Device, tmp_path: Path, archit
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, output = str(FIXTURES / "models" / "qwen2"), tmp_path / "packed"
-    assert main(["import", source, "--output", str(output)]) == 0
+    source, output, again = FIXTURES / "models" / "qwen2", tmp_path / "packed", tmp_path / "again"
+    assert main(["import", str(source), "--output", str(output)]) == 0
     assert "bytes of weights" in capsys.readouterr().out
-    assert json.loads((output / "config.json").read_text())["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
-    assert main(["import", source, "--output", str(output)]) == 2
-    assert main(["import", str(output), "--output", str(tmp_path / "again")]) == 2
-    assert "quantised on loading" in capsys.readouterr().err
+    for given, target, message in ((source, output, "exists already"), (output, again, "quantised on loading")):
+        assert main(["import", str(given), "--output", str(target)]) == 2
+        assert message in capsys.readouterr().err
     with pytest.raises(UserError, match="base_dtype='bf16' is not possible"):
         open_model(str(output), base_dtype="bf16")
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]

@@ -8,16 +8,17 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from support.cli import QWEN2, Run, commands, write_rows
+from support.events import hearing
 from support.models import FIXTURES, golden, golden_rows
 
 from wgpu_lora.api.quantization import format_name
 from wgpu_lora.api.quantization import quantize as quantized
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.calibration import input_moments
 from wgpu_lora.models.loaded_model import open_model
@@ -92,6 +93,7 @@ def test_calibration_lowers_the_error_of_outputs(device: Device, tmp_path: Path,
 
 
 REFUSED = [
+    (["--model", QWEN3, "--scheme", "bf16"], "--scheme bf16 is not known: choose one of nf4, lut2"),
     (["--model", QWEN3], "No scheme is given"),
     (
         ["--scheme", "lut2", "--model", "a", "--from-base", "b"],
@@ -124,47 +126,44 @@ def test_what_does_not_fit_is_refused(run: Run, tmp_path: Path, options: list[st
 
 
 def test_existing_output_and_empty_data_are_refused(run: Run, tmp_path: Path) -> None:
-    taken, empty = tmp_path / "taken", tmp_path / "empty.jsonl"
-    taken.mkdir()
-    (taken / "notes").write_text("mine")
-    assert "exists already" in run("--model", QWEN3, "--scheme", "lut2", "--output", taken).err
-    empty.write_text("")
-    given = ["--model", QWEN3, "--scheme", "lut2", "--group", "16", "--output", tmp_path / "output"]
-    code, _, err = run(*given, "--calibration", empty)
-    assert code == 2, err
-    assert "empty.jsonl" in err
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes").write_text("mine")
+    (tmp_path / "empty.jsonl").write_text("")
+    given = ["--model", QWEN3, "--scheme", "lut2", "--group", "16"]
+    assert "exists already" in run(*given, "--output", tmp_path / "taken").err
+    code, _, err = run(*given, "--output", tmp_path / "output", "--calibration", tmp_path / "empty.jsonl")
+    assert (code, "empty.jsonl" in err) == (2, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.jsonl", "taken"]
 
 
-class Interrupted(Events):
-    """Ctrl-C while weights are written."""
-
-    def written(self, tensor: str, done: int, total: int) -> None:
-        raise KeyboardInterrupt
+FULL = r"{} cannot be written \(No space left on device\): free"
 
 
-def test_an_interruption_leaves_nothing(device: Device, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        quantized(QWEN3, "int8-row", tmp_path / "output", device=device, events=Interrupted())
+@pytest.mark.parametrize(
+    ("error", "expected", "said"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (OSError(errno.ENOSPC, "No space left on device"), UserError, FULL),
+    ],
+)
+def test_what_fails_leaves_nothing(
+    device: Device, tmp_path: Path, error: BaseException, expected: type[BaseException], said: str
+) -> None:
+    events = hearing(written=Mock(side_effect=error))
+    with pytest.raises(expected, match=said.format(tmp_path / "output")):
+        quantized(QWEN3, "int8-row", tmp_path / "output", device=device, events=events)
     assert not list(tmp_path.iterdir())
 
 
-class Full(Events):
-    def written(self, tensor: str, done: int, total: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_full_disk_is_named_and_leaves_nothing(device: Device, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"{tmp_path / 'output'} cannot be written \(No space left on device\): free"):
-        quantized(QWEN3, "int8-row", tmp_path / "output", device=device, events=Full())
-    assert not list(tmp_path.iterdir())
-
-
-def test_names_of_formats() -> None:
-    assert format_name("nf4", None, None, None) == "nf4"
-    assert format_name("lut3", None, None, "row") == "lut3-row"
-    assert format_name("q2a4", None, None, "16") == "q2a4-g16"
-    assert format_name(None, "lut2", "int8", None) == "q2a8"
-    assert format_name("lut2", None, None, "32") == "lut2"
-    with pytest.raises(UserError, match="'bf16' is not known: choose one of nf4, lut2"):
-        format_name("bf16", None, None, None)
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (("nf4", None, None, None), "nf4"),
+        (("lut3", None, None, "row"), "lut3-row"),
+        (("q2a4", None, None, "16"), "q2a4-g16"),
+        ((None, "lut2", "int8", None), "q2a8"),
+        (("lut2", None, None, "32"), "lut2"),
+    ],
+)
+def test_names_of_formats(given: tuple[str | None, ...], name: str) -> None:
+    assert format_name(*given) == name

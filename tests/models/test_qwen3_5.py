@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support import MODELS
-from support.models import full_logits, golden, golden_rows
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import parse_config
-from wgpu_lora.models.batch_inputs import Segment
 from wgpu_lora.models.blocks.delta_net import Runs
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.models.published_shapes import shape_config
@@ -67,29 +65,6 @@ def test_all_linear_layers_may_have_adapters() -> None:
 def test_impossible_fields_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_config(stated(**changes))
-
-
-def test_the_text_part_of_a_model_with_eyes(device: Device, tmp_path: Path) -> None:
-    """The vision tower and the head that predicts several tokens are left out, which is said."""
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): values
-        for name, values in load_file(SOURCE / "model.safetensors").items()
-    }
-    others = {
-        "model.visual.patch_embed.proj.weight": np.ones((2, 3), np.float32),
-        "mtp.fc.weight": np.ones((2, 2), np.float32),
-    }
-    save_file({**tensors, **others}, tmp_path / "model.safetensors")
-    whole = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": stated(), "vision_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(whole))
-    model = open_model(str(tmp_path), device, "f32")
-    assert model.notes == ["only the text part of this model is used: 2 tensors of visual and mtp are skipped"]
-    assert next(iter(model.config.lora_modules)) == "model.layers.0.linear_attn.in_proj_qkv"
-    model.load_weights()
-    values = golden("qwen3_5_text")
-    found = full_logits(model, [Segment(ids) for ids in golden_rows(values, "input_ids")])
-    for have, want in zip(found, golden_rows(values, "logits.f32"), strict=True):
-        np.testing.assert_allclose(have, want, rtol=0, atol=1e-4 * np.abs(want).max())
 
 
 def test_a_text_model_may_be_stored_under_the_names_of_the_whole(device: Device, tmp_path: Path) -> None:

@@ -23,11 +23,9 @@ from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.row_inputs import Rows
 from wgpu_lora.ops import matmul_tuning
 from wgpu_lora.ops.elementwise import add_forward
-from wgpu_lora.ops.linear import Fusing
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import Shared, of_layer, stacked, write
 from wgpu_lora.weights.base_formats import declare
-from wgpu_lora.weights.nf4.nf4 import NF4Weight
 
 TOKENS, RANK = 24, 16
 SLOTS = ((2, 9), (9, 20))  # rows before and behind belong to no slot
@@ -124,33 +122,6 @@ def test_stacks(
         assert nmse(together.found[name], want) < close, name
 
 
-def test_formats_may_be_mixed_within_a_layer() -> None:
-    """The scales of NF4 matrices are together, whichever format the layer's first matrix has."""
-    shared = Shared(1 << 27)
-    dense, *nf4 = (declare(kind, (64, 64), kind, shared, None) for kind in ("f16", "nf4", "nf4"))
-    first, gate, up = of_layer([dense, *stacked(nf4, shared.max_binding)])
-    assert first is dense
-    assert isinstance(gate, NF4Weight)
-    assert isinstance(up, NF4Weight)
-    assert gate.layer is up.layer
-    assert gate.product([up]) is not None
-    apart = [declare("nf4", (64, 64), "nf4", shared, None) for _ in range(2)]
-    one, two = stacked(apart, shared.max_binding)
-    assert isinstance(one, NF4Weight)
-    assert one.product([two]) is None  # their scales are not
-
-
-def test_a_matrix_of_a_stack_is_multiplied_alone_without_what_lies_behind_it() -> None:
-    shared = Shared(1 << 27)
-    for kind in ("f16", "nf4"):
-        first, _ = stacked([declare(kind, (20, 24), kind, shared, None) for _ in range(2)], shared.max_binding)
-        assert isinstance(first, Fusing)
-        product: Any = first.product(())
-        own: Any = first
-        matrix, of = (product.codes, own.codes) if kind == "nf4" else (product.b, own.parts[0])
-        assert matrix.size == of.size, kind  # as the reference takes it
-
-
 def test_a_stack_of_adapters_that_exceeds_a_binding_is_modules_apart() -> None:
     config, binding = shape_config("tiny-qwen3", 1), 512 << 10  # B of gate and up takes 384 KiB each
     gate, up = (f"{config.path(0)}.mlp.{name}_proj" for name in ("gate", "up"))
@@ -162,3 +133,15 @@ def test_a_stack_of_adapters_that_exceeds_a_binding_is_modules_apart() -> None:
     assert max(page.nbytes for page in adapters.params) <= binding
     with pytest.raises(BindingTooLarge, match=r"gate_proj\.lora_B' needs 786,432 bytes.*fewer adapters"):
         AdapterSet.declare(config, [spec, spec], binding)
+
+
+def test_formats_may_be_mixed_within_a_layer() -> None:
+    """The scales of NF4 matrices are together, whichever format the layer's first matrix has."""
+    shared = Shared(1 << 27)
+    dense, *nf4 = (declare(kind, (64, 64), kind, shared, None) for kind in ("f16", "nf4", "nf4"))
+    first, gate, up = of_layer([dense, *stacked(nf4, shared.max_binding)])
+    assert first is dense
+    assert gate.product([up]) is not None
+    apart = [declare("nf4", (64, 64), "nf4", shared, None) for _ in range(2)]
+    one, two = stacked(apart, shared.max_binding)
+    assert one.product([two]) is None  # their scales are not

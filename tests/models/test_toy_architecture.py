@@ -229,7 +229,7 @@ def test_its_adapter_is_pefts_and_merges(toy: Path, trained: Path, device: Devic
 
 
 def test_decoding_gives_what_a_full_pass_gives(toy: Path, trained: Path, device: Device) -> None:
-    """Prompts in pieces of four rows, several sequences together, and one that goes on from what is kept."""
+    """Prompts in pieces of four rows, several sequences together."""
     model, rng = loaded(toy, device), np.random.default_rng(2)
     adapters = load_adapters(device, model.config, [trained])
     prompts = [rng.integers(0, 61, size).tolist() for size in (11, 1, 6)]
@@ -241,30 +241,36 @@ def test_decoding_gives_what_a_full_pass_gives(toy: Path, trained: Path, device:
             kept[number].append(generator.state.read_logits(device)[number])
 
         results = generator.generate(prompts, slots, max_new_tokens=7, on_token=keep)
-        for i, (prompt, slot, result) in enumerate(zip(prompts, slots, results, strict=True)):
-            (expected,) = full_logits(model, [Segment(np.array(prompt + result.token_ids), slot=slot)], adapters)
-            assert relative_error(np.array(kept[i]), expected[len(prompt) - 1 : -1]) < 1e-5
+    for i, (prompt, slot, result) in enumerate(zip(prompts, slots, results, strict=True)):
+        (expected,) = full_logits(model, [Segment(np.array(prompt + result.token_ids), slot=slot)], adapters)
+        assert relative_error(np.array(kept[i]), expected[len(prompt) - 1 : -1]) < 1e-5
 
-        def go_on(prompt: list[int]) -> tuple[list[int], float]:
-            """Tokens as a chat's next turn has them, and how many rows of the prompt were computed."""
-            result, ran = Generation(len(prompt)), []
-            prefill = generator._run_prompts
-            generator._run_prompts = lambda ids, *rest: (ran.append(len(prompt) - rest[1][0]), prefill(ids, *rest))[1]
-            list(generator.tokens([prompt], [0], [result], Sampler(0.0), 5, reuse=True))
-            generator._run_prompts = prefill
-            return result.token_ids, ran[0]
 
-        first, _ = go_on(prompts[0])
-        longer = [*prompts[0], *first, 3, 4]
-        again, computed = go_on(longer)
-        assert computed == 3  # the newest token and the two behind it
-        (fresh,) = generator.generate([longer], [0], max_new_tokens=5)
-        assert again == fresh.token_ids
-        go_on(longer)
-        other, computed = go_on([*longer[:9], 7])
-        assert computed == 10  # a state of the newest token alone cannot be taken back
-        (fresh,) = generator.generate([[*longer[:9], 7]], [0], max_new_tokens=5)
-        assert other == fresh.token_ids
+def test_a_conversation_goes_on_from_what_is_kept(toy: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of the newest token alone cannot be taken back."""
+    prompt, starts = np.random.default_rng(2).integers(0, 61, 11).tolist(), list[int]()
+    prefill = Generator._run_prompts
+
+    def run_prompts(self: Generator, ids: Any, slots: Any, kept: list[int], *rest: Any) -> Any:
+        starts.append(kept[0])
+        return prefill(self, ids, slots, kept, *rest)
+
+    with Generator(loaded(toy, device), capacity=32, buckets=(4,)) as generator:
+
+        def go_on(prompt: list[int]) -> list[int]:
+            result = Generation(len(prompt))
+            list(generator.tokens([prompt], [None], [result], Sampler(0.0), 5, reuse=True))
+            return result.token_ids
+
+        longer = [*prompt, *go_on(prompt), 3, 4]
+        monkeypatch.setattr(Generator, "_run_prompts", run_prompts)
+        for turn, start in ((longer, len(longer) - 3), ([*longer[:9], 7], 0)):
+            again = go_on(turn)
+            assert starts.pop() == start
+            assert generator.generate([turn], max_new_tokens=5)[0].token_ids == again
+            starts.clear()
+            go_on(longer)
+            starts.clear()
 
 
 def test_what_it_does_not_have_is_said(toy: Path, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Each check of a proof on made-up findings: what makes it fail."""
+"""Each check of a proof on made-up findings: what makes it fail, and the verdict on all of them."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from wgpu_lora.gpu.device_list import DeviceInfo
 from wgpu_lora.proof.checks import (
     answers_pass_their_checks,
     devices_agree,
+    devices_compute,
     gradients_agree,
     losses_fall,
     training_beside_evaluating,
     work_happened_on_the_device,
 )
-from wgpu_lora.proof.proof_context import Evaluated, Training, evaluations
-from wgpu_lora.proof.proof_run import carry_out, loss_chart
-from wgpu_lora.proof.worker_jobs import difference
+from wgpu_lora.proof.proof_context import LEFT_OUT, Check, Evaluated, Proof, Result, Training, evaluations
+from wgpu_lora.proof.proof_run import carry_out, loss_chart, on_devices
+from wgpu_lora.proof.worker_jobs import by_default, difference
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.records import UsedDevice
@@ -91,26 +94,30 @@ def training(losses: list[float], heldout: float = 0.5, **changes: Any) -> Train
     return Training(**{"directory": Path("run"), "before": EVALUATED, "log": log} | values)
 
 
-def test_training_beside_evaluating() -> None:
-    def of(**changes: Any) -> str:
-        run = training([1.0] * 20, **changes)
-        return status(training_beside_evaluating, training=lambda: run, device=lambda i: DEVICE)
+def evaluated(steps: int = 3, **changes: Any) -> list[Evaluated]:
+    return [Evaluated(EVALUATED | changes, steps)]
 
-    def evaluated(**changes: Any) -> list[Evaluated]:
-        return [Evaluated(EVALUATED | changes, 3)]
 
-    assert of() == "passed"
-    assert of(code=1) == "failed"
-    assert of(beside=[Evaluated({}, 0, "evaluate ended with exit code 2: no")]) == "failed"
-    assert of(beside=[]) == "failed"
-    assert of(beside=[Evaluated(EVALUATED, 0)]) == "not run"
-    assert of(beside=[Evaluated(EVALUATED, 0)], devices=[0]) == "passed"
-    assert of(beside=evaluated(loss=1.0005)) == "passed"
-    assert of(beside=evaluated(loss=1.002)) == "failed"
-    assert of(beside=evaluated(loss=math.nan)) == of(beside=evaluated(loss=None)) == "failed"
-    assert of(beside=[Evaluated(EVALUATED, 0)], code=1) == "failed"
-    for fact in DEVICE:
-        assert of(beside=evaluated(device=DEVICE | {fact: "another"})) == "failed"
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({}, "passed"),
+        ({"code": 1}, "failed"),
+        ({"beside": [Evaluated({}, 0, "evaluate ended with exit code 2: no")]}, "failed"),
+        ({"beside": []}, "failed"),
+        ({"beside": evaluated(0)}, "not run"),
+        ({"beside": evaluated(0), "devices": [0]}, "passed"),
+        ({"beside": evaluated(0), "code": 1}, "failed"),
+        ({"beside": evaluated(loss=1.0005)}, "passed"),
+        ({"beside": evaluated(loss=1.002)}, "failed"),
+        ({"beside": evaluated(loss=math.nan)}, "failed"),
+        ({"beside": evaluated(loss=None)}, "failed"),
+        *(({"beside": evaluated(device=DEVICE | {fact: "another"})}, "failed") for fact in DEVICE),
+    ],
+)
+def test_training_beside_evaluating(changes: dict[str, Any], want: str) -> None:
+    run = training([1.0] * 20, **changes)
+    assert status(training_beside_evaluating, training=lambda: run, device=lambda i: DEVICE) == want
 
 
 STEPS = """
@@ -146,23 +153,28 @@ def test_evaluations_go_on_until_one_computes_during_steps(tmp_path: Path) -> No
     assert failed.failed == "evaluate ended with exit code 3: it said nothing"
 
 
-def test_losses() -> None:
-    def of(losses: list[float], seen: int = 0, **changes: Any) -> str:
-        return status(losses_fall, training=lambda: training(losses, **changes), seen_rows=(seen, 8))
+FALLING = list(np.linspace(2, 1, 40))
+DIVERGED = SimpleNamespace(stop_reason="non-finite", state=SimpleNamespace(step=40))
 
-    falling = list(np.linspace(2, 1, 40))
-    assert of(falling) == "passed"
-    assert of(falling, heldout=0.99) == "failed"
-    assert of(falling, seen=1) == "not run"
-    assert of(falling, seen=1, heldout=0.99) == "failed"
-    assert of(falling, heldout=math.nan) == "failed"
-    assert of(falling[::-1]) == "failed"
-    assert of([2.0, *[1.97] * 39]) == "failed"
-    assert of([1.3, 0.7] * 18 + [1.2, 0.5] * 2) == "failed"  # within the scatter
-    assert of(falling[:19]) == "not run"
-    stopped = SimpleNamespace(stop_reason="non-finite", state=SimpleNamespace(step=40))
-    assert of(falling, record=stopped, code=1) == "failed"
-    assert of(falling, record=None, code=1) == "not run"
+
+@pytest.mark.parametrize(
+    ("losses", "changes", "seen", "want"),
+    [
+        (FALLING, {}, 0, "passed"),
+        (FALLING, {"heldout": 0.99}, 0, "failed"),
+        (FALLING, {}, 1, "not run"),
+        (FALLING, {"heldout": 0.99}, 1, "failed"),
+        (FALLING, {"heldout": math.nan}, 0, "failed"),
+        (FALLING[::-1], {}, 0, "failed"),
+        ([2.0, *[1.97] * 39], {}, 0, "failed"),
+        ([1.3, 0.7] * 18 + [1.2, 0.5] * 2, {}, 0, "failed"),  # within the scatter
+        (FALLING[:19], {}, 0, "not run"),
+        (FALLING, {"record": DIVERGED, "code": 1}, 0, "failed"),
+        (FALLING, {"record": None, "code": 1}, 0, "not run"),
+    ],
+)
+def test_losses(losses: list[float], changes: dict[str, Any], seen: int, want: str) -> None:
+    assert status(losses_fall, training=lambda: training(losses, **changes), seen_rows=(seen, 8)) == want
 
 
 @pytest.mark.parametrize("key", ["loss", "grad_norm"])
@@ -176,47 +188,52 @@ def test_a_log_without_a_finite_number_for_every_step_fails(tmp_path: Path, key:
     assert status(losses_fall, training=lambda: run, seen_rows=(0, 8)) == "failed"
 
 
-def test_backend() -> None:
-    def of(adapter: dict[str, str] | None = None, **changes: Any) -> str:
-        clock = {"clock": "timestamps", "dispatches": 9, "device_seconds": 0.9, "host_seconds": 1.0, "loss": 2.0}
-        listed = {"name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"} | (adapter or {})
-        children = SimpleNamespace(run=lambda *a, **k: clock | changes)
-        run = training([2.0] * 20)
-        return status(work_happened_on_the_device, trained=lambda: run, device=lambda i: listed, children=children)
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({}, "passed"),
+        ({"clock": "host"}, "passed"),
+        ({"driver": "another"}, "failed"),
+        ({"loss": 2.001}, "failed"),
+        ({"loss": None}, "failed"),  # it was not finite
+        ({"device_seconds": 0.001}, "passed"),  # a fast GPU, a tiny model
+        ({"device_seconds": 0.0}, "failed"),
+        ({"device_seconds": 1.1}, "failed"),
+        ({"dispatches": 0}, "failed"),
+    ],
+)
+def test_backend(changes: dict[str, Any], want: str) -> None:
+    clock = {"clock": "timestamps", "dispatches": 9, "device_seconds": 0.9, "host_seconds": 1.0, "loss": 2.0}
+    listed = {"name": "a", "backend": "Vulkan", "kind": "discrete", "driver": changes.get("driver", "d")}
+    children = SimpleNamespace(run=lambda *a, **k: clock | changes)
+    proof = {"trained": lambda: training([2.0] * 20), "device": lambda i: listed, "children": children}
+    assert status(work_happened_on_the_device, **proof) == want
 
-    assert of() == "passed"
-    assert of(clock="host") == "passed"
-    assert of({"driver": "another"}) == "failed"
-    assert of(loss=2.001) == "failed"
-    assert of(loss=None) == "failed"  # it was not finite
-    assert of(device_seconds=0.001) == "passed"  # a fast GPU, a tiny model
-    assert of(device_seconds=0.0) == "failed"
-    assert of(device_seconds=1.1) == "failed"
-    assert of(dispatches=0) == "failed"
 
-
-def test_gradients() -> None:
-    def of(measured: list[float | None], gradient: list[float | None], dtype: str = "f32") -> str:
-        rows = [
-            {"matrix": "q.A", "length": None if m is None else 0.1, "measured": m, "gradient": g}
-            for m, g in zip(measured, gradient, strict=True)
-        ]
-        found = json.loads(to_json({"loss": 1.0, "rounding": 2e-6, "directions": rows}))
-        children = SimpleNamespace(run=lambda *a, **k: found)
-        args = SimpleNamespace(compute_dtype=dtype)
-        return status(gradients_agree, args=args, trained=lambda: training([1.0] * 20), children=children)
-
-    assert of([1e-3, -2e-4], [1.001e-3, -2e-4]) == "passed"
-    assert of([1e-3, -2e-4], [1e-3, 2e-4]) == "failed"
-    assert of([1e-3, -2e-4], [1.05e-3, -2e-4]) == "failed"
-    assert of([1e-3, 5e-5], [1e-3, 0.0]) == "failed"
-    assert of([1e-3, math.nan], [1e-3, 1e-3]) == "failed"
-    assert of([1e-3, 1e-3], [1e-3, None]) == "failed"
-    assert of([0.0, 0.0], [0.0, 0.0]) == "failed"
-    assert of([1e-3], [1e-3], "bf16") == "not run"
-    assert of([1e-3] * 4 + [None], [1e-3] * 5) == "passed"
-    assert of([1e-3] * 2 + [None], [1e-3] * 3) == "failed"
-    assert of([1e-3] * 4 + [math.nan], [1e-3] * 5) == "failed"
+@pytest.mark.parametrize(
+    ("measured", "gradient", "want"),
+    [
+        ([1e-3, -2e-4], [1.001e-3, -2e-4], "passed"),
+        ([1e-3, -2e-4], [1e-3, 2e-4], "failed"),
+        ([1e-3, -2e-4], [1.05e-3, -2e-4], "failed"),
+        ([1e-3, 5e-5], [1e-3, 0.0], "failed"),
+        ([1e-3, math.nan], [1e-3, 1e-3], "failed"),
+        ([1e-3, 1e-3], [1e-3, None], "failed"),
+        ([0.0, 0.0], [0.0, 0.0], "failed"),
+        ([1e-3] * 4 + [None], [1e-3] * 5, "passed"),
+        ([1e-3] * 2 + [None], [1e-3] * 3, "failed"),
+        ([1e-3] * 4 + [math.nan], [1e-3] * 5, "failed"),
+    ],
+)
+def test_gradients(measured: list[float | None], gradient: list[float | None], want: str) -> None:
+    rows = [
+        {"matrix": "q.A", "length": None if m is None else 0.1, "measured": m, "gradient": g}
+        for m, g in zip(measured, gradient, strict=True)
+    ]
+    found = json.loads(to_json({"loss": 1.0, "rounding": 2e-6, "directions": rows}))
+    proof = {"trained": lambda: training([1.0] * 20), "children": SimpleNamespace(run=lambda *a, **k: found)}
+    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="f32"), **proof) == want
+    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="bf16"), **proof) == "not run"
 
 
 def test_a_loss_that_is_not_finite_is_not_taken_for_a_curved_one() -> None:
@@ -229,32 +246,32 @@ def test_a_loss_that_is_not_finite_is_not_taken_for_a_curved_one() -> None:
     assert math.isnan(broken["measured"])
 
 
-def test_answers(tmp_path: Path) -> None:
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "f"}]
-    rows: list[dict[str, Any]] = [{"messages": said, "check": "assert f()"} for _ in range(10)]
+SAID = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "f"}]
+CHECKED: list[dict[str, Any]] = [{"messages": SAID, "check": "assert f()"}] * 10
+
+
+@pytest.mark.parametrize(
+    ("rows", "before", "after", "seen", "want"),
+    [
+        (CHECKED, 0, 9, 0, "passed"),
+        (CHECKED, 3, 3, 0, "failed"),
+        (CHECKED, 4, 3, 0, "failed"),
+        ([{"messages": SAID}] * 10, 0, 9, 0, "not run"),
+        (CHECKED, 0, 9, 1, "not run"),
+        ([*CHECKED[1:], {"text": "? f", "check": "assert f()"}], 0, 9, 0, "not run"),
+    ],
+)
+def test_answers(tmp_path: Path, rows: list[dict[str, Any]], before: int, after: int, seen: int, want: str) -> None:
     file = tmp_path / "heldout.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def of(before: int, after: int, kept: list[str] | None = None, seen: int = 0) -> str:
-        file.write_text(
-            "".join(json.dumps({k: v for k, v in row.items() if k in (kept or row)}) + "\n" for row in rows)
-        )
+    def run(name: str, job: str, adapter: str | None, **options: Any) -> list[dict[str, Any]]:
+        one = {"request": "?", "text": "f", "parses": True, "reason": ""}
+        return [{**one, "passed": i < (after if adapter else before)} for i in range(10)]
 
-        def run(name: str, job: str, adapter: str | None, **options: Any) -> list[dict[str, Any]]:
-            passed = after if adapter else before
-            one = {"request": "?", "text": "f", "parses": True, "reason": ""}
-            return [{**one, "passed": i < passed} for i in range(10)]
-
-        proof = {"args": TrainingArguments(eval_data=str(file)), "seen_rows": (seen, 10), "allow_unconfined": False}
-        run_, children = training([1.0] * 20), SimpleNamespace(run=run)
-        return status(answers_pass_their_checks, **proof, used=lambda: [0], trained=lambda: run_, children=children)
-
-    assert of(0, 9) == "passed"
-    assert of(3, 3) == "failed"
-    assert of(4, 3) == "failed"
-    assert of(0, 9, ["messages"]) == "not run"
-    assert of(0, 9, seen=1) == "not run"
-    rows[3] = {"text": "? f", "check": "assert f()"}
-    assert of(0, 9) == "not run"
+    proof = {"args": TrainingArguments(eval_data=str(file)), "seen_rows": (seen, 10), "allow_unconfined": False}
+    proof |= {"used": lambda: [0], "trained": lambda: training([1.0] * 20), "children": SimpleNamespace(run=run)}
+    assert status(answers_pass_their_checks, **proof) == want
 
 
 def test_the_curve_takes_what_it_gets() -> None:
@@ -262,3 +279,105 @@ def test_the_curve_takes_what_it_gets() -> None:
     assert train.path.count("L") == 1
     assert [said for _, _, said in held.dots] == ["held out: 2.2 (optimizer step 0)"]
     assert loss_chart([0.0], []).lines[0].dots
+
+
+GOOD, WRONG = {"error": 1e-13, "fine": True}, {"error": 0.1, "fine": False}
+
+
+@pytest.mark.parametrize(
+    ("discrete", "changes", "want"),
+    [
+        (0, {}, "passed"),
+        (0, {"computed": {"1": WRONG}}, "failed"),
+        (0, {"computed": {"1": WRONG | {"error": None}}}, "failed"),  # it was not finite
+        (0, {"used": [0]}, "failed"),
+        (0, {"used": [0], "hardware": ["a 0", "a 0"]}, "passed"),
+        (0, {"used": [0], "asked": True}, "passed"),
+        (0, {"devices": [], "used": [], "hardware": [], "computed": {}}, "failed"),
+        (2, {}, "passed"),
+        (3, {}, "failed"),
+        (2, {"hardware": ["a 0", "a 0"]}, "failed"),  # one, behind two APIs
+    ],
+)
+def test_devices(discrete: int, changes: dict[str, Any], want: str) -> None:
+    device = {"index": 0, "name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"}
+    facts = {"devices": [device, {**device, "index": 1}], "used": [0, 1], "asked": False, "wgpu_native": "0",
+             "computed": {"0": GOOD, "1": GOOD}, "hardware": ["a 0", "a 1"]}  # fmt: skip
+    proof = Proof(Path("out"), Path("r"), TrainingArguments(), None, SimpleNamespace(), discrete)  # type: ignore[arg-type]
+    proof.made["devices"] = facts | changes
+    check = carry_out(1, "devices", devices_compute, proof)
+    assert "the check itself broke" not in check.reason
+    assert check.status == want
+
+
+SOFTWARE = [{"index": i, "name": name, "kind": "software"} for i, name in enumerate(("llvmpipe", "SwiftShader"))]
+REAL = {"index": 0, "name": "H", "kind": "discrete"}
+MIXED = {"devices": [REAL, SOFTWARE[1]], "used": [0, 1], "hardware": ["h", "s"]}
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (
+            {"devices": SOFTWARE, "used": [0, 1], "hardware": ["l", "s"]},
+            "2 software devices (llvmpipe, SwiftShader); no discrete GPU was found",
+        ),
+        (MIXED, "1 discrete device (H) and 1 software device (SwiftShader)"),
+        (MIXED | {"used": [1]}, "1 software device (SwiftShader); no discrete GPU was used"),
+        ({"devices": [REAL, REAL | {"index": 1}], "used": [0, 1], "hardware": ["h", "h"]}, "1 discrete device (H)"),
+        ({}, ""),
+    ],
+)
+def test_a_verdict_names_what_it_was_proven_on(devices: dict[str, Any], said: str) -> None:
+    assert on_devices(devices) == said
+
+
+CHECKS = [Check(n, "x", "passed", 0.0, "") for n in range(1, 10)]
+LEFT = [replace(check, status="not run", reason=LEFT_OUT) for check in CHECKS[2:]]
+UNMET = "--require-discrete 1 is not met: 0 discrete GPUs are used"
+
+
+@pytest.mark.parametrize(
+    ("checks", "on", "outcome", "code", "verdict"),
+    [
+        (CHECKS, ["1 discrete device (H)"], "proven", 0, "without CUDA, on 1 discrete device (H)."),
+        (
+            [*CHECKS[:2], *LEFT],
+            ["1 discrete device (H)"],
+            "open",
+            0,
+            "Partly checked: 2 of 9 checks passed on 1 discrete device (H); left out by --only: 3, 4, 5, 6, 7, 8, 9.",
+        ),
+        (
+            [replace(CHECKS[0], status="failed"), CHECKS[1], *LEFT],
+            [],
+            "refuted",
+            1,
+            "Not proven: 1 of 9 checks passed; failed: 1; left out by --only: 3, ",
+        ),
+        (
+            [*CHECKS[:8], replace(CHECKS[8], status="not run", reason="no device")],
+            [],
+            "open",
+            0,
+            "Not proven: 8 of 9 checks passed; not run: 9.",
+        ),
+        (CHECKS, ["1 software device (S)", UNMET], None, 1, f"passed on 1 software device (S); {UNMET}"),
+    ],
+)
+def test_verdicts(checks: list[Check], on: list[str], outcome: str | None, code: int, verdict: str) -> None:
+    found = Result(checks, Path(), *on)
+    assert verdict in found.verdict
+    assert found.code == code
+    assert outcome in (None, found.outcome)
+    assert found.proven == (outcome == "proven")
+
+
+def test_as_many_devices_are_used_as_are_asked_for() -> None:
+    def device(index: int, kind: str) -> DeviceInfo:
+        return DeviceInfo(index, f"GPU {index}", "d", 0, "Vulkan", kind, (), {})
+
+    devices = [*(device(i, "discrete") for i in range(4)), device(4, "software")]
+    assert by_default(devices) == [0, 1]
+    assert by_default(devices, 3) == [0, 1, 2]
+    assert by_default(devices[3:], 3) == [3, 4]

@@ -30,29 +30,44 @@ def test_toolkit_libraries_are_forbidden_even_beside_a_driver(name: str) -> None
     assert classify([f"/x/{name}", ICD]).forbidden == [f"/x/{name}"]
 
 
-def test_the_driver_s_own_library_is_explained_only_beside_its_vulkan() -> None:
-    assert classify([DRIVER]).forbidden == [DRIVER]
-    found = classify([DRIVER, ICD, "/usr/lib/libnvidia-glcore.so.550"])
-    assert (found.forbidden, found.explained) == ([], [DRIVER])
-    assert found.own == [ICD, "/usr/lib/libnvidia-glcore.so.550"]
-    assert classify([DRIVER, ICD], preloaded="/tmp/libcuda.so.1").forbidden == [DRIVER]
+OTHERS = ["libc.so.6", "libvulkan_lvp.so", "libwgpu_native-release.so", "libvk_swiftshader.so", "libcurl.so.4"]
+OTHERS += ["libcups.so.2", "libnvme.so.1", "libnvidia-vulkan-producer.so"]
 
 
-def test_ordinary_libraries_are_not_cuda() -> None:
-    names = ["libc.so.6", "libvulkan_lvp.so", "libwgpu_native-release.so", "libvk_swiftshader.so", "libcurl.so.4",
-             "libcups.so.2", "libnvme.so.1", "libnvidia-vulkan-producer.so", "libcudnnish.so.1.a"]  # fmt: skip
-    assert classify(f"/x/{name}" for name in names[:-1]).forbidden == []
+@pytest.mark.parametrize(
+    ("paths", "preloaded", "forbidden", "explained"),
+    [
+        ([DRIVER], "", [DRIVER], []),
+        ([DRIVER, ICD, "/usr/lib/libnvidia-glcore.so.550"], "", [], [DRIVER]),
+        ([DRIVER, ICD], "/tmp/libcuda.so.1", [DRIVER], []),
+        ([f"/x/{name}" for name in OTHERS], "", [], []),
+    ],
+)
+def test_the_driver_s_own_library_is_explained_only_beside_its_vulkan(
+    paths: list[str], preloaded: str, forbidden: list[str], explained: list[str]
+) -> None:
+    found = classify(paths, preloaded=preloaded)
+    assert (found.forbidden, found.explained) == (forbidden, explained)
 
 
-def test_compilers_and_modules_are_known() -> None:
-    assert compiler_in(["/usr/local/cuda/bin/nvcc", "-c", "x.cu"]) == "/usr/local/cuda/bin/nvcc"
-    scripts = ["nvcc x.cu", "cd x && CUDA=1 /opt/ptxas x", "true; (nvcc)", "echo $(nvcc -V)", "env A=1 nvcc"]
-    assert all(compiler_in(["/bin/sh", "-ec", script]) for script in scripts)
-    assert not compiler_in(["wgpu-lora", "prove", "--out", "nvcc"])
-    assert not compiler_in(["sh", "-c", "wgpu-lora prove --out nvcc 'nvcc; nvcc'"])
-    assert not compiler_in(["sh", "nvcc"])
-    assert imported(["numpy", "torch.cuda", "nvidia.cublas"]) == ["nvidia", "torch"]
-    assert imported(["numpy", "wgpu", "tqdm.contrib"]) == []
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        *((["/bin/sh", "-ec", script], True) for script in (
+            "nvcc x.cu", "cd x && CUDA=1 /opt/ptxas x", "true; (nvcc)", "echo $(nvcc -V)", "env A=1 nvcc",
+        )),
+        (["/usr/local/cuda/bin/nvcc", "-c", "x.cu"], True),
+        (["wgpu-lora", "prove", "--out", "nvcc"], False),
+        (["sh", "-c", "wgpu-lora prove --out nvcc 'nvcc; nvcc'"], False),
+        (["sh", "nvcc"], False),
+    ],
+)  # fmt: skip
+def test_compilers_are_known(command: list[str], found: bool) -> None:
+    assert bool(compiler_in(command)) == found
+
+
+def test_modules_are_known() -> None:
+    assert imported(["numpy", "torch.cuda", "nvidia.cublas", "wgpu", "tqdm.contrib"]) == ["nvidia", "torch"]
 
 
 def test_requirements_are_followed_and_extras_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

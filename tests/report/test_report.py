@@ -1,8 +1,9 @@
-"""The report of finished runs: everything on one page, nothing invented."""
+"""The report of finished runs: everything on one page, nothing invented, and charts that fit the data."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from support.reports import copied, page_of, profile_of
 
 from wgpu_lora.cli import main
-from wgpu_lora.report.comparison_tables import best_run_sentence, compare, costs, losses
+from wgpu_lora.report.comparison_tables import best_run_sentence, compare, costs, losses, span
 from wgpu_lora.report.finished_runs import read_runs
+from wgpu_lora.report.line_chart import Line, Scale, line_chart, short, smoothed, thinned
 from wgpu_lora.report.page import table
-from wgpu_lora.report.run_charts import PLOTS, plots
+from wgpu_lora.report.run_charts import PLOTS, lengths_differ, plots
 
 
 def test_two_runs_on_one_page(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +38,7 @@ def test_two_runs_on_one_page(runs: Path, tmp_path: Path, capsys: pytest.Capture
     assert facts["adapter_sha256"] in page.text
     order = [page.text.index(text) for text in ("Differences", "--learning-rate", "Losses", "Loss", "Record")]
     assert order == sorted(order)
-    assert set(PLOTS) <= set(page.text)
+    assert {*PLOTS, "not measured"} <= set(page.text)
     assert len(page.views) == len(PLOTS) * 7  # four axes, of which three are logarithmic too
     assert len({view for view in page.views if "linear" in view}) == 4
 
@@ -71,40 +73,24 @@ def test_losses_are_compared_where_they_can_be(runs: Path, tmp_path: Path) -> No
     first, second = read_runs([runs / "first", runs / "second"])
     assert best_run_sentence([second]) == best_run_sentence([first, second]) == ""
     assert "No run has a held-out loss" in best_run_sentence([first, first])
-    other = copied(runs, tmp_path / "other")
-    facts = json.loads((other / "run.json").read_text())
-    facts["state"]["last_eval_loss"] = 0.5
-    (other / "run.json").write_text(json.dumps(facts))
-    found = read_runs([other])
-    assert best_run_sentence([second, *found]) == "other has the lowest held-out loss at the end, 0.5000."
-    assert best_run_sentence([second, *found, *found]).startswith("other and other have the lowest held-out loss")
-    facts["options"]["objective"] = "dpo"
-    (other / "run.json").write_text(json.dumps(facts))
-    said = best_run_sentence([second, *read_runs([other])])
-    assert said == "The held-out losses are of different objectives, so they cannot be compared."
-    facts["eval_data"]["digest"] = "another"
-    (other / "run.json").write_text(json.dumps(facts))
-    assert "cannot be compared" in best_run_sentence([second, *read_runs([other])])
-
-
-def test_what_was_not_measured_is_said(runs: Path, tmp_path: Path) -> None:
-    assert main(["report", str(runs / "first"), "--output", str(tmp_path)]) == 0
-    page = page_of(tmp_path)
-    assert any("wgpu-lora profile" in text for text in page.text)
-    assert "not measured" in page.text  # the held-out loss
+    (other,) = read_runs([copied(runs, tmp_path / "other", {"state": {"last_eval_loss": 0.5}})])
+    assert best_run_sentence([second, other]) == "other has the lowest held-out loss at the end, 0.5000."
+    assert best_run_sentence([second, other, other]).startswith("other and other have the lowest held-out loss")
+    (dpo,) = read_runs([copied(runs, tmp_path / "dpo", {"options": {"objective": "dpo"}})])
+    said = "The held-out losses are of different objectives, so they cannot be compared."
+    assert best_run_sentence([second, dpo]) == said
+    (elsewhere,) = read_runs([copied(runs, tmp_path / "elsewhere", {"eval_data": {"digest": "another"}})])
+    assert "cannot be compared" in best_run_sentence([second, elsewhere])
 
 
 def test_a_fact_of_one_run_alone_moves_no_other(runs: Path, tmp_path: Path) -> None:
-    rounded = copied(runs, tmp_path / "rounded")
-    stated = json.loads((rounded / "run.json").read_text())
-    stated["state"]["unrounded_eval_loss"] = 0.0
-    (rounded / "run.json").write_text(json.dumps(stated))
+    rounded = copied(runs, tmp_path / "rounded", {"state": {"unrounded_eval_loss": 0.0}})
     first, second = read_runs([runs / "first", rounded])
+    missing = {"held-out loss, before rounding": "not measured"}
     for order in ([first, second], [second, first]):
         head, rows = table(order, losses)
         found = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
         assert found[second.name] == {"run": second.name, **losses(second)}
-        missing = {"held-out loss, before rounding": "not measured"}
         assert found[first.name] == {"run": first.name, **losses(first), **missing}
 
 
@@ -150,19 +136,11 @@ def test_a_profile_of_something_else_is_not_drawn(runs: Path, tmp_path: Path, ch
     if change is None:
         del found["work"]
     (run / "profile.json").write_text("" if change == "" else json.dumps(found))
-    (found_run,) = read_runs([run])
-    assert found_run.kernels is None
-    assert found_run.profiled.startswith("run: not drawn, because its ")
-    assert why in found_run.profiled
-    assert "profile --run RUN --json > RUN/profile.json" in found_run.profiled
-
-
-def test_the_page_says_what_is_not_drawn(runs: Path, tmp_path: Path) -> None:
-    run = copied(runs, tmp_path / "run")
-    (run / "profile.json").write_text(json.dumps(profile_of(run, base_digest="0", model="another")))
     assert main(["report", str(run), "--output", str(tmp_path)]) == 0
     (said,) = [text for text in page_of(tmp_path).text if "not drawn" in text]
-    assert "is of another" in said
+    assert said.startswith("run: not drawn, because its ")
+    assert why in said
+    assert "profile --run RUN --json > RUN/profile.json" in said
 
 
 def test_names_are_taken_as_they_are(runs: Path, tmp_path: Path) -> None:
@@ -172,3 +150,71 @@ def test_names_are_taken_as_they_are(runs: Path, tmp_path: Path) -> None:
     page = page_of(tmp_path / "out")
     assert page.fetched == []
     assert {*names[:-2], "?", "\\x1b[31m"} <= set(page.text)
+
+
+def test_points_by_every_axis(runs: Path) -> None:
+    (run,) = read_runs([runs / "second"])
+    assert [x for x, _ in run.points("loss", "step")] == [1, 2, 3, 4, 5, 6, 7]
+    held = run.points("eval_loss", "step")
+    assert [x for x, _ in held] == [0, 2, 4, 6, 7]
+    assert run.points("eval_loss", "tokens")[0] == (0, held[0][1])
+    assert [round(x) for x, _ in run.points("loss", "progress")] == [14, 29, 43, 57, 71, 86, 100]
+    assert replace(run, log=[]).points("loss", "progress") == []  # of one that failed at its first step
+
+
+def test_a_short_run_is_readable_beside_a_long_one(runs: Path) -> None:
+    first, second = read_runs([runs / "first", runs / "second"])
+    more = [second.log[-1] | {"step": step, "tokens": 9 * step, "seconds": float(step)} for step in range(8, 3000)]
+    both = [first, replace(second, log=[*second.log, *more])]
+    assert (lengths_differ(both), lengths_differ(both[:1])) == (True, False)
+    loss = plots(both)[0]
+    by_log = next(view.chart for view in loss.views if view.axis == "step" and view.log)
+    short_one = next(line for line in by_log.lines if line.name == "first")
+    assert len(short_one.dots) == 7  # each of a few points is marked
+    xs = [float(point.split()[0]) for point in short_one.path[1:].split("L")]
+    assert xs[-1] - xs[0] > 50 < xs[0]  # of 1000: 5% of the axis, not a thousandth
+    assert "running mean" in loss.note
+
+
+def test_charts_take_what_they_get() -> None:
+    chart = line_chart([Line("a", [(1, math.nan), (2, 5.0)]), Line("b", [(3, math.inf)])], "x", "y")
+    assert [line.name for line in chart.lines] == ["a"]
+    assert not line_chart([], "x", "y").lines
+    close = line_chart([Line("a", [(1, 1.7), (2, 1.5)])], "x", "y")
+    assert "0" not in [text for _, text in close.y_ticks]  # else it would be one flat line
+    far = [(0, -1e308), (1, 1e308), (2, 5e-324), (3, 1e-320)]
+    assert line_chart([Line("a", far)], "x", "y", log=True).lines[0].path.count("L") == 1
+    flat = line_chart([Line("a", [(0, 0.0), (5, 0.0)])], "x", "y")
+    assert flat.lines[0].path == "M0 1000L1000 1000"
+    spike = [(i / 10_000, 9.0 if i == 777 else 0.0) for i in range(10_000)]
+    assert max(thinned(spike), key=lambda point: point[1]) == spike[777]
+    assert len(thinned(spike)) < 2000
+    assert smoothed([(0, 0.0), (1, 3.0), (2, 6.0)], 3) == [(0, 1.5), (1, 3.0), (2, 4.5)]
+
+
+@pytest.mark.parametrize(
+    ("values", "log", "ticks"),
+    [
+        ([3], False, ["0", "1", "2", "3"]),  # steps are whole
+        ([0.3], False, ["0", "0.05", "0.1", "0.15", "0.2", "0.25", "0.3"]),
+        ([1, 300], True, ["0", "1", "5", "10", "20", "50", "100", "200"]),
+        ([1, 2_000_000], True, ["0", "10", "100", "1000", "10k", "100k", "1M"]),
+        ([], True, ["0", "1"]),
+    ],
+)
+def test_ticks_are_round_and_apart(values: list[float], log: bool, ticks: list[str]) -> None:
+    found = Scale.from_zero(values, log).ticks()
+    assert [text for _, text in found] == ticks
+    assert all(0 <= place <= 1 for place, _ in found)
+
+
+def test_numbers_in_few_characters() -> None:
+    assert [short(v) for v in (0, 0.00002, 0.1 + 0.2, 9999, 10_000, 2_500_000)] == [
+        "0",
+        "2e-05",
+        "0.3",
+        "9999",
+        "10k",
+        "2.5M",
+    ]
+    assert [span(v) for v in (9.74, 725, 11_520)] == ["9.7 s", "12 min 05 s", "3 h 12 min"]

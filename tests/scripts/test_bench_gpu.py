@@ -13,7 +13,7 @@ from support.broken import Break
 from support.events import hearing
 
 from scripts import bench_gpu_kernels
-from scripts.bench_gpu import parts, wrong
+from scripts.bench_gpu import wrong
 from scripts.gpu_compilers.compiled import Compiled
 from scripts.gpu_compilers.devices import GPUS
 from scripts.gpu_compilers.predictions import figures, kind_of, nearest, to_json
@@ -22,14 +22,6 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.verdicts import Verdicts
-
-
-def test_correctness_comes_first() -> None:
-    whole, quick = list(parts("0", False)), list(parts(None, True))
-    jobs = ["kernels", "kernels", "bench", "bench", *["bench-training"] * 3, *["comparison"] * 4]
-    assert [part.job for part in whole] == jobs
-    assert {part.options["device"] for part in whole} == {"0"}
-    assert {part.options.get("shape", "tiny-qwen3") for part in quick} == {"tiny-qwen3"}
 
 
 def test_the_exit_code_says_that_a_kernel_is_wrong() -> None:

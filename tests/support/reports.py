@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from support.pages import Page
+from support.shared_runs import edit_json
 
 
 def profile_of(run: Path, **work: Any) -> dict[str, Any]:
@@ -20,8 +22,13 @@ def profile_of(run: Path, **work: Any) -> dict[str, Any]:
     return {"work": own | work, "device": {"name": "zork", "driver": "1.0"}, "kernels": kernels}
 
 
-def copied(runs: Path, place: Path) -> Path:
-    return shutil.copytree(runs / "second", place)
+def copied(runs: Path, place: Path, changes: Mapping[str, Any] | None = None) -> Path:
+    """A copy of the second run, with some facts changed by group."""
+    shutil.copytree(runs / "second", place)
+    facts = json.loads((place / "run.json").read_text())
+    changed = {group: facts[group] | values for group, values in (changes or {}).items()}
+    edit_json(place / "run.json", **changed)
+    return place
 
 
 def page_of(output: Path) -> Page:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def files_of(directory: Path) -> dict[str, bytes]:
-    """The files below a directory by their relative paths, but locks."""
-    found = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
+def files_of(directory: Path, without: Iterable[str] = (".lock",)) -> dict[str, bytes]:
+    """The files below a directory by their relative paths."""
+    found = (path for path in directory.rglob("*") if path.is_file() and path.name not in without)
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in found}

@@ -7,10 +7,10 @@ import plistlib
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,18 +27,14 @@ HELD = Status(busy=100.0, power=80.0, power_limit=355.0)
 def card(root: Path, number: int, device: int = 0x744C, **files: str) -> None:
     """A card as amdgpu shows it, and one of its connectors, which links to it."""
     place = root / "devices" / f"0000:0{number}:00.0"
-    monitor = place / "hwmon" / "hwmon4"
-    monitor.mkdir(parents=True)
     given = {
-        "vendor": "0x1002",
-        "device": f"{device:#06x}",
-        "gpu_busy_percent": "97",
-        "mem_info_vram_used": "3221225472",
-    }
-    for name, text in {**given, **files}.items():
+        "vendor": "0x1002", "device": f"{device:#06x}", "gpu_busy_percent": "97", "mem_info_vram_used": "3221225472",
+        "hwmon/hwmon4/temp1_input": "61000", "hwmon/hwmon4/power1_average": "203000000",
+        "hwmon/hwmon4/power1_cap": "355000000", **files,
+    }  # fmt: skip
+    (place / "hwmon" / "hwmon4").mkdir(parents=True)
+    for name, text in given.items():
         (place / name).write_text(text + "\n")
-    for name, text in {"temp1_input": "61000", "power1_average": "203000000", "power1_cap": "355000000"}.items():
-        (monitor / name).write_text(text + "\n")
     for name in (f"card{number}", f"card{number}-DP-1"):
         (root / "drm" / name).mkdir(parents=True)
         (root / "drm" / name / "device").symlink_to(place)
@@ -49,48 +45,28 @@ def test_amdgpu(tmp_path: Path) -> None:
     card(tmp_path, 1, device=0x1638)  # another model
     card(tmp_path, 3)
     read = amdgpu.find(AMD, drm, fdinfo)
-    assert read
     assert read() == Status(61.0, 97.0, 203.0, 355.0, 3.0)
     monitor = tmp_path / "devices/0000:03:00.0/hwmon/hwmon4"
     (monitor / "power1_average").rename(monitor / "power1_input")  # as newer cards have it
     (monitor / "temp1_input").write_text("")
     (monitor / "power1_cap").unlink()
     assert read() == Status(None, 97.0, 203.0, None, 3.0)
-    card(tmp_path, 4)  # which of two equal cards?
+    card(tmp_path, 4, gpu_busy_percent="5")  # which of two equal cards?
     assert amdgpu.find(AMD, drm, fdinfo) is None
     fdinfo.mkdir()
     (fdinfo / "7").write_text("pos:\t0\ndrm-driver:\tamdgpu\ndrm-pdev:\t0000:04:00.0\n")
-    (tmp_path / "devices/0000:04:00.0/gpu_busy_percent").write_text("5\n")
-    opened = amdgpu.find(AMD, drm, fdinfo)
-    assert opened
-    assert opened().busy == 5.0
+    assert amdgpu.find(AMD, drm, fdinfo)().busy == 5.0
 
 
-class FakeNvml:
+def fake_nvml(*cards: dict[str, Any], unknown: tuple[str, ...] = ()) -> SimpleNamespace:
     """NVML with some cards; `unknown` are functions that a card does not support."""
-
-    NVMLError = type("NVMLError", (Exception,), {})
-
-    def __init__(self, *cards: dict[str, Any], unknown: tuple[str, ...] = ()):
-        self._cards, self._unknown = cards, unknown
-
-    def nvmlInit(self) -> None:
-        if not self._cards:
-            raise self.NVMLError("driver not loaded")
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self._cards)
-
-    def nvmlDeviceGetHandleByIndex(self, number: int) -> dict[str, Any]:
-        return self._cards[number]
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def ask(one: dict[str, Any], *more: Any) -> Any:
-            if name in self._unknown or name not in one:
-                raise self.NVMLError("not supported")
-            return one[name]
-
-        return ask
+    error = type("NVMLError", (Exception,), {})
+    functions = {name: Mock(side_effect=lambda one, *_, name=name: one[name]) for card in cards for name in card}
+    functions |= {name: Mock(side_effect=error("not supported")) for name in unknown}
+    functions["nvmlInit"] = Mock(side_effect=None if cards else error("driver not loaded"))
+    functions["nvmlDeviceGetCount"] = lambda: len(cards)
+    functions["nvmlDeviceGetHandleByIndex"] = lambda number: cards[number]
+    return SimpleNamespace(NVMLError=error, **functions)
 
 
 def nvidia(device: int = 0x2335, pids: tuple[int, ...] = (), busy: int = 88) -> dict[str, Any]:
@@ -102,6 +78,7 @@ def nvidia(device: int = 0x2335, pids: tuple[int, ...] = (), busy: int = 88) -> 
         "nvmlDeviceGetPowerUsage": 420_000,
         "nvmlDeviceGetEnforcedPowerLimit": 700_000,
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=2 << 30),
+        "nvmlDeviceGetGraphicsRunningProcesses": [],
         "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=pid) for pid in pids],
     }
 
@@ -119,7 +96,7 @@ def nvidia(device: int = 0x2335, pids: tuple[int, ...] = (), busy: int = 88) -> 
     ],
 )
 def test_nvml(cards: Any, unknown: Any, expected: Status | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*cards, unknown=unknown))
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(*cards, unknown=unknown))
     read = find(NVIDIA)
     assert (read() if read else None) == expected
 
@@ -178,23 +155,13 @@ def test_a_warning_where_the_power_stays_low_at_full_use() -> None:
 
 
 def test_a_source_that_fails_or_hangs_cannot_hurt(recwarn: pytest.WarningsRecorder) -> None:
-    def fail() -> Status:
-        if sampler._samples:
-            raise RuntimeError("the driver has gone")
-        return HELD
-
-    sampler = Sampler(AMD, 0.0, lambda info: fail)
+    sampler = Sampler(AMD, 0.0, lambda info: Mock(side_effect=[HELD, RuntimeError("the driver has gone")]))
     sampler.start()
     assert sampler._thread
     sampler._thread.join(10)
     assert sampler.since(0.0)["gpu_power"] == 80.0
     hung = threading.Event()
-
-    def hang() -> Status:
-        hung.wait(60)
-        return HELD
-
-    hanging = Sampler(AMD, 0.0, lambda info: hang)
+    hanging = Sampler(AMD, 0.0, lambda info: lambda: hung.wait(60) and HELD)
     hanging.start()
     begin = time.monotonic()
     assert hanging.since(0.0) == {}

@@ -10,12 +10,13 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from wgpu_lora.cli import console, main
 from wgpu_lora.errors import TrackingWarning, UserError
-from wgpu_lora.track import run_log, run_recorder
+from wgpu_lora.track import run_log
 from wgpu_lora.track.run_log import DataFile, Losses, Process, RunEntry, RunLog, facts_of, run_name
 from wgpu_lora.track.run_log_tables import Filter, cells, compared, find, markdown, since
 from wgpu_lora.track.run_recorder import Recording, note_failure, recorded, remarks
@@ -49,32 +50,29 @@ def test_a_later_line_changes_a_run(log: RunLog) -> None:
     assert json.loads(first)["recorded"] == "running"  # history stays
 
 
-def test_what_an_exception_ended(log: RunLog) -> None:
+def test_how_a_run_ended(log: RunLog) -> None:
     for error in (UserError("no --token abcdefgh"), KeyboardInterrupt()):
         with pytest.raises(type(error)), recorded("bench", "x"):
             raise error
-    failed, interrupted = log.read().entries
-    assert (failed.status, failed.error) == ("failed", "no --token ***")
-    assert interrupted.status == "interrupted"
+    with recorded("bench", "x") as found:
+        note_failure(found, ["added_share is 0.3", "x"])
+    ends = [(one.status, one.error) for one in log.read().entries]
+    assert ends[::2] == [("failed", "no --token ***"), ("failed", "added_share is 0.3; x")]
+    assert ends[1][0] == "interrupted"
 
 
-@pytest.mark.parametrize("torn", [b'{"id": "20', b"\xff\xfe", b'{"id": 3}', b"[1]", '{"id": "ä'.encode()[:-1]])
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"id": "20', b"\xff\xfe", b'{"id": 3}', b"[1]", '{"id": "\u00e4'.encode()[:-1]]
+)
 def test_a_torn_line_costs_only_itself(log: RunLog, torn: bytes) -> None:
     log.append(facts_of(entry(0)))
-    before = log.path.read_bytes() + torn
+    before = log.path.read_bytes() + torn if torn else log.path.read_bytes().rstrip(b"\n")
     log.path.write_bytes(before)
     log.append(facts_of(entry(1)))
     assert log.path.read_bytes().startswith(before)  # never rewritten
     found = log.read()
     assert [one.id for one in found.entries] == [entry(0).id, entry(1).id]
-    assert found.damaged == 1
-
-
-def test_a_whole_line_without_its_end_is_kept(log: RunLog) -> None:
-    log.append(facts_of(entry(0)))
-    log.path.write_bytes(log.path.read_bytes().rstrip(b"\n"))
-    log.append(facts_of(entry(1)))
-    assert (len(log.read().entries), log.read().damaged) == (2, 0)
+    assert found.damaged == bool(torn)
 
 
 def test_written_by_many_at_once(log: RunLog) -> None:
@@ -106,20 +104,17 @@ def test_a_killed_run_is_recognised(log: RunLog) -> None:
     assert elsewhere.status == "running"  # its processes cannot be seen from here
 
 
-def test_opting_out(log: RunLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    with recorded("bench", "x", asked=False):
-        pass
-    with remarks(log=False), recorded("bench", "x"):
-        pass
-    monkeypatch.setenv("WGPU_LORA_NO_RUN_LOG", "1")
-    with recorded("bench", "x"):
+@pytest.mark.parametrize("how", ["option", "remark", "environment"])
+def test_opting_out(log: RunLog, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    if how == "environment":
+        monkeypatch.setenv("WGPU_LORA_NO_RUN_LOG", "1")
+    with remarks(log=how != "remark"), recorded("bench", "x", asked=how != "option"):
         pass
     assert not log.path.exists()
 
 
 def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_log.git_state() is None
 
     def run(*command: str) -> str:
         names = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -128,19 +123,24 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("init")
     assert run_log.git_state() is None  # no commit yet
     run("commit", "--allow-empty", "-m", "x")
-    assert run_log.git_state() == run_log.Git(run("rev-parse", "HEAD"), False)
-    (tmp_path / "new").write_text("")
-    assert run_log.git_state() == run_log.Git(run("rev-parse", "HEAD"), True)
+    for changed in (False, True):
+        assert run_log.git_state() == run_log.Git(run("rev-parse", "HEAD"), changed)
+        (tmp_path / "new").write_text("")
     monkeypatch.setenv("PATH", "")
     assert run_log.git_state() is None
-    assert run_recorder.git_state() is None
 
 
-def test_names_follow_the_convention() -> None:
-    assert run_name(None, "nf4", True, False, "sft", "f32") == "demo_nf4_lora_sft_f32"
-    assert run_name("models/a.gguf", "bf16", True, True, "dpo", "bf16") == "a_bf16_rslora_dpo_bf16"
-    assert run_name("Org/Qwen3-0.6B", "nf4", False, False, "evaluate", "f32") == "Qwen3-0.6B_nf4_base_evaluate_f32"
-    assert run_name("shape tiny-qwen3", "nf4", True, False, "x", "f32") == "tiny-qwen3_nf4_lora_x_f32"
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ((None, "nf4", True, False, "sft", "f32"), "demo_nf4_lora_sft_f32"),
+        (("models/a.gguf", "bf16", True, True, "dpo", "bf16"), "a_bf16_rslora_dpo_bf16"),
+        (("Org/Qwen3-0.6B", "nf4", False, False, "evaluate", "f32"), "Qwen3-0.6B_nf4_base_evaluate_f32"),
+        (("shape tiny-qwen3", "nf4", True, False, "x", "f32"), "tiny-qwen3_nf4_lora_x_f32"),
+    ],
+)
+def test_names_follow_the_convention(given: tuple, name: str) -> None:
+    assert run_name(*given) == name
 
 
 @pytest.mark.parametrize("held_out", [True, False])
@@ -167,70 +167,58 @@ def test_the_list_fits_a_narrow_terminal(
     log: RunLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Lines of at most 60 columns instead of a table; without a terminal, a line per run, whatever its length."""
-    log.append(
-        facts_of(
-            entry(
-                0,
-                name=run_name("HuggingFaceTB/SmolLM2-135M-Instruct", "nf4", True, False, "sft", "f32"),
-                config={"model": "HuggingFaceTB/SmolLM2-135M-Instruct"},
-                data=DataFile("/somewhere/else/data/rows.jsonl"),
-                outputs=[str(tmp_path / "out" / "json-task")],
-                losses=Losses("held-out", 1.4257, 0.0042, 0.0042),
-                recorded="finished",
-                goal="a long goal " * 9,
-            )
-        )
-    )
+    given = {
+        "name": run_name("HuggingFaceTB/SmolLM2-135M-Instruct", "nf4", True, False, "sft", "f32"),
+        "config": {"model": "HuggingFaceTB/SmolLM2-135M-Instruct"},
+        "data": DataFile("/somewhere/else/data/rows.jsonl"),
+        "outputs": [str(tmp_path / "out" / "json-task")],
+        "losses": Losses("held-out", 1.4257, 0.0042, 0.0042),
+        "recorded": "finished",
+        "goal": "a long goal " * 9,
+    }
+    log.append(facts_of(entry(0, **given)))
     monkeypatch.chdir(tmp_path)
     facts = ("SmolLM2-135M-Instruct", "data/rows.jsonl", "out/json-task", "1.4257 -> 0.0042", "finished")
-    assert main(["runs"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert all(fact in lines[1] for fact in facts)
-    for module in (console, runs):
-        monkeypatch.setattr(module, "is_terminal", lambda stream: True)
-    for width in (60, 250):
+    for width in (None, 60, 250):
+        for module in (console, runs) if width else ():
+            monkeypatch.setattr(module, "is_terminal", lambda stream: True)
         monkeypatch.setenv("COLUMNS", str(width))
         assert main(["runs"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert max(map(len, lines)) <= width
+        assert max(map(len, lines)) <= width if width else len(lines) == 2
         assert all(fact in " ".join(" ".join(lines).split()) for fact in facts)
     assert sum("a long goal" in line for line in lines) > 1  # folded
 
 
-def test_a_benchmark_that_fails_is_failed(log: RunLog) -> None:
-    for errors in ([], ["added_share is 0.3", "x"]):
-        with recorded("bench", "x") as found:
-            note_failure(found, errors)
-    assert [(one.status, one.error) for one in log.read().entries] == [
-        ("finished", None),
-        ("failed", "added_share is 0.3; x"),
-    ]
+FOUND = [
+    entry(0, recorded="failed"),
+    entry(1, recorded="finished", adapter="poet"),
+    entry(2, kind="bench training"),
+]
 
 
-def test_filters_and_ids() -> None:
-    found = [
-        entry(0, recorded="failed"),
-        entry(1, recorded="finished", adapter="poet"),
-        entry(2, kind="bench training"),
-    ]
+@pytest.mark.parametrize(
+    ("wanted", "ids"),
+    [
+        ({"status": "failed"}, [0]),
+        ({"kind": "bench"}, [2]),
+        ({"name": "POE"}, [1]),
+        ({"name": "nf4_*_f32"}, [0, 1, 2]),
+        ({"objective": "dpo"}, []),
+        ({"since": datetime(2026, 1, 2, tzinfo=UTC)}, [1, 2]),
+    ],
+)
+def test_filters(wanted: dict[str, Any], ids: list[int]) -> None:
+    assert [number for number, one in enumerate(FOUND) if Filter(**wanted).holds(one)] == ids
 
-    def ids(**wanted: object) -> list[int]:
-        return [number for number, one in enumerate(found) if Filter(**wanted).holds(one)]
 
-    assert ids(status="failed") == [0]
-    assert ids(kind="bench") == [2]
-    assert ids(name="POE") == [1]
-    assert ids(name="nf4_*_f32") == [0, 1, 2]
-    assert ids(objective="dpo") == []
-    assert ids(since=datetime(2026, 1, 2, tzinfo=UTC)) == [1, 2]
-    at = datetime(2026, 1, 8, tzinfo=UTC)
-    assert since("2d", at) == at - timedelta(days=2)
-    assert find(found, "last") is found[2]
-    assert find(found, "01aa") is found[1]
+def test_ids_and_dates() -> None:
+    assert (find(FOUND, "last"), find(FOUND, "01aa")) == (FOUND[2], FOUND[1])
     for name, error in (("2026", "stands for 3 runs"), ("nothing", "There is no run"), ("", "There is no run")):
         with pytest.raises(UserError, match=error):
-            find(found, name)
+            find(FOUND, name)
+    at = datetime(2026, 1, 8, tzinfo=UTC)
+    assert since("2d", at) == at - timedelta(days=2)
     for text in ("soon", "999999w", "2026-13-01"):
         with pytest.raises(UserError, match="since must be"):
             since(text)

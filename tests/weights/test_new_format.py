@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
-from support.bench import CEILINGS, mini
 from support.models import full_logits, golden, golden_rows, relative_error
 from support.training import golden_arguments, model_dir
 
-from wgpu_lora.bench.brick_run import bench
-from wgpu_lora.cli import main
-from wgpu_lora.errors import NotFiniteError, UserError
+from wgpu_lora.errors import UserError
 from wgpu_lora.export.adapter_merge import MergedModel
 from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.gpu.device import Device
@@ -28,6 +24,7 @@ from wgpu_lora.models.config_fields import packed
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.weights.base import Loading, MatrixSource, Packed, Shared, StoredTensors
 from wgpu_lora.weights.base_formats import BASE_FORMATS
 from wgpu_lora.weights.dense import DenseWeight
@@ -143,14 +140,6 @@ def logits(model: LoadedModel) -> list[np.ndarray]:
     return full_logits(model, [Segment(ids) for ids in golden_rows(golden("llama"), "input_ids")])
 
 
-def test_it_is_named_with_the_others() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"base_dtype='zork' is not known: choose one of nf4, bf16, f16, f32, lut2, lut3, lut4, int8, twin\.",
-    ):
-        open_model(str(model_dir("llama")), base_dtype="zork")
-
-
 def test_it_is_loaded_and_computed_with(device: Device) -> None:
     """The golden llama is f32, of which bf16 keeps too little to pass, and twin enough."""
     model, dense = (open_model(str(model_dir("llama")), device, base) for base in ("twin", "f32"))
@@ -168,66 +157,59 @@ def test_it_is_saved_and_loaded_as_it_was_saved(device: Device, tmp_path: Path) 
     model, saved = open_model(str(model_dir("llama")), device, "twin"), tmp_path / "saved"
     write_packed(model, saved, max_shard_bytes=30_000)
     assert json.loads((saved / "config.json").read_text())["quantization_config"] == {"quant_method": "twin"}
-    again = open_model(str(saved), device, "twin")
-    assert again.config.packed == "twin"
+    again = open_model(str(saved), device)
+    assert (again.config.packed, again.decoder.base_dtype) == ("twin", "twin")
     assert again.checkpoint.names() == sorted(model.config.parameter_shapes())
     np.testing.assert_array_equal(again.checkpoint.packed(K_PROJ).read(), split(model.checkpoint.read_f32(K_PROJ)))
     decoded = np.concatenate(list(MergedModel(saved).pieces(K_PROJ)))
     np.testing.assert_array_equal(decoded, TWIN.round_trip(model.checkpoint.read_f32(K_PROJ)))
-    with pytest.raises(UserError, match="is missing"):
-        again.checkpoint.array("zork", "BF16")
     again.load_weights()
+    model.load_weights()
     for have, want in zip(logits(again), logits(model), strict=True):
         np.testing.assert_array_equal(have, want)
     with pytest.raises(UserError, match="are stored in TWIN"):
         open_model(str(saved), device, "f32")
-    assert open_model(str(saved), device).decoder.base_dtype == "twin"
     with pytest.raises(UserError, match="is not quantised on loading"):
         write_packed(again, tmp_path / "twice")
-    entry = again.checkpoint._entry(f"{K_PROJ}.low")
-    with entry.path.open("r+b") as file:
-        file.seek(entry.offset)
-        file.write(bfloat16(np.nan).tobytes())
-    with pytest.raises(NotFiniteError, match=re.escape(K_PROJ)):
-        open_model(str(saved), device, "twin").load_weights()
 
 
-def test_what_cannot_be_saved_is_refused(device: Device, tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"base_dtype='bf16' cannot be stored packed: choose one of nf4, lut2, lut3, lut4, int8, twin\."
-    ):
-        write_packed(open_model(str(model_dir("llama")), device, "bf16"), tmp_path / "saved")
-    with pytest.raises(
-        UserError,
-        match="'gptq', which is not supported: use bitsandbytes' NF4 or wgpu-lora's low-bit codes or the twins, or",
-    ):
-        packed({"quantization_config": {"quant_method": "gptq"}}, "config.json")
-    with pytest.raises(UserError, match=r"are stored in 8 bits \(LLM.int8\), which is not supported"):
-        packed({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "config.json")
-    assert not list(tmp_path.iterdir())
+CHOICES = "nf4, bf16, f16, f32, lut2, lut3, lut4, int8, twin"
 
 
-def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = golden_arguments(tmp_path, "llama", base_dtype="twin", max_steps=2)
-    options = ["--model", args.model, "--data", args.data, "--max-length", "16", "--base-dtype"]
-    planned = []
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "gptq"},
+            "'gptq', which is not supported: use bitsandbytes' NF4 or wgpu-lora's low-bit codes or the twins, or",
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_8bit": True},
+            r"are stored in 8 bits \(LLM.int8\), which is not supported",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        packed({"quantization_config": config}, "config.json")
+
+
+def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path) -> None:
+    args = golden_arguments(tmp_path, "llama", max_steps=2, tune=False)
+    planned, losses = [], []
     for base in ("twin", "f32"):
-        assert main(["plan", "--json", *map(str, options), base]) == 0
-        planned.append(json.loads(capsys.readouterr().out)["groups"]["base"])
+        job = prepare_job(replace(args, base_dtype=base, output=str(tmp_path / base)))
+        planned.append(job.session.memory().groups["base"])
+        assert job.train().options.base_dtype == base
+        losses.append([line["loss"] for line in read_log(tmp_path / base / LOG)])
     assert planned[0] == planned[1]
-    losses = []
-    for base in ("twin", "f32"):
-        run = tmp_path / base
-        prepare_job(replace(args, base_dtype=base, output=str(run), tune=False)).train()
-        assert json.loads((run / "run.json").read_text())["options"]["base_dtype"] == base
-        log = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-        losses.append([row["loss"] for row in log if "loss" in row])
     np.testing.assert_allclose(*losses, rtol=1e-4)
     assert losses[0] != losses[1]  # it is not the same model
 
 
-def test_it_is_measured(device: Device) -> None:
-    context = mini(device, base_dtype="twin")
-    assert context.keys()["weight_bits"] == 32
-    found, _ = bench(context, ["lora_forward", "load"], 0.01, ceilings=CEILINGS)
-    assert [result.brick for result in found] == ["lora_forward", "load"]
+def test_it_is_named_with_the_others(device: Device, tmp_path: Path) -> None:
+    message = rf"base_dtype='bf16' cannot be stored packed: choose one of {CHOICES.replace('bf16, f16, f32, ', '')}\."
+    with pytest.raises(UserError, match=message):
+        write_packed(open_model(str(model_dir("llama")), device, "bf16"), tmp_path / "saved")
+    with pytest.raises(UserError, match=rf"base_dtype='zork' is not known: choose one of {CHOICES}\."):
+        open_model(str(model_dir("llama")), base_dtype="zork")

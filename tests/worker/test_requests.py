@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 from support.cli import QWEN2, SMALL, write_rows
+from support.events import hearing
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Events
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.run.pipeline_state import read_pipeline_state
 from wgpu_lora.train.run.records import PipelineRecord, RunRecord
-from wgpu_lora.train.run.stop_reasons import Requests
 from wgpu_lora.worker.job_process import ORPHANED, EventWriter, TrainingRequests
 from wgpu_lora.worker.worker import Event, Worker
 
@@ -101,23 +100,16 @@ def test_a_single_run_ends_with_its_results_or_dies_with_its_parent(tmp_path: Pa
 
 
 def trained(args: TrainingArguments, end_at: int | None = None) -> RunRecord:
-    """A run that is asked to end in this step, before the first if 0; never if None."""
+    """A run that is asked to end while this step is counted, before the first if 0; never if None."""
     job = prepare_job(args)
-    events = Asking(job.requests, end_at)
+
+    def logged(line: dict[str, Any], adapter: str | None) -> None:
+        if line["step"] == end_at:
+            job.requests.end(None)
+
     if end_at == 0:
         job.requests.end(None)
-    return job.train(events)
-
-
-class Asking(Events):
-    """Asks a run to end while a step is counted."""
-
-    def __init__(self, requests: Requests, step: int | None):
-        self._requests, self._step = requests, step
-
-    def logged(self, line: dict[str, Any], adapter: str | None) -> None:
-        if line["step"] == self._step:
-            self._requests.end(None)
+    return job.train(hearing(logged=logged))
 
 
 def test_what_has_been_trained_does_not_depend_on_requests(tmp_path: Path) -> None:

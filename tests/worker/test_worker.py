@@ -19,7 +19,6 @@ from support.cli import QWEN2, SMALL, write_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.model_files import config_of
 from wgpu_lora.names.spelling import IN_JSON, naming
-from wgpu_lora.train.options.training_arguments import from_values
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.worker.job_file import Job, arguments, read_job
 from wgpu_lora.worker.job_kinds import KINDS
@@ -137,11 +136,13 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
         ({"schema": 2, "job": "step"}, "has the schema 2, but this version supports 1: update wgpu-lora."),
         ({"jobs": []}, "has a key 'jobs': its keys are job, options, schema."),
         ("[", "cannot be read as JSON"),
+        (None, "cannot be read (No such file or directory)."),
     ],
 )
 def test_a_job_that_cannot_be_is_one_sentence(job: object, said: str, tmp_path: Path) -> None:
     file = tmp_path / "job.json"
-    file.write_text(job if isinstance(job, str) else json.dumps(job))
+    if job is not None:
+        file.write_text(job if isinstance(job, str) else json.dumps(job))
     with naming(IN_JSON), pytest.raises(UserError) as raised:
         done_here(str(file))
     assert said in str(raised.value)
@@ -168,46 +169,16 @@ def test_a_number_of_nothing_is_refused(kind: str) -> None:
                 arguments(KINDS[kind], Job(kind, {**options, name: wrong}, "it"))
 
 
-def test_a_device_and_a_default_may_be_0() -> None:
-    def run(port: EventWriter, *, device: int, discrete: int = 0) -> None: ...
-
-    given = {"device": 0, "discrete": 0}
-    assert arguments(run, Job("some", given, "it")) == given
-    with pytest.raises(UserError, match="'discrete' must be at least 1, not -1"):
-        arguments(run, Job("some", {**given, "discrete": -1}, "it"))
-    assert from_values({"device": 0}, "it").device == "0"
-    assert {get_type_hints(run).get("device", str | int | None) for run in KINDS.values()} == {str | int | None}
-
-
-def test_options_of_any_name_are_checked_by_the_kind() -> None:
-    def run(port: EventWriter, *, where: str, **options: Any) -> None: ...
-
-    assert arguments(run, Job("some", {"a": 0}, "it")) == {"a": 0, "where": "it"}
-    for reserved in ("port", "where"):
-        with pytest.raises(UserError, match=f"unknown option '{reserved}'"):
-            arguments(run, Job("some", {reserved: 0}, "it"))
-
-
-def test_an_output_that_exists_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:
-    (tmp_path / "kept").write_text("")
-    with naming(IN_JSON), pytest.raises(UserError, match="exists already: give 'output' another name, or remove it"):
-        KINDS["import"](EventWriter(io.StringIO()), model="nobody/nothing", output=str(tmp_path))
-
-
 def test_an_import_tells_what_it_loads_and_writes(tmp_path: Path) -> None:
-    out = io.StringIO()
-    KINDS["import"](EventWriter(out), model=QWEN2, output=str(tmp_path / "packed"))
+    out, output = io.StringIO(), tmp_path / "packed"
+    KINDS["import"](EventWriter(out), model=QWEN2, output=str(output))
     told = [json.loads(line) for line in out.getvalue().splitlines()]
     names = list(config_of(Path(QWEN2)).parameter_shapes())
     for event in ("loading", "written"):
-        found = [(fact["tensor"], fact["done"], fact["total"]) for fact in told if fact["event"] == event]
-        assert sorted(name for name, _, _ in found) == sorted(names)
-        assert [rest for _, *rest in found] == [[number, len(names)] for number in range(1, len(names) + 1)]
-
-
-def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(UserError, match=r"The job none.json cannot be read \(No such file or directory\)\."):
-        read_job("none.json")
+        found = [(fact["done"], fact["total"]) for fact in told if fact["event"] == event]
+        assert found == [(number, len(names)) for number in range(1, len(names) + 1)]
+    with naming(IN_JSON), pytest.raises(UserError, match="exists already: give 'output' another name, or remove it"):
+        KINDS["import"](EventWriter(io.StringIO()), model="nobody/nothing", output=str(output))
 
 
 @WINDOWS

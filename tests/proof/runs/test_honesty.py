@@ -11,18 +11,18 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import cffi
 import pytest
 
 from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.cli import main
-from wgpu_lora.errors import UserError
 from wgpu_lora.proof.checks import resuming_is_exact
 from wgpu_lora.proof.cuda_check import look_into, no_cuda, package_libraries
 from wgpu_lora.proof.heldout_rows import count_leaked_rows, request_of, shown
 from wgpu_lora.proof.proof_context import Check, Result
-from wgpu_lora.proof.proof_run import carry_out, prove, render
+from wgpu_lora.proof.proof_run import carry_out, render
 from wgpu_lora.proof.watched_workers import EVENTS, Children, command_of, record_own_process
 from wgpu_lora.proof.worker_jobs import prompt_of
 from wgpu_lora.train.run import run_checkpoint
@@ -149,29 +149,16 @@ def test_held_out_rows_are_compared_by_what_they_say(tmp_path: Path) -> None:
 
 def test_requests_are_all_before_the_last_answer_and_take_template_options() -> None:
     turns = [("system", "S"), ("user", "u1"), ("assistant", "a1"), ("user", "u2"), ("assistant", "a2")]
-    row: dict[str, Any] = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    request = request_of(row)
+    messages = [{"role": role, "content": text} for role, text in turns]
+    request = request_of({"messages": messages})
     assert request
     assert shown(request) == "system: S\nuser: u1\nassistant: a1\nuser: u2"
-    assert request_of({"text": "x"}) is None
-    assert request_of({"messages": row["messages"][2:3]}) is None
-    rendered: list[Any] = []
-
-    def render_(messages: Any, tools: Any, add_generation_prompt: bool, variables: Any) -> str:
-        rendered.append(([m["content"] for m in messages], add_generation_prompt, variables))
-        return ""
-
-    tokenizer: Any = SimpleNamespace(render=render_, encode=lambda text: [])
+    assert request_of({"text": "x"}) is request_of({"messages": messages[2:3]}) is None
+    tokenizer: Any = Mock(encode=lambda text: [])
     prompt_of(request, tokenizer, {"enable_thinking": False})
-    assert rendered == [(["S", "u1", "a1", "u2"], True, {"enable_thinking": False})]
-
-
-def test_places_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("kept")
-    for arguments in ({"devices": "0,"}, {"devices": ""}, {"out": tmp_path / "file"}, {"out": tmp_path / "file" / "x"}):
-        with pytest.raises(UserError, match=r"(empty entry|is not a directory)"):
-            prove(**({"out": tmp_path / "out"} | arguments))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+    ((given, _, *options), _) = tokenizer.render.call_args
+    assert [message["content"] for message in given] == ["S", "u1", "a1", "u2"]
+    assert options == [True, {"enable_thinking": False}]
 
 
 @pytest.mark.parametrize(("arguments", "status", "code"), [([], "not run", 0), (["--strict"], "not run", 1),

@@ -153,8 +153,13 @@ def whole_tokenizer(place: Path) -> None:
 
 
 def gguf(place: Path) -> None:
+    """Header, a row of each tensor, and the tokenizer."""
     with patch.object(gguf_tokenizer, "TokenizerProcess", LocalTokenizer.open):
-        read_model(place / "model.gguf")
+        files = read_model(place / "model.gguf")
+    for name in files.checkpoint.names():
+        files.checkpoint.read_raw(name, 0, 1)
+    if files.tokenizer:
+        files.tokenizer.decode(files.tokenizer.encode("abc </s>", add_special_tokens=True))
 
 
 def chat_template(place: Path) -> Run:
