@@ -21,7 +21,7 @@ import tokenizers
 from support import ROOT
 from support.leaks import Leak, Pieces, identity_pieces
 from support.models import words_model
-from wgpu_lora.protect.owner import Owner
+from wgpu_lora.protect.overhead import Owner
 
 LOG = "evidence.jsonl"
 WORDS, ROWS = 12, 16

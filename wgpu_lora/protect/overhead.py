@@ -32,7 +32,7 @@ from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.policies.template import policy_for
 from wgpu_lora.protect.runs import job, run
 from wgpu_lora.protect.sealed.files import seal_path
-from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys, SigningKey, write_private
+from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SessionKeys, SigningKey, write_private
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -99,7 +99,7 @@ def measure_overhead(
         segments = _Segments(options, Path(directory), opened)
         environment = header(SCHEMA, segments.model.device)
         events.measured(environment)
-        with segments.broker():
+        with segments.owner.broker(segments.policy) as segments.url:
             segments.warm_up()
             for name, order in options.segments():
                 rows.append(segments.row(name, order))
@@ -107,6 +107,78 @@ def measure_overhead(
                 content = result_file(rows, segments.scope, environment)
                 writer.text(to_json(content, indent=2) + "\n")
     return content
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A data owner on this machine: keys in `place`, sealed data, and a broker in a process of its own.
+
+    key, signing_key: private, for the broker. broker_key: public.
+    """
+
+    place: Path
+    recipient: str
+    broker_public: PublicKey
+
+    @property
+    def key(self) -> Path:
+        return self.place / "data.key"
+
+    @property
+    def signing_key(self) -> Path:
+        return self.place / "broker.pem"
+
+    @property
+    def broker_key(self) -> Path:
+        return self.place / "broker.pub"
+
+    @classmethod
+    def create(cls, place: Path) -> Owner:
+        """Make the keys, in a directory that only this user can read."""
+        place.mkdir(mode=0o700, parents=True)
+        data, signing = DataKey.generate(), SigningKey.generate()
+        owner = cls(place, data.recipient, signing.public)
+        write_private(owner.key, data.file_text())
+        write_private(owner.signing_key, signing.private_pem())
+        owner.broker_key.write_text(signing.public.pem)
+        data.wipe()
+        signing.wipe()
+        return owner
+
+    def seal(self, path: Path, to: Path) -> Path:
+        """Seal a file to the data key; returns the sealed file."""
+        sealed = to / f"{path.name}.age"
+        seal_path(path, sealed, [self.recipient])
+        return sealed
+
+    @contextmanager
+    def broker(self, policy: Path, *options: str) -> Iterator[str]:
+        """A broker process with this policy; gives its URL.
+
+        Args:
+            options: of the command, besides those for the owner's files.
+
+        Raises:
+            UserError: the broker did not start.
+        """
+        log = self.place / "broker.log"  # not a pipe, which would fill
+        command: list[str | Path] = [
+            *(sys.executable, "-m", "wgpu_lora", "protect", "broker", "--port", "0", "--policy", policy),
+            *("--key", self.key, "--signing-key", self.signing_key, *options),
+        ]
+        with log.open("w") as sink:
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment)
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while not (listening := re.search(r"Listening on (\S+)\n", log.read_text())):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise UserError(f"The broker did not start: {log.read_text()[-300:].strip() or 'no output'}")
+                time.sleep(0.05)
+            yield listening[1]
+        finally:
+            process.terminate()
+            process.wait()
 
 
 class _Segments:
@@ -124,45 +196,14 @@ class _Segments:
             f"LoRA training of {self.name} for {seconds} s, raw and protected, in one process on "
             f"{self.model.device.info.name}"
         )
-        self.owner = directory / "owner"
-        self.owner.mkdir(mode=0o700)
-        data, signing = DataKey.generate(), SigningKey.generate()
-        self.recipient, self.broker_public = data.recipient, signing.public
-        write_private(self.owner / "data.key", data.file_text())
-        write_private(self.owner / "broker.pem", signing.private_pem())
-        (self.owner / "broker.pub").write_text(signing.public.pem)
-        data.wipe()
-        signing.wipe()
+        self.owner = Owner.create(directory / "owner")
         self.sealed: dict[str, str] = {}
         for role in SEALED:
             if path := getattr(self.args, role):
                 self.sealed[role] = f"{Path(path).name}.age"
-                seal_path(Path(path), directory / self.sealed[role], [self.recipient])
-        self.policy = self.owner / "policy.toml"
+                self.owner.seal(Path(path), directory)
+        self.policy = self.owner.place / "policy.toml"
         self.policy.write_text(self._policy())
-
-    @contextmanager
-    def broker(self) -> Iterator[None]:
-        """A broker process with this policy."""
-        log = self.owner / "broker.log"  # not a pipe, which would fill
-        command: list[str | Path] = [
-            *(sys.executable, "-m", "wgpu_lora", "protect", "broker", "--port", "0", "--policy", self.policy),
-            *("--key", self.owner / "data.key", "--signing-key", self.owner / "broker.pem"),
-        ]
-        with log.open("w") as sink:
-            environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment)
-        try:
-            deadline = time.monotonic() + PATIENCE
-            while not (listening := re.search(r"Listening on (\S+)\n", log.read_text())):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise UserError(f"The broker did not start: {log.read_text()[-300:].strip() or 'no output'}")
-                time.sleep(0.05)
-            self.url = listening[1]
-            yield
-        finally:
-            process.terminate()
-            process.wait()
 
     def warm_up(self) -> None:
         """A few raw steps without learning: tilings are chosen and kernels compiled before either segment, and the
@@ -202,7 +243,7 @@ class _Segments:
         begin, steps = time.perf_counter(), _LastStep()
         done = run.finetune(job.read(self._job(name)), model=self.model, watch=lambda job: nullcontext(steps))
         figures = _figures("protected", _uninterrupted(done.run), begin)
-        evidence = check(done.directory, self.broker_public, Policy.read(self.policy))
+        evidence = check(done.directory, self.owner.broker_public, Policy.read(self.policy))
         return {
             **figures,
             "attestation": VERIFIED if evidence.verified else f"not verified ({evidence.failures[0]})",
@@ -217,9 +258,9 @@ class _Segments:
             **self.sealed,
             "name": f"{JOB}-{name}",
             "output": f"protected-{name}",
-            "recipients": [self.recipient],
+            "recipients": [self.owner.recipient],
             "broker": self.url,
-            "broker_key": str(self.owner / "broker.pub"),
+            "broker_key": str(self.owner.broker_key),
         }
         usual, stated = TrainingArguments(), {}
         for item in fields(self.args):
