@@ -162,9 +162,9 @@ class Owner:
             UserError: the broker did not start.
         """
         log = self.place / "broker.log"  # not a pipe, which would fill
-        command: list[str | Path] = [
-            *(sys.executable, "-m", "wgpu_lora", "protect", "broker", "--port", "0", "--policy", policy),
-            *("--key", self.key, "--signing-key", self.signing_key, *options),
+        command = [
+            *(sys.executable, "-m", "wgpu_lora", "protect", "broker", "--port", "0", "--policy", str(policy)),
+            *("--key", str(self.key), "--signing-key", str(self.signing_key), *options),
         ]
         with log.open("w") as sink:
             environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
