@@ -86,7 +86,7 @@ def run(part: Part, timeout: float) -> Record:
             for event in worker.events():
                 found += [event["record"]] if event["event"] == "measured" else []
             code: int | None = worker.wait()
-            reason = worker.last_words()
+            reason = worker.failure_reason()
         except WorkerFailed as error:
             code, reason = error.code, str(error)
     record: Record = {"part": part.name, "job": {"job": part.job, "options": part.options}}

@@ -266,7 +266,7 @@ def test_turns_that_are_looked_for_one_by_one_are_bounded(monkeypatch: pytest.Mo
     assert len(tokenize_example(example, tokenizer)) in (1, 5)
     monkeypatch.setattr(conversation_rows, most, 100)
     if most == "MAX_IN_ROWS":  # where the template makes another text of what is followed by more
-        monkeypatch.setattr(conversation_rows.ConversationRows, "_by_prefix", lambda *_: None)
+        monkeypatch.setattr(conversation_rows.ConversationRows, "_spans_by_prefix", lambda *_: None)
     with pytest.raises(UserError, match=r"5 trained turns are too long for a conversation; split"):
         tokenize_example(example, tokenizer)
 

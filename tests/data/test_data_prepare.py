@@ -33,7 +33,7 @@ def test_rows_and_counts_when_long_rows_are_cut(path):
     assert all(row.input_ids.dtype == row.labels.dtype == np.int32 for row in prepared.rows)
     account = prepared.account
     assert (account.examples, account.expanded, account.cut.count, account.too_long.count) == (5, 5, 1, 0)
-    assert (account.untrained.count, account.lost_by_cut.count) == (3, 1)
+    assert (account.untrained.count, account.truncated_away.count) == (3, 1)
     assert (prepared.trained_tokens, prepared.total_tokens) == (2 + 4, 3 + 5)
     assert prepared.lengths == [3, 5]
     assert prepared.digest == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -47,7 +47,7 @@ def test_rows_and_counts_when_long_rows_are_dropped(path):
     prepared = tokenize_source(path, None, max_length=5, on_overflow="drop")
     assert [row.index for row in prepared.rows] == [0]
     account = prepared.account
-    assert (account.cut.count, account.too_long.count, account.untrained.count, account.lost_by_cut.count) == (
+    assert (account.cut.count, account.too_long.count, account.untrained.count, account.truncated_away.count) == (
         0,
         2,
         2,

@@ -101,12 +101,12 @@ def test_where_the_template_is_found(folder, files, tools, text):
 
 def test_opening_is_what_the_post_processor_puts_in_front():
     backend = tokenizers.Tokenizer.from_str(backend_json())
-    assert Tokenizer(backend, special_tokens=NAMED).opening == []
+    assert Tokenizer(backend, special_tokens=NAMED).prefix_ids == []
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     tokenizer = Tokenizer(backend, special_tokens=NAMED)
-    assert tokenizer.opening == [0]
+    assert tokenizer.prefix_ids == [0]
     assert tokenizer.encode("Hi") == tokenizer.encode("Hi", add_special_tokens=True)[1:-1]
 
 

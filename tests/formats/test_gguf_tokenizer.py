@@ -76,7 +76,7 @@ def test_the_demos_nasty_ids(text: str) -> None:
 
 def test_the_demos_settings() -> None:
     found, original = of_the_demo()
-    for name in ("eos_id", "bos_id", "pad_id", "opening", "stop_ids", "special_ids", "special_texts", "vocab_size"):
+    for name in ("eos_id", "bos_id", "pad_id", "prefix_ids", "stop_ids", "special_ids", "special_texts", "vocab_size"):
         assert getattr(found, name) == getattr(original, name), name
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert found.render_with_spans(messages) == original.render_with_spans(messages)
@@ -131,7 +131,7 @@ def test_byte_level_vocabularies(tmp_path: Path, pre: str) -> None:
         assert found.encode(text) == original.encode(text, add_special_tokens=False).ids, text
         assert found.decode(found.encode(text), False) == text
     assert found.encode("a", add_special_tokens=True) == [bos] * whole + found.encode("a")
-    assert found.opening == [bos] * whole
+    assert found.prefix_ids == [bos] * whole
     assert found.stop_ids == {bos + 1}
     assert found.vocab_size == len(ids)
 

@@ -72,7 +72,7 @@ def test_a_wrong_default_is_reported_and_another_tiling_used(
     broken("matmul_nt", lambda tiling: tiling == first)
     for _ in range(2):
         heard: list[WrongKernel] = []
-        with fresh().telling(hearing(miscompiled=heard.append)), pytest.warns(DeviceWarning) as warned:
+        with fresh().reported_to(hearing(miscompiled=heard.append)), pytest.warns(DeviceWarning) as warned:
             check_tilings(device, [program, program])
         (found,) = heard
         assert warned[0].filename == __file__  # the call, wherever in the package it is found

@@ -89,7 +89,7 @@ def test_outputs_and_gradients(device: Device, dropout: bool, together: bool, of
     rec.node(lambda: None, inputs=[], outputs=[x], trains=True)
     block = LayerContext(rec, decoder.layers[0], inputs, adapters.bind(inputs), None)
     names = [f"self_attn.{module}" for module in MODULES]
-    outs = block.projects(x, names) if together else [block.project(x, name) for name in names]
+    outs = block.linears(x, names) if together else [block.linear(x, name) for name in names]
     out = {module: persistent(y.shape, "f32", "workspace", module) for module, y in zip(MODULES, outs, strict=True)}
     dys = {module: persistent(y.shape, "f32", "workspace", f"d{module}") for module, y in out.items()}
     for y, (module, into) in zip(outs, out.items(), strict=True):

@@ -108,9 +108,9 @@ class Toy(ModelConfig):
         if index % 2 == 0:
             return residual(block.rec, x, self._attention.record(block, block.norm(x, "attn.norm", self.rms_norm_eps)))
         h = block.norm(x, "mixer.norm", self.rms_norm_eps)
-        inner = block.project(h, "mixer.in_proj")
-        gate = block.project(token_before(block, h), "mixer.gate")
-        return residual(block.rec, x, block.project(swiglu(block.rec, gate, inner), "mixer.out_proj"))
+        inner = block.linear(h, "mixer.in_proj")
+        gate = block.linear(token_before(block, h), "mixer.gate")
+        return residual(block.rec, x, block.linear(swiglu(block.rec, gate, inner), "mixer.out_proj"))
 
     def cache(self, index: int) -> Mapping[str, CacheTensor]:
         return self._attention.cache() if index % 2 == 0 else {"newest": CacheTensor((self.hidden_size,), True)}

@@ -43,7 +43,7 @@ class Preferences(Objective):
             ),
         )
     )
-    parts: ClassVar[int] = 2
+    rows_per_sample: ClassVar[int] = 2
 
 
 @dataclass(frozen=True)

@@ -71,21 +71,21 @@ class Loop:
         run: Any = SimpleNamespace(args=self.args, state=self.state)
         clock = TrainingClock(run)
         for taken in range(10**6):
-            if taken == most or (self.state.step and clock.used()):
+            if taken == most or (self.state.step and clock.out_of_time()):
                 return self
             clock.begin_step()
             self.begun.append(clock.elapsed())
             seconds = lasting(self.state.step) + (0 if taken else COMPILATION)
             self.time.now += 0.9 * seconds  # the rate is asked for when the gradient is there
-            self.rates.append(clock.rate())
+            self.rates.append(clock.learning_rate())
             self.time.now += 0.1 * seconds
             clock.end_step()
             self.state.step += 1
             clock.estimate()
             self.budgets.append(self.state.total_steps)
             for work, duration in between(self.state.step).items():
-                if work not in (HELD_OUT, CHECKPOINT) or clock.fits(work):
-                    with clock.between(work):
+                if work not in (HELD_OUT, CHECKPOINT) or clock.has_time_for(work):
+                    with clock.timed_work(work):
                         self.time.now += duration
                     self.did.append((work, self.state.step))
         raise AssertionError("it does not end")

@@ -267,7 +267,7 @@ def test_the_rest_at_another_temperature() -> None:
         assert np.mean(np.exp(estimated)) == pytest.approx(np.mean(np.exp(tail)), rel=0.02)
     known = teacher_rows(supported(0), targets, 500)
     np.testing.assert_allclose(np.exp(known.logprobs.astype(float)).sum(1), 1, atol=1e-5)
-    assert (known.places == kept).all()
+    assert (known.target_columns == kept).all()
     assert (known.ids[:, kept] == targets).all()
 
 
@@ -279,7 +279,7 @@ def test_the_rest_is_never_nothing() -> None:
     rows = teacher_rows(support, np.array([1]), 10)
     assert np.exp(rows.logprobs.astype(float)).sum() == pytest.approx(1)
     assert np.exp(float(rows.logprobs[0, 2])) == pytest.approx(MIN_TAIL)
-    assert rows.places.tolist() == [1]
+    assert rows.target_columns.tolist() == [1]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -355,7 +355,7 @@ def taught(logits: np.ndarray, kept: int, temperature: float, targets: np.ndarra
     lse = np.logaddexp.reduce(logits, 1)
     support = TopKLogits(ids, np.take_along_axis(logits, ids.astype(int), 1), lse, kept, np.zeros(len(lse)))
     rows = teacher_rows(support, targets, logits.shape[1], temperature)
-    return TeacherRows(rows.ids, rows.logprobs.astype(np.float64), rows.places)
+    return TeacherRows(rows.ids, rows.logprobs.astype(np.float64), rows.target_columns)
 
 
 def scored(
@@ -363,7 +363,7 @@ def scored(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(the loss of each row, its derivatives by all logits), as the sweep computes them."""
     kept = rows.ids.shape[1] - 1
-    used = np.arange(kept + 1) < kept + (rows.places == kept)[:, None]
+    used = np.arange(kept + 1) < kept + (rows.target_columns == kept)[:, None]
     ids = np.where(used, rows.ids, 0).astype(int)
     rest = logits.copy()
     for r in range(len(logits)):
@@ -381,7 +381,8 @@ def scored(
 
     both = temperature != 1 and bool(constants.get("top1") or constants.get("full"))
     slopes, values = kd_scores(
-        np.take_along_axis(logits, ids, 1), rows.logprobs, rows.places, weights, state(1 / temperature), None, None,
+        np.take_along_axis(logits, ids, 1), rows.logprobs, rows.target_columns, weights,
+        state(1 / temperature), None, None,
         state(1.0) if both else None, rows=len(logits), kept=kept, stride=64, rate=1 / temperature,
         **{"kd": 1.0, "top1": 0.0, "full": 0.0, "forward": False, "reverse": False, "beta": 0.5} | constants,
     )  # fmt: skip
@@ -554,6 +555,6 @@ def test_the_plan_with_caches_is_that_of_a_run_with_them(
     found = KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks, cached=True)
     cached = prepare_job(made(args, tmp_path / "caches"), planning=True)
     needs = found["taught"]["taught"]["needs"]
-    assert needs["needed"] == cached.session.memory().guarded < found["tasks"]["taught"]["needed"]
+    assert needs["needed"] == cached.session.memory().peak_device_bytes < found["tasks"]["taught"]["needed"]
     assert found["taught"]["again"] == found["taught"]["taught"]
     assert KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks)["taught"] == {}

@@ -219,7 +219,7 @@ def test_it_is_trained_logged_and_resumed(device: Device, tmp_path: Path) -> Non
 
 @dataclass(frozen=True)
 class Weighted(Objective):
-    valued: ClassVar[bool] = True
+    has_labels: ClassVar[bool] = True
 
 
 def test_each_tokens_row_has_a_number() -> None:

@@ -256,7 +256,7 @@ def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
     data = str(written(tmp_path / "labelled.jsonl", rows))
     stream = job(tmp_path / "a", objective="kto", data=data, max_length=6, max_steps=1).run.stream
     groups = [group for batch in stream.heldout_groups([[0, 2], [3]], 0) for group in batch]
-    found = [group.mismatched for group in (*groups, stream.heldout_groups([[3]], 0)[0][0])]
+    found = [group.kl_row for group in (*groups, stream.heldout_groups([[3]], 0)[0][0])]
     expected = [([0] * 3, [13] * 3), ([2] * 3, [10]), ([3] * 3, [12] * 3), ([3] * 3, [10])]
     assert stream.longest_mismatched == 6
     for segment, (prompt, answer) in zip(found, expected, strict=True):

@@ -142,7 +142,7 @@ LABELS: list[dict[str, Any]] = [{"prompt": "a", "completion": "b", "label": good
 
 
 def refusal(data: Source | Path, objective: Objective) -> str:
-    return refused(data, formats=formats_of(objective), parts=objective.parts)
+    return refused(data, formats=formats_of(objective), parts=objective.rows_per_sample)
 
 
 PAIRWISE = ("dpo", "orpo", "cpo")

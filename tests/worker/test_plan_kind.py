@@ -53,13 +53,13 @@ def test_the_bytes_are_those_of_the_plan_and_nothing_is_allocated(options: dict[
     assert device.allocated == before
     (a, b), (together,) = found["tasks"].values(), found["joined"]
     memory = prepare_job(TrainingArguments(**options), planning=True).session.memory()
-    assert (a.needed, a.base_bytes) == (memory.guarded, memory.groups["base"])
+    assert (a.needed, a.base_bytes) == (memory.peak_device_bytes, memory.groups["base"])
     assert b.needed > a.needed
     assert (a.steps, a.heldout, a.refused) == (2, True, None)
     own = {name: options[name] for name in ("data", "lora_r")}
     shared = TrainingArguments(**{name: value for name, value in options.items() if name not in own})
     tasks = [task_of({"name": n, "checkpoint": n, **own, "lora_r": rank}, "x") for n, rank in (("a", 4), ("b", 8))]
-    assert together.needed == prepare_pipeline(shared, tasks, planning=True).session.memory().guarded
+    assert together.needed == prepare_pipeline(shared, tasks, planning=True).session.memory().peak_device_bytes
     assert together.work == a.work + b.work
 
 
@@ -111,7 +111,7 @@ def test_a_shared_task_needs_programs_for_parts_of_its_batches(options: dict[str
     shared = planned({"a": options, "b": {**options, "train": "quant-scales"}}, shared=True)["tasks"]
     job = prepare_job(TrainingArguments(**options), planning=True)
     session = prepare_session(job.session.model, [job.run], batch_tokens=job.run.stream.buckets()[-1])
-    assert shared["a"].needed == session.memory().guarded
+    assert shared["a"].needed == session.memory().peak_device_bytes
     assert (shared["a"].base, shared["a"].work) == (alone.base, alone.work)
     assert shared["b"].refused
 

@@ -42,7 +42,7 @@ def until(worker: Worker, event: str, **facts: Any) -> list[Event]:
         seen.append(one)
         if one["event"] == event and facts.items() <= one.items():
             return seen
-    raise AssertionError(worker.last_words())
+    raise AssertionError(worker.failure_reason())
 
 
 def test_an_adapter_ends_alone_and_stays_ended_elsewhere(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_an_adapter_ends_alone_and_stays_ended_elsewhere(tmp_path: Path) -> None
         assert (ended.stop_reason, ended.outcome) == ("request", "stopped early")
         until(worker, "step", adapter="b", step=ended.state.step + 2)  # the other goes on
         worker.request("stop")
-        assert worker.wait() == INTERRUPTED, worker.last_words()
+        assert worker.wait() == INTERRUPTED, worker.failure_reason()
         record = PipelineRecord.from_json(worker.last["result"])
     assert [adapter.stop_reason for adapter in record.adapters] == ["request", "interrupt"]
     assert record.adapters[0].step == ended.state.step

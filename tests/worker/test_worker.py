@@ -189,7 +189,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_its_number(rows: str, tmp_pat
             if event["event"] == "step":
                 worker.process.send_signal(signal.SIGTERM)
                 break
-        assert worker.wait() == 128 + signal.SIGTERM, worker.last_words()
+        assert worker.wait() == 128 + signal.SIGTERM, worker.failure_reason()
         assert (worker.last["event"], worker.last["code"]) == ("result", 128 + signal.SIGTERM)
         assert RunRecord.from_json(worker.last["result"]).signal == "SIGTERM"
         with pytest.raises(WorkerFailed, match="finetune ended with exit code 143: a signal or Ctrl-C"):

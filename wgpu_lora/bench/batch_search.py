@@ -148,7 +148,7 @@ def _search(
     for way in (False, True):
 
         def peak(rows: int, way: bool = way) -> int:
-            return TrainingStep(model, batches.of(rows, way)).session.memory().guarded
+            return TrainingStep(model, batches.of(rows, way)).session.memory().peak_device_bytes
 
         plan = planned_batch(peak, available, max(batches.sizes, default=batches.most), memory)
         also = [summary["confirmed"] for summary in found["summary"]]  # so that both ways have rows in common
@@ -333,7 +333,7 @@ def _timed_pairs(
     for batch, batches in pairs_of(rows * accumulation):
         record: Record = {"kind": "pair", "batch": batch, "accumulation": batches, "runs": []}
         try:
-            peak: int | None = _job(args, model, record, place).session.memory().guarded
+            peak: int | None = _job(args, model, record, place).session.memory().peak_device_bytes
             why = None if available is None or peak is None or peak <= available else "more than the budget"
         except UserError as error:
             peak, why = None, str(error)

@@ -87,7 +87,7 @@ def _measured(
             with (
                 benchmark_option_names(ROW),
                 with_option_advice("max_length"),
-                verdicts_of(context.device).telling(events),
+                verdicts_of(context.device).reported_to(events),
             ):
                 for workload in WORKLOADS[contract.name](context):
                     events.measuring(contract.name, workload.case)

@@ -82,7 +82,7 @@ def project(
         try:
             declared = synthetic_model(larger, model.device, args.base_dtype, shape)
             length = min(args.length, larger.max_position_embeddings)
-            peak = TrainingStep(declared, replace(args, max_length=length)).session.memory().guarded
+            peak = TrainingStep(declared, replace(args, max_length=length)).session.memory().peak_device_bytes
             record |= {"peak_planned": peak, "fits": None if available is None else peak <= available}
         except UserError as error:
             record |= {"peak_planned": None, "fits": False, "refused": str(error)}

@@ -174,7 +174,7 @@ class TrainingStep(SlotStep):
 
         def needs(count: int) -> int:
             of = step if count == layers else cls(model.declared(count), args)
-            return of.session.memory().guarded
+            return of.session.memory().peak_device_bytes
 
         room = budget_bytes(model.device.info, limit).bytes
         check_room(f"{model.name} with {count_noun(layers, 'layer')}", needs, layers, room)

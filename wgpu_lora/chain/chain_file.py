@@ -104,7 +104,7 @@ def _link(
 
     values = {key: _filled(value, replaced) for key, value in table.items() if key not in ("kind", "name")}
     kind_of = STAGES[kind]
-    usable = set(kind_of.takes())
+    usable = set(kind_of.option_names())
     values = {key: value for key, value in shared.items() if value is not None and key in usable} | values
     stage = kind_of.of(values, f"{where} ('{name}')")
     return ChainStage(name, kind, stage, output / name, frozenset(needs))

@@ -210,7 +210,7 @@ class State:
 
 
 def inputs_of(link: ChainStage, files: dict[str, str]) -> StageResult:
-    return StageResult(digest_of([link.kind, link.stage.facts()]), code_digest(), files)
+    return StageResult(digest_of([link.kind, link.stage.fingerprint()]), code_digest(), files)
 
 
 CODE = (".py", ".wgsl", ".j2")

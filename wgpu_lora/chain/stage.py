@@ -40,11 +40,11 @@ class Stage:
         return read_as(cls, values, where)
 
     @classmethod
-    def takes(cls) -> list[str]:
+    def option_names(cls) -> list[str]:
         """The names of its options."""
         return [field.name for field in fields(cls)]
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """The inputs besides files, as JSON values."""
         return asdict(self)
 
@@ -105,7 +105,7 @@ class Watch:
     def trained(self, record: Any) -> None:
         """The record of a run that has ended."""
 
-    def said(self, label: str, text: str) -> None:
+    def note_line(self, label: str, text: str) -> None:
         """A line about the stage's result."""
 
 

@@ -162,7 +162,7 @@ def read_problems(source: Source) -> list[Problem]:
             account.add_bad(place, Unusable(str(error)))
     account.refuse_bad("fix them")
     if not result:
-        raise UserError(f"{source.called} has no rows: give rows with checks.")
+        raise UserError(f"{source.display_name} has no rows: give rows with checks.")
     return result
 
 

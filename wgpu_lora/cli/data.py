@@ -165,14 +165,14 @@ def show(
     source, numbers = sources_of(args)[0], set(row or ())
     result = list(preview_rows(args, read_model(resolve_model(args.model or "demo")), source, numbers))
     if len(result) < len(numbers):
-        raise UserError(f"{source.called} has fewer than {max(numbers):,} rows: give a smaller number for --row.")
+        raise UserError(f"{source.display_name} has fewer than {max(numbers):,} rows: give a smaller number for --row.")
     if as_json:
         print_json([_as_json(one) for one in result])
         return 0
     if note:
         line("recipe", note)
     for one in result:
-        _print_preview(one, PARTS[objective_of(args).parts], tokens)
+        _print_preview(one, PARTS[objective_of(args).rows_per_sample], tokens)
     return 0
 
 

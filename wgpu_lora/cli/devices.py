@@ -118,7 +118,7 @@ def status(as_json: Json = False) -> None:
                 "budget": budget.bytes,
                 "source": budget.source,
                 "free_now": memory.free if memory else None,  # with all programs on the machine
-                "held": sum(e.bytes for e in leases if e.here and not e.dead),
+                "held": sum(e.bytes for e in leases if e.is_of_this_host and not e.dead),
                 "leases": [_facts(e) for e in leases],
                 "queue": [_facts(e) for e in queue],
             }
@@ -185,7 +185,7 @@ def repair() -> None:
 
 
 def _facts(entry: LedgerEntry) -> dict[str, Any]:
-    return {**asdict(entry), "alive": not entry.dead, "here": entry.here}
+    return {**asdict(entry), "alive": not entry.dead, "here": entry.is_of_this_host}
 
 
 def _show(device: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def plan(
     session, memory = job.session, job.session.memory()
     budget = budget_bytes(session.device.info, args.budget())
     available = budget.bytes
-    fits = available is None or memory.guarded <= available
+    fits = available is None or memory.peak_device_bytes <= available
     ways = [] if available is None or fits else fitting_suggestions(available, job.run.args, job.replan)
     buckets = sorted(session.steps)
     steps = [run.stream.total_steps() for run in job.runs]

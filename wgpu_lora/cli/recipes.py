@@ -134,7 +134,7 @@ class _Shown(ChainWatch):
 
         report_run(record, command="")
 
-    def said(self, label: str, text: str) -> None:
+    def note_line(self, label: str, text: str) -> None:
         self._close()
         line(label, text)
 

@@ -43,9 +43,11 @@ def describe_runs(job: Job[Any]) -> None:
                 for note in data.notes:
                     line("note", mark + note)
                 if data.account.bad:
-                    line("skipped", f"{mark}bad rows will be listed in {run.storage.place(run.directory / SKIPPED)}")
+                    line(
+                        "skipped", f"{mark}bad rows will be listed in {run.storage.disk_path(run.directory / SKIPPED)}"
+                    )
         trained = job.session.trained.trainable(run.slot, job.session.model.config)
-        label, text = run.subject.described()
+        label, text = run.subject.summary()
         line(label, f"{mark}{text}: {trained:,} trained parameters")
         for note in run.notes:
             label, _, message = note.partition(": ")

@@ -108,7 +108,7 @@ def _delimiter(lines: _Lines, formats: RowFormats[Any]) -> str:
         result = {mark: next(csv.reader([lines.first], delimiter=mark), []) for mark in DELIMITERS}
     except csv.Error:  # reading the header reports it with its line
         return DELIMITERS[0]
-    fitting = [mark for mark, names in result.items() if formats.fits([*map(str.strip, names)])]
+    fitting = [mark for mark, names in result.items() if formats.matches([*map(str.strip, names)])]
     return fitting[0] if fitting else max(DELIMITERS, key=lambda mark: len(result[mark]))
 
 
@@ -144,4 +144,4 @@ def _row(names: list[str], cells: list[str], formats: RowFormats[Any]) -> dict[s
     if len(cells) != len(names):
         reason = f"it has {count_noun(len(cells), 'cell')}, but the header names {count_noun(len(names), 'column')}."
         return BadRow(reason, cells)
-    return formats.of_cells({name: cell for name, cell in zip(names, cells, strict=True) if name})
+    return formats.from_csv({name: cell for name, cell in zip(names, cells, strict=True) if name})

@@ -133,5 +133,5 @@ def read_examples(source: Source) -> Iterator[tuple[RowPlace, Example]]:
         try:
             example = parse_example(row)
         except UserError as error:
-            raise UserError(f"{source.where(place)}: {error}") from error
+            raise UserError(f"{source.locate(place)}: {error}") from error
         yield place, example

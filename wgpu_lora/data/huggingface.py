@@ -38,11 +38,11 @@ class HubSource:
         return self.path
 
     @property
-    def private(self) -> bool:
+    def is_sealed(self) -> bool:
         return False
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return self.path
 
     def rows(self, formats: RowFormats[Any]) -> Rows:
@@ -54,7 +54,7 @@ class HubSource:
         with _as_user_error(self.path):
             yield from rows_of(table.iter(BATCH))
 
-    def where(self, place: RowPlace) -> str:
+    def locate(self, place: RowPlace) -> str:
         return f"{self.path}, {place}"
 
     def digest(self) -> None:

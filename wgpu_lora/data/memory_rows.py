@@ -36,11 +36,11 @@ class PythonRows:
         return ROWS if self._count is None else f"{count_noun(self._count, 'row')} from Python"
 
     @property
-    def private(self) -> bool:
+    def is_sealed(self) -> bool:
         return False
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return f"'{self.argument}'"
 
     def rows(self, formats: RowFormats[Any]) -> Rows:
@@ -52,7 +52,7 @@ class PythonRows:
             raise UserError(f"'{self.argument}' has no rows{again}: give at least one dict.")
         self._count = count
 
-    def where(self, place: RowPlace) -> str:
+    def locate(self, place: RowPlace) -> str:
         return f"{place} of {self.argument}"
 
     def digest(self) -> None:
@@ -136,11 +136,11 @@ class SealedRows:
         return self.name
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return self.name
 
     @property
-    def private(self) -> bool:
+    def is_sealed(self) -> bool:
         return True
 
     def rows(self, formats: RowFormats[Any]) -> Rows:
@@ -161,7 +161,7 @@ class SealedRows:
             yield bytes(self._content[start : min(end, start + MAX_LINE + 1)])
             start = end
 
-    def where(self, place: RowPlace) -> str:
+    def locate(self, place: RowPlace) -> str:
         return f"{self.name}, {place}"
 
     def digest(self) -> str:

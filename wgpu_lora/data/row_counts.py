@@ -64,12 +64,12 @@ class RowCounts:
     cut: PlacedCount = field(default_factory=PlacedCount)
     too_long: PlacedCount = field(default_factory=PlacedCount)
     empty: PlacedCount = field(default_factory=PlacedCount)
-    silent: PlacedCount = field(default_factory=PlacedCount)
+    empty_turns: PlacedCount = field(default_factory=PlacedCount)
     unrendered: dict[str, PlacedCount] = field(default_factory=dict)
     untrained_turns: PlacedCount = field(default_factory=PlacedCount)
     remarks: dict[str, PlacedCount] = field(default_factory=dict)
     untrained: PlacedCount = field(default_factory=PlacedCount)
-    lost_by_cut: PlacedCount = field(default_factory=PlacedCount)
+    truncated_away: PlacedCount = field(default_factory=PlacedCount)
     repeated: PlacedCount = field(default_factory=PlacedCount)
     bad: list[tuple[RowPlace, BadRow]] = field(default_factory=list)
     bad_count: int = 0
@@ -77,7 +77,7 @@ class RowCounts:
     _digest: Any = field(default_factory=hashlib.sha256)
     _seen: set[bytes] = field(default_factory=set)
 
-    def note(self, place: RowPlace, row: dict[str, Any]) -> bytes | BadRow:
+    def add_row(self, place: RowPlace, row: dict[str, Any]) -> bytes | BadRow:
         """Add a row to the digest, and count repeated rows.
 
         Returns:
@@ -115,7 +115,7 @@ class RowCounts:
         if self.keep_bad or len(self.bad) < _HELD:
             self.bad.append((place, problem if self.keep_bad else BadRow(problem.reason)))
 
-    def close(self) -> str:
+    def finish(self) -> str:
         """Finish after the last row; returns the SHA-256 of the source's bytes, or else of the rows."""
         self.bad.sort(key=lambda row: row[0].number)
         self._seen.clear()
@@ -130,15 +130,15 @@ class RowCounts:
         if not self.bad:
             return
         among = f" among the first {self.examples:,}" if self.incomplete else ""
-        what = f"{self.source.called} has {count_noun(self.bad_count, 'row')}{among} that cannot be used"
-        if self.source.private:
+        what = f"{self.source.display_name} has {count_noun(self.bad_count, 'row')}{among} that cannot be used"
+        if self.source.is_sealed:
             raise UserError(
                 f"{what}{self._bad_places()}: mend the unsealed file, about which wgpu-lora data stats says more, "
                 f"or use {flag('skip_bad_rows')}."
             )
         if len(self.bad) == 1:
             [(place, problem)] = self.bad
-            raise UserError(f"{self.source.where(place)}: {problem.reason}")
+            raise UserError(f"{self.source.locate(place)}: {problem.reason}")
         by_reason: dict[str, list[RowPlace]] = {}
         for place, problem in self.bad[:_TOLD]:
             by_reason.setdefault(problem.reason, []).append(place)
@@ -150,10 +150,12 @@ class RowCounts:
 
     def refuse_nothing(self, max_length: int) -> None:
         """Raise UserError about why no row is left."""
-        lost = self.lost_by_cut.count
+        lost = self.truncated_away.count
         by_cut = f" ({lost:,} of them truncated at {max_length:,} tokens)" if lost else ""
         bad = (
-            f" ({self.bad[0][0]}: {self.bad[0][1].reason.rstrip('.')})" if self.bad and not self.source.private else ""
+            f" ({self.bad[0][0]}: {self.bad[0][1].reason.rstrip('.')})"
+            if self.bad and not self.source.is_sealed
+            else ""
         )
         kinds = {
             "that cannot be used" + bad: self.bad_count,
@@ -165,7 +167,7 @@ class RowCounts:
         cure = "give rows that have answers" if self.expanded > lost + self.too_long.count else ""
         longer = f"raise {flag('max_length')}" if lost or self.too_long.count else ""
         raise UserError(
-            f"{self.source.called} leaves nothing to train on: of {count_noun(self.expanded, 'row')}, "
+            f"{self.source.display_name} leaves nothing to train on: of {count_noun(self.expanded, 'row')}, "
             f"{join_words(told)}; "
             f"{' or '.join(filter(None, (longer, cure)))}."
         )
@@ -184,8 +186,8 @@ class RowCounts:
             parts.append(f"{self.too_long.count:,} dropped as longer than {max_length:,} tokens{self.too_long}")
         if self.empty.count:
             parts.append(f"{self.empty.count:,} skipped for an empty answer{self.empty}")
-        if self.silent.count:
-            parts.append(f"{count_noun(self.silent.count, 'empty turn')} not trained on{self.silent}")
+        if self.empty_turns.count:
+            parts.append(f"{count_noun(self.empty_turns.count, 'empty turn')} not trained on{self.empty_turns}")
         for what, tally in self.unrendered.items():
             parts.append(f"the chat template leaves out {what} of {count_noun(tally.count, 'row')}{tally}")
         if self.untrained_turns.count:
@@ -195,7 +197,7 @@ class RowCounts:
         for what, tally in self.remarks.items():
             parts.append(f"{what}{tally}")
         if self.untrained.count:
-            by_cut = f", {self.lost_by_cut.count:,} of them by truncation" if self.lost_by_cut.count else ""
+            by_cut = f", {self.truncated_away.count:,} of them by truncation" if self.truncated_away.count else ""
             parts.append(f"{self.untrained.count:,} dropped with nothing to train on{by_cut}{self.untrained}")
         if self.repeated.count:
             verb = "repeats" if self.repeated.count == 1 else "repeat"

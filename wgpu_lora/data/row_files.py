@@ -51,11 +51,11 @@ class FileSource:
         return str(self.file)
 
     @property
-    def private(self) -> bool:
+    def is_sealed(self) -> bool:
         return False
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return self.path
 
     @cached_property
@@ -65,7 +65,7 @@ class FileSource:
     def rows(self, formats: RowFormats[Any]) -> Rows:
         return self._read(self.file, formats)
 
-    def where(self, place: RowPlace) -> str:
+    def locate(self, place: RowPlace) -> str:
         return f"{self.file}, {place}"
 
     def digest(self) -> str:

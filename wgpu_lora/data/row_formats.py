@@ -39,7 +39,7 @@ class RowFormat(Generic[T]):
     """
 
     required: Mapping[str, ColumnType]
-    read: Callable[[Fields], T]
+    convert: Callable[[Fields], T]
     optional: Mapping[str, ColumnType] = field(default_factory=dict)
 
 
@@ -77,8 +77,8 @@ class RowFormats(Generic[T]):
     """
 
     formats: tuple[RowFormat[T], ...]
-    elsewhere: Callable[[Sequence[str]], str | None] = field(default=lambda names: None)
-    every: bool = False
+    other_objectives: Callable[[Sequence[str]], str | None] = field(default=lambda names: None)
+    all_columns: bool = False
 
     @cached_property
     def columns(self) -> dict[str, ColumnType]:
@@ -89,7 +89,7 @@ class RowFormats(Generic[T]):
                 result.setdefault(name, kind)
         return result
 
-    def fits(self, names: Sequence[str]) -> bool:
+    def matches(self, names: Sequence[str]) -> bool:
         """Whether rows with these keys fit a format."""
         return self._of(dict.fromkeys(names, "")) is not None
 
@@ -112,14 +112,14 @@ class RowFormats(Generic[T]):
                 f"the row fits no format: its keys are {keys}, but {self._needed}{f'; {advice}' if advice else ''}."
             )
         try:
-            return form.read(Fields(row, form, self))
+            return form.convert(Fields(row, form, self))
         except UserError as error:
             advice = self.remedy(row)
             if not advice or advice in str(error):
                 raise
             raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from error
 
-    def of_cells(self, cells: Mapping[str, str]) -> dict[str, Any]:
+    def from_csv(self, cells: Mapping[str, str]) -> dict[str, Any]:
         """A row of a CSV file. Empty cells of columns that are not text are left out.
 
         The required cells of a format are converted all or not at all: a prompt that only looks like messages is text
@@ -139,7 +139,7 @@ class RowFormats(Generic[T]):
 
     def check_columns(self, names: Sequence[str]) -> None:
         """Raise UserError unless these columns of a table fit a format; the message lists them."""
-        if self.fits(names):
+        if self.matches(names):
             return
         shown = ", ".join(repr(name[:80]) for name in names[:20]) or "none"
         advice = self._other_names(names) or "rename them"
@@ -164,9 +164,9 @@ class RowFormats(Generic[T]):
         return None
 
     def _other_names(self, names: Sequence[str]) -> str | None:
-        if self.fits(names):
+        if self.matches(names):
             return None
-        return self.elsewhere(names) or renaming(names, [[*form.required] for form in self.formats])
+        return self.other_objectives(names) or renaming(names, [[*form.required] for form in self.formats])
 
     @property
     def _needed(self) -> str:

@@ -48,11 +48,11 @@ class Source(Protocol):
         """Name for run.json."""
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """Name for messages."""
 
     @property
-    def private(self) -> bool:
+    def is_sealed(self) -> bool:
         """Whether messages must not repeat anything of the rows."""
 
     @property
@@ -69,7 +69,7 @@ class Source(Protocol):
             UserError: the data cannot be read (any further), or the columns of a table fit no format.
         """
 
-    def where(self, place: RowPlace) -> str:
+    def locate(self, place: RowPlace) -> str:
         """A place with the name of the data, for messages."""
 
     def digest(self) -> str | None:
@@ -84,5 +84,5 @@ def strict_rows(source: Source, formats: RowFormats[Any]) -> Iterator[tuple[RowP
     """
     for place, row in source.rows(formats):
         if isinstance(row, BadRow):
-            raise UserError(f"{source.where(place)}: {row.reason}")
+            raise UserError(f"{source.locate(place)}: {row.reason}")
         yield place, row

@@ -213,10 +213,10 @@ def tokenize_source(
             break
         if _ROW_BYTES * len(rows) + _TOKEN_BYTES * tokens + _BAD_BYTES * len(account.bad) > most_bytes:
             raise UserError(
-                f"{source.called} does not fit in memory: {count_noun(account.examples, 'row')} of it take more than "
-                f"{most_bytes / (1 << 30):,.1f} GiB, half of this machine's memory; train on a part of it."
+                f"{source.display_name} does not fit in memory: {count_noun(account.examples, 'row')} of it take more "
+                f"than {most_bytes / (1 << 30):,.1f} GiB, half of this machine's memory; train on a part of it."
             )
-    digest = account.close()
+    digest = account.finish()
     if not skip_bad_rows:
         account.refuse_bad()
     if not rows:
@@ -257,7 +257,7 @@ def _kept(pairs: list[Pair], place: RowPlace, account: RowCounts, max_length: in
             row = Row(row.input_ids[:max_length].copy(), row.labels[:max_length].copy(), row.index)
             if row.trained_tokens == 0:
                 account.untrained.add(place)
-                account.lost_by_cut.add(place)
+                account.truncated_away.add(place)
                 continue
             account.cut.add(place)
         yield row
@@ -289,7 +289,7 @@ def _sample(
     formats: RowFormats[Sample],
 ) -> tuple[Sample | None, int]:
     """The sample of a row, and the row's key."""
-    noted = row if isinstance(row, BadRow) else account.note(place, row)
+    noted = row if isinstance(row, BadRow) else account.add_row(place, row)
     sample: Sample | None = None
     if not isinstance(row, BadRow) and not isinstance(noted, BadRow):
         try:
@@ -306,7 +306,7 @@ def _sample(
     for example in sample.examples:
         kept, silent = without_empty_answers(example, completion_only)
         if silent:
-            account.silent.add(place, silent)
+            account.empty_turns.add(place, silent)
         if kept is None:
             account.empty.add(place)
             return None, 0
@@ -399,7 +399,7 @@ def split_validation(prepared: TokenizedData, amount: float, seed: int) -> tuple
     train = _only(prepared, ~mask, notes=(*prepared.notes, note))
     source = prepared.account.source
     which = np.sort(prepared.keys[mask]).tobytes()
-    if source.private:  # records have the digest, by which somebody could try what the rows are
+    if source.is_sealed:  # records have the digest, by which somebody could try what the rows are
         which = f"{prepared.digest} {amount} {seed}".encode()
     digest = hashlib.sha256(which).hexdigest()
     return train, _only(prepared, mask, digest=digest, account=RowCounts(source, examples=count), notes=())

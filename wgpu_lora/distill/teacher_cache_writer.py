@@ -83,7 +83,7 @@ def write_cache(
         stack.enter_context(locked(output / CACHE, flag("output")))
         need = model.bytes_to_load() + missing_bytes(mine) + sum(sizes)
         stack.enter_context(claim(model.device, need, "caching a teacher"))
-        stack.enter_context(verdicts_of(model.device).telling(events))
+        stack.enter_context(verdicts_of(model.device).reported_to(events))
         check_tilings(model.device, [program])
         model.load_weights(events)
         fix_gains(model, adapters)

@@ -57,7 +57,7 @@ class TeacherRows:
 
     ids: np.ndarray
     logprobs: np.ndarray
-    places: np.ndarray
+    target_columns: np.ndarray
 
 
 def teacher_rows(support: TopKLogits, targets: np.ndarray, vocab_size: int, temperature: float = 1.0) -> TeacherRows:

@@ -134,7 +134,7 @@ def export_models(
 def check_expressible(config: ModelConfig, model: Path) -> None:
     """Raises UserError if llama.cpp would not load the model, or compute something else."""
     form = config.gguf()
-    reason = form.refusal(config)
+    reason = form.unsupported_feature(config)
     if reason:
         raise UserError(f"{model} has {reason}, which llama.cpp's {form.name} does not support: write it with merge.")
 

@@ -124,7 +124,7 @@ def _scores(tokens: list[str], pairs: list[list[str]]) -> list[float]:
 def _describe(found: Vocabulary, tokenizer: Tokenizer, unknown: int | None) -> None:
     """Sets special ids, and the tokens added before and after a text."""
     bare, whole = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=True)
-    opening = tokenizer.opening
+    opening = tokenizer.prefix_ids
     closing = whole[len(opening) + len(bare) :]
     bos = tokenizer.bos_id if tokenizer.bos_id is not None or not opening else opening[0]
     ids = {"bos": bos, "eos": tokenizer.eos_id, "unk": unknown, "pad": tokenizer.pad_id}

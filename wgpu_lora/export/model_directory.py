@@ -71,7 +71,7 @@ def write_companions(path: Path, tokenizer: Tokenizer | None, directory: Path) -
     """
     header = read_header(path)
     config = read_config(header)
-    stated = {**config_fields(header), **config.gguf().stated(config, path)}
+    stated = {**config_fields(header), **config.gguf().config_fields(config, path)}
     if config.TRANSFORMERS:
         stated["architectures"] = [config.TRANSFORMERS]
     files = {"config.json": json.dumps(stated, indent=2) + "\n"} | (tokenizer.files() if tokenizer else {})

@@ -125,7 +125,7 @@ class Verdicts:
         return [f"{item}." for item in self._told.values()]
 
     @contextmanager
-    def telling(self, events: Events) -> Iterator[None]:
+    def reported_to(self, events: Events) -> Iterator[None]:
         """Reports wrong tilings to `events` too."""
         self._listeners.append(events)
         try:

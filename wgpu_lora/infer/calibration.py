@@ -54,7 +54,7 @@ def input_moments(
     arena, stack = Arena(device), ExitStack()
     try:
         stack.enter_context(claim(device, model.bytes_to_load() + missing_bytes(mine) + sum(plan.sizes), "calibrating"))
-        stack.enter_context(verdicts_of(device).telling(events))
+        stack.enter_context(verdicts_of(device).reported_to(events))
         check_tilings(device, [program])
         model.load_weights(events)
         allocate(device, mine)

@@ -96,7 +96,7 @@ class Chat:
 
     def retry(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, str]]:
         """Send the last message again, with other random draws."""
-        before = {name: lane.joined(name) for name, lane in self.lanes.items()}
+        before = {name: lane.copy_for(name) for name, lane in self.lanes.items()}
         text = self.undo()
         self._attempt += 1
         try:
@@ -155,7 +155,7 @@ class Chat:
             UserError: the device has no room for them; the selection is then unchanged.
         """
         before, first = self.lanes, next(iter(self.lanes.values()))
-        self.lanes = {name: before.get(name) or first.joined(name) for name in names}
+        self.lanes = {name: before.get(name) or first.copy_for(name) for name in names}
         try:
             self.open()
         except UserError:
@@ -233,7 +233,7 @@ class ChatHistory:
     messages: list[Message] = field(default_factory=list)
     first: int = 0
 
-    def joined(self, name: str) -> ChatHistory:
+    def copy_for(self, name: str) -> ChatHistory:
         """A copy of the conversation for another adapter."""
         return ChatHistory(name, [*self.messages], self.first)
 

@@ -74,7 +74,7 @@ class Generator:
         try:
             need = model.bytes_to_load() + missing_bytes(self._owned) + sum(sizes)
             self._claim.enter_context(claim(self.device, need, "generating"))
-            self._claim.enter_context(verdicts_of(self.device).telling(events))
+            self._claim.enter_context(verdicts_of(self.device).reported_to(events))
             model.load_weights(events)
             allocate(self.device, self._owned)
             self.arena = Arena(self.device, sizes)

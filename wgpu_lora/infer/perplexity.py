@@ -147,7 +147,7 @@ def evaluate(
     try:
         need = model.bytes_to_load() + missing_bytes(mine) + sum(plan.sizes)
         stack.enter_context(claim(model.device, need, "evaluating"))
-        stack.enter_context(verdicts_of(model.device).telling(events))
+        stack.enter_context(verdicts_of(model.device).reported_to(events))
         check_tilings(model.device, [evaluator.program])
         model.load_weights(events)
         begin = time.perf_counter()

@@ -67,7 +67,7 @@ def chat_prompt(
 def check_prompt(prompt: Prompt) -> list[dict[str, Any]]:
     """A prompt as messages. Raises UserError if it is neither a text nor messages that end with the user's."""
     if isinstance(prompt, Alpaca):
-        return prompt.asked
+        return prompt.prompt_messages
     prompt = prompt.prompt if isinstance(prompt, Completion) else prompt
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         check_text("prompt", prompt)
@@ -110,7 +110,7 @@ def prompt_notes(
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     trained = None if stated or not texts else trained_prompt_format(adapters)
     notes = [WORDINGS[trained]] if trained in WORDINGS else []
-    opening = tokenizer.opening
+    opening = tokenizer.prefix_ids
     if opening and any(tokenizer.encode(text)[:1] == opening[:1] for text in texts):
         notes.append("a prompt begins with the beginning-of-text token itself, so that no second one is added")
     return notes

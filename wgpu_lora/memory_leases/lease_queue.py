@@ -106,7 +106,7 @@ def _look(ledger: Ledger, entry: LedgerEntry, budget: int | None, queue: bool, f
     """Take the memory if there is enough and no other run is ahead; else, with `queue`, take or renew a place."""
     reported, asked = free(), time.time()  # before the lock is taken, since it may take long
     with ledger.changing() as entries:
-        here = [e for e in entries if e.here]
+        here = [e for e in entries if e.is_of_this_host]
         holders = [e for e in here if e.holds]
         waiting = [e.id for e in here if not e.holds]
         ahead = waiting.index(entry.id) if entry.id in waiting else len(waiting)

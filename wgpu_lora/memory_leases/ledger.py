@@ -275,7 +275,7 @@ class LedgerEntry:
         return self.boot_id != boot_id() or process_start(self.pid) != self.started
 
     @property
-    def here(self) -> bool:
+    def is_of_this_host(self) -> bool:
         """Whether the entry is of this machine: machines that share a home directory share the ledger file."""
         return self.boot_id == boot_id()
 

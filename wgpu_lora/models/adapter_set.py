@@ -167,7 +167,7 @@ class AdapterSet:
                     stack=stack,
                     index=index,
                     ranges=inputs.slot_ranges,
-                    draws=inputs.draws,
+                    dropout_keys=inputs.draws,
                     module=self.numbers[module],
                     rank=self.rank,
                     slots=len(self.specs),

@@ -196,8 +196,8 @@ class ForkPlacement:
             keys=row,
             first=row.copy(),
             stop=row + 1,
-            since=row.copy(),
-            last=row + 1,
+            first_viewer=row.copy(),
+            last_viewer=row + 1,
             lengths=0 * row + 1,
         )
 
@@ -225,7 +225,7 @@ class ForkPlacement:
         taken, rows = self._take(length), self.rows
         rows.positions[taken] = np.arange(length)
         rows.sequences[taken] = rows.first[taken] = taken.start
-        rows.last[taken] = taken.stop
+        rows.last_viewer[taken] = taken.stop
         rows.lengths[taken] = length
         return rows.keys[taken]
 
@@ -235,10 +235,10 @@ class ForkPlacement:
         fork = taken.stop - prefix
         own, common = slice(taken.start, fork), slice(fork, taken.stop)
         rows.positions[own], rows.positions[common] = np.arange(length)[prefix:][::-1], np.arange(prefix)
-        rows.sequences[taken] = rows.since[taken] = taken.start
+        rows.sequences[taken] = rows.first_viewer[taken] = taken.start
         rows.stop[own] = taken.stop
         rows.first[common] = fork
-        rows.last[common] = taken.stop
+        rows.last_viewer[common] = taken.stop
         rows.lengths[taken] = length
         return np.concatenate([rows.keys[common], rows.keys[own][::-1]])
 
@@ -249,7 +249,7 @@ class ForkPlacement:
         rows.positions[taken] = np.arange(prefix, length)
         rows.sequences[taken], rows.first[taken] = fork, fork
         rows.lengths[taken] = length
-        rows.last[fork : taken.stop] = taken.stop
+        rows.last_viewer[fork : taken.stop] = taken.stop
         return rows.keys[fork : taken.stop]
 
 

@@ -30,7 +30,7 @@ class LayerCache:
     rows: Tensor
     newest: Tensor | None
 
-    def appending(self, *names: str) -> tuple[Tensor, ...]:
+    def token_tensors(self, *names: str) -> tuple[Tensor, ...]:
         """Per-token tensors [batch * capacity, ...] by name, and the row of each of the step's rows in them."""
         return (*(self.tensors[name] for name in names), self.rows)
 

@@ -40,7 +40,7 @@ class LayerContext:
     adapters: Adapters
     cache: LayerCache | None
 
-    def project(
+    def linear(
         self, x: Tensor, module: str, into: Tensor | None = None, first_row: int | None = None, accumulate: bool = False
     ) -> Tensor:
         """Records a linear layer with its adapters: x [T, in] -> [T, out].
@@ -54,7 +54,7 @@ class LayerContext:
         layer, lora = self._linear(module, first_row), self._lora(x, module, first_row)
         return adapted_linear(self.rec, x, layer, lora, into, accumulate)
 
-    def projects(self, x: Tensor, modules: Sequence[str], first_row: int | None = None) -> list[Tensor]:
+    def linears(self, x: Tensor, modules: Sequence[str], first_row: int | None = None) -> list[Tensor]:
         """Records several linear layers of the same x, whose results are regions of one storage.
 
         They take one dispatch if their matrices are stored together (see `ModelConfig.stacks`). Without a cache, they

@@ -274,7 +274,7 @@ class GGUFForm(ABC, Generic[Config]):
             UserError: the metadata are invalid or unsupported.
         """
 
-    def passed_over(self, header: Header) -> str:
+    def ignored_tensors(self, header: Header) -> str:
         """A pattern of tensors in a file that are not parameters."""
         return ""
 
@@ -282,11 +282,11 @@ class GGUFForm(ABC, Generic[Config]):
         """The config, completed by values that the file stores as tensors."""
         return config
 
-    def stated(self, config: Config, path: Path) -> Mapping[str, Any]:
+    def config_fields(self, config: Config, path: Path) -> Mapping[str, Any]:
         """Further fields for a config.json made from the file. Raises UserError if config.json cannot express it."""
         return {}
 
-    def refusal(self, config: Config) -> str | None:
+    def unsupported_feature(self, config: Config) -> str | None:
         """The property of this model, as a noun phrase, that llama.cpp does not support, if any."""
         return None
 

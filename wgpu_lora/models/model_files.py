@@ -123,7 +123,7 @@ def open_weights(header: Header, config: ModelConfig) -> GGUFCheckpoint:
         name: GGUFTensor(names[name], item.shape, item.layout, item.kind == TABLE)
         for name, item in config.parameters.items()
     }
-    return GGUFCheckpoint(header, tensors, config.gguf().passed_over(header))
+    return GGUFCheckpoint(header, tensors, config.gguf().ignored_tensors(header))
 
 
 def gguf_names(config: ModelConfig) -> dict[str, str]:

@@ -29,8 +29,8 @@ class Rows:
     keys: np.ndarray
     first: np.ndarray
     stop: np.ndarray
-    since: np.ndarray
-    last: np.ndarray
+    first_viewer: np.ndarray
+    last_viewer: np.ndarray
     lengths: np.ndarray
 
     @classmethod

@@ -36,10 +36,10 @@ def adapted_linear(
         y = linear(rec, x, layer, own, into, accumulate)
     else:
         y = into or rec.temp((x.size // layer.weight.in_features, layer.weight.out_features), name="dora")
-        if lora.draws:
-            dropped, rest = dropout_parts(rec, x, lora.draws, lora.module)
+        if lora.dropout_keys:
+            dropped, rest = dropout_parts(rec, x, lora.dropout_keys, lora.module)
             linear(rec, rest, layer, None, y, accumulate)
-            u = linear(rec, dropped, Linear(layer.weight), replace(own, draws=None))
+            u = linear(rec, dropped, Linear(layer.weight), replace(own, dropout_keys=None))
             magnified(rec, u, lora, None, y, accumulate=True)
         else:
             u = linear(rec, x, Linear(layer.weight), own)
@@ -63,7 +63,7 @@ def adapted_linears(
     own = [lora and replace(lora, magnitudes=None, offset=None) for lora in loras]
     if not any(lora.magnitudes for lora in result):
         ys = linears(rec, x, layers, own, apart)
-    elif len(result) == len(loras) and all(lora.magnitudes and not lora.draws for lora in result):
+    elif len(result) == len(loras) and all(lora.magnitudes and not lora.dropout_keys for lora in result):
         us = linears(rec, x, [Linear(layer.weight) for layer in layers], own, apart)
         ys = _beside(rec, us)
         for u, y, layer, lora in zip(us, ys, layers, result, strict=True):

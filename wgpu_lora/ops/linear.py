@@ -107,7 +107,7 @@ def linear(
     else:
         weight.forward(rec, x, y, layer.bias, accumulate)
         if lora and h:
-            shape = {"m": rows, "n": out, "k": lora.rank, **lora.columns("a"), **lora.of(lora.b)}
+            shape = {"m": rows, "n": out, "k": lora.rank, **lora.columns("a"), **lora.factor_constants(lora.b)}
             rec.dispatch(lora_nt, h, lora.b.params, y, lora.ranges, accumulate=True, **shape)
 
     def backward() -> None:
@@ -118,12 +118,12 @@ def linear(
             dh = rec.temp(h.shape, name="dh")
             _gradients_of_b(rec, dy, h, dh, lora)
             dropped = _dropped(rec, rec.again(x), lora)
-            shape = {"m": lora.rank, "n": size_in, "k": rows, **lora.columns("a"), **lora.of(lora.a)}
+            shape = {"m": lora.rank, "n": size_in, "k": rows, **lora.columns("a"), **lora.factor_constants(lora.a)}
             rec.dispatch(lora_tn, dh, dropped, lora.a.grads, lora.ranges, **shape)
         if not rec.tracks(x):
             return
         dx, accumulate = rec.gradient_target(x)
-        if lora and dh and product and not lora.draws:
+        if lora and dh and product and not lora.dropout_keys:
             product.backward(rec, dy, dx, accumulate, lora.low_rank(dh, lora.a))
             return
         weight.backward(rec, dy, dx, accumulate)
@@ -173,7 +173,7 @@ def linears(
             for lora, dy in zip(loras, dys, strict=True):
                 if lora:
                     _gradients_of_b(rec, dy, h, dh, lora)
-            shape = {"m": stack.rank, "n": size_in, "k": rows, **stack.of(stack.a)}
+            shape = {"m": stack.rank, "n": size_in, "k": rows, **stack.factor_constants(stack.a)}
             rec.dispatch(lora_tn, dh, rec.again(x), stack.a.grads, stack.ranges, **shape)
             low = stack.low_rank(dh, stack.a)
         if not rec.tracks(x):
@@ -224,7 +224,9 @@ def _together(
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias]
     of, bias = [one for one in loras if one], spanning(biases) if len(biases) == len(layers) else None
     product = weights[0].product(weights[1:]) if isinstance(weights[0], Fusing) and len(weights) > 1 else None
-    alike = all(one.stack is of[0].stack and not one.draws for one in of) and (not of or of[0].stack.size == len(of))
+    alike = all(one.stack is of[0].stack and not one.dropout_keys for one in of) and (
+        not of or of[0].stack.size == len(of)
+    )
     fits = product and (not biases or bias) and (not of or product.adds(rec, bool(biases)))
     return (product, bias, of[0].whole() if of else None) if product and alike and fits else None
 
@@ -235,11 +237,11 @@ def _low_rank(loras: Sequence[LoraSlots | None], stack: LoraSlots | None, h: Ten
 
 
 def _dropped(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
-    if lora.draws is None:
+    if lora.dropout_keys is None:
         return x
     dropped = rec.temp(x.shape, name="dropped")
-    rows = lora.draws.shape[0]
-    rec.dispatch(dropout_apply, x, lora.draws, dropped, rows=rows, cols=x.size // rows, module=lora.module)
+    rows = lora.dropout_keys.shape[0]
+    rec.dispatch(dropout_apply, x, lora.dropout_keys, dropped, rows=rows, cols=x.size // rows, module=lora.module)
     return dropped
 
 
@@ -247,7 +249,7 @@ def _hidden(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
     """h = scale dropout(x) A^T, f32 [T, width of the stack], of which a module has `rank` columns."""
     rows = x.shape[0]
     h, dropped = rec.temp((rows, lora.width), name="h"), _dropped(rec, x, lora)
-    shape = {"m": rows, "n": lora.rank, "k": x.size // rows, **lora.columns("y"), **lora.of(lora.a)}
+    shape = {"m": rows, "n": lora.rank, "k": x.size // rows, **lora.columns("y"), **lora.factor_constants(lora.a)}
     rec.dispatch(lora_nt, dropped, lora.a.params, h, lora.ranges, lora.stack.scale, **shape)
     rec.save_for_backward(h)
     return h
@@ -255,7 +257,7 @@ def _hidden(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
 
 def _gradients_of_b(rec: Recorder, dy: Tensor, h: Tensor, dh: Tensor, lora: LoraSlots) -> None:
     """Accumulates the gradient of B; writes dh = scale dy B."""
-    rows, out, of_b = h.shape[0], dy.size // h.shape[0], lora.of(lora.b)
+    rows, out, of_b = h.shape[0], dy.size // h.shape[0], lora.factor_constants(lora.b)
     shape = {"m": rows, "n": lora.rank, "k": out, **lora.columns("y"), **of_b}
     rec.dispatch(lora_nn, dy, lora.b.params, dh, lora.ranges, lora.stack.scale, **shape)
     shape = {"m": out, "n": lora.rank, "k": rows, **lora.columns("b"), **of_b}
@@ -264,26 +266,28 @@ def _gradients_of_b(rec: Recorder, dy: Tensor, h: Tensor, dh: Tensor, lora: Lora
 
 def _input_gradient(rec: Recorder, dh: Tensor, dx: Tensor, lora: LoraSlots, rows: int, size_in: int) -> None:
     """dx += dropout(dh A), if the kernel of the frozen product does not."""
-    shape = {"m": rows, "n": size_in, "k": lora.rank, **lora.columns("a"), **lora.of(lora.a)}
-    if lora.draws is None:
+    shape = {"m": rows, "n": size_in, "k": lora.rank, **lora.columns("a"), **lora.factor_constants(lora.a)}
+    if lora.dropout_keys is None:
         rec.dispatch(lora_nn, dh, lora.a.params, dx, lora.ranges, accumulate=True, **shape)
         return
     ddropped = rec.temp((rows, size_in), name="ddropped")
     rec.dispatch(fill, ddropped, size=ddropped.size)  # rows without a slot are added too
     rec.dispatch(lora_nn, dh, lora.a.params, ddropped, lora.ranges, **shape)
-    rec.dispatch(dropout_apply, ddropped, lora.draws, dx, rows=rows, cols=size_in, module=lora.module, accumulate=True)
+    rec.dispatch(
+        dropout_apply, ddropped, lora.dropout_keys, dx, rows=rows, cols=size_in, module=lora.module, accumulate=True
+    )
 
 
 def frozen_low_rank(rec: Recorder, x: Tensor, y: Tensor, lora: LoraSlots) -> None:
     """y += scale (x A^T) B^T by slot, with factors that have no gradient."""
     rows, size_in, out = x.shape[0], x.size // x.shape[0], y.size // x.shape[0]
     h = _hidden(rec, x, lora)
-    shape = {"m": rows, "n": out, "k": lora.rank, **lora.columns("a"), **lora.of(lora.b)}
+    shape = {"m": rows, "n": out, "k": lora.rank, **lora.columns("a"), **lora.factor_constants(lora.b)}
     rec.dispatch(lora_nt, h, lora.b.params, y, lora.ranges, accumulate=True, **shape)
 
     def backward() -> None:
         dh = rec.temp(h.shape, name="dh")
-        shape = {"m": rows, "n": lora.rank, "k": out, **lora.columns("y"), **lora.of(lora.b)}
+        shape = {"m": rows, "n": lora.rank, "k": out, **lora.columns("y"), **lora.factor_constants(lora.b)}
         rec.dispatch(lora_nn, rec.gradient(y), lora.b.params, dh, lora.ranges, lora.stack.scale, **shape)
         dx, accumulate = rec.gradient_target(x)
         if not accumulate:

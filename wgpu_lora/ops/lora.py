@@ -66,7 +66,7 @@ class LoraSlots:
     stack: LoraStack
     index: int
     ranges: Tensor
-    draws: Tensor | None
+    dropout_keys: Tensor | None
     module: int
     rank: int
     slots: int
@@ -86,17 +86,17 @@ class LoraSlots:
 
     def block(self, start: int, stop: int) -> LoraSlots:
         """The same adapters for a block of rows [start, stop) of x."""
-        draws = self.draws.rows(start, stop) if self.draws else None
-        return replace(self, draws=draws, first_row=start, offset=self.offset and self.offset.block(start, stop))
+        draws = self.dropout_keys.rows(start, stop) if self.dropout_keys else None
+        return replace(self, dropout_keys=draws, first_row=start, offset=self.offset and self.offset.block(start, stop))
 
     def without_dropout(self) -> LoraSlots:
-        return replace(self, draws=None)
+        return replace(self, dropout_keys=None)
 
     def whole(self) -> LoraSlots:
         """All modules of the stack as one, with the rank of all together."""
         return replace(self, a=self.stack.a, b=self.stack.b, index=0, rank=self.width)
 
-    def of(self, factors: Factors) -> dict[str, int]:
+    def factor_constants(self, factors: Factors) -> dict[str, int]:
         """Constants of kernels that read or write a factor."""
         return {"slots": self.slots, "stride": factors.stride, "first_row": self.first_row}
 

@@ -30,7 +30,7 @@ def count_leaked_rows(train: Path, heldout: Path) -> tuple[int, int]:
 def rows_of(path: str) -> dict[str, dict[str, Any]]:
     """The rows of a file by their places, such as 'data.jsonl, line 3'. Raises UserError if one cannot be read."""
     source = file_source(Path(path))
-    return {source.where(place): row for place, row in strict_rows(source, EXAMPLES)}
+    return {source.locate(place): row for place, row in strict_rows(source, EXAMPLES)}
 
 
 def content(example: Example) -> str:

@@ -77,7 +77,7 @@ class Proof:
             raise Refused(result["refused"])
         return result
 
-    def known(self) -> dict[str, Any]:
+    def known_devices(self) -> dict[str, Any]:
         """The same for a report: empty if no check needed the devices, or if they could not be listed."""
         result = self.made.get("devices")
         return result if isinstance(result, dict) else {}
@@ -303,7 +303,7 @@ def train(children: Children, recipe: Path, args: TrainingArguments, output: Pat
     code = finetune.wait()
     log = read_log(output / LOG) if (output / LOG).is_file() else []
     record = RunRecord.read(output) if (output / RUN).is_file() else None
-    return Training(output, code, finetune.last_words(), before, beside, devices, log, record)
+    return Training(output, code, finetune.failure_reason(), before, beside, devices, log, record)
 
 
 def evaluations(evaluate: Worker, finetune: Worker) -> Iterator[Evaluated]:

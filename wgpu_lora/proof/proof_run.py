@@ -144,7 +144,7 @@ def prove(
         for cache in (out / "cache", *out.glob("work/packed-*")):
             shutil.rmtree(cache, ignore_errors=True)
         lock.close()
-    result = Result(sorted(checks, key=lambda check: check.number), out, on_devices(proof.known()), lacking)
+    result = Result(sorted(checks, key=lambda check: check.number), out, on_devices(proof.known_devices()), lacking)
     write_report(result, proof)
     return result
 
@@ -188,7 +188,7 @@ def write_report(result: Result, proof: Proof) -> None:
 
 
 def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
-    devices, checkout = proof.known(), commit()
+    devices, checkout = proof.known_devices(), commit()
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -39,7 +39,7 @@ class ConversationRows:
     """Tokenises one conversation with the chat template."""
 
     def __init__(self, example: Conversation, tokenizer: Tokenizer, kwargs: dict[str, Any]) -> None:
-        self.messages, self.trained, self.tools = example.messages, sorted(example.trained), example.tools
+        self.messages, self.trained_turns, self.tools = example.messages, sorted(example.trained), example.tools
         self.tokenizer, self.kwargs, self.found = tokenizer, kwargs, TokenizedExample()
         self.text, self.marks = tokenizer.render_with_spans(self.messages, self.tools, variables=kwargs)
         self._before, self._after = lru_cache(4)(self._text_before), lru_cache(4)(self._text_after)
@@ -48,7 +48,9 @@ class ConversationRows:
         self._leave_out_lost_answers(completion_only_loss)
         text = self.text
         last = len(self.messages) - 1
-        answered = self.messages[last]["role"] == "assistant" and (last in self.trained or not completion_only_loss)
+        answered = self.messages[last]["role"] == "assistant" and (
+            last in self.trained_turns or not completion_only_loss
+        )
         if not completion_only_loss:
             ids = self.tokenizer.encode(text)
             self.found.pairs = [self._with_end(ids, list(ids), text) if answered else (ids, list(ids))]
@@ -57,15 +59,15 @@ class ConversationRows:
         spans = self._marked(self.marks)
         if not spans:
             self._check_size(text, MAX_RENDERED)
-            spans = self._by_prefix(text, ids, offsets)
+            spans = self._spans_by_prefix(text, ids, offsets)
         if spans is not None:
             spans = [span for span in spans if self._is_answer(text[span[0] : span[1]])]
             labels = _inside(ids, offsets, spans)
             self.found.pairs = [self._with_end(ids, labels, text) if answered else (ids, labels)]
             return self.found
         self._check_size(text, MAX_IN_ROWS)
-        for turn in self.trained:
-            if pair := self._cut_after(turn):
+        for turn in self.trained_turns:
+            if pair := self._row_up_to_turn(turn):
                 self.found.pairs.append(pair)
         return self.found
 
@@ -76,7 +78,7 @@ class ConversationRows:
             UserError: one of them is the row's last answer.
             UnusableError: the template renders no message.
         """
-        lost, shortened = lost_parts(self.messages, self.tools, self.trained, self.text, self._render)
+        lost, shortened = lost_parts(self.messages, self.tools, self.trained_turns, self.text, self._render)
         contents = {i for i, message in enumerate(self.messages) if (message["content"] or "").strip()}
         contents = {i for i in contents if self.messages[i]["role"] in ("user", "assistant")}
         if len(contents) > 1 and contents <= {part.position for part in lost if part.field == CONTENT}:
@@ -85,14 +87,14 @@ class ConversationRows:
                 "template that the model was published with."
             )
         self.found.unrendered |= {*map(self._called, lost), *(f"a part of {self._called(part)}" for part in shortened)}
-        silent = {i: field for i, field, _ in sorted(lost) if i in self.trained and field in (CONTENT, CALLS)}
-        if silent and (self.trained[-1] in silent or not completion_only_loss):
-            turn = self.trained[-1] if self.trained[-1] in silent else max(silent)
+        silent = {i: field for i, field, _ in sorted(lost) if i in self.trained_turns and field in (CONTENT, CALLS)}
+        if silent and (self.trained_turns[-1] in silent or not completion_only_loss):
+            turn = self.trained_turns[-1] if self.trained_turns[-1] in silent else max(silent)
             raise UserError(
                 f"the chat template does not render '{silent[turn]}' of message {turn}, an answer to train on; use a "
                 "model whose template does, or leave the row out."
             )
-        self.trained = [turn for turn in self.trained if turn not in silent]
+        self.trained_turns = [turn for turn in self.trained_turns if turn not in silent]
         self.found.untrained_turns = len(silent)
 
     def _called(self, part: Part) -> str:
@@ -107,10 +109,10 @@ class ConversationRows:
         """Whether trained text is more than end tokens and marks of reasoning; else it is counted, or refused."""
         for token in self.tokenizer.special_texts:
             text = text.replace(token, "")
-        stated = all((self.messages[turn]["content"] or "").strip() for turn in self.trained)
+        stated = all((self.messages[turn]["content"] or "").strip() for turn in self.trained_turns)
         if not stated or MARKER.sub("", text).strip():
             return True
-        if len(self.trained) == 1:
+        if len(self.trained_turns) == 1:
             raise UserError("the chat template renders the answer as an empty one; use a template that keeps its text.")
         self.found.untrained_turns += 1
         self.found.unrendered.add("answers")
@@ -133,26 +135,26 @@ class ConversationRows:
         return [*ids[:end], eos], [*labels[:end], eos]
 
     def _check_size(self, text: str, most: int) -> None:
-        if len(text) * len(self.trained) > most:
+        if len(text) * len(self.trained_turns) > most:
             raise UserError(
-                f"{len(text):,} characters with {len(self.trained):,} trained turns are too long for a conversation; "
-                "split it."
+                f"{len(text):,} characters with {len(self.trained_turns):,} trained turns are too long for a "
+                "conversation; split it."
             )
 
     def _marked(self, marks: list[Span]) -> list[Span] | None:
         """The spans of trained turns from the template's generation marks; None if they cannot be matched to turns."""
         turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
-        if turns == self.trained:
+        if turns == self.trained_turns:
             return marks
         if len(marks) == len(turns):
-            return [mark for mark, turn in zip(marks, turns, strict=True) if turn in self.trained]
+            return [mark for mark, turn in zip(marks, turns, strict=True) if turn in self.trained_turns]
         return None
 
-    def _by_prefix(self, text: str, ids: list[int], offsets: list[Span]) -> list[Span] | None:
+    def _spans_by_prefix(self, text: str, ids: list[int], offsets: list[Span]) -> list[Span] | None:
         """The spans of trained turns, if the text up to each turn does not depend on later turns, else None."""
         spans = []
         stops = {stop for _, stop in offsets}
-        for turn in self.trained:
+        for turn in self.trained_turns:
             before = self._before(turn)
             if before is None:
                 return None
@@ -164,7 +166,7 @@ class ConversationRows:
         headers = (self.tokenizer.encode(text[:start]) for start, _ in spans)
         return None if any(header != ids[: len(header)] for header in headers) else spans
 
-    def _cut_after(self, turn: int) -> Pair | None:
+    def _row_up_to_turn(self, turn: int) -> Pair | None:
         """The conversation up to a turn, with labels for that turn only; None if the template makes it empty."""
         text = self._after(turn)
         before = self._before(turn)

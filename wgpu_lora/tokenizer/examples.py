@@ -43,7 +43,7 @@ class Alpaca:
     system: str
 
     @property
-    def asked(self) -> list[dict[str, Any]]:
+    def prompt_messages(self) -> list[dict[str, Any]]:
         """The messages before the output, for models with a chat template."""
         before = [{"role": "system", "content": self.system}] if self.system else []
         question = f"{self.instruction}\n\n{self.input}" if self.input else self.instruction

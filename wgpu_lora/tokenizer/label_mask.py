@@ -137,14 +137,14 @@ def alpaca_example(example: Alpaca, tokenizer: Tokenizer) -> Conversation | Comp
     """An Alpaca row as the model is trained on it: a conversation or, without a chat template, Alpaca's own wording."""
     if not tokenizer.has_chat_template:
         return Completion(alpaca_prompt(example), example.output)
-    messages = [*example.asked, {"role": "assistant", "content": example.output}]
+    messages = [*example.prompt_messages, {"role": "assistant", "content": example.output}]
     return Conversation(messages, frozenset({len(messages) - 1}))
 
 
 def _opened(ids: list[int], tokenizer: Tokenizer) -> tuple[list[int], set[str]]:
     """Ids of a text behind the tokens that the tokenizer begins with, and a remark if the text brings these itself."""
     opened = tokenizer.opened(ids)
-    if tokenizer.opening and opened == ids:
+    if tokenizer.prefix_ids and opened == ids:
         return ids, {"texts that begin with a beginning-of-text token get no second one"}
     return opened, set()
 

@@ -164,7 +164,7 @@ class Tokenizer:
         return self._special_tokens.get("eos_token")
 
     @cached_property
-    def opening(self) -> list[int]:
+    def prefix_ids(self) -> list[int]:
         """Ids of the special tokens that the tokenizer adds before every text: bos, or none."""
         bare, whole = self.encode("a"), self.encode("a", add_special_tokens=True)
         starts = [i for i in range(len(whole)) if whole[i : i + len(bare)] == bare]
@@ -172,7 +172,7 @@ class Tokenizer:
 
     def opened(self, ids: list[int]) -> list[int]:
         """Ids of a text behind `opening`, unless the text begins with it itself: models expect a single bos."""
-        opening = self.opening
+        opening = self.prefix_ids
         return ids if opening and ids[:1] == opening[:1] else opening + ids
 
     @cached_property

@@ -117,7 +117,7 @@ def row_statistics(args: TrainingArguments, model: LoadedModel) -> RowStatistics
 def packing_estimate(args: TrainingArguments, whole: TokenizedData) -> Choice:
     """The estimate for rows that were not cut. Raises UserError if no row is left."""
     rows = shortened(whole, args)
-    filled, _ = default_batches(args, group_lengths(rows), members=objective_of(args).parts)
+    filled, _ = default_batches(args, group_lengths(rows), members=objective_of(args).rows_per_sample)
     stream = DataStream(rows, filled)
     epoch = stream.epoch(0)
     batches = [batch for step in epoch for batch in step]
@@ -155,11 +155,11 @@ def _counting(formats: RowFormats[Sample], counts: Counter[str]) -> RowFormats[S
 
     def counting(form: RowFormat[Sample]) -> RowFormat[Sample]:
         def read(row: Fields) -> Sample:
-            sample = form.read(row)
+            sample = form.convert(row)
             counts[", ".join(form.required)] += 1
             return sample
 
-        return replace(form, read=read)
+        return replace(form, convert=read)
 
     return replace(formats, formats=tuple(map(counting, formats.formats)))
 
@@ -214,7 +214,7 @@ def _preview(args: TrainingArguments, model: ModelFiles, one: _OneRow) -> RowPre
     try:
         prepared = prepared_for(args, model, one)
     except UserError as error:
-        return RowPreview(one.place, [], [], str(error).removeprefix(f"{one.source.where(one.place)}: "))
+        return RowPreview(one.place, [], [], str(error).removeprefix(f"{one.source.locate(one.place)}: "))
     notes = [note.removesuffix(f" ({one.place})") for note in prepared.account.outcomes(args.length)]
     return RowPreview(one.place, [_tokens(row, model.tokenizer) for row in prepared.rows], notes)
 

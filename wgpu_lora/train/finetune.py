@@ -103,7 +103,7 @@ class Job(Generic[Record]):
         args = self.run.args
         budget = budget_bytes(self.session.device.info, args.budget())
         plan = self.session.memory()
-        check_memory(plan.guarded, plan.groups["base"], budget, args, self.replan)
+        check_memory(plan.peak_device_bytes, plan.groups["base"], budget, args, self.replan)
 
     def train(self, events: Events = SILENT) -> Record:
         """Wait for device memory, tune kernels, load the weights, train and write; returns the record.
@@ -145,7 +145,7 @@ class Job(Generic[Record]):
     def choose_tilings(self, events: Events) -> Choices:
         """The tilings of the run's kernels, timed unless they are known. Raises UserError if a kernel has none."""
         tuner = self.tuner()
-        with verdicts_of(self.session.device).telling(events):
+        with verdicts_of(self.session.device).reported_to(events):
             choices = tuner.tune(self.session.programs(), events) if tuner else self.run.state.tiles
         for run in self.runs:
             run.state.tiles = choices
@@ -178,7 +178,7 @@ class Job(Generic[Record]):
     def newest_state(self) -> Path | None:
         """The newest state on disk that the job can be resumed from."""
         result = run_checkpoint.latest_checkpoint(self.run.directory, self.run.storage)
-        return result and self.run.storage.place(result)
+        return result and self.run.storage.disk_path(result)
 
     def begin(self, events: Events) -> None:
         """Called before the device's memory is allocated."""
@@ -284,7 +284,7 @@ def prepare_job(
 
     def replan(changes: Mapping[str, Any]) -> int:
         other = replan_run(run, changes)
-        return session(with_base_dtype(model, other.args.base_dtype), other).memory().guarded
+        return session(with_base_dtype(model, other.args.base_dtype), other).memory().peak_device_bytes
 
     return FinetuneJob(session(model, run), [run], replan, sharing)
 
@@ -328,7 +328,7 @@ def prepare_run(
     cached = check_caches(args, model, prepared, heldout)
     teacher = live_teacher(args, model)
     args = replace(args, learning_rate=args.rate)
-    args, note = default_batches(args, group_lengths(prepared), weight, objective.parts)
+    args, note = default_batches(args, group_lengths(prepared), weight, objective.rows_per_sample)
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _reference_note(args, objective)}
     notes = [f"{label}: {text}" for label, text in chosen.items() if text] + _resume_notes(stream, own, storage)

@@ -190,14 +190,14 @@ class MemoryPlan:
         return max(self.training, self.loading)
 
     @property
-    def running(self) -> int:
+    def device_bytes(self) -> int:
         """Bytes during training of the memory that the device uses."""
         return self.training + (self.host if self.unified else 0)
 
     @property
-    def guarded(self) -> int:
+    def peak_device_bytes(self) -> int:
         """The same, or those during loading if they are more."""
-        return max(self.running, self.loading)
+        return max(self.device_bytes, self.loading)
 
 
 @dataclass(frozen=True)

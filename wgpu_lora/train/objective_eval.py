@@ -68,7 +68,7 @@ def reads(objective: str, source: Source) -> bool:
         _, row = next(iter(source.rows(formats)))
     except (UserError, StopIteration):
         return False
-    return isinstance(row, Mapping) and formats.fits([*row])
+    return isinstance(row, Mapping) and formats.matches([*row])
 
 
 def _trained(adapter: Path) -> dict[str, Any]:

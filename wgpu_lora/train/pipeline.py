@@ -182,7 +182,7 @@ def prepare_pipeline(
         return (
             prepare_session(with_base_dtype(model, others[0].args.base_dtype), others, batch_tokens=most)
             .memory()
-            .guarded
+            .peak_device_bytes
         )
 
     return PipelineJob(

@@ -132,12 +132,12 @@ def _step(job: Job[Any], step: Step) -> tuple[float, float]:
     before = 0.0
     if run.stream.objective.precomputes:
         begin = time.perf_counter()
-        batches = [session.referenced(groups) for groups in batches]
+        batches = [session.with_reference_logprobs(groups) for groups in batches]
         before = time.perf_counter() - begin
 
     def take() -> None:
         session.begin()
-        for groups in session.estimated(batches):
+        for groups in session.with_kl_estimate(batches):
             session.accumulate(groups)
         session.optimizer.apply(session.device, {run.slot: SlotUpdate(1, 0.0, run.args)})
 
@@ -152,12 +152,12 @@ def _heldout(job: Job[Any]) -> float:
         return 0.0
     stream = run.heldout_stream
     batches = pack(stream.lengths, range(len(stream.lengths)), batch.tokens)
-    [groups] = session.estimated(stream.heldout_groups(batches[:1], run.slot))
-    referenced = session.referenced(groups)  # once in a run
+    [groups] = session.with_kl_estimate(stream.heldout_groups(batches[:1], run.slot))
+    referenced = session.with_reference_logprobs(groups)  # once in a run
 
     def once() -> None:
         session.begin()
-        batch.upload(session.teachers.say(referenced))
+        batch.upload(session.teachers.with_teacher_logits(referenced))
         batch.program.run()
         session.totals.read_loss(session.device, run.slot)
 

@@ -80,7 +80,7 @@ def prepared_for(
         vocab_size=model.config.vocab_size,
         skip_bad_rows=args.skip_bad_rows,
         formats=formats or formats_of(objective),
-        parts=objective.parts,
+        parts=objective.rows_per_sample,
         cut=cut,
     )
     return replace(prepared, longest_fork=model.config.longest_fork())

@@ -138,9 +138,9 @@ class Worker:
 
     def _failed(self) -> WorkerFailed:
         code = self.process.wait()
-        return WorkerFailed(f"{self.name} ended with exit code {code}: {self.last_words()}", code)
+        return WorkerFailed(f"{self.name} ended with exit code {code}: {self.failure_reason()}", code)
 
-    def last_words(self) -> str:
+    def failure_reason(self) -> str:
         """The reason of its end, as part of a sentence."""
         told = self.last.get("message") or self.last.get("said")
         if told:

@@ -52,13 +52,13 @@ class Finetune(Stage):
         return stage
 
     @classmethod
-    def takes(cls) -> list[str]:
+    def option_names(cls) -> list[str]:
         return ["recipe", *(field.name for field in fields(TrainingArguments))]
 
     def arguments(self, **more: Any) -> TrainingArguments:
         return resolve_options({**self.given, **more}, self.recipe, self.where, demo=False)[0]
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         args = self.arguments()
         options = replace(args, learning_rate=args.rate).as_dict()
         return {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}

@@ -52,6 +52,6 @@ class Gguf(Stage):
             result = export_models(base, outputs, adapter, self.stem, events)
         for kind, written in result.items():
             text = f"{written.nbytes:,} bytes, {written.bits_per_weight:.2f} bits per weight"
-            watch.said("gguf", f"{outputs[kind].name}: {text}")
+            watch.note_line("gguf", f"{outputs[kind].name}: {text}")
         for note in next(iter(result.values())).notes:
-            watch.said("note", note)
+            watch.note_line("note", note)

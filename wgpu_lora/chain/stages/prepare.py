@@ -56,7 +56,7 @@ class Prepare(Stage):
         self._check_place(output.parent.resolve())
         report = prepare_files(self.inputs, output, self.preparation(), tell)
         for name, facts in report["files"].items():
-            watch.said("rows", f"{facts['rows']:,} in {name}")
+            watch.note_line("rows", f"{facts['rows']:,} in {name}")
 
     def _check_place(self, chain: Path) -> None:
         """Raise UserError if the inputs include the chain's own files, which change with every run."""

@@ -59,17 +59,17 @@ class Push(Stage):
             name: {"bytes": size, "sha256": file_digest(path)} for name, (path, size) in sorted(upload.files.items())
         }
         for name, facts in files.items():
-            watch.said("file", f"{name}, {facts['bytes']:,} bytes: {upload.reasons[name]}")
+            watch.note_line("file", f"{name}, {facts['bytes']:,} bytes: {upload.reasons[name]}")
         for note in upload.notes:
-            watch.said("note", note)
+            watch.note_line("note", note)
         count = f"{len(files)} files, {upload.nbytes:,} bytes"
         if self.dry_run:
             address = None
             new = "private" if self.private else "public"
-            watch.said("dry run", f"{count} to {self.repo} ({new} if created); nothing was uploaded")
+            watch.note_line("dry run", f"{count} to {self.repo} ({new} if created); nothing was uploaded")
         else:
             address = send(upload, self.repo, private=self.private)
-            watch.said("uploaded", f"{count}: {address}")
+            watch.note_line("uploaded", f"{count}: {address}")
         result = {"repo": self.repo, "private": self.private, "uploaded": address, "files": files}
         write_bytes_atomic(output / RESULT, (json.dumps(result, indent=1) + "\n").encode())
 

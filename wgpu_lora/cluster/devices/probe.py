@@ -60,7 +60,7 @@ def _leases(ledger: Ledger) -> tuple[int, list[str], bool]:
     """Bytes held by living processes, who holds how much, and whether the ledger is usable: if not, nobody can allocate
     memory on its device, and the reason is in place of the leases."""
     try:
-        entries = [entry for entry in ledger.read() if entry.here and entry.holds and not entry.dead]
+        entries = [entry for entry in ledger.read() if entry.is_of_this_host and entry.holds and not entry.dead]
     except UserError as error:
         return 0, [str(error)], False
     return sum(entry.bytes for entry in entries), [_said(entry) for entry in entries], True

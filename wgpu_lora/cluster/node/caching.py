@@ -132,7 +132,7 @@ class Caching:
                 heard.hear(event)
                 if event.get("event") == "evaluating":
                     job.standing = replace(job.standing, rows=event["rows"], total=event["total"])
-            end = ending_of(worker.wait(), heard, worker.last_words(), cancelled=job.stopped)
+            end = ending_of(worker.wait(), heard, worker.failure_reason(), cancelled=job.stopped)
         finally:
             job.worker = None
             _kill(worker)

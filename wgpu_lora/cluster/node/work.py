@@ -211,7 +211,7 @@ class Work:
                     saved = dict(self.standing.saved)
                 if event.get("event") == "saved":
                     self.copies.saved(saved)
-            ending = ending_of(worker.wait(), self.standing, worker.last_words(), cancelled=self._cancelled)
+            ending = ending_of(worker.wait(), self.standing, worker.failure_reason(), cancelled=self._cancelled)
         finally:
             _kill(worker)
             worker.close()

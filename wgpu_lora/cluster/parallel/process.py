@@ -57,7 +57,7 @@ class _Process:
         if self._ended.is_set():
             raise Lost("The helper was ended.")
         self._worker.wait()
-        said = f"A helper of a data-parallel adapter ended: {self._worker.last_words()}"
+        said = f"A helper of a data-parallel adapter ended: {self._worker.failure_reason()}"
         raise (Refused if self._worker.last.get("kind") in REFUSALS else Lost)(said)
 
     def _going(self) -> bool:

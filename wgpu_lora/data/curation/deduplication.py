@@ -83,7 +83,7 @@ def _parts(example: Example) -> list[str]:
         case Conversation():
             return _conversation(example)
         case Alpaca():
-            message = [*example.asked, {"role": "assistant", "content": example.output}]
+            message = [*example.prompt_messages, {"role": "assistant", "content": example.output}]
             return _conversation(Conversation(message, frozenset({len(message) - 1})))
         case Completion():
             return ["completion", example.prompt, example.completion]

@@ -218,11 +218,11 @@ def _tagged(kind: str, formats: RowFormats[Sample]) -> tuple[RowFormat[Read], ..
 
 def _reading(kind: str, form: RowFormat[Sample]) -> RowFormat[Read]:
     name = ", ".join(form.required)
-    return RowFormat(form.required, lambda row: Read(kind, name, form.read(row)), form.optional)
+    return RowFormat(form.required, lambda row: Read(kind, name, form.convert(row)), form.optional)
 
 
 ROWS: RowFormats[Read] = RowFormats(
-    (*_tagged(PAIR, PAIRS), *_tagged(LABEL, LABELLED), *_tagged(EXAMPLE, EXAMPLES)), every=True
+    (*_tagged(PAIR, PAIRS), *_tagged(LABEL, LABELLED), *_tagged(EXAMPLE, EXAMPLES)), all_columns=True
 )
 # Columns that may hold messages, and those that may hold the text of an answer.
 MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
@@ -236,11 +236,11 @@ def examples_only(patterns: Sequence[str]) -> RowFormats[Read]:
 
     def refusing(form: RowFormat[Read]) -> RowFormat[Read]:
         def read(row: Fields) -> Read:
-            result = form.read(row)
+            result = form.convert(row)
             if result.kind != EXAMPLE:
                 raise UserError(f"{result.kind}s are only taken from files that match {those}.")
             return result
 
-        return replace(form, read=read)
+        return replace(form, convert=read)
 
     return replace(ROWS, formats=tuple(map(refusing, ROWS.formats)))

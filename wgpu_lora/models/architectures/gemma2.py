@@ -151,12 +151,12 @@ class GemmaGGUF(TransformerGGUF):
         wide = d["num_hidden_layers"] == _WIDE[self.name]
         return d["hidden_size"] // d["num_attention_heads"] if wide else d["head_dim"]
 
-    def stated(self, config: Any, path: Path) -> dict[str, Any]:
-        result = super().stated(config, path)
+    def config_fields(self, config: Any, path: Path) -> dict[str, Any]:
+        result = super().config_fields(config, path)
         result.pop("hidden_act")
         return result | {"hidden_activation": "gelu_pytorch_tanh"}
 
-    def refusal(self, config: Any) -> str | None:
+    def unsupported_feature(self, config: Any) -> str | None:
         gemma: Gemma = config
         sizes = {name: getattr(gemma, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")}
         window = next((window for window in gemma.sliding_windows if window is not None), None)
@@ -176,7 +176,7 @@ class GemmaGGUF(TransformerGGUF):
                 return "a soft cap of its logits"
             if (gemma.local_rope_theta, gemma.local_rope_scaling) != (_LOCAL_THETA, None):  # type: ignore[attr-defined]
                 return "rotary embedding of its own in sliding layers"
-        return super().refusal(config)
+        return super().unsupported_feature(config)
 
     def notes(self, config: Any) -> list[str]:
         return []

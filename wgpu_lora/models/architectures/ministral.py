@@ -49,8 +49,8 @@ class Ministral3GGUF(TransformerGGUF):
         scale["original_max_position_embeddings"] = self._required(header, original)
         return {**d, "rope_parameters": {**d["rope_parameters"], **scale}}
 
-    def stated(self, config: Any, path: Path) -> dict[str, Any]:
-        result = super().stated(config, path)
+    def config_fields(self, config: Any, path: Path) -> dict[str, Any]:
+        result = super().config_fields(config, path)
         if config.query_beta and "rope_parameters" in result:  # which replaces those of `fields`
             scale = {"llama_4_scaling_beta": config.query_beta}
             scale["original_max_position_embeddings"] = config.query_original

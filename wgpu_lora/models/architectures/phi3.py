@@ -47,7 +47,7 @@ class PhiGGUF(TransformerGGUF):
     def rotated(self, header: Header, head_dim: Any) -> Any:
         return head_dim  # a part of it, which `fields` reads
 
-    def passed_over(self, header: Header) -> str:
+    def ignored_tensors(self, header: Header) -> str:
         return r"rope_factors_(short|long)\.weight"
 
     def read_tensors(self, config: Transformer, header: Header) -> Transformer:
@@ -57,7 +57,7 @@ class PhiGGUF(TransformerGGUF):
         short, long = (_factors(header, name, config.rotary_dim // 2) for name in (SHORT, LONG))
         return replace(config, rope_scaling=replace(scaling, factors=short, long_factors=long))
 
-    def stated(self, config: Transformer, path: Any) -> dict[str, Any]:
+    def config_fields(self, config: Transformer, path: Any) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
         rope["partial_rotary_factor"] = config.partial_rotary_factor
         result = {"hidden_act": "silu", "rope_parameters": rope}

@@ -59,7 +59,7 @@ class DeltaGGUF(TransformerGGUF):
     def rotated(self, header: Header, head_dim: Any) -> Any:
         return head_dim  # a part of it, which `fields` reads
 
-    def passed_over(self, header: Header) -> str:
+    def ignored_tensors(self, header: Header) -> str:
         """The layer that predicts a further token, if there is one."""
         blocks, predicting = self._required(header, "block_count"), self._predicting(header)
         layers = "|".join(str(layer) for layer in range(blocks - predicting, blocks))
@@ -74,13 +74,13 @@ class DeltaGGUF(TransformerGGUF):
             )
         return int(count)
 
-    def refusal(self, config: Any) -> str | None:
+    def unsupported_feature(self, config: Any) -> str | None:
         keys, values = config.linear_key_head_dim, config.linear_value_head_dim
         if keys != values:
             return f"keys of {keys} and values of {values} in its delta nets"
         if config.rms_norm_eps != L2_EPS:
             return f"an rms_norm_eps of {config.rms_norm_eps:g}, which is also that of the keys' norms"
-        return super().refusal(config)
+        return super().unsupported_feature(config)
 
     def write(self, config: Any, writer: GGUFWriter) -> None:
         super().write(config, writer)

@@ -17,12 +17,12 @@ EVERY = 4  # default of no_rope_layer_interval
 class SmolLM3GGUF(TransformerGGUF):
     """llama.cpp knows which layers have no positions, and has no biases."""
 
-    def refusal(self, config: Transformer) -> str | None:
+    def unsupported_feature(self, config: Transformer) -> str | None:
         if config.rotated_layers != rotated_layers({}, config.num_hidden_layers, ""):
             return f"layers without positions other than every {EVERY}th"
         if config.attention_bias or config.mlp_bias:
             return "biases"
-        return super().refusal(config)
+        return super().unsupported_feature(config)
 
 
 class SmolLM3(Transformer):

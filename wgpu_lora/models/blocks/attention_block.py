@@ -28,11 +28,11 @@ class KeyRanges:
         return 4
 
     def values(self, rows: Rows) -> np.ndarray:
-        first, last = rows.first, rows.last
+        first, last = rows.first, rows.last_viewer
         if self.window is not None:
             first = np.maximum(first, rows.keys - self.window + 1)
             last = np.minimum(last, rows.keys + self.window)
-        return np.stack([first, rows.stop, last, rows.since], axis=1)
+        return np.stack([first, rows.stop, last, rows.first_viewer], axis=1)
 
     def padding(self, values: np.ndarray) -> np.ndarray:
         # Padding sees no keys. Its empty range starts where the last row's does, because a subgroup visits all keys
@@ -76,7 +76,7 @@ class Attention:
         """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given."""
         y = self.attend(block, *self._project(block, x))
         y = y.reshape(y.shape[0], y.shape[1] * y.shape[2])
-        return block.project(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)
+        return block.linear(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)
 
     def attend(self, block: LayerContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Records the heads' outputs [T, heads, head_dim] from q, and k and v [T, kv_heads, head_dim] (see `rope`)."""
@@ -84,7 +84,7 @@ class Attention:
         if self.qk_eps is not None:
             q_norm, k_norm = (block.layer.vectors[f"{self.name}.{name}.weight"] for name in ("q_norm", "k_norm"))
             norm = HeadNorm(q_norm, k_norm, self.qk_eps)
-        cache = Appending(*block.cache.appending("keys", "values")) if block.cache else None
+        cache = Appending(*block.cache.token_tensors("keys", "values")) if block.cache else None
         places = inputs.rows[self.rope.places] if self.rope.places else inputs.positions
         table, of_q = inputs.tables[self.rope], inputs.tables[self.query_rope] if self.query_rope else None
         q, k, v = rope(rec, (q, k, v), places, table, norm, cache, self.turns, of_q)
@@ -94,7 +94,7 @@ class Attention:
 
     def _project(self, block: LayerContext, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, head_dim], and k and v [T, kv_heads, head_dim], in one storage if it fits a binding."""
-        parts = self._split(block, x, self.fused) if self.fused else block.projects(x, self.stack())
+        parts = self._split(block, x, self.fused) if self.fused else block.linears(x, self.stack())
         q, k, v = (part.reshape(part.shape[0], part.shape[1] // self.head_dim, self.head_dim) for part in parts)
         return q, k, v
 
@@ -109,7 +109,7 @@ class Attention:
             parts = [rec.temp(shape, name=name) for shape, name in zip(shapes, "qkv", strict=True)]
         for start, stop in blocks:
             all_rows = len(blocks) == 1
-            both = block.project(x.rows(start, stop), f"{self.name}.qkv_proj", first_row=None if all_rows else start)
+            both = block.linear(x.rows(start, stop), f"{self.name}.qkv_proj", first_row=None if all_rows else start)
             split_columns(rec, both, parts if all_rows else [part.rows(start, stop) for part in parts])
         return parts
 
@@ -119,9 +119,9 @@ class GatedAttention(Attention):
     """q_proj has a query and a gate [2, head_dim] for each head; o_proj reads the head's output times sigmoid(gate)."""
 
     def record(self, block: LayerContext, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        both, k, v = block.projects(x, self.stack())
+        both, k, v = block.linears(x, self.stack())
         heads = both.shape[1] // (2 * self.head_dim)
         q = query_part(block.rec, both, heads)
         k, v = (part.reshape(part.shape[0], self.num_key_value_heads, self.head_dim) for part in (k, v))
         y = gated(block.rec, self.attend(block, q, k, v), both)
-        return block.project(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)
+        return block.linear(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)

@@ -94,7 +94,7 @@ class DeltaNet:
         """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given."""
         rec, rows, vectors = block.rec, x.shape[0], block.layer.vectors
         runs = block.inputs.rows[Runs()]
-        (mixed, z), (b, a) = (block.projects(x, modules) for modules in self.stacks())
+        (mixed, z), (b, a) = (block.linears(x, modules) for modules in self.stacks())
         conv, a_log, dt_bias, norm = (
             vectors[f"{self.name}.{name}"] for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
         )
@@ -109,4 +109,4 @@ class DeltaNet:
             q, k = l2norm(rec, q, k, self.key_dim**-0.5, L2_EPS)
             y = gated_delta_rule(rec, q, k, v, a, b, a_log, dt_bias, runs, kept.get("state"))
             y = gated_norm(rec, y, z, norm, self.eps)
-        return block.project(y, f"{self.name}.out_proj", onto, accumulate=onto is not None)
+        return block.linear(y, f"{self.name}.out_proj", onto, accumulate=onto is not None)

@@ -326,11 +326,11 @@ class GatedMLP:
                 activated = self._fused(block, rows, start)
             else:
                 activated = block.gated(rows, self.stack(), start, self.gelu)
-            block.project(activated, f"{self.name}.down_proj", y.rows(start, stop), start, accumulate=onto is not None)
+            block.linear(activated, f"{self.name}.down_proj", y.rows(start, stop), start, accumulate=onto is not None)
         return y
 
     def _fused(self, block: LayerContext, x: Tensor, first_row: int) -> Tensor:
-        both = block.project(x, f"{self.name}.gate_up_proj", first_row=first_row)
+        both = block.linear(x, f"{self.name}.gate_up_proj", first_row=first_row)
         parts = block.rec.temps(*[(x.shape[0], self.inner)] * 2, name="gate and up")
         split_columns(block.rec, both, parts)
         return (geglu if self.gelu else swiglu)(block.rec, *parts)

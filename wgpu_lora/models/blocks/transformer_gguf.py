@@ -170,7 +170,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
                 raise UserError(f"{self.name}.rope.scaling.{key} in {header.path} is not supported: use another model.")
         return rope
 
-    def passed_over(self, header: Header) -> str:
+    def ignored_tensors(self, header: Header) -> str:
         return r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight"  # read_tensors reads the first
 
     def read_tensors(self, config: Transformer, header: Header) -> Transformer:
@@ -193,7 +193,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
         scaling = RopeScaling("factors", 1.0, config.max_position_embeddings, factors=tuple(factors.tolist()))
         return replace(config, rope_scaling=scaling)
 
-    def stated(self, config: Transformer, path: Path) -> dict[str, Any]:
+    def config_fields(self, config: Transformer, path: Path) -> dict[str, Any]:
         """Rope parameters for config.json: those of llama3 if they give the file's factors."""
         result: dict[str, Any] = {"hidden_act": "silu", "rope_theta": config.rope_theta}  # where transformers 4 looks
         if config.rope_scaling is None or config.rope_scaling.rope_type != "factors":
@@ -209,7 +209,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def refusal(self, config: Transformer) -> str | None:
+    def unsupported_feature(self, config: Transformer) -> str | None:
         scaling, width = config.rope_scaling, config.num_attention_heads * config.head_dim
         if config.attention_output_bias and not self.output_bias:
             return "a bias of o_proj"

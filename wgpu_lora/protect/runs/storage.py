@@ -125,20 +125,20 @@ class SealedStorage(CheckpointStore):
     # -- directories ---------------------------------------------------------------------------------------------------
 
     def has(self, directory: Path) -> bool:
-        return self._name(self.place(directory)) in self._named and self.place(directory).is_file()
+        return self._name(self.disk_path(directory)) in self._named and self.disk_path(directory).is_file()
 
     def directories(self, root: Path) -> list[Path]:
         found = [path.with_name(path.name.removesuffix(ARCHIVE)) for path in root.glob(f"*{ARCHIVE}")]
         return [path for path in found if self.has(path)]
 
-    def contents(self, directory: Path) -> Mapping[str, bytes] | None:
+    def file_contents(self, directory: Path) -> Mapping[str, bytes] | None:
         if found := self._opened.get(directory) or self._initial.get(directory.resolve()):
             return found
         return self._open(directory) if self.has(directory) else None
 
     def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
         with self._timed():
-            place = self.place(final)
+            place = self.disk_path(final)
             place.parent.mkdir(parents=True, exist_ok=True)
             digest, temporary = self._seal(place, archive.pack(files))
             name, stage = self._name(place), "checkpoint" if final.parent.name == STEPS else "evaluated"
@@ -150,7 +150,7 @@ class SealedStorage(CheckpointStore):
             self._saved()
 
     def remove(self, directory: Path) -> None:
-        place = self.place(directory)
+        place = self.disk_path(directory)
         name, steps = self._name(place), self._steps()
         if steps and steps[-1] == name:  # the run has gone back to the one before it, or to its start
             newest = steps[-2:-1]
@@ -162,15 +162,15 @@ class SealedStorage(CheckpointStore):
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def is_file(self, path: Path) -> bool:
-        contents = self.contents(path.parent)
+        contents = self.file_contents(path.parent)
         return path.is_file() if contents is None else path.name in contents
 
     def read(self, path: Path, max_bytes: int | None = MAX_JSON_BYTES) -> bytes:
-        contents = self.contents(path.parent)
+        contents = self.file_contents(path.parent)
         if contents is None:
             return read_bytes(path, max_bytes)
         if path.name not in contents:
-            raise UserError(f"{self.place(path.parent)} holds no {path.name}: restore the file that was sealed.")
+            raise UserError(f"{self.disk_path(path.parent)} holds no {path.name}: restore the file that was sealed.")
         return contents[path.name][: None if max_bytes is None else max_bytes + 1]
 
     def digest(self, path: Path) -> str:
@@ -193,7 +193,7 @@ class SealedStorage(CheckpointStore):
         if tokenizer is not None and directory == self._run:
             self._results.update(tokenizer_files(model, tokenizer))
 
-    def complete(self, directory: Path) -> None:
+    def finish(self, directory: Path) -> None:
         """Sign and seal the adapter, beside its place."""
         files = {**self._results, SIGNATURE: sign_model(self._results, self._keys.signing)}
         self.adapter_sha256, self._beside = self._seal(self._run / ADAPTER, archive.pack(files))
@@ -206,7 +206,7 @@ class SealedStorage(CheckpointStore):
             sync_directory(self._run)
             self._beside = None
 
-    def place(self, path: Path) -> Path:
+    def disk_path(self, path: Path) -> Path:
         if path.name == SKIPPED:
             return self._run / SKIPPED_ROWS
         return path.with_name(path.name + ARCHIVE)
@@ -245,7 +245,7 @@ class SealedStorage(CheckpointStore):
 
     def _open(self, directory: Path) -> Mapping[str, bytes]:
         """The files of a checkpoint. Only the last one stays open, until another is written."""
-        path = self.place(directory)
+        path = self.disk_path(directory)
         try:
             content = unseal_bytes(self._sealed(path), self._key)
         except TamperedError as error:

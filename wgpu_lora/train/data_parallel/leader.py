@@ -50,14 +50,14 @@ class StepPart:
     @classmethod
     def estimated(cls, session: Session, run: AdapterRun, step: Step) -> StepPart:
         """The step with its estimate, which needs passes over all of its mismatched rows."""
-        if not run.stream.objective.mismatched:
+        if not run.stream.objective.needs_kl_rows:
             return cls(session, run, step)
-        return cls(session, run, step, session.estimated(run.stream.groups(step, run.slot))[0][0].shared)
+        return cls(session, run, step, session.with_kl_estimate(run.stream.groups(step, run.slot))[0][0].kl_estimate)
 
     def accumulate(self, span: Span) -> None:
         """Add the losses, metrics and gradients of a part, and wait until that is done."""
         for groups in self.run.stream.part(self.step, *span, self.run.slot):
-            known = groups if self.estimate is None else [replace(one, shared=self.estimate) for one in groups]
+            known = groups if self.estimate is None else [replace(one, kl_estimate=self.estimate) for one in groups]
             self.session.accumulate(known)
         self.session.device.wait()
 
@@ -103,7 +103,7 @@ class DataParallelLeader:
         members = [0, *self.ready()]
         if len(members) == 1:
             self._took = {0: 1.0}
-            for groups in session.estimated(run.stream.groups(step, run.slot)):
+            for groups in session.with_kl_estimate(run.stream.groups(step, run.slot)):
                 session.accumulate(groups)
             return
         sizes = [run.stream.lengths[sample] for sample in step.samples]

@@ -46,7 +46,7 @@ class SlotProgress:
         if 0 < args.max_steps <= state.step:
             return "max steps"
         if args.target_seconds:
-            return "target seconds" if state.step and self.clock.used() else None
+            return "target seconds" if state.step and self.clock.out_of_time() else None
         return "epochs" if state.step >= state.total_steps else None
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class SlotProgress:
         self.run.before_step(self.session)
 
     def update(self) -> SlotUpdate:
-        rate = self.clock.rate() if self.run.args.target_seconds else self.run.rate()
+        rate = self.clock.learning_rate() if self.run.args.target_seconds else self.run.learning_rate()
         return SlotUpdate(self.run.state.step + 1, rate, self.run.args)
 
     def advance(self, report: StepReport, update: SlotUpdate, seconds: float) -> None:
@@ -112,13 +112,13 @@ class SlotProgress:
     def heldout_due(self) -> bool:
         state, every = self.run.state, self.run.args.eval_steps or self.eval_steps
         due = state.step % every == 0 if every else self.epoch_done is not None
-        return self._last() or (due and self.clock.fits(HELD_OUT))
+        return self._last() or (due and self.clock.has_time_for(HELD_OUT))
 
     def checkpoint_due(self, overdue: bool) -> bool:
         """Whether to save after this step, by --save-steps or since one is overdue; the end has one of its own."""
         state, every = self.run.state, self.run.args.save_steps
         by_steps = bool(every) and state.step % every == 0
-        return (overdue or by_steps) and not self._last() and self.clock.fits(CHECKPOINT)
+        return (overdue or by_steps) and not self._last() and self.clock.has_time_for(CHECKPOINT)
 
     def _last(self) -> bool:
         """Whether the step is known to be the last; by time, that is only known when the next would begin."""
@@ -136,7 +136,7 @@ class SlotProgress:
 
     def _measure(self, events: Events) -> dict[str, float]:
         begin = time.perf_counter()
-        with self.clock.between(HELD_OUT):
+        with self.clock.timed_work(HELD_OUT):
             result = self.run.measure_heldout(self.session, events)
         self.run.state.seconds += time.perf_counter() - begin
         return result
@@ -171,7 +171,7 @@ class SlotProgress:
         run, best = self.run, self.run.directory / BEST
         if run.state.best_step == run.state.step and "eval_loss" in self._line:
             run.write_checkpoint(self.session, best)
-            self.events.saved(run.storage.place(best), run.state.step, run.name)
+            self.events.saved(run.storage.disk_path(best), run.state.step, run.name)
 
     def write_pending(self) -> None:
         """Write a log line for the steps since the last one."""
@@ -278,7 +278,7 @@ class TrainingClock:
             state.total_steps = max(state.total_steps, state.step + 1)
 
     @contextmanager
-    def between(self, work: str) -> Iterator[None]:
+    def timed_work(self, work: str) -> Iterator[None]:
         """Times what lies between two steps."""
         begin = self.now()
         yield
@@ -286,12 +286,12 @@ class TrainingClock:
 
     # -- the end of a timed run ------------------------------------------------------------------------------------
 
-    def used(self) -> bool:
+    def out_of_time(self) -> bool:
         """Whether the run ends nearer to its target now than after another step."""
         state, target = self.run.state, self.run.args.target_seconds
         return bool(target) and self.elapsed() + state.step_seconds + state.elapsed_seconds > 2 * (target or 0.0)
 
-    def fits(self, work: str) -> bool:
+    def has_time_for(self, work: str) -> bool:
         """Whether the run would still end at its target if `work`, which the end has too, came before the next step."""
         target = self.run.args.target_seconds
         if not target:
@@ -301,7 +301,7 @@ class TrainingClock:
 
     # -- the learning rate of a timed run --------------------------------------------------------------------------
 
-    def rate(self) -> float:
+    def learning_rate(self) -> float:
         """The learning rate of the step that has begun: a function of time, and of no estimate.
 
         The warm-up takes --warmup-ratio of the time, without the first step of a session, which compiles kernels, or
@@ -309,7 +309,7 @@ class TrainingClock:
         """
         args, state = self.run.args, self.run.state
         if LR_SCHEDULES[args.lr_scheduler_type].warms_up and state.warmed_seconds is None:
-            return args.rate * min(1.0, max(LEAST_SHARE, self._warmed()))
+            return args.rate * min(1.0, max(LEAST_SHARE, self._warmup_share()))
         return decayed(args.lr_scheduler_type, args.rate, self._progress(), args.lr_scheduler_min)
 
     def _progress(self) -> float:
@@ -324,11 +324,11 @@ class TrainingClock:
     def _end_warmup(self) -> None:
         """Note when the warm-up ended, if it has."""
         state, args = self.run.state, self.run.args
-        if state.warmed_seconds is None and self._warmed() >= 1:
-            beyond = max(0.0, self._warming() - self._warmup_seconds()) if not args.warmup_steps else 0.0
+        if state.warmed_seconds is None and self._warmup_share() >= 1:
+            beyond = max(0.0, self._warmup_elapsed() - self._warmup_seconds()) if not args.warmup_steps else 0.0
             state.warmed_seconds, state.warmed_step = max(0.0, self._begun - beyond), state.step
 
-    def _warmed(self) -> float:
+    def _warmup_share(self) -> float:
         """The share of the warm-up that is done; at 1 it is over."""
         args, step = self.run.args, self.run.state.step
         result = 0.0
@@ -340,12 +340,12 @@ class TrainingClock:
         if args.warmup_steps:
             return result
         seconds = self._warmup_seconds()
-        return max(result, self._warming() / seconds if seconds else 1.0)
+        return max(result, self._warmup_elapsed() / seconds if seconds else 1.0)
 
     def _warmup_seconds(self) -> float:
         return self.run.args.warmup_ratio * (self.run.args.target_seconds or 0.0)
 
-    def _warming(self) -> float:
+    def _warmup_elapsed(self) -> float:
         """Seconds of warm-up so far."""
         state = self.run.state
         return state.warming_seconds + (self.elapsed() - state.elapsed_seconds if self._steps else 0.0)

@@ -70,14 +70,14 @@ class Trainer:
         """
         with self._signals():  # to the end, so that a second Ctrl-C does not prevent saving
             self._measure_start()
-            while live := self._live():
+            while live := self._live_slots():
                 if self._full:
                     self.save()
                     raise self._full
                 if self._stop.is_set():
                     self._retire(dict.fromkeys((p.run.slot for p in live), "callback" if self._asked else "interrupt"))
                 else:
-                    self._take(live)
+                    self._train_step(live)
             return self.records
 
     def end(self, reasons: Mapping[str, str]) -> None:
@@ -100,7 +100,7 @@ class Trainer:
                 with suppress(_Interrupted):  # it is measured when the run is resumed
                     self._write(partial(progress.measure_start, _Interruptible(self)))
 
-    def _live(self) -> list[SlotProgress]:
+    def _live_slots(self) -> list[SlotProgress]:
         """The slots with work left; ends the others if not done yet."""
         reasons = {p.run.slot: p.reason_to_end() or self._asked_to_end(p.run) for p in self.all if not p.ended}
         self._retire({slot: reason for slot, reason in reasons.items() if reason})
@@ -109,7 +109,7 @@ class Trainer:
     def _asked_to_end(self, run: AdapterRun) -> str | None:
         return "request" if self.requests.ending(run.name) else None
 
-    def _take(self, live: list[SlotProgress]) -> None:
+    def _train_step(self, live: list[SlotProgress]) -> None:
         """Take one optimizer step of the slots that the policy chooses; one that would diverge is not updated."""
         device, optimizer = self.session.device, self.session.optimizer
         slots = self.policy.choose([p.run for p in live])
@@ -133,16 +133,16 @@ class Trainer:
             if self.sharing:
                 progress.note(self.sharing.facts())
         for progress in advanced:
-            self._after(progress)
+            self._after_step(progress)
         bad = [progress for progress in chosen if not reports[progress.run.slot].applied]
         reasons = {p.run.slot: "diverged" if reports[p.run.slot].diverged else "non-finite" for p in bad}
         for progress in bad:
             progress.write_pending()
-            if reasons[progress.run.slot] == "non-finite" and not self._sound(progress):
+            if reasons[progress.run.slot] == "non-finite" and not self._rows_are_finite(progress):
                 progress.run.fall_back(self.session)
         self._retire(reasons)
         if self.save_due():
-            with self.all[0].clock.between(CHECKPOINT):
+            with self.all[0].clock.timed_work(CHECKPOINT):
                 self._write(self.save)
             self._saved = time.monotonic()
 
@@ -173,7 +173,7 @@ class Trainer:
             self._full = error
             return write()
 
-    def _sound(self, progress: SlotProgress) -> bool:
+    def _rows_are_finite(self, progress: SlotProgress) -> bool:
         """Whether a slot's rows are at fault, not its weights: the previous step's rows still give finite gradients."""
         self._accumulate(self._packed(progress.previous_batches()))
         return self.session.optimizer.finite(self.session.device, progress.run.slot)
@@ -181,7 +181,7 @@ class Trainer:
     def _accumulate(self, batches: list[list[Group]]) -> None:
         """Accumulate losses and gradients without an update."""
         self.session.begin()
-        for groups in self.session.estimated(batches):
+        for groups in self.session.with_kl_estimate(batches):
             self.session.accumulate(groups)
 
     def _batches(self, chosen: list[SlotProgress]) -> list[list[Group]]:
@@ -195,7 +195,7 @@ class Trainer:
         lengths = [group.tokens for group in groups]
         return [[groups[i] for i in bin] for bin in pack(lengths, range(len(lengths)), max(self.session.steps))]
 
-    def _after(self, progress: SlotProgress) -> None:
+    def _after_step(self, progress: SlotProgress) -> None:
         if progress.heldout_due():
             progress.measure_heldout(self.events)
         result = self._write(progress.logged)

@@ -34,11 +34,11 @@ def objective_of(args: Any) -> Objective:
 
 def formats_of(objective: Objective) -> RowFormats[Sample]:
     """The rows that an objective reads. The error about a row that it does not read names the objectives that do."""
-    return replace(objective.formats, elsewhere=_readers)
+    return replace(objective.formats, other_objectives=_readers)
 
 
 def _readers(names: Sequence[str]) -> str | None:
     """Advice about rows with these keys: the objectives that read them and need nothing else."""
-    fitting = [name for name, kind in OBJECTIVES.items() if kind.formats.fits(names) and not kind.taught]
+    fitting = [name for name, kind in OBJECTIVES.items() if kind.formats.matches(names) and not kind.needs_teacher]
     result = [setting("objective", name) for name in fitting]
     return f"use {' or '.join(result)} for such rows" if result else None

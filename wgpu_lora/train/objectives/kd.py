@@ -93,7 +93,7 @@ class KD(Objective):
     """kd_weight times the divergence at `temperature`, plus hard_top1_weight times the cross-entropy on the teacher's
     most likely token and hard_full_weight times that on the data's, both at temperature 1."""
 
-    taught: ClassVar[bool] = True
+    needs_teacher: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = METRICS
 
     teacher_cache: str | None = None

@@ -68,7 +68,7 @@ class KTO(Referenced):
         one_loss(self.loss_type, LOSSES, "kto")
 
     @property
-    def mismatched(self) -> bool:
+    def needs_kl_rows(self) -> bool:
         return one_loss(self.loss_type, LOSSES, "kto") == "kto"
 
     def estimate(self, policy: Sequence[float], reference: Sequence[float]) -> float:

@@ -39,11 +39,11 @@ class Group:
     segments: tuple[Segment, ...]
     slot: int = 0
     weight: float = 1.0
-    value: float = 1.0
+    label: float = 1.0
     reference: tuple[float, ...] | None = None
-    shared: float = 0.0
-    context: tuple[int, ...] = ()
-    mismatched: Segment | None = None
+    kl_estimate: float = 0.0
+    prompt_targets: tuple[int, ...] = ()
+    kl_row: Segment | None = None
     index: int = 0
     teacher: TeacherRows | None = None
 
@@ -89,10 +89,10 @@ class TeacherTensors:
 
     def fill(self, values: Mapping[Tensor, np.ndarray], start: int, stop: int, rows: TeacherRows) -> None:
         """Set the targets [start, stop)."""
-        assert len(rows.places) == stop - start, "the teacher has other targets"
+        assert len(rows.target_columns) == stop - start, "the teacher has other targets"
         values[self.ids][start:stop] = rows.ids
         values[self.logprobs][start:stop] = rows.logprobs
-        values[self.places][start:stop] = rows.places
+        values[self.places][start:stop] = rows.target_columns
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,11 @@ class Scoring:
         def make(name: str, *shape: int, dtype: str = "u32") -> Tensor:
             return persistent(shape, dtype, "workspace", f"{name} [{tokens}]")
 
-        values = make("token values", tokens, dtype="f32") if objective.valued else None
+        values = make("token values", tokens, dtype="f32") if objective.has_labels else None
         own = make("token weights", tokens, dtype="f32"), make("token ranges", slots, 2)
         if objective.unit == "token":
             return cls(*own, values=values, teacher=declared_teacher(make, tokens, objective.support))
-        members = objective.parts
+        members = objective.rows_per_sample
         size = max(1, tokens // (members + 1))  # a prompt of one token at least, and one for each answer
         groups = GroupTensors(
             members=make("members", size, members, 2),
@@ -154,7 +154,7 @@ class Scoring:
                 if segment.slot is not None:
                     values[self.weights][start:stop] = group.weight
                     if self.values:
-                        values[self.values][start:stop] = group.value
+                        values[self.values][start:stop] = group.label
                     extend_range(values[self.ranges][group.slot], start, stop)
             if self.groups:
                 self._upload_group(values, at, group, place)
@@ -170,10 +170,10 @@ class Scoring:
         tensors = self.groups
         values[tensors.members][at] = place
         values[tensors.starts][at] = place[:, 0]
-        if group.context:
-            values[tensors.members][at][:, 0] += np.array(group.context, np.uint32)
-        values[tensors.weights][at], values[tensors.values][at] = group.weight, group.value
-        values[tensors.shared][at] = group.shared
+        if group.prompt_targets:
+            values[tensors.members][at][:, 0] += np.array(group.prompt_targets, np.uint32)
+        values[tensors.weights][at], values[tensors.values][at] = group.weight, group.label
+        values[tensors.shared][at] = group.kl_estimate
         if tensors.reference:
             assert group.reference is not None, "the group's reference is not known"
             values[tensors.reference][at] = group.reference
@@ -193,8 +193,8 @@ class Score:
     weights: Tensor | None
     losses: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    rests: Mapping[float, Tensor] = field(default_factory=dict)
-    picked: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    tail_logprobs: Mapping[float, Tensor] = field(default_factory=dict)
+    token_logprobs: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -213,16 +213,16 @@ class Objective:
 
     formats: ClassVar[RowFormats[Sample]] = EXAMPLES
     unit: ClassVar[Literal["token", "group"]] = "token"
-    parts: ClassVar[int] = 1
+    rows_per_sample: ClassVar[int] = 1
     reference: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
-    valued: ClassVar[bool] = False
-    taught: ClassVar[bool] = False
+    trains_prompt: ClassVar[bool] = False
+    has_labels: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
     learning_rate: ClassVar[float] = 2e-4
 
     @property
-    def mismatched(self) -> bool:
+    def needs_kl_rows(self) -> bool:
         return False
 
     @property

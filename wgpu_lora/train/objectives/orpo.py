@@ -51,7 +51,7 @@ class ORPO(Pairs):
     """The mean negative log-likelihood of the chosen rows' tokens, prompts included, plus `beta` times a loss of the
     answers' odds ratio, without a reference."""
 
-    whole: ClassVar[bool] = True
+    trains_prompt: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = (*PAIR_METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
 
     def kernel(self) -> Kernel:

@@ -79,12 +79,14 @@ class Pairs(Preference):
     """Chosen and rejected answers to a prompt."""
 
     formats: ClassVar = PAIRS
-    parts: ClassVar[int] = 2
+    rows_per_sample: ClassVar[int] = 2
     metrics: ClassVar[tuple[str, ...]] = PAIR_METRICS
 
     def shared(self, samples: Sequence[Sequence[Row]]) -> float:
         """Pairs per token of the chosen rows, which turns sums over tokens into the mean over the tokens of a step."""
-        tokens = sum(len(chosen.input_ids) - 1 if self.whole else chosen.trained_tokens for chosen, _ in samples)
+        tokens = sum(
+            len(chosen.input_ids) - 1 if self.trains_prompt else chosen.trained_tokens for chosen, _ in samples
+        )
         return len(samples) / max(1, tokens)
 
 

@@ -56,7 +56,7 @@ def initial_adapter(
         check_manifest(Path(args.init_adapter), storage)
     source = resumed or args.init_adapter
     if source:
-        loaded, matrices = read_adapter_for(config, source, contents=storage.contents(Path(source)))
+        loaded, matrices = read_adapter_for(config, source, contents=storage.file_contents(Path(source)))
         for module, parts in matrices.items():
             if max(np.abs(part).max(initial=0) for part in parts) > MAX_PARAMETER:
                 raise UserError(

@@ -228,7 +228,7 @@ class AdapterRun:
 
     def _place_first(self, session: Session) -> None:
         """Load what the run started from, even if resumed; the optimizer's state becomes zero."""
-        self.subject.place_first(session, self.slot, self.resumed_from, self.storage)
+        self.subject.load_initial(session, self.slot, self.resumed_from, self.storage)
         session.optimizer.state.write(session.device, self.slot, {})
 
     @cached_property
@@ -238,7 +238,7 @@ class AdapterRun:
 
     # -- during ----------------------------------------------------------------------------------------------------
 
-    def rate(self) -> float:
+    def learning_rate(self) -> float:
         """The learning rate of the next step of a run without --target-seconds, whose rate its clock knows."""
         args, start = self.args, self.state.schedule_start
         step, total = self.state.step - start, self.state.total_steps - start
@@ -266,7 +266,7 @@ class AdapterRun:
         final = steps / f"step-{self.state.step}"
         if not self.storage.has(final):  # else this step was saved, or resumed from
             self.write_checkpoint(session, final)
-            events.saved(self.storage.place(final), self.state.step, None)
+            events.saved(self.storage.disk_path(final), self.state.step, None)
         run_checkpoint.remove_old(steps, self.args.save_total_limit, self.storage)
 
     def save_epoch(self, session: Session, number: int) -> None:
@@ -345,14 +345,14 @@ class AdapterRun:
 
         stop_signal: name of the signal that interrupted the run, if any.
         """
-        for name, data in self.subject.saved(session, self.slot).items():
+        for name, data in self.subject.checkpoint_files(session, self.slot).items():
             self.storage.write(self.directory / name, data)
         self.subject.write(session, self.slot, self.directory)
         for place in (self.directory, self.directory / BEST):
             self.storage.write_tokenizer(place, session.model.path, session.model.tokenizer)
         record = self.record(session, stop_reason, stop_signal)
         self.storage.write(self.directory / CARD, card(record, session.model.config.AUTO_CLASS).encode())
-        self.storage.complete(self.directory)
+        self.storage.finish(self.directory)
         record.write(self.directory)
         self.tracking.finish(record)
         return record

@@ -41,7 +41,7 @@ class CheckpointStore(Protocol):
     def digest(self, path: Path) -> str:
         """A file's SHA-256, in hexadecimal."""
 
-    def contents(self, directory: Path) -> Mapping[str, bytes] | None:
+    def file_contents(self, directory: Path) -> Mapping[str, bytes] | None:
         """The files of a directory by name; None if they are plain files, which are read from there."""
 
     def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
@@ -56,10 +56,10 @@ class CheckpointStore(Protocol):
     def write_tokenizer(self, directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
         """Write the base's tokenizer and chat template to a directory, if that exists."""
 
-    def complete(self, directory: Path) -> None:
+    def finish(self, directory: Path) -> None:
         """Called when all files of the result are written."""
 
-    def place(self, path: Path) -> Path:
+    def disk_path(self, path: Path) -> Path:
         """The path, on the disk, of what keeps a file or a directory."""
 
 
@@ -81,7 +81,7 @@ class PlainFiles(CheckpointStore):
     def digest(self, path: Path) -> str:
         return file_digest(path)
 
-    def contents(self, directory: Path) -> Mapping[str, bytes] | None:
+    def file_contents(self, directory: Path) -> Mapping[str, bytes] | None:
         return None
 
     def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
@@ -104,10 +104,10 @@ class PlainFiles(CheckpointStore):
     def write_tokenizer(self, directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
         write_tokenizer(directory, model, tokenizer)
 
-    def complete(self, directory: Path) -> None:
+    def finish(self, directory: Path) -> None:
         """Nothing."""
 
-    def place(self, path: Path) -> Path:
+    def disk_path(self, path: Path) -> Path:
         return path
 
 

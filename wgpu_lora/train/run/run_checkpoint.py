@@ -50,7 +50,7 @@ def checkpoint_files(
 
     facts: `identity` (see AdapterRun) and `metadata`.
     """
-    files = subject.saved(session, slot)
+    files = subject.checkpoint_files(session, slot)
     kept = {"optim": name_of(session.optimizer.rule)}
     files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot), kept)
     files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
@@ -237,7 +237,7 @@ def restore(
     if wrong:
         raise damaged_checkpoint_error(directory, f"{OPTIMIZER} does not match this run: {wrong}", storage)
     try:
-        subject.place(directory, session, slot, storage.contents(directory))
+        subject.load_checkpoint(directory, session, slot, storage.file_contents(directory))
     except CheckpointError as error:
         raise damaged_checkpoint_error(directory, str(error), storage) from error
     session.optimizer.state.write(session.device, slot, state)
@@ -308,24 +308,26 @@ class Trainable(Protocol):
 
     files: ClassVar[tuple[str, ...]]  # of a checkpoint and of the finished run; the first has the parameters
 
-    def described(self) -> tuple[str, str]:
+    def summary(self) -> tuple[str, str]:
         """A label and a text, for the summary before a run: ('adapter', 'rank 16 on all-linear')."""
 
     def place_initial(self, session: Session, slot: int) -> None:
         """Uploads the parameters that the run starts from. The base's weights are loaded."""
 
-    def place_first(
+    def load_initial(
         self, session: Session, slot: int, resumed_from: Path | None, storage: CheckpointStore = PLAIN_FILES
     ) -> None:
         """`place_initial` of a run that may have been resumed."""
 
-    def place(self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None) -> None:
+    def load_checkpoint(
+        self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None
+    ) -> None:
         """Uploads those of an intact checkpoint. Raises Damaged if they are not those of this run.
 
         contents: of its files by name, if they are not plain ones.
         """
 
-    def saved(self, session: Session, slot: int) -> dict[str, bytes]:
+    def checkpoint_files(self, session: Session, slot: int) -> dict[str, bytes]:
         """The contents of `files`."""
 
     def last_steps(self, total: int) -> int:

@@ -107,7 +107,7 @@ class RunTracking(Tracking):
         """Called when an exception has ended the job before the run."""
         if not self.over:
             result = status_of(error)
-            if self.run.stream.prepared.account.source.private and result.get("error"):
+            if self.run.stream.prepared.account.source.is_sealed and result.get("error"):
                 result["error"] = type(error).__name__  # its message may have something of the rows
             self.recording.end(**result)
             self._close(result["status"])

@@ -45,7 +45,7 @@ class Adapter:
     initial: Matrices
     files: ClassVar[tuple[str, ...]] = ADAPTER_FILES
 
-    def described(self) -> tuple[str, str]:
+    def summary(self) -> tuple[str, str]:
         kind = ["DoRA"] if self.spec.dora else []
         if self.args.init_lora_weights != DEFAULT:
             kind.append(f"from {self.args.init_lora_weights}")
@@ -55,7 +55,7 @@ class Adapter:
         initial = self.initial
         session.place_initial(slot, initial.on(session.model) if isinstance(initial, SeededMatrices) else initial)
 
-    def place_first(
+    def load_initial(
         self, session: Session, slot: int, resumed_from: Path | None, storage: CheckpointStore = PLAIN_FILES
     ) -> None:
         if not resumed_from:
@@ -70,11 +70,13 @@ class Adapter:
         seeded = SeededMatrices(self.args, config)
         if began:
             path = Path(str(began))
-            session.place_initial(slot, read_adapter_for(config, path, contents=storage.contents(path))[1])
+            session.place_initial(slot, read_adapter_for(config, path, contents=storage.file_contents(path))[1])
         else:
             session.place_initial(slot, seeded.on(session.model))
 
-    def place(self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None) -> None:
+    def load_checkpoint(
+        self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None
+    ) -> None:
         adapters = session.adapters
         try:
             _, matrices = read_adapter(directory, contents)
@@ -89,7 +91,7 @@ class Adapter:
         if offset and adapters.offset:
             adapters.offset.write(session.device, slot, offset)
 
-    def saved(self, session: Session, slot: int) -> dict[str, bytes]:
+    def checkpoint_files(self, session: Session, slot: int) -> dict[str, bytes]:
         return adapter_files(*self._stored(session, slot))
 
     def last_steps(self, total: int) -> int:
@@ -147,19 +149,21 @@ class TrainableQuantScales:
             )
         return cls(args, result)
 
-    def described(self) -> tuple[str, str]:
+    def summary(self) -> tuple[str, str]:
         return "trains", f"tables and scales of {count_noun(len(self.weights), 'matrix', 'matrices')}"
 
     def place_initial(self, session: Session, slot: int) -> None:
         constants = self._set(session)
         constants.write(session.device, constants.initial(session.device))
 
-    def place_first(
+    def load_initial(
         self, session: Session, slot: int, resumed_from: Path | None, storage: CheckpointStore = PLAIN_FILES
     ) -> None:
         self.place_initial(session, slot)
 
-    def place(self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None) -> None:
+    def load_checkpoint(
+        self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None
+    ) -> None:
         constants, file = self._set(session), self.files[0]
         try:
             stored = load_file(directory / file) if contents is None else load(contents[file])
@@ -175,7 +179,7 @@ class TrainableQuantScales:
                 raise CheckpointError(f"{name} in {file} has values that are not finite or too large")
         constants.write(session.device, stored)
 
-    def saved(self, session: Session, slot: int) -> dict[str, bytes]:
+    def checkpoint_files(self, session: Session, slot: int) -> dict[str, bytes]:
         return {self.files[0]: save(self._set(session).read(session.device))}
 
     def last_steps(self, total: int) -> int:

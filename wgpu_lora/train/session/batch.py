@@ -111,9 +111,9 @@ class Batch:
             }
             for total, values in sums.items():
                 rec.dispatch(sum_by_slot, values, scoring.loss_ranges, total, slots=total.size)
-            for temperature, rest in score.rests.items():
+            for temperature, rest in score.tail_logprobs.items():
                 rests.setdefault(temperature, []).append(rest)
-            picked |= score.picked
+            picked |= score.token_logprobs
             if weights is None or score.weights is None:
                 weights = weights or score.weights
                 continue

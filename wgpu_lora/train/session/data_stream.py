@@ -66,7 +66,7 @@ class DataStream:
             args = self.args
             packing, rows, group = args.batching
             order = epoch_order(len(self.lengths), args.seed, number, args.shuffle)
-            longest = args.length * self.objective.parts
+            longest = args.length * self.objective.rows_per_sample
             result = batches(self.lengths, order.tolist(), batch_size=rows, max_length=longest, packing=packing)
             self._epochs = {number: [result[i : i + group] for i in range(0, len(result), group)]}
         return self._epochs[number]
@@ -152,16 +152,16 @@ class DataStream:
             before = {order[0]: (order[0] + 1) % len(self.prepared.samples)}
 
         def group(sample: int) -> Group:
-            result = replace(self.group(sample, weight, slot, epoch), shared=shared)
-            return replace(result, mismatched=self._mismatched(sample, before[sample], slot)) if mismatched else result
+            result = replace(self.group(sample, weight, slot, epoch), kl_estimate=shared)
+            return replace(result, kl_row=self._mismatched(sample, before[sample], slot)) if mismatched else result
 
-        mismatched = self.objective.mismatched
+        mismatched = self.objective.needs_kl_rows
         chosen = [[sample for sample in batch if only is None or sample in only] for batch in batches]
         return [[group(sample) for sample in batch] for batch in chosen if batch]
 
     def group(self, sample: int, weight: float, slot: int, epoch: int | None = None) -> Group:
         """A sample as a group of a batch; `epoch` keys its dropout, None turns dropout off."""
-        rows, whole = self.prepared.samples[sample], self.objective.whole
+        rows, whole = self.prepared.samples[sample], self.objective.trains_prompt
         prefixes = [0] * (len(rows) - 1) + [self.prepared.prefixes[sample]]
         labels = [row.input_ids if whole and not number else row.labels for number, row in enumerate(rows)]
         context = tuple(prompt_targets(row.labels) if whole and not number else 0 for number, row in enumerate(rows))
@@ -171,7 +171,9 @@ class DataStream:
         teacher = None
         if self.teacher:
             teacher = cached_rows(self.teacher, labels[0], index, self.objective.temperatures[-1])
-        return Group(tuple(segments), slot, weight, value, reference, context=context, index=index, teacher=teacher)
+        return Group(
+            tuple(segments), slot, weight, value, reference, prompt_targets=context, index=index, teacher=teacher
+        )
 
     def _mismatched(self, sample: int, other: int, slot: int) -> Segment:
         """The prompt of a sample with the answer of another, cut to the maximum length."""
@@ -185,7 +187,7 @@ class DataStream:
     @cached_property
     def longest_mismatched(self) -> int:
         """Tokens of the longest prompt with the longest answer; 0 if the objective asks for no such rows."""
-        if not self.objective.mismatched:
+        if not self.objective.needs_kl_rows:
             return 0
         prompts = [prompt_tokens(row.labels) for row in self.prepared.rows]
         answers = [len(row.labels) - prompt for row, prompt in zip(self.prepared.rows, prompts, strict=True)]
@@ -229,7 +231,7 @@ class DataStream:
         lengths = sorted(self.lengths)
         packing, rows, _ = self.args.batching
         if packing:
-            return [_rounded(min(rows * self.args.length * self.objective.parts, sum(lengths)))]
+            return [_rounded(min(rows * self.args.length * self.objective.rows_per_sample, sum(lengths)))]
         return quarters(sum(lengths[-rows:]))
 
 

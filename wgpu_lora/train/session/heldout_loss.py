@@ -24,9 +24,9 @@ def heldout_loss(
     done = 0
     watch(done)
     packed = pack(stream.lengths, range(len(stream.lengths)), batch.tokens)
-    for together, groups in zip(packed, session.estimated(stream.heldout_groups(packed, slot)), strict=True):
+    for together, groups in zip(packed, session.with_kl_estimate(stream.heldout_groups(packed, slot)), strict=True):
         session.begin()
-        known = session.known(groups)
+        known = session.with_targets(groups)
         stream.references |= {i: g.reference for i, g in zip(together, known, strict=True) if g.reference}
         batch.upload(known)
         batch.program.run()
@@ -47,7 +47,7 @@ def precompute(session: Session, stream: DataStream, slot: int, events: Events, 
     at = Evaluating(0, len(stream.prepared.rows), adapter=name)
     events.evaluating(at)
     for together in pack(stream.lengths, every, max(session.frozen.passes)):
-        groups = session.referenced([stream.group(sample, 1.0, slot) for sample in together])
+        groups = session.with_reference_logprobs([stream.group(sample, 1.0, slot) for sample in together])
         result = {sample: group.reference for sample, group in zip(together, groups, strict=True) if group.reference}
         stream.references |= result
         at = replace(at, rows=at.rows + len(together) * stream.prepared.parts)

@@ -127,7 +127,7 @@ class Teachers:
         for model in self.models:
             model.unload()
 
-    def say(self, groups: Sequence[Group]) -> list[Group]:
+    def with_teacher_logits(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with what their teachers say, if they have one and it is not known."""
         known = list(groups)
         for one in self.groups:

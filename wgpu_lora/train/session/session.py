@@ -117,7 +117,7 @@ class Session:
         if any(objective.reference for objective in self._objectives):
             buckets = [*sizes, *longest, *([mismatched] if mismatched > max([*sizes, *longest]) else [])]
             self.frozen = Scorer(self.model, self.references, buckets, *rest, "reference")
-        if any(objective.mismatched for objective in self._objectives):
+        if any(objective.needs_kl_rows for objective in self._objectives):
             self.current = Scorer(self.model, self.trained, [max([mismatched, *sizes, *longest])], *rest, "mismatched")
 
     @property
@@ -166,7 +166,7 @@ class Session:
         plan, teachers = self.memory(), self.teachers
         loaded = (plan.groups["base"] if self.model.weights_loaded else 0) + teachers.base_bytes(loaded=True)
         whole = self.model.weights_loaded and all(model.weights_loaded for model in teachers.models)
-        return (plan.running if whole else plan.guarded) - loaded
+        return (plan.device_bytes if whole else plan.peak_device_bytes) - loaded
 
     # -- run -------------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Session:
         """
         self.choices = choices
         self._claim.enter_context(claim(self.device, self.needs(), "a training step"))
-        self._claim.enter_context(verdicts_of(self.device).telling(events))
+        self._claim.enter_context(verdicts_of(self.device).reported_to(events))
         check_tilings(self.device, self.programs(), choices)
         self.model.load_weights(events)
         self.teachers.load(events)
@@ -209,14 +209,14 @@ class Session:
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Add the losses, metrics and gradients of a batch of groups to the totals since `begin`."""
         batch = self.batch_for(groups)
-        batch.upload(self.known(groups))
+        batch.upload(self.with_targets(groups))
         batch.program.run()
 
-    def known(self, groups: Sequence[Group]) -> list[Group]:
+    def with_targets(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with what their objectives need to know of references and teachers."""
-        return self.teachers.say(self.referenced(groups))
+        return self.teachers.with_teacher_logits(self.with_reference_logprobs(groups))
 
-    def referenced(self, groups: Sequence[Group]) -> list[Group]:
+    def with_reference_logprobs(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the log-probabilities of their answers under their reference, if they need them."""
         open = [i for i, g in enumerate(groups) if self._objectives[g.slot].reference and g.reference is None]
         known = list(groups)
@@ -224,12 +224,12 @@ class Session:
             known[i] = replace(groups[i], reference=self._objectives[groups[i].slot].sums(logprobs))
         return known
 
-    def estimated(self, batches: Sequence[Sequence[Group]]) -> list[list[Group]]:
+    def with_kl_estimate(self, batches: Sequence[Sequence[Group]]) -> list[list[Group]]:
         """The batches of a step with what `Objective.estimate` makes of their mismatched rows, by slot."""
         rows: dict[int, list[Segment]] = {}
         for group in (group for batch in batches for group in batch):
-            if group.mismatched:
-                rows.setdefault(group.slot, []).append(group.mismatched)
+            if group.kl_row:
+                rows.setdefault(group.slot, []).append(group.kl_row)
         shared = {}
         for slot, segments in rows.items():
             assert self.current is not None
@@ -238,7 +238,7 @@ class Session:
             policy = [objective.sums(logprobs)[0] for logprobs in self.current.logprobs(single)]
             reference = [objective.sums(logprobs)[0] for logprobs in self._frozen_logprobs(single)]
             shared[slot] = objective.estimate(policy, reference)
-        return [[replace(g, shared=shared[g.slot]) if g.mismatched else g for g in batch] for batch in batches]
+        return [[replace(g, kl_estimate=shared[g.slot]) if g.kl_row else g for g in batch] for batch in batches]
 
     def _frozen_logprobs(self, samples: Sequence[Sequence[Segment]]) -> list[list[np.ndarray]]:
         """Log-probabilities of samples' targets under the references of their slots."""
@@ -250,7 +250,7 @@ class Session:
 
     def release_references(self) -> None:
         """Free what only the reference passes need, if no step has any: all references have been precomputed."""
-        live = [o for o in self._objectives if o.reference and (o.mismatched or not o.precomputes)]
+        live = [o for o in self._objectives if o.reference and (o.needs_kl_rows or not o.precomputes)]
         if self.frozen and not live:
             held = self.references.storages() if self.references else set()
             release(

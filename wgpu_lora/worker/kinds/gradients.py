@@ -115,7 +115,7 @@ def prepare_worker(
 
     check_shared(args)
     session = prepare_session(model, [run], batch_tokens=run.stream.buckets()[-1])
-    return FinetuneJob(session, [run], lambda changes: session.memory().guarded)  # no option may differ here
+    return FinetuneJob(session, [run], lambda changes: session.memory().peak_device_bytes)  # no option may differ here
 
 
 @contextmanager

@@ -190,7 +190,7 @@ def needs_of(job: Job[Any], base: str) -> Needs:
     timed = any(run.args.target_seconds for run in runs)
     rows = [stream.rows_digest() for run in runs for stream in _streams(run)]
     return Needs(
-        needed=plan.guarded,
+        needed=plan.peak_device_bytes,
         base_bytes=plan.groups["base"],
         base=base,
         data=list(dict.fromkeys(rows)),

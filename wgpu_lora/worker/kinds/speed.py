@@ -39,5 +39,5 @@ def run(
 
 
 def _others(ledger: Ledger) -> list[str]:
-    entries = [entry for entry in ledger.read() if entry.here and entry.holds and not entry.dead]
+    entries = [entry for entry in ledger.read() if entry.is_of_this_host and entry.holds and not entry.dead]
     return [entry.who for entry in entries if entry.pid != os.getpid()]
