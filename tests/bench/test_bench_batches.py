@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -36,10 +37,15 @@ def step_of(model: LoadedModel, rows: int) -> TrainingStep:
 
 @pytest.mark.parametrize("most", [0, 1, 2, 7, 64])
 def test_largest_finds_every_edge(most: int):
+    def fits(size: int, edge: int) -> bool:
+        if size > edge + 3:
+            raise UserError("too large to record")
+        return size <= edge
+
     for edge in range(most + 2):
-        fits = Mock(side_effect=lambda size, edge=edge: size <= edge)
-        assert largest(fits, most) == min(edge, most)
-        assert fits.call_count <= 1 + max(most, 1).bit_length()
+        asked = Mock(side_effect=partial(fits, edge=edge))
+        assert largest(asked, most) == min(edge, most)
+        assert asked.call_count <= 1 + max(most, 1).bit_length()
 
 
 def test_the_plan_decides_where_memory_is_known():
@@ -103,12 +109,18 @@ def test_a_device_that_refuses_is_asked_for_less(device: Device, monkeypatch: py
         assert all(one.items() >= summary.items() for one in found["summary"])
 
 
-def test_what_would_take_too_long_is_planned_alone(device: Device, monkeypatch: pytest.MonkeyPatch):
+def test_what_would_take_too_long_is_planned_alone(
+    device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
     monkeypatch.setattr(search, "measure", measured(seconds=10.0))
     found = find_max_batch(chosen_model(None, "mini", 1, device), Batches(ARGS, most=80, seconds=250))
     for summary in found["summary"]:
         assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (80, 16, search.MOST)
         assert summary["not_run"] == "a step of 32 rows would take about 320 s, and 250 s of the 250 s were left"
+    assert main([*COMMAND, "--max-batch", "80", "--time-limit", "250"]) == 0
+    said = "80 rows by the plan, with gradient checkpointing, limited by the given maximum; 16 ran"
+    assert said in capsys.readouterr().out
 
 
 def measured(most: int = 10**9, seconds: float = 0.0) -> Any:
