@@ -48,10 +48,12 @@ class RowCounts:
 
     examples: rows of the source. expanded: training rows made of them (several if a conversation gives one per turn).
     cut: rows truncated to the maximum length. too_long: rows dropped for their length.
-    empty: examples skipped for an empty answer. silent: turns of kept rows that are not trained on for that reason.
+    empty: examples skipped for an empty answer. empty_turns: turns of kept rows that are not trained on for that
+    reason.
     unrendered: rows of which the chat template leaves something out, by what that is. untrained_turns: answers that are
         not trained on for that reason. remarks: rows whose text was changed, by how.
-    untrained: other rows dropped because they have no trained tokens. lost_by_cut: those that lost them by truncation.
+    untrained: other rows dropped because they have no trained tokens. truncated_away: those that lost them by
+    truncation.
     repeated: kept examples that equal an earlier one. bad: unusable rows with the reason; with `keep_bad`, all of them
         and their content, else the first of `bad_count`. incomplete: whether reading ended before the last row, since
         there were too many of them.

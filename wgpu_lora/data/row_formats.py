@@ -35,7 +35,7 @@ class ColumnType:
 class RowFormat(Generic[T]):
     """A format of rows: those that have all required columns.
 
-    read: converts the fields of a row; raises UserError, which names a field and not the row.
+    convert: converts the fields of a row; raises UserError, which names a field and not the row.
     """
 
     required: Mapping[str, ColumnType]
@@ -72,8 +72,8 @@ class Fields:
 class RowFormats(Generic[T]):
     """The formats of rows that are accepted. A row that fits several is read in the first whose keys are not null.
 
-    elsewhere: advice about rows with these keys, which fit no format, such as what accepts them.
-    every: whether tables are read with all their columns, also those that no format uses.
+    other_objectives: advice about rows with these keys, which fit no format, such as what accepts them.
+    all_columns: whether tables are read with all their columns, also those that no format uses.
     """
 
     formats: tuple[RowFormat[T], ...]
@@ -82,7 +82,7 @@ class RowFormats(Generic[T]):
 
     @cached_property
     def columns(self) -> dict[str, ColumnType]:
-        """All columns that the formats use; tables are read with these only, unless `every`."""
+        """All columns that the formats use; tables are read with these only, unless `all_columns`."""
         result: dict[str, ColumnType] = {}
         for form in self.formats:
             for name, kind in (*form.required.items(), *form.optional.items()):

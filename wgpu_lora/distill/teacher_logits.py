@@ -52,7 +52,7 @@ class TeacherRows:
 
     ids: u32 [n, K + 1], its K most likely tokens, descending, and the target if it is not one of them, else NO_ID.
     logprobs: f32 [n, K + 1], of those K tokens and of all others together; LOWEST if there are no others.
-    places: u32 [n], the target's column in `ids`.
+    target_columns: u32 [n], the target's column in `ids`.
     """
 
     ids: np.ndarray

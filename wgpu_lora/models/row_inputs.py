@@ -21,7 +21,8 @@ class Rows:
     keys: row in per-token state (`models.kv_cache`); without state, the row of the batch.
     first, stop: the token sees the rows [first, stop) in per-token state.
     lengths: tokens of the sequence; in generation, of what there is so far.
-    since, last: of the rows [since, last), those that are not in [first, keys) see the token. In generation, last is 0.
+    first_viewer, last_viewer: of the rows [first_viewer, last_viewer), those that are not in [first, keys) see the
+    token. In generation, last is 0.
     """
 
     positions: np.ndarray

@@ -54,7 +54,7 @@ class LoraSlots:
 
     a: A [rank, in]; b: B [out, rank]. stack, index: the stack, and which of its modules this is.
     ranges: u32 [slots, 2], the rows [start, stop) of each slot in the batch.
-    draws: u32 [T, 4], dropout keys (see `dropout_apply`); None without dropout.
+    dropout_keys: u32 [T, 4], dropout keys (see `dropout_apply`); None without dropout.
     module: number of the module, also a dropout key.
     first_row: index in the batch of row 0 of x.
     magnitudes: None if no slot has DoRA here.

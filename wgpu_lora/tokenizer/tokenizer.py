@@ -171,7 +171,7 @@ class Tokenizer:
         return whole[: starts[0]] if starts else []
 
     def opened(self, ids: list[int]) -> list[int]:
-        """Ids of a text behind `opening`, unless the text begins with it itself: models expect a single bos."""
+        """Ids of a text behind `prefix_ids`, unless the text begins with it itself: models expect a single bos."""
         opening = self.prefix_ids
         return ids if opening and ids[:1] == opening[:1] else opening + ids
 

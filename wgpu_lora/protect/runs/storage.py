@@ -51,7 +51,7 @@ class SealedStorage(CheckpointStore):
         saved: called when a checkpoint is in place. timed: around all that sealing one takes.
 
     Attributes:
-        adapter: after `complete`, SHA-256 of the files in the sealed adapter, by name; adapter_sha256: of itself.
+        adapter: after `finish`, SHA-256 of the files in the sealed adapter, by name; adapter_sha256: of itself.
         skipped: name and SHA-256 of the sealed rows that were skipped, if there are any.
     """
 

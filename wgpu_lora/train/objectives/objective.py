@@ -26,11 +26,11 @@ from wgpu_lora.tokenizer.examples import Sample
 class Group:
     """A sample's segments in a batch, one for each of its examples.
 
-    weight: 1 / the number of units that the optimizer step's loss is averaged over. value: of the sample.
+    weight: 1 / the number of units that the optimizer step's loss is averaged over. label: of the sample.
     reference: the sum of each answer's log-probabilities under the reference; None if it is not known yet.
-    shared: a number that all groups of the step have in common, whose meaning the objective defines.
-    context: the number of targets of each segment that precede its answer; by default none.
-    mismatched: the prompt with another sample's answer, if the objective is `mismatched`.
+    kl_estimate: a number that all groups of the step have in common, whose meaning the objective defines.
+    prompt_targets: the number of targets of each segment that precede its answer; by default none.
+    kl_row: the prompt with another sample's answer, if the objective has `needs_kl_rows`.
     index: of the first segment's row in the data (`Row.index`).
     teacher: what the teacher says about the targets of the only segment, if the objective has a `support`; None if it
         is not known yet.
@@ -101,7 +101,7 @@ class Scoring:
 
     weights f32 [R]: the group's weight; 0 with the adapter off, for padding and for tokens of other objectives.
     ranges u32 [slots, 2]: of R. groups: only if the objective's unit is the group.
-    values f32 [R]: of each token's row; only if the objective is `valued`. teacher: only if it has a `support`.
+    values f32 [R]: of each token's row; only if the objective has labels. teacher: only if it has a `support`.
     """
 
     weights: Tensor
@@ -185,9 +185,10 @@ class Score:
     """The result of an objective for a batch.
 
     weights f32 [R]: weight of each target token's -log p in the step's loss, i.e. the loss's derivative by it; 0 for
-    tokens of other objectives. losses f32, by token [R] or by group [G] (the objective's unit): their sum over a step,
-    divided by the number of units, is the step's loss; likewise `metrics`, by name. rests, picked: the derivatives of a
-    loss that depends on a teacher's support (see `ops.loss.SweepGradient`), instead of weights.
+    tokens of other objectives. losses f32, by token [R] or by group [G] (the objective's unit): their sum over a
+    step, divided by the number of units, is the step's loss; likewise `metrics`, by name. tail_logprobs,
+    token_logprobs: the derivatives of a loss that depends on a teacher's support (see `ops.loss.SweepGradient`),
+    instead of weights.
     """
 
     weights: Tensor | None
@@ -203,12 +204,12 @@ class Objective:
     (`own_option`).
 
     formats: the rows that it reads, by their columns; by default those that are one example.
-    unit: what the loss is averaged over. parts: examples per sample, which stay in one batch. reference: whether it
-    needs the log-probabilities of its answers under a frozen reference: the base model alone, or another adapter.
-    whole: whether it also needs the log-probabilities of the first example's prompt. mismatched: whether it needs those
-    of prompts with other samples' answers (`Objective.estimate`). valued: whether it reads the value of each token's
-    row (`Sample.value`). taught: whether it needs a teacher. metrics: values logged beside the loss. learning_rate: the
-    peak by default.
+    unit: what the loss is averaged over. rows_per_sample: examples per sample, which stay in one batch. reference:
+    whether it needs the log-probabilities of its answers under a frozen reference: the base model alone, or another
+    adapter. trains_prompt: whether it also needs the log-probabilities of the first example's prompt. needs_kl_rows:
+    whether it needs those of prompts with other samples' answers (`Objective.estimate`). has_labels: whether it reads
+    the value of each token's row (`Sample.value`). needs_teacher: whether it needs a teacher. metrics: values logged
+    beside the loss. learning_rate: the peak by default.
     """
 
     formats: ClassVar[RowFormats[Sample]] = EXAMPLES
