@@ -16,7 +16,7 @@ from wgpu_lora.cluster.client.preflight import request_of
 from wgpu_lora.cluster.client.refusals import MOST_SAID
 from wgpu_lora.cluster.client.survey import missing_hosts, surveyed
 from wgpu_lora.cluster.devices import versions
-from wgpu_lora.cluster.facts import Needs, RunRequest, Task, from_plain, to_plain
+from wgpu_lora.cluster.facts import RunRequest, RunRequirements, Task, from_plain, to_plain
 from wgpu_lora.cluster.spec.file import read_cluster_file
 from wgpu_lora.cluster.spec.run_options import RunOptions
 from wgpu_lora.cluster.spec.sweep_options import SweepOptions
@@ -132,7 +132,7 @@ def test_a_shared_folder_that_a_machine_lacks() -> None:
 
 
 def test_a_task_that_fits_nowhere() -> None:
-    cluster = FakeCluster([ALPHA, BETA], plans={"big": Needs(needed=8 << 30, work=1, steps=1)})
+    cluster = FakeCluster([ALPHA, BETA], plans={"big": RunRequirements(needed=8 << 30, work=1, steps=1)})
     with pytest.raises(
         UserError, match=r"'big' needs 8.* of device memory, but the nearest device, AMD on beta, has 2"
     ):
@@ -140,14 +140,14 @@ def test_a_task_that_fits_nowhere() -> None:
 
 
 def test_a_task_that_no_device_can_train() -> None:
-    plans = {"a": Needs(refused="--max-length 4096 is more than the model's 512 positions: lower it.")}
+    plans = {"a": RunRequirements(refused="--max-length 4096 is more than the model's 512 positions: lower it.")}
     with pytest.raises(UserError, match=r"a: --max-length 4096 is more than"):
         requested(FakeCluster([ALPHA, BETA], plans=plans))
 
 
 def test_all_reasons_are_said_and_not_too_many() -> None:
     names = [f"t{number}" for number in range(50)]
-    plans = {name: Needs(refused=f"{name} has a fault: mend it.") for name in names}
+    plans = {name: RunRequirements(refused=f"{name} has a fault: mend it.") for name in names}
     with pytest.raises(UserError) as refused:
         requested(FakeCluster([ALPHA], plans=plans), *map(task, names))
     assert refused.value.lines[0] == "The run is refused for 50 reasons: mend them all."
@@ -169,7 +169,7 @@ def test_the_device_for_evaluations() -> None:
 
 
 def test_the_device_for_evaluations_trains_nothing() -> None:
-    cluster = FakeCluster([ALPHA, BETA], plans={"a": Needs(needed=3 << 29, work=1, steps=1)})
+    cluster = FakeCluster([ALPHA, BETA], plans={"a": RunRequirements(needed=3 << 29, work=1, steps=1)})
     assert requested(cluster).eval_device is None  # it fits on beta
     with pytest.raises(UserError, match="'a' needs"):
         requested(cluster, eval_device="amd")

@@ -15,7 +15,7 @@ from support.fake_cluster import FakeCluster, task_view
 from wgpu_lora.cluster.client.evaluated import write_evaluations
 from wgpu_lora.cluster.coordinator import evaluating
 from wgpu_lora.cluster.coordinator.evaluating import Evaluating
-from wgpu_lora.cluster.facts import Copy, Needs, RunRequest, Task
+from wgpu_lora.cluster.facts import Copy, RunRequest, RunRequirements, Task
 from wgpu_lora.cluster.node.evaluator import Evaluator, newest_adapter
 from wgpu_lora.cluster.node.listing import FileFacts
 from wgpu_lora.errors import UserError
@@ -23,7 +23,7 @@ from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 
 TASKS = [Task("a", {}, "/a"), Task("b", {}, "/b")]
-PLAN = Needs(1, heldout=True)
+PLAN = RunRequirements(1, heldout=True)
 REQUEST = RunRequest("r", TASKS, {"a": {"p": PLAN}, "b": {"p": PLAN}}, eval_device="10.0.0.1/x")
 
 

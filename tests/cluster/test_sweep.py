@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wgpu_lora.cluster.facts import Needs, Progress, RunView, Snapshot, Sweep, Task, TaskView
+from wgpu_lora.cluster.facts import Progress, RunRequirements, RunView, Snapshot, Sweep, Task, TaskView
 from wgpu_lora.cluster.spec.sweep import Grid, grid_of, planned, sweep_tasks
 from wgpu_lora.cluster.spec.sweep_options import SweepOptions
 from wgpu_lora.cluster.spec.sweep_results import ranked, write_results
@@ -119,8 +119,11 @@ def test_a_directory_with_results_is_not_used_again() -> None:
 def test_what_plans_say_about_comparing() -> None:
     tasks = [Task("a", {"data": "a"}, "/a"), Task("b", {"data": "b", "eval_steps": 3}, "/b")]
 
-    def plans(steps: int, heldout: bool = True) -> dict[str, dict[str, Needs]]:
-        return {"a": {"x": Needs(steps=steps, heldout=heldout)}, "b": {"x": Needs(steps=100, heldout=True)}}
+    def plans(steps: int, heldout: bool = True) -> dict[str, dict[str, RunRequirements]]:
+        return {
+            "a": {"x": RunRequirements(steps=steps, heldout=heldout)},
+            "b": {"x": RunRequirements(steps=100, heldout=True)},
+        }
 
     sweep, same = planned(SweepOptions(), tasks, plans(0))
     assert (sweep.scheduler, same) == ("none", tasks)

@@ -14,7 +14,7 @@ from wgpu_lora.cluster.coordinator import teaching
 from wgpu_lora.cluster.coordinator.caches import BoardCaches
 from wgpu_lora.cluster.coordinator.state import CacheState
 from wgpu_lora.cluster.coordinator.taught import as_trained
-from wgpu_lora.cluster.facts import CacheStanding, Needs, RunRequest, Task, Taught, from_plain, to_plain
+from wgpu_lora.cluster.facts import CacheStanding, RunRequest, RunRequirements, Task, Taught, from_plain, to_plain
 from wgpu_lora.cluster.spec.run_options import RunOptions
 
 DIGESTS = "a" * 64, "b" * 64
@@ -28,7 +28,7 @@ COMPLETE = CacheStanding(8, 8, PARCELS, ["node-a", "node-b"])
 def asked(name: str = "r", *, live: int | None = 500, needed: int = 40) -> RunRequest:
     """Two tasks with one teacher, and one without; `live` are the bytes with the teacher beside the student."""
     tasks = [task("one", teacher="/t", teacher_top_k=8), task("two", teacher="/t", teacher_top_k=8), task("plain")]
-    with_it = {} if live is None else {CLASS: Needs(live, base_bytes=20, base="base", work=1000, steps=100)}
+    with_it = {} if live is None else {CLASS: RunRequirements(live, base_bytes=20, base="base", work=1000, steps=100)}
     taught = {one.name: Taught("c", with_it) for one in tasks[:2]}
     return request(name, tasks, needed=needed, eval_device="b/eval", join="never", taught=taught)
 

@@ -14,12 +14,12 @@ from wgpu_lora.cluster.facts import (
     Answer,
     Copy,
     DeviceFacts,
-    Needs,
     NodeFacts,
     Order,
     Progress,
     Report,
     RunRequest,
+    RunRequirements,
     Snapshot,
     Task,
     Versions,
@@ -43,7 +43,7 @@ def task(name: str, **options: Any) -> Task:
 
 def request(name: str, tasks: list[Task], *, needed: int = 40, steps: int = 100, **changes: Any) -> RunRequest:
     """A run whose tasks all need the same."""
-    plan = Needs(needed, base_bytes=20, base="base", data=["rows"], work=1000, steps=steps, heldout=True)
+    plan = RunRequirements(needed, base_bytes=20, base="base", data=["rows"], work=1000, steps=steps, heldout=True)
     return RunRequest(name, tasks, {one.name: {CLASS: plan} for one in tasks}, **changes)
 
 

@@ -11,9 +11,9 @@ from wgpu_lora.cluster.client.bridge import ClusterGone
 from wgpu_lora.cluster.facts import (
     DeviceFacts,
     DeviceView,
-    Needs,
     NodeFacts,
     Progress,
+    RunRequirements,
     RunView,
     Snapshot,
     TaskView,
@@ -61,7 +61,7 @@ class FakeCluster:
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
     lacking: dict[str, set[str]] = field(default_factory=dict)
-    plans: dict[str, Needs] = field(default_factory=dict)
+    plans: dict[str, RunRequirements] = field(default_factory=dict)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     fetched: set[str] = field(default_factory=set)
     sent: dict[str, bytes] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class FakeCluster:
                 raise UserError(f"The output directory {task['output']} is in use.")
 
     def _plan(self, _: str, tasks: list[dict[str, Any]], index: int, joined: None, shared: bool, cached: bool) -> Any:
-        usual = Needs(needed=1 << 20, base="b", work=10, steps=10)
+        usual = RunRequirements(needed=1 << 20, base="b", work=10, steps=10)
         plans = {one["name"]: to_plain(self.plans.get(one["name"], usual)) for one in tasks}
         taught = {
             one["name"]: {"digest": "caches", "needs": to_plain(replace(usual, needed=1 << 10))}

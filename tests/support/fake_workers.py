@@ -15,7 +15,7 @@ from typing import Any
 
 from support.hosts import Hosts, until
 from support.units import fake_task, write_checkpoint
-from wgpu_lora.cluster.facts import Needs, RunRequest, Snapshot, Task, TaskView, from_plain, to_plain
+from wgpu_lora.cluster.facts import RunRequest, RunRequirements, Snapshot, Task, TaskView, from_plain, to_plain
 
 HERE = Path(__file__).parent
 CUSTOM = f"""
@@ -104,7 +104,7 @@ class Lab:
     def submit(self, name: str, *tasks: Task, **more: Any) -> Any:
         """Submit tasks that fit all devices."""
         classes = {device["plan_class"] for node in self.ask("nodes") for device in node["devices"]}
-        plan = Needs(1 << 20, 1 << 19, "base", ["rows"], 1000, 1000)
+        plan = RunRequirements(1 << 20, 1 << 19, "base", ["rows"], 1000, 1000)
         plans = {one.name: dict.fromkeys(classes, plan) for one in tasks}
         asked = RunRequest(name, list(tasks), plans, **{"mirror_steps": 2, "join": "never", **more})
         return self.ask("submit", to_plain(asked))

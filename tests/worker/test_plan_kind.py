@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
-from wgpu_lora.cluster.facts import Needs, from_plain
+from wgpu_lora.cluster.facts import RunRequirements, from_plain
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import loaded_model
@@ -37,8 +37,8 @@ def planned(
     found = KINDS["plan"](EventWriter(io.StringIO()), where="it", tasks=tasks, joined=joined, shared=shared)
     assert set(found["tasks"]) == set(options)
     return {
-        "tasks": {name: from_plain(Needs, one) for name, one in found["tasks"].items()},
-        "joined": [from_plain(Needs, one) for one in found["joined"]],
+        "tasks": {name: from_plain(RunRequirements, one) for name, one in found["tasks"].items()},
+        "joined": [from_plain(RunRequirements, one) for one in found["joined"]],
     }
 
 

@@ -139,9 +139,9 @@ def describe_modules(job: Job[Any]) -> None:
 
 def modules_of(run: AdapterRun) -> dict[str, int]:
     """How many modules of each name have an adapter; empty if something else is trained."""
-    from wgpu_lora.train.run.trained_weights import Adapter
+    from wgpu_lora.train.run.trained_weights import TrainableAdapter
 
-    spec = run.subject.spec if isinstance(run.subject, Adapter) else None
+    spec = run.subject.spec if isinstance(run.subject, TrainableAdapter) else None
     return dict(Counter(path.rpartition(".")[2] for path in spec.scaling)) if spec else {}
 
 

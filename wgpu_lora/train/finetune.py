@@ -60,7 +60,7 @@ from wgpu_lora.train.run.run_tracking import track_runs
 from wgpu_lora.train.run.stop_reasons import Requests
 from wgpu_lora.train.run.teacher_setup import check_caches, live_teacher, with_cached_length, with_template_date
 from wgpu_lora.train.run.trained_options import fit_length, shortened
-from wgpu_lora.train.run.trained_weights import Adapter, TrainableQuantScales
+from wgpu_lora.train.run.trained_weights import TrainableAdapter, TrainableQuantScales
 from wgpu_lora.train.session.data_stream import DataStream, group_lengths, quarters
 from wgpu_lora.train.session.session import Session
 from wgpu_lora.train.training_data import default_batches, read_rows, sources_of
@@ -395,7 +395,7 @@ def trainable_for(
     spec = SlotSpec.of(adapter, initial)
     if offsets(args.init_lora_weights):
         spec = replace(spec, offset=SlotSpec(spec.rank, spec.scaling))
-    return args, Adapter(args, adapter, spec, initial)
+    return args, TrainableAdapter(args, adapter, spec, initial)
 
 
 def trainable_parameters(model: LoadedModel, subjects: Sequence[Trainable]) -> ParameterSet:
@@ -403,7 +403,7 @@ def trainable_parameters(model: LoadedModel, subjects: Sequence[Trainable]) -> P
     first, *_ = subjects
     if isinstance(first, TrainableQuantScales):
         return QuantConstants.declare(first.weights, model.device.max_binding)
-    adapters = [subject for subject in subjects if isinstance(subject, Adapter)]
+    adapters = [subject for subject in subjects if isinstance(subject, TrainableAdapter)]
     return AdapterSet.declare(model.config, [adapter.spec for adapter in adapters], model.device.max_binding)
 
 

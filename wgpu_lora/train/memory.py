@@ -201,7 +201,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
-class Needs:
+class RunRequirements:
     """The requirements of a run on its device.
 
     Attributes:

@@ -15,7 +15,7 @@ import pytest
 import ray
 from support.units import task
 
-from wgpu_lora.cluster.facts import Needs, RunRequest, Snapshot, Task, TaskView, from_plain, to_plain
+from wgpu_lora.cluster.facts import RunRequest, RunRequirements, Snapshot, Task, TaskView, from_plain, to_plain
 
 LEASE = 15.0
 STEPS = 40
@@ -48,7 +48,9 @@ class Cluster:
 
     def submit(self, name: str, tasks: list[Task], **more: Any) -> None:
         plans = ray.get(self.host.plan.remote([to_plain(one) for one in tasks], self.facts["index"]), timeout=120)
-        found = {one: {self.facts["plan_class"]: from_plain(Needs, plan)} for one, plan in plans["tasks"].items()}
+        found = {
+            one: {self.facts["plan_class"]: from_plain(RunRequirements, plan)} for one, plan in plans["tasks"].items()
+        }
         asked = to_plain(RunRequest(name, tasks, found, mirror_steps=2, **more))
         assert self.ask("submit", asked) == {"run": name}
         assert self.ask("submit", asked) == {"run": name}  # the first answer may have been lost
@@ -157,7 +159,7 @@ def test_what_is_wrong_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     assert "quarantined" in cluster.ask("release", "nowhere")["refused"]
     assert "not valid" in cluster.ask("submit", {"name": 1})["refused"]
     one = task("one", tmp_path)
-    far = {"one": {self_class: Needs(1 << 60) for self_class in (cluster.facts["plan_class"],)}}
+    far = {"one": {self_class: RunRequirements(1 << 60) for self_class in (cluster.facts["plan_class"],)}}
     refused = cluster.ask("submit", to_plain(RunRequest("far", [one], far)))["refused"]
     assert "device memory" in refused
     assert cluster.ask("retire")["running"] == 0

@@ -16,9 +16,9 @@ from wgpu_lora.cluster.client.sending import send_lacking
 from wgpu_lora.cluster.client.survey import MOST_HOSTS, listed_hosts
 from wgpu_lora.cluster.facts import (
     DeviceFacts,
-    Needs,
     NodeFacts,
     RunRequest,
+    RunRequirements,
     Task,
     Taught,
     from_plain,
@@ -129,7 +129,7 @@ def _not_measured(tasks: Iterable[Task]) -> Iterable[str]:
 
 def _fits_nowhere(
     tasks: Sequence[Task],
-    plans: dict[str, dict[str, Needs]],
+    plans: dict[str, dict[str, RunRequirements]],
     nodes: Sequence[NodeFacts],
     devices: int,
     excluded: Sequence[str],
@@ -216,7 +216,7 @@ def _lacks(path: str, hosts: Sequence[NodeFacts], why: str, users: Sequence[str]
 
 def _plans(
     cluster: Asking, nodes: Sequence[NodeFacts], tasks: Sequence[Task], shared: bool, cached: bool, refusals: Refusals
-) -> tuple[dict[str, dict[str, Needs]], dict[str, Taught]]:
+) -> tuple[dict[str, dict[str, RunRequirements]], dict[str, Taught]]:
     """What each task needs on devices of each class: one machine that has such a device plans all of them.
 
     cached: teachers are cached; what tasks need is without them then, and with them in what is told of these tasks.
@@ -225,16 +225,16 @@ def _plans(
     for node in nodes:
         for device in node.devices:
             asked.setdefault(device.plan_class, (node, device))
-    plans: dict[str, dict[str, Needs]] = {task.name: {} for task in tasks}
+    plans: dict[str, dict[str, RunRequirements]] = {task.name: {} for task in tasks}
     taught: dict[str, Taught] = {}
     jobs = [{"name": task.name, "options": task.options} for task in tasks]
     for plan_class, (node, device) in asked.items():
         given = jobs, device.index, None, shared, cached
         found = cluster.call(f"host:{node.id}", "plan", *given, seconds=PLAN_SECONDS)
         for name, plan in found["tasks"].items():
-            plans[name][plan_class] = from_plain(Needs, plan)
+            plans[name][plan_class] = from_plain(RunRequirements, plan)
         for name, told in found["taught"].items():
-            live, plans[name][plan_class] = plans[name][plan_class], from_plain(Needs, told["needs"])
+            live, plans[name][plan_class] = plans[name][plan_class], from_plain(RunRequirements, told["needs"])
             taught.setdefault(name, Taught(told["digest"], {})).live[plan_class] = live
     for name, by_class in plans.items():
         if by_class and all(plan.refused is not None for plan in by_class.values()):

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from wgpu_lora.cluster.coordinator.state import Requests, State, TaskState, UnitState
 from wgpu_lora.cluster.coordinator.taught import awaited, plans_of
-from wgpu_lora.cluster.facts import Needs, RunRequest
+from wgpu_lora.cluster.facts import RunRequest, RunRequirements
 from wgpu_lora.cluster.placement.refuse import refusal
 from wgpu_lora.cluster.placement.types import Place, Waiting, joined_bytes
 
 MEASURED_SECONDS = 10.0  # that measuring a device usually takes
 
 
-def needed_bytes(plans: Sequence[dict[str, Needs]]) -> dict[str, int]:
+def needed_bytes(plans: Sequence[dict[str, RunRequirements]]) -> dict[str, int]:
     """Bytes of a unit of tasks, by the plan classes on which all of them can run."""
     found = {}
     for name in set.intersection(*(set(plan) for plan in plans)):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from wgpu_lora.cluster.coordinator.state import CacheState, State, UnitState
-from wgpu_lora.cluster.facts import Needs, Progress, RunRequest, Task
+from wgpu_lora.cluster.facts import Progress, RunRequest, RunRequirements, Task
 from wgpu_lora.cluster.spec.paths import sent_name
 
 LIVE = ("teacher", "teacher_adapter", "teacher_base_dtype", "teacher_top_k")  # options that a cache replaces
@@ -23,7 +23,7 @@ def _caches(state: State, request: RunRequest, name: str) -> CacheState | None:
     return state.caches.get(f"{request.name}/{taught.caches}") if taught else None
 
 
-def plans_of(state: State, request: RunRequest, name: str) -> dict[str, Needs]:
+def plans_of(state: State, request: RunRequest, name: str) -> dict[str, RunRequirements]:
     """The plans of a task by plan class, as it will run."""
     found = _caches(state, request, name)
     if found and found.phase == "failed":

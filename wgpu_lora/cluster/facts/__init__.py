@@ -9,7 +9,7 @@ from wgpu_lora.cluster.facts.nodes import DeviceFacts, NodeFacts, Versions
 from wgpu_lora.cluster.facts.orders import Answer, CacheStanding, Copy, Order, Progress, Report
 from wgpu_lora.cluster.facts.requests import RunRequest, Sweep, Task, Taught
 from wgpu_lora.cluster.facts.views import DeviceView, Line, RunView, Snapshot, TaskView
-from wgpu_lora.train.memory import Needs
+from wgpu_lora.train.memory import RunRequirements
 from wgpu_lora.typed_json import typed
 
 __all__ = [
@@ -21,12 +21,12 @@ __all__ = [
     "DeviceFacts",
     "DeviceView",
     "Line",
-    "Needs",
     "NodeFacts",
     "Order",
     "Progress",
     "Report",
     "RunRequest",
+    "RunRequirements",
     "RunView",
     "Snapshot",
     "Sweep",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from wgpu_lora.train.memory import Needs
+from wgpu_lora.train.memory import RunRequirements
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Taught:
     """
 
     caches: str
-    live: dict[str, Needs]
+    live: dict[str, RunRequirements]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RunRequest:
 
     name: str
     tasks: list[Task]
-    plans: dict[str, dict[str, Needs]]
+    plans: dict[str, dict[str, RunRequirements]]
     shared: str | None = None
     mirror_steps: int = 50
     join: str = "auto"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.cluster.facts import Needs, Sweep, Task
+from wgpu_lora.cluster.facts import RunRequirements, Sweep, Task
 from wgpu_lora.cluster.spec.names import LONGEST, safe_name, told_apart
 from wgpu_lora.cluster.spec.outputs import output_of
 from wgpu_lora.cluster.spec.sweep_options import MOST, SweepOptions
@@ -126,7 +126,7 @@ def _name(params: Mapping[str, Any], number: int, count: int) -> str:
 
 
 def planned(
-    options: SweepOptions, tasks: Sequence[Task], plans: Mapping[str, Mapping[str, Needs]]
+    options: SweepOptions, tasks: Sequence[Task], plans: Mapping[str, Mapping[str, RunRequirements]]
 ) -> tuple[Sweep, list[Task]]:
     """How the tasks are compared, by what their plans say; with ASHA, they measure held-out losses at its rungs.
 

@@ -36,7 +36,7 @@ from wgpu_lora.words import count_noun
 
 
 @dataclass(frozen=True)
-class Adapter:
+class TrainableAdapter:
     """An adapter: its configuration, its place in the adapter set, and its initial matrices."""
 
     args: TrainingArguments

@@ -23,7 +23,7 @@ from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.adapter_tasks import split_options
 from wgpu_lora.train.data_parallel.leader import check_shared
 from wgpu_lora.train.finetune import Job, prepare_job, prepare_session
-from wgpu_lora.train.memory import Needs
+from wgpu_lora.train.memory import RunRequirements
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.resolve_options import resolve_options
@@ -99,16 +99,16 @@ class _Planner:
     cached: bool = False
     taught: dict[str, dict[str, Any]] = field(default_factory=dict)  # by task
     _models: dict[tuple[str, str], LoadedModel] = field(default_factory=dict)
-    _known: dict[str, Needs] = field(default_factory=dict)  # by the options that matter
-    _caches: dict[str, tuple[str, Needs]] = field(default_factory=dict)  # likewise
+    _known: dict[str, RunRequirements] = field(default_factory=dict)  # by the options that matter
+    _caches: dict[str, tuple[str, RunRequirements]] = field(default_factory=dict)  # likewise
 
-    def alone(self, task: Task) -> Needs:
+    def alone(self, task: Task) -> RunRequirements:
         return _unless_refused(self._alone, task)
 
-    def together(self, tasks: list[Task]) -> Needs:
+    def together(self, tasks: list[Task]) -> RunRequirements:
         return _unless_refused(self._together, tasks)
 
-    def _alone(self, task: Task) -> Needs:
+    def _alone(self, task: Task) -> RunRequirements:
         args, rows = self._read(task)
         check_libraries(args.report_to)
         model = self._model(args)
@@ -130,7 +130,7 @@ class _Planner:
             self.taught[task.name] = {"digest": digest, "needs": asdict(replace(needs, base=base))}
         return replace(self._known[key], base=base)
 
-    def _together(self, tasks: list[Task]) -> Needs:
+    def _together(self, tasks: list[Task]) -> RunRequirements:
         read = [self._read(task)[0] for task in tasks]
         keys = [base_key(self._model(args), args, task.name) for task, args in zip(tasks, read, strict=True)]
         for task, key in zip(tasks, keys, strict=True):
@@ -170,26 +170,26 @@ def _where(task: Task) -> str:
     return f"Task '{task.name}'"
 
 
-def _unless_refused(plan: Callable[[Given], Needs], what: Given) -> Needs:
+def _unless_refused(plan: Callable[[Given], RunRequirements], what: Given) -> RunRequirements:
     try:
         return plan(what)
     except UserError as error:
-        return Needs(refused=str(error))
+        return RunRequirements(refused=str(error))
     except OSError as error:
-        return Needs(refused=f"{error.strerror or error}: {error.filename or 'a file of the task'}.")
+        return RunRequirements(refused=f"{error.strerror or error}: {error.filename or 'a file of the task'}.")
 
 
 # Where a run is, and what digests cover.
 PLACES = {"output", "resume", "overwrite", "device", "model", "base_dtype", "save_steps"}
 
 
-def needs_of(job: Job[Any], base: str) -> Needs:
+def needs_of(job: Job[Any], base: str) -> RunRequirements:
     """The requirements of the runs of a job together. Raises UserError if a tensor is larger than the limits of the
     device."""
     plan, runs = job.session.memory(), job.runs
     timed = any(run.args.target_seconds for run in runs)
     rows = [stream.rows_digest() for run in runs for stream in _streams(run)]
-    return Needs(
+    return RunRequirements(
         needed=plan.peak_device_bytes,
         base_bytes=plan.groups["base"],
         base=base,
