@@ -65,7 +65,7 @@ def _compiled(pattern: str) -> Any:
     import re2
 
     options = re2.Options()
-    options.log_errors, options.max_mem = False, MAX_MEMORY
+    options.log_errors, options.max_mem, options.never_capture = False, MAX_MEMORY, True  # groups cost much time
     try:
         return re2.compile(pattern, options)
     except re2.error:
@@ -83,13 +83,16 @@ def _least(a: int | None, b: int | None) -> int | None:
 def _in_child(
     groups: Sequence[Sequence[str]], others: Sequence[Sequence[tuple[int, str]]], names: Sequence[str]
 ) -> list[list[int | None]]:
-    child = ChildProcess(python_command(__name__, LIMITS), LIMITS)
+    child = None
     try:
+        child = ChildProcess(python_command(__name__, LIMITS), LIMITS)
         answer = child.ask([[[pattern for _, pattern in group] for group in others], list(names)])
-    except ChildEnded:
-        raise UserError("matching the patterns exceeded its computation limit: simplify them") from None
+    except ChildEnded as error:
+        reason = "exceeded its computation limit: simplify them" if child else f"failed ({error})"
+        raise UserError(f"matching the patterns {reason}") from None
     finally:
-        child.end()
+        if child:
+            child.end()
     if "invalid" in answer:
         group, place = answer["invalid"]
         pattern = groups[group][others[group][place][0]]

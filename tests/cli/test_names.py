@@ -111,6 +111,13 @@ def test_choices_are_those_that_are_there() -> None:
         ("finetune --use-peft --mask-prompt", "--use-peft is not needed: --train lora is the default"),
         ("finetune --warmup 3", "did you mean --warmup-ratio or --warmup-steps?"),
         ("finetune --learning-rte 3", "No such option: --learning-rte; did you mean --learning-rate?"),
+        ("finetune --eval_batch_size 2", "--eval-batch-size is not needed: held-out rows are packed"),
+        (
+            "finetune --train_on_inputs True",
+            "is --no-completion-only-loss: by default only the answers",
+        ),
+        ("trian", "No such command 'trian': use 'wgpu-lora finetune'."),
+        ("export ollama", "No such command 'ollama': did you mean 'wgpu-lora export gguf'?"),
         ("finetune --zork", "No such option: --zork; 'wgpu-lora finetune --help' lists the options."),
         ("finetune -lr 3", "No such option: -lr; options start with two dashes, as in --lr."),
         ("finetune --packing=False", "--packing takes no value: give --packing or --no-packing."),
@@ -253,7 +260,7 @@ def test_bash_completes_without_the_gpu_library(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"load_in_4bit": True}, r"^finetune\(\): load_in_4bit is .* \(base_dtype selects another type\)\.$"),
-        ({"bf16": True}, r"compute_dtype='bf16' rounds activations"),
+        ({"bf16": True}, r"bf16 does not exist here: sums and adapters are float32; compute_dtype rounds"),
         ({"lr": 1, "learning_rate": 2}, r"^finetune\(\): lr and learning_rate are the same option"),
         ({"rank": 0}, r"^lora_r must be greater than 0, not 0\.$"),
         ({"lora_dropout": 1.0}, r"^lora_dropout must be at least 0 and less than 1, not 1\.0\.$"),

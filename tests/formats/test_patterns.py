@@ -44,6 +44,8 @@ def test_a_hostile_pattern_is_ended() -> None:
     begin = time.process_time()
     with pytest.raises(UserError, match="exceeded its computation limit"):
         first_matches([["x", r"(?=((a|a)*)*b).*"]], ["a" * 60 + "c"])
+    deep = "(" * 2000 + "a" + ")" * 2000
+    assert first_matches([[deep]], ["a"] * 50) == [[0] * 50]
     assert time.process_time() - begin < 1
     with pytest.raises(UserError, match=r"rank_pattern in x has a bad pattern: .*unterminated"):
         parse_config({"peft_type": "LORA", "target_modules": [], "rank_pattern": {"(?=": 1}}, "x")

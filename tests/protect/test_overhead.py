@@ -180,6 +180,8 @@ def test_the_summary_has_both_orders_and_the_noise() -> None:
         ({"results": [row() | {"overheadPct": 0.1}]}, "is 0.1, but its figures give 0.50"),
         ({"results": [row() | {"rawSteps": 0}]}, "a segment has no step or no time"),
         ({"results": [row() | {"overheadPct": None}]}, "is damaged"),
+        ({"results": [row() | {"targetSec": None}]}, "is damaged"),
+        ({"results": [row() | {"protectionSec": "abc"}]}, "is damaged"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -219,11 +219,13 @@ def unknown_command(typed: str, known: Sequence[str], group: str) -> str:
     name = dashes(typed.lower())
     foreign = {word: command for words, command in COMMANDS.items() for word in words.split()}
     foreign |= {objective: f"finetune --objective {objective}" for objective in OBJECTIVES if objective not in foreign}
-    if not group.count(" ") and name in foreign:
-        quote = "" if "'" in foreign[name] else "'"
-        return f"No such command '{typed:.40}': use '{group} {foreign[name]}{quote}."
-    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
-        return f"No such command '{typed:.40}': did you mean '{group} {near[0]}'?"
+    words = [*known, *({} if " " in group else foreign)]
+    meant = next(iter([name] if name in words else difflib.get_close_matches(name, words, n=1, cutoff=0.75)), "")
+    if meant in known or len(known) == 1:
+        return f"No such command '{typed:.40}': did you mean '{group} {meant or known[0]}'?"
+    if meant:
+        quote = "" if "'" in foreign[meant] else "'"
+        return f"No such command '{typed:.40}': use '{group} {foreign[meant]}{quote}."
     return f"No such command '{typed:.40}': choose one of {', '.join(known)} ('{group} --help')."
 
 

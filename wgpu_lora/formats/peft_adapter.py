@@ -71,8 +71,8 @@ def read_adapter(
 
     With DoRA, the magnitudes [out] follow.
 
-    Modules are paths such as 'model.layers.0.self_attn.q_proj'; `models.fitting.read_fitting` compares them with a
-    model.
+    Modules are paths such as 'model.layers.0.self_attn.q_proj'; `models.adapter_modules.read_adapter_for` compares
+    them with a model.
 
     Args:
         contents: of the files by name, if they are in memory; the directory is then for messages only.

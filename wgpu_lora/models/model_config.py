@@ -125,7 +125,7 @@ class ModelConfig(ABC):
         """
 
     def stacks(self, index: int) -> Sequence[Sequence[str]]:
-        """Modules of a layer that read the same x, as the block passes them to `LayerContext.projects` (up to 3).
+        """Modules of a layer that read the same x, as the block passes them to `LayerContext.linears` (up to 3).
 
         Their matrices are stored together, if their formats allow it, so that one dispatch multiplies them.
         """

@@ -22,7 +22,7 @@ class Rows:
     first, stop: the token sees the rows [first, stop) in per-token state.
     lengths: tokens of the sequence; in generation, of what there is so far.
     first_viewer, last_viewer: of the rows [first_viewer, last_viewer), those that are not in [first, keys) see the
-    token. In generation, last is 0.
+    token. In generation, last_viewer is 0.
     """
 
     positions: np.ndarray

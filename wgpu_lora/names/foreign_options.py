@@ -112,18 +112,19 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "does not exist here: sums and adapters are float32; {compute_dtype} rounds activations to bf16 or f16, and "
         "{base_dtype} sets the type of the frozen weights",
-        "bf16 bfloat16 use_bf16 fp16 float16 half use_fp16 mixed_precision fp32 float32 tf32 fp8",
+        "bf16 bfloat16 use_bf16 fp16 float16 half use_fp16 mixed_precision fp32 float32 tf32 fp8 "
+        "bnb_4bit_compute_dtype",
     ),
     (
         "does not exist here: {base_dtype} sets the type of the frozen weights, and sums are float32",
-        "torch_dtype dtype precision model_dtype bf16 bfloat16 fp16 float16 half fp32 float32",
+        "torch_dtype dtype precision model_dtype bf16 bfloat16 fp16 float16 half fp32 float32 load_in_fp8",
     ),
     (
         "is not needed: the base is NF4 by default, with double quantisation ({base_dtype} selects another type)",
         "load_in_4bit use_4bit load_in_4_bit quantization_bit quantization_config bnb_4bit_quant_type bnb_config "
-        "bnb_4bit_use_double_quant bnb_4bit_compute_dtype qlora",
+        "bnb_4bit_use_double_quant qlora",
     ),
-    ("is {base_dtype=int8} here; the base is NF4 by default, which is smaller", "load_in_8bit use_8bit load_in_fp8"),
+    ("is {base_dtype=int8} here; the base is NF4 by default, which is smaller", "load_in_8bit use_8bit"),
     (
         "does not exist here: a run uses one device, chosen by {device}",
         "device_map num_gpus n_gpus gpus num_processes num_machines nproc_per_node nnodes local_rank deepspeed fsdp "
@@ -145,7 +146,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "token hf_token use_auth_token hub_token auth_token",
     ),
     (
-        "does not exist here: {temperature=0} is greedy, any higher value samples",
+        "does not exist here: {temperature=0} is greedy, any higher value samples; {max_new_tokens} limits the answer",
         "do_sample greedy num_beams sampling",
     ),
     ("is {adam_beta1} and {adam_beta2}", "betas adam_betas"),
@@ -184,9 +185,17 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "processing_class eos_token special_tokens add_eos_token",
     ),
     (
-        "is {completion_only_loss}: by default only the answers are trained on, in every turn of a conversation",
-        "mask_prompt train_on_inputs train_on_prompt train_on_completions train_on_responses_only "
-        "assistant_only_loss train_on_responses response_only_loss mask_inputs completion_only mask_history",
+        "is {completion_only_loss}, the default: only the answers are trained on, in every turn of a conversation",
+        "mask_prompt train_on_completions train_on_responses_only assistant_only_loss train_on_responses "
+        "response_only_loss mask_inputs completion_only",
+    ),
+    (
+        "is {completion_only_loss=False}: by default only the answers are trained on",
+        "train_on_inputs train_on_prompt",
+    ),
+    (
+        "is not needed: held-out rows are packed into batches as memory allows",
+        "per_device_eval_batch_size eval_batch_size val_batch_size eval_accumulation_steps",
     ),
     (
         "is not needed: {train=lora} is the default, on an NF4 base (QLoRA) unless {base_dtype} selects another type",

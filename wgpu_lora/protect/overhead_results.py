@@ -39,6 +39,15 @@ REDACTION = (
     "ids, no keys and no paths."
 )
 Row = dict[str, Any]
+# The fields that reports show.
+TEXT, NUMBER = (str,), (int, float)
+FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("label", "model", "gpuModel", "order"), TEXT),
+    **dict.fromkeys(("targetSec", "overheadPct", "rawSteps", "rawElapsedSec", "protectedSteps"), NUMBER),
+    **dict.fromkeys(("protectedElapsedSec", "protectionSec"), NUMBER),
+    "notClean": (list,),
+}
+REQUIRED = ("label", "model", "targetSec", "overheadPct")
 
 
 def overhead_pct(row: Mapping[str, Any]) -> float:
@@ -123,19 +132,17 @@ def interpretation(rows: Sequence[Row]) -> list[str]:
     every, repeats = summary["all"], summary["spreadOfRepeats"]
     orders = "; ".join(f"{order} {found['median']:+.2f}%" for order, found in summary["byOrder"].items())
     within = "within" if summary["withinLimit"] else "above"
+    one_order = len(summary["byOrder"]) == 1
     more = "more" if repeats is not None and abs(every["median"]) > repeats else "no more"
     texts = {
         f"Overhead over {count_noun(every['rows'], 'row')}: median {every['median']:+.2f}%, from {every['min']:+.2f}% "
-        f"to {every['max']:+.2f}% (medians by order: {orders}); {within} the limit of {LIMIT:g}%.": True,
+        f"to {every['max']:+.2f}% (medians by order: {orders or 'unknown'}); {within} the limit of {LIMIT:g}%.": True,
         f"{count_noun(summary['negative'], 'row')} below zero: that is noise, since protection does not make training "
         "faster.": summary["negative"],
-        "There is one row per order, so the spread of repeats is unknown.": repeats is None,
+        "There is one row per order, so the spread of repeats is unknown.": summary["byOrder"] and repeats is None,
         f"Repeats in the same order differ by up to {repeats or 0:.2f} points; the median overhead is {more} than "
         "that.": repeats is not None,
-        "Only one order was run, so what the second segment gains or loses by its place is unknown.": len(
-            summary["byOrder"]
-        )
-        < len(ORDERS),
+        "Only one order was run, so what the second segment gains or loses by its place is unknown.": one_order,
     }
     for row in rows:
         texts |= {
@@ -172,16 +179,20 @@ def read_rows(path: Path) -> list[Row]:
         UserError: it is no result file, is damaged, or a row's overhead does not follow from its figures.
     """
     content = read_json(path)
-    if path != PUBLISHED and content.get("schema") != SCHEMA:
+    if content.get("schema") != SCHEMA and content != read_json(PUBLISHED):
         has = f"the schema {content.get('schema')!r:.60}" if "schema" in content else "no schema"
         raise UserError(f"{path} has {has}, expected '{SCHEMA}': give a file that 'wgpu-lora bench --protected' wrote.")
     try:
         for row in content["results"]:
-            overhead = float(row["overheadPct"])
-            if "rawSteps" in row and abs(overhead_pct(row) - overhead) > ROUNDED:
-                raise ValueError(f"'overheadPct' is {overhead:g}, but its figures give {overhead_pct(row):.2f}")
-        if path != PUBLISHED:
-            interpretation(content["results"])  # reads all fields that are shown
+            for name, kind in FIELDS.items():
+                value = row.get(name)
+                if (value is not None or name in REQUIRED) and (type(value) is bool or not isinstance(value, kind)):
+                    raise ValueError(f"'{name}' is {value!r:.40}")
+            if "rawSteps" in row and abs(overhead_pct(row) - row["overheadPct"]) > ROUNDED:
+                raise ValueError(
+                    f"'overheadPct' is {row['overheadPct']:g}, but its figures give {overhead_pct(row):.2f}"
+                )
+        interpretation(content["results"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}): measure it again.") from None
     return list(content["results"])
