@@ -211,11 +211,17 @@ def _end(popen: subprocess.Popen[bytes], owner: int, grace: float = 0.0) -> int:
 
 
 def _signal(popen: subprocess.Popen[bytes], number: int) -> None:
-    """Signal the process and its group, unless it has been waited for, after which others may have its number."""
-    with suppress(OSError):
-        if popen.returncode is None and hasattr(os, "killpg"):
-            os.killpg(popen.pid, number)
-        popen.send_signal(number)
+    """Signal the process and its group, unless it has been waited for, after which others may have its number.
+
+    It gets the signal once, since a second one would end it while it handles the first.
+    """
+    if popen.returncode is not None:
+        return
+    try:
+        os.killpg(popen.pid, number)  # it leads a group of its own
+    except (AttributeError, OSError):  # Windows; macOS refuses to signal a group with a dead process
+        with suppress(OSError):
+            popen.send_signal(number)
 
 
 class _Watchdog:
