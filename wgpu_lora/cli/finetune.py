@@ -219,7 +219,7 @@ def report_run(record: RunRecord, command: str | None = None, adapter: str | Non
     count = count_noun(state.step, "step") if timed else f"{state.step:,} of {count_noun(state.total_steps, 'step')}"
     seconds = state.elapsed_seconds if record.options.target_seconds else state.seconds
     why = f"{count} in {seconds:,.1f} s ({STOP_TEXT[reason]})"
-    known = losses(state.last_loss, state.first_eval_loss, state.last_eval_loss)
+    known = losses(state.last_loss, state.first_eval_loss, state.trained_eval_loss)
     scales = record.options.train == "quant-scales"
     where = f"the models are in {output}/last-f16 and others" if scales else f"the adapter is in {adapter or output}"
     line(outcome, "; ".join([why, *known, where]))

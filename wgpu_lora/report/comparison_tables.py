@@ -42,7 +42,7 @@ def losses(run: Run) -> Facts:
         "training loss, last": number(state.last_loss),
         **({} if (before := state.unrounded_eval_loss) is None else {"held-out loss, before rounding": number(before)}),
         "held-out loss, before": number(state.first_eval_loss),
-        "held-out loss, last": number(state.last_eval_loss),
+        "held-out loss, last": number(state.trained_eval_loss),
         "held-out loss, best": number(best) + ("" if best is None else at),
         "steps": f"{state.step:,} of {state.total_steps:,}",
         "ended": f"{outcome} ({STOP_TEXT.get(reason, reason).partition(';')[0]})" if outcome == "failed" else outcome,
@@ -140,10 +140,10 @@ def summary(run: Run) -> str:
     state, options, device = run.record.state, run.record.options, run.record.environment.device
     result, cost = losses(run), costs(run)
     message = [f"loss {number(state.last_loss)}"]
-    if state.last_eval_loss is not None:
+    if state.trained_eval_loss is not None:
         seen = {"{} before": state.first_eval_loss, "best {}": state.best_eval_loss}
         more = ", ".join(text.format(number(loss)) for text, loss in seen.items() if loss is not None)
-        message.append(f"held-out {number(state.last_eval_loss)}" + (f" ({more})" if more else ""))
+        message.append(f"held-out {number(state.trained_eval_loss)}" + (f" ({more})" if more else ""))
     speeds = ", ".join(f"{value:,.0f} {kind}" for kind, value in run.speeds().items())
     return (
         f"- **{run.name}**: {options.model or 'demo'}, {options.trains()}, "

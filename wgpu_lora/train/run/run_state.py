@@ -56,6 +56,11 @@ class RunState:
     pending_processed_tokens: Count = 0
     pending_seconds: Seconds = 0.0
 
+    @property
+    def trained_eval_loss(self) -> float | None:
+        """The last held-out loss after a step; None if only the one before the first step was measured."""
+        return None if self.best_eval_loss is None else self.last_eval_loss
+
 
 def read_state(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> tuple[RunState, dict[str, Any]]:
     """Read a checkpoint's state, and the identity of the run that wrote it.

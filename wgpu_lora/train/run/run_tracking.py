@@ -195,7 +195,7 @@ def losses_of(run: AdapterRun) -> Losses:
     """
     state = run.state
     if run.heldout:
-        return Losses(HELD_OUT, state.first_eval_loss, state.best_eval_loss, state.last_eval_loss)
+        return Losses(HELD_OUT, state.first_eval_loss, state.best_eval_loss, state.trained_eval_loss)
     lines = read_log(run.log.path) if run.log.path.is_file() else []
     return _losses([*lines, {"loss": statistics.fmean(state.pending)}] if state.pending else lines, "loss", TRAINING)
 
