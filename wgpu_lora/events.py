@@ -184,8 +184,8 @@ class EventForwarder(Events):
 
 def _passing(name: str) -> Any:
     def tell(self: EventForwarder, *arguments: Any) -> bool | None:
-        text = [getattr(one, name)(*arguments) for one in self.to]
-        return True in text or None
+        answers = [getattr(one, name)(*arguments) for one in self.to]
+        return True in answers or None
 
     return tell
 

@@ -124,13 +124,13 @@ def finetune(
         UserError: an option is unknown or out of range, or the model, the data or the device is unsuitable.
     """
     told = listeners("finetune()", events, cast("dict[str, Any]", options), callback)
-    message = named(options, "finetune()", "recipe")
-    also = message.pop("model", None)
+    values = named(options, "finetune()", "recipe")
+    also = values.pop("model", None)
     if model is not None and also is not None:
         raise UserError("finetune() was given two models: pass one of them.")
     model = also if model is None else model
-    message, rows = split_python_rows(message)
-    given = {name: path_as_text(value, name, "finetune()") for name, value in message.items()}
+    values, rows = split_python_rows(values)
+    given = {name: path_as_text(value, name, "finetune()") for name, value in values.items()}
     loaded = model if isinstance(model, LoadedModel) else None
     if loaded:
         for name, fixed in (("model", loaded.name), ("base_dtype", loaded.decoder.base_dtype)):

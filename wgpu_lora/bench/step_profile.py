@@ -94,14 +94,14 @@ class Profile:
         result: dict[tuple[str, str | None], list[Piece]] = defaultdict(list)
         for piece in self.pieces:
             result[piece.kernel, piece.shape if by_shape else None].append(piece)
-        new = []
+        rows = []
         for (kernel, shape), pieces in result.items():
             seconds = sum(piece.seconds for piece in pieces)
             counts = [piece.operations for piece in pieces if piece.operations is not None]
             gflops = sum(counts) / seconds / 1e9 if len(counts) == len(pieces) and seconds else None
             share = seconds / self.attributed_seconds if seconds else 0.0
-            new.append(Group(kernel, shape, len(pieces), seconds, share, gflops))
-        return sorted(new, key=lambda group: -group.seconds)
+            rows.append(Group(kernel, shape, len(pieces), seconds, share, gflops))
+        return sorted(rows, key=lambda group: -group.seconds)
 
     def as_dict(self, by_shape: bool = False) -> dict[str, Any]:
         names = ("clock", "rounds", "step_seconds", "step_spread", "device_seconds", "attributed_seconds")

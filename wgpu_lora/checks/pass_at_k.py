@@ -207,9 +207,9 @@ class _Queue(EventForwarder):
     def collect(self, wait: bool = False) -> None:
         """Take the samples that are checked, up to the first that is not; `wait`: all of them."""
         while self._pending and (wait or self._pending[0][1].done()):
-            new, future = self._pending.popleft()
+            make_result, future = self._pending.popleft()
             if not future.cancelled():
-                self._checked.append(new(future.result()))
+                self._checked.append(make_result(future.result()))
             if wait:
                 super().answering(len(self._checked), self._total, self._tokens)
         super().answering(len(self._checked), self._total, self._tokens)

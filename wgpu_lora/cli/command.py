@@ -95,8 +95,8 @@ class Command(TyperCommand):
         name = getattr(getattr(error, "param", None), "name", "")
         meant = f"did you mean {flag(name)} "
         words = [word for word in args if "Missing" in type(error).__name__ and not word.startswith("-")]
-        message = [self.extra(ctx, word) for word in words]
-        return next((text for text in message if meant in text), None)
+        messages = [self.extra(ctx, word) for word in words]
+        return next((text for text in messages if meant in text), None)
 
     def invoke(self, ctx: Any) -> Any:
         for name, value in ctx.params.items():
@@ -224,8 +224,8 @@ def unknown_command(typed: str, known: Sequence[str], group: str) -> str:
     if meant in known or len(known) == 1:
         return f"No such command '{typed:.40}': did you mean '{group} {meant or known[0]}'?"
     if meant:
-        quote = "" if "'" in foreign[meant] else "'"
-        return f"No such command '{typed:.40}': use '{group} {foreign[meant]}{quote}."
+        command, comma, remark = foreign[meant].partition(",")
+        return f"No such command '{typed:.40}': use '{group} {command}'{comma}{remark}."
     return f"No such command '{typed:.40}': choose one of {', '.join(known)} ('{group} --help')."
 
 

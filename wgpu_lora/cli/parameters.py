@@ -258,7 +258,9 @@ def option_parameter(item: Any) -> inspect.Parameter:
     declared = f"{name}/--no-{name[2:]}" if kind is bool else name
     within, choices = metadata["within"], metadata["choices"]
     unset = (None, within.unset if within else None)
-    text = item.default is not False and not any(item.default is value or item.default == value for value in unset)
+    shows_default = item.default is not False and not any(
+        item.default is value or item.default == value for value in unset
+    )
     complete = BY_NAME.get(item.name)
     if choices:
         complete = one_of(choices)
@@ -269,7 +271,7 @@ def option_parameter(item: Any) -> inspect.Parameter:
         help=f"{metadata['help']} [{within}]" if within else metadata["help"],
         metavar="|".join(choices) if choices else None,
         rich_help_panel=metadata["panel"],
-        show_default=text,
+        show_default=shows_default,
         autocompletion=complete,
     )
     return _parameter(item.name, Annotated[kind | None if "None" in parts else kind, settings], item.default)

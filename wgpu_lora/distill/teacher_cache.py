@@ -91,8 +91,10 @@ class Header:
         return sum(shard.rows for shard in self.shards)
 
     def write(self, directory: Path) -> None:
-        text = asdict(self)
-        write_bytes_atomic(directory / CACHE, (to_json({**text, "sha256": _digest(text)}, indent=1) + "\n").encode())
+        fields = asdict(self)
+        write_bytes_atomic(
+            directory / CACHE, (to_json({**fields, "sha256": _digest(fields)}, indent=1) + "\n").encode()
+        )
 
 
 def _digest(said: dict[str, Any]) -> str:

@@ -87,13 +87,13 @@ def read_adapter(
     if contents is None and not directory.is_dir():
         raise UserError(f"{directory} is not a directory: give the directory that holds {CONFIG}.")
     where, path = str(directory / CONFIG), directory / WEIGHTS
-    text = read_json(directory / CONFIG) if contents is None else parse_object(contents.get(CONFIG, b""), where)
-    if "fine_tune_type" in text and "peft_type" not in text:
+    content = read_json(directory / CONFIG) if contents is None else parse_object(contents.get(CONFIG, b""), where)
+    if "fine_tune_type" in content and "peft_type" not in content:
         raise UserError(
             f"{directory} is an adapter of mlx-lm, which is not in PEFT's format: convert it (lora_A.weight and "
             "lora_B.weight are lora_a and lora_b transposed, lora_alpha is scale times rank)."
         )
-    config = parse_config(text, where)
+    config = parse_config(content, where)
     if not path.exists() if contents is None else WEIGHTS not in contents:
         raise UserError(f"{path} does not exist: save the adapter in safetensors format.")
     halves: dict[str, dict[str, np.ndarray]] = {}

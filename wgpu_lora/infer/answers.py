@@ -91,16 +91,16 @@ def answer_slots(
     ):
         for start in range(0, len(ids), generator.batch):
             part = slice(start, start + generator.batch)
-            new = [StreamedAnswer(tokenizer, len(one), settings.stop) for one in ids[part]]
+            streams = [StreamedAnswer(tokenizer, len(one), settings.stop) for one in ids[part]]
             for _, piece in replies(
-                generator, new, ids[part], slots[part], settings, streamed, samplers=samplers[part]
+                generator, streams, ids[part], slots[part], settings, streamed, samplers=samplers[part]
             ):
                 if streamed and piece:
                     events.text(piece)
-                tokens = done + sum(len(reply.generation.token_ids) for reply in new)
+                tokens = done + sum(len(reply.generation.token_ids) for reply in streams)
                 events.answering(len(result), len(prompts), tokens)
-            done += sum(len(reply.generation.token_ids) for reply in new)
-            for prompt, reply in zip(prompts[part], new, strict=True):
+            done += sum(len(reply.generation.token_ids) for reply in streams)
+            for prompt, reply in zip(prompts[part], streams, strict=True):
                 result.append(answer_of(prompt, reply))
                 number, who = divmod(len(result) - 1, max(1, len(names)))
                 events.answered(number, names[who] if names else None, result[-1])

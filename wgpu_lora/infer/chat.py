@@ -266,8 +266,8 @@ class ChatHistory:
         room = min(settings.max_new_tokens, max(1, capacity // ROOM))
         first, left_out = self.first, 0
         while True:
-            message = [*self.messages[first:], {"role": "user", "content": text}]
-            shown: Any = message if templated else text
+            conversation = [*self.messages[first:], {"role": "user", "content": text}]
+            shown: Any = conversation if templated else text
             ids = chat_prompt(tokenizer, shown, settings.system, settings.prompt_format, **settings.template_kwargs)
             turns = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i >= first]
             if len(ids) + room <= capacity or not turns or not templated:

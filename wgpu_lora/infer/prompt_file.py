@@ -125,8 +125,8 @@ def row_of(request: Request, answer: Answer, name: str | None = None) -> dict[st
     """A row of the output: the input row and the answer; `name` is the adapter's, if there are several."""
     kept = {key: value for key, value in request.row.items() if key not in (*ANSWERED, "adapter")}
     who = {} if name is None else {"adapter": name}
-    message = {"response": answer.text, "tokens": len(answer.token_ids), "stop_reason": answer.stop_reason}
-    return {**kept, **who, **message}
+    fields = {"response": answer.text, "tokens": len(answer.token_ids), "stop_reason": answer.stop_reason}
+    return {**kept, **who, **fields}
 
 
 def to_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:

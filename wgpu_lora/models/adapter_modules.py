@@ -33,7 +33,7 @@ def read_adapter_for(
         UserError: the adapter cannot be read or does not fit (`check_adapter_shapes`), or has a module under two names.
         NotFiniteError: a value is NaN or infinite.
     """
-    text, stored = read_adapter(adapter, contents)
+    adapter_config, stored = read_adapter(adapter, contents)
     names = {theirs: config.STORED.own(theirs) for theirs in stored}
     matrices: dict[str, tuple[np.ndarray, ...]] = {}
     for theirs, ours in sorted(names.items(), key=lambda pair: in_order(pair[1])):
@@ -41,7 +41,7 @@ def read_adapter_for(
             raise UserError(f"The adapter {adapter} holds {ours} under two names: save it again, or use another.")
         matrices[ours] = stored[theirs]
     check_adapter_shapes(config, matrices, adapter, model)
-    return text if matrices.keys() == stored.keys() else _renamed(text, names, config), matrices
+    return adapter_config if matrices.keys() == stored.keys() else _renamed(adapter_config, names, config), matrices
 
 
 def _renamed(said: AdapterConfig, names: Mapping[str, str], config: ModelConfig) -> AdapterConfig:

@@ -246,16 +246,16 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
 )
 
-# Commands of other programs -> what to type. Those of objectives come from the registry.
+# Commands of other programs -> what to type, and a remark after a comma. Those of objectives come from the registry.
 COMMANDS: dict[str, str] = {
     "train sft lora qlora fit fine-tune training peft": "finetune",
     "resume continue": "finetune --resume",
     "simpo": "finetune --objective cpo --loss-type simpo",
-    "grpo ppo rlhf": "finetune --objective dpo', which trains on preferences: there is no reinforcement learning",
-    "pretrain cpt pt": "finetune --data FILE', with rows of plain text",
+    "grpo ppo rlhf": "finetune --objective dpo, which trains on preferences: there is no reinforcement learning",
+    "pretrain cpt pt": "finetune --data FILE, with rows of plain text",
     "repl talk ask-me ui webui webchat interactive": "chat",
     "infer inference run predict ask complete query": "generate",
-    "serve server api": "export gguf', for llama.cpp's llama-server or Ollama",
+    "serve server api": "export gguf, for llama.cpp's llama-server or Ollama",
     "fuse merge-lora merge-and-unload safetensors": "merge",
     "quant pack nf4 bnb gptq awq": "quantize",
     "convert gguf to-gguf save ggml": "export gguf",

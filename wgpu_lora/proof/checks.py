@@ -212,18 +212,18 @@ def work_happened_on_the_device(proof: Proof, finding: Finding) -> str:
     """Passes if run.json names the listed device and the first step, repeated there, gives the logged loss."""
     training = proof.trained()
     assert training.record
-    index, text = training.devices[0], asdict(training.record.environment.device)
+    index, recorded = training.devices[0], asdict(training.record.environment.device)
     facts = (*FACTS, "kind")
     clock = proof.children.run("clock", "proof-clock", directory=str(training.directory), device=index)
     logged, loss = training.log[0]["loss"], float(np.float64(clock["loss"]))  # null becomes NaN
     share = clock["device_seconds"] / clock["host_seconds"]
     finding.figures = {
-        "device": {name: text[name] for name in facts},
+        "device": {name: recorded[name] for name in facts},
         "clock": clock,
         "share": share,
         "logged_loss": logged,
     }
-    finding.expect_device(index, proof.device(index), "run.json", text, facts)
+    finding.expect_device(index, proof.device(index), "run.json", recorded, facts)
     fault = f"the timed step's loss is {loss:.7f}, but the run logged {logged:.7f}"
     finding.expect(abs(loss - logged) <= SAME_LOSS * abs(logged), fault)
     finding.expect(clock["dispatches"], "no kernel was dispatched")
@@ -233,7 +233,7 @@ def work_happened_on_the_device(proof: Proof, finding: Finding) -> str:
         fault = f"the device's timestamps account for {share:.0%} of the step's time on the host, which is impossible"
         finding.expect(0 < share <= 1 + SKEW, fault)
     return (
-        f"{text['name']}, {text['driver']}, {text['backend']}; the first step, repeated afterwards in "
+        f"{recorded['name']}, {recorded['driver']}, {recorded['backend']}; the first step, repeated afterwards in "
         f"{clock['dispatches']} dispatches, has the logged loss, {logged:.6f}; {by}"
     )
 

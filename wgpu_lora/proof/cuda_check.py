@@ -30,11 +30,11 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     used, started, seen = proof.devices()["used"], proof.children.started, proof.children.watcher.stop()
     # The children's own accounts; one that was ended early has none.
     files = {child.name: proof.children.witness(child.name) for child in started}
-    text: dict[str, Any] = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+    reports: dict[str, Any] = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
     # The libraries that each process had mapped, as seen from outside and by its own account.
     names = {child.process.pid: child.name for child in started}
     accounts = [(names.get(one.pid) or short(one.command), one.pid, one.libraries) for one in seen]
-    accounts += [(name, account["pid"], account["libraries"]) for name, account in text.items()]
+    accounts += [(name, account["pid"], account["libraries"]) for name, account in reports.items()]
     mapped: dict[str, set[str]] = {}
     for name, pid, libraries in accounts:
         mapped.setdefault(f"{name} ({pid})", set()).update(libraries)
@@ -42,9 +42,9 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     paths = sorted(set().union(*mapped.values()))
     native = package_libraries(paths)
     naming, unread = look_into(native)
-    opened = {name: account["opened"] for name, account in text.items()}
-    modules = {*sys.modules, *(module for account in text.values() for module in account["modules"])}
-    ran = [command for account in text.values() for command in account["commands"]]
+    opened = {name: account["opened"] for name, account in reports.items()}
+    modules = {*sys.modules, *(module for account in reports.values() for module in account["modules"])}
+    ran = [command for account in reports.values() for command in account["commands"]]
     requirements = sorted(required(PACKAGE))
     # CUDA's driver side, by path: the processes in which NVIDIA's Vulkan driver was mapped too.
     explained = {path: where for path in paths if (where := [n for n, of in judged.items() if path in of.explained])}
@@ -62,7 +62,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         ],
         "required by the package": cuda_packages(requirements),
         "never looked at": [name for pid, name in names.items() if pid not in looked_at],
-        "ended without saying what it opened": [name for name in files if explained and name not in text],
+        "ended without saying what it opened": [name for name in files if explained and name not in reports],
     }
     for what, items in kinds.items():
         finding.expect(not items, f"{what}: {', '.join(items)}")
@@ -86,7 +86,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     driver = f" except {len(explained)} mapped beside NVIDIA's Vulkan driver" if explained else ""
     return (
         f"{len(paths)} libraries in {count_noun(len(looked_at), 'process', 'processes')}, examined {looks} times: none "
-        f"belongs to CUDA{driver}; {count_noun(len(text), 'child process', 'child processes')} opened none through "
+        f"belongs to CUDA{driver}; {count_noun(len(reports), 'child process', 'child processes')} opened none through "
         "ctypes "
         f"or cffi, {len(native)} native libraries of installed packages name none, none of {len(requirements)} "
         "requirements belongs to CUDA, and nvcc was not run"

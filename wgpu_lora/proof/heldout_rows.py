@@ -36,10 +36,10 @@ def rows_of(path: str) -> dict[str, dict[str, Any]]:
 def content(example: Example) -> str:
     """The text of a row with normalised white space, without its labels."""
     if isinstance(example, Conversation):
-        text: Any = [{name: message.get(name) for name in SAID} for message in example.messages]
+        plain: Any = [{name: message.get(name) for name in SAID} for message in example.messages]
     else:
-        text = {name: value for name, value in asdict(example).items() if name != "labels"}
-    return json.dumps(_plain(text), sort_keys=True)
+        plain = {name: value for name, value in asdict(example).items() if name != "labels"}
+    return json.dumps(_plain(plain), sort_keys=True)
 
 
 def _plain(said: Any) -> Any:

@@ -114,7 +114,7 @@ def prove(
     if ANSWERS in wanted:
         check_answers_can_run(args, allow_unconfined)
     out = numbered(out)
-    new = not out.exists()
+    is_new = not out.exists()
     proof = Proof(out, path, args, devices, Children(out), discrete, allow_unconfined)
     checks: list[Check] = []
     lock = ExitStack()
@@ -134,7 +134,7 @@ def prove(
         proof.children.end()
         for directory in out.iterdir():
             shutil.rmtree(directory)
-        if new:
+        if is_new:
             out.rmdir()
         raise
     except KeyboardInterrupt as error:

@@ -145,9 +145,9 @@ def answers(
     prompts = [prompt_of(request, tokenizer, args.template_kwargs()) for request in requests]
     slots = [0 if adapter else None] * len(prompts)
     with generator_for(model, prompts, NEW_TOKENS, adapter) as generator:
-        new = generator.generate(prompts, slots, NEW_TOKENS, stop_ids=tokenizer.stop_ids)
+        generated = generator.generate(prompts, slots, NEW_TOKENS, stop_ids=tokenizer.stop_ids)
     result = []
-    for request, row, one in zip(requests, rows, new, strict=True):
+    for request, row, one in zip(requests, rows, generated, strict=True):
         text = tokenizer.decode(one.token_ids)
         verdict = run_check(text, row["check"], allow_unconfined=allow_unconfined)
         result.append({"request": shown(request), "text": text, "passed": verdict.passed, **asdict(verdict)})

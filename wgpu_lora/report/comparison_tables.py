@@ -139,15 +139,15 @@ def summary(run: Run) -> str:
     """A Markdown line for a run log."""
     state, options, device = run.record.state, run.record.options, run.record.environment.device
     result, cost = losses(run), costs(run)
-    message = [f"loss {number(state.last_loss)}"]
+    parts = [f"loss {number(state.last_loss)}"]
     if state.trained_eval_loss is not None:
         seen = {"{} before": state.first_eval_loss, "best {}": state.best_eval_loss}
         more = ", ".join(text.format(number(loss)) for text, loss in seen.items() if loss is not None)
-        message.append(f"held-out {number(state.trained_eval_loss)}" + (f" ({more})" if more else ""))
+        parts.append(f"held-out {number(state.trained_eval_loss)}" + (f" ({more})" if more else ""))
     speeds = ", ".join(f"{value:,.0f} {kind}" for kind, value in run.speeds().items())
     return (
         f"- **{run.name}**: {options.model or 'demo'}, {options.trains()}, "
-        f"{result['steps']} steps ({result['ended']}), {', '.join(message)}, {cost['time']}, "
+        f"{result['steps']} steps ({result['ended']}), {', '.join(parts)}, {cost['time']}, "
         f"{f'{speeds} tokens/s' if speeds else 'speed not logged'}, {cost['peak device memory']} of device memory, "
         f"on {device.name}, {device.driver}"
     )

@@ -80,8 +80,8 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
             views += [View(axis, log, line_chart(lines, x_label, label, log)) for log in scales if lines]
         if views:
             faint = any(line.style == "faint" for view in views for line in view.chart.lines)
-            text = [note, FAINT if faint else "", *(map(_low_power, runs) if title == "Power" else ())]
-            result.append(Plot(title, " ".join(filter(None, text)), views))
+            notes = [note, FAINT if faint else "", *(map(_low_power, runs) if title == "Power" else ())]
+            result.append(Plot(title, " ".join(filter(None, notes)), views))
     return result
 
 

@@ -72,8 +72,8 @@ class Recording:
 
         resumed: the id of the run that it continues.
         """
-        text = current_remarks()
-        facts = {"goal": text.goal, "notes": text.notes, **facts}
+        current = current_remarks()
+        facts = {"goal": current.goal, "notes": current.notes, **facts}
         entry = RunEntry(
             id=resumed or new_id(),
             date=now(),
@@ -86,7 +86,7 @@ class Recording:
             process=Process.this(),
             **facts,
         )
-        logged = asked and text.log
+        logged = asked and current.log
         return cls(replace(entry, git=git_state()) if run_log_enabled(logged) and "git" not in facts else entry, logged)
 
     def end(self, status: str, losses: Losses | None = None, **facts: Any) -> None:

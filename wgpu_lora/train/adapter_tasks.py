@@ -165,9 +165,9 @@ def request_of(tasks: Sequence[AdapterTask], home: Path) -> list[dict[str, Any]]
     """The tasks for a pipeline's record, with checkpoints relative to it."""
     result = []
     for task in tasks:
-        text = {name: value for name, value in vars(task).items() if name != "rows"}
+        values = {name: value for name, value in vars(task).items() if name != "rows"}
         place = os.path.relpath(Path(task.checkpoint), home)
-        result.append({**text, "options": dict(task.options), "checkpoint": place})
+        result.append({**values, "options": dict(task.options), "checkpoint": place})
     return result
 
 

@@ -75,14 +75,14 @@ def _trained(adapter: Path) -> dict[str, Any]:
     for name in (RUN, METADATA):
         try:
             record = read_json(adapter / name)
-            text = _said(record.get("options"))
+            recorded = _said(record.get("options"))
             for option in ("reference_adapter", *TEACHER, "eval_teacher_cache"):
-                if path := text.get(option):
-                    text[option] = resolve_recorded_path(record.get("directory"), path)
-            from_values(text, name)
+                if path := recorded.get(option):
+                    recorded[option] = resolve_recorded_path(record.get("directory"), path)
+            from_values(recorded, name)
         except UserError:
             continue
-        return text
+        return recorded
     return {}
 
 

@@ -168,13 +168,13 @@ def prepare_pipeline(
             f"The pipeline's state {home / STATE} is damaged ({error}): start again in other directories."
         ) from None
     state.identity = identity
-    text = {
+    requested = {
         "options": replace(args, resume=False, overwrite=False).as_dict(),
         "schedule": schedule,
         "batch_tokens": tokens,
         "directory": os.getcwd(),
     }
-    state.request = {**text, "adapters": request_of(tasks, home)}
+    state.request = {**requested, "adapters": request_of(tasks, home)}
 
     def replan(changes: Mapping[str, Any]) -> int:
         others = [replan_run(run, changes) for run in runs]

@@ -65,8 +65,8 @@ class Push(Stage):
         count = f"{len(files)} files, {upload.nbytes:,} bytes"
         if self.dry_run:
             address = None
-            new = "private" if self.private else "public"
-            watch.note_line("dry run", f"{count} to {self.repo} ({new} if created); nothing was uploaded")
+            visibility = "private" if self.private else "public"
+            watch.note_line("dry run", f"{count} to {self.repo} ({visibility} if created); nothing was uploaded")
         else:
             address = send(upload, self.repo, private=self.private)
             watch.note_line("uploaded", f"{count}: {address}")

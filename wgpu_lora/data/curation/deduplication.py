@@ -83,8 +83,8 @@ def _parts(example: Example) -> list[str]:
         case Conversation():
             return _conversation(example)
         case Alpaca():
-            message = [*example.prompt_messages, {"role": "assistant", "content": example.output}]
-            return _conversation(Conversation(message, frozenset({len(message) - 1})))
+            messages = [*example.prompt_messages, {"role": "assistant", "content": example.output}]
+            return _conversation(Conversation(messages, frozenset({len(messages) - 1})))
         case Completion():
             return ["completion", example.prompt, example.completion]
         case Text():

@@ -34,12 +34,12 @@ def read_message(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     try:
         arrays = load(data)
         length = int.from_bytes(data[:8], "little")  # `load` has checked it
-        text = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][SAID])
+        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][SAID])
     except Exception as error:  # safetensors raises an error of its own
         raise ValueError(f"a message cannot be read ({error})") from None
-    if not isinstance(text, dict):
+    if not isinstance(header, dict):
         raise ValueError("a message has no values")
-    return text, arrays
+    return header, arrays
 
 
 def parameters(session: Session) -> dict[str, np.ndarray]:

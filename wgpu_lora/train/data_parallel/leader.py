@@ -136,12 +136,12 @@ class DataParallelLeader:
     def _ask(self, shared: StepPart, spans: Mapping[int, Span], tokens: Mapping[int, int]) -> None:
         parameters = gradient_messages.parameters(shared.session)
         for member, span in spans.items():
-            helper, text, arrays = self._helpers[member], shared.question(span), parameters
+            helper, request, arrays = self._helpers[member], shared.question(span), parameters
             if helper.new:
                 self._shares.forget(member)
-                text["run"] = {**shared.run.identity(), "code": self._code}
+                request["run"] = {**shared.run.identity(), "code": self._code}
                 arrays = {**parameters, **gradient_messages.read_offsets(shared.session)}
-            helper.ask(gradient_messages.message(text, arrays), tokens[member])
+            helper.ask(gradient_messages.message(request, arrays), tokens[member])
 
     def _add(
         self, shared: StepPart, spans: Mapping[int, Span], answers: Mapping[int, Answer | None]

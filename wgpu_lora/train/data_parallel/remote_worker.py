@@ -70,11 +70,11 @@ class RemoteWorker:
     def _asked(self, question: bytes) -> Answer | None:
         begin = time.monotonic()
         self._link.send_bytes(question)
-        text, arrays = read_message(self._link.recv_bytes())
-        if text.get("say") == LOST:
+        header, arrays = read_message(self._link.recv_bytes())
+        if header.get("say") == LOST:
             self._here.clear()
             return None
-        return Answer(text, arrays, time.monotonic() - begin)
+        return Answer(header, arrays, time.monotonic() - begin)
 
     # -- the leader's side -----------------------------------------------------------------------------------------
 

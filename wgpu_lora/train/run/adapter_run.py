@@ -316,7 +316,7 @@ class AdapterRun:
                 storage.remove(place)
 
     def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
-        """Measure the held-out `eval_loss` and metrics, {} if not finite; `Progress.save_best` saves the best adapter.
+        """Measure the held-out `eval_loss` and metrics, {} if not finite; `SlotProgress.save_best` saves the best.
 
         Before the first step, the loss is only a baseline.
         """

@@ -62,14 +62,14 @@ def link_members(home: Path, members: Iterable[Path]) -> None:
     """Write the location of the record into every adapter's directory."""
     for member in members:
         if member.resolve() != home.resolve():
-            text = {"pipeline": os.path.relpath(home.resolve(), member.resolve())}
-            write_bytes_atomic(member / MEMBER, (to_json(text) + "\n").encode())
+            content = {"pipeline": os.path.relpath(home.resolve(), member.resolve())}
+            write_bytes_atomic(member / MEMBER, (to_json(content) + "\n").encode())
 
 
 def write_pipeline_state(directory: Path, state: PipelineState) -> None:
     """Replace the state, with its SHA-256."""
-    message = vars(state)
-    text = to_json({"schema": SCHEMA, "sha256": _digest(message), "state": message}, indent=1)
+    values = vars(state)
+    text = to_json({"schema": SCHEMA, "sha256": _digest(values), "state": values}, indent=1)
     write_bytes_atomic(directory / STATE, (text + "\n").encode())
 
 
@@ -87,10 +87,10 @@ def read_pipeline_state(directory: Path) -> PipelineState:
     except (UserError, ValueError) as error:
         wrong = error.problem if isinstance(error, UserError) else error
         raise UserError(f"The pipeline's state is damaged ({wrong}): {advice}.") from None
-    text = result.get("state")
-    if not isinstance(text, dict) or result.get("sha256") != _digest(text) or not _is_state(text):
+    values = result.get("state")
+    if not isinstance(values, dict) or result.get("sha256") != _digest(values) or not _is_state(values):
         raise UserError(f"The pipeline's state {path} is damaged: {advice}.")
-    return PipelineState(**text)
+    return PipelineState(**values)
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -44,8 +44,8 @@ def resumed_options(given: Mapping[str, Any], directory: Path, where: str) -> Tr
     if newest is None:
         raise no_checkpoint_error(directory)
     run_checkpoint.check(newest)
-    text = run_checkpoint.read_metadata(newest)
-    return merge_resumed_options(given, text.get("options"), text.get("directory"), directory, where)
+    metadata = run_checkpoint.read_metadata(newest)
+    return merge_resumed_options(given, metadata.get("options"), metadata.get("directory"), directory, where)
 
 
 def merge_resumed_options(

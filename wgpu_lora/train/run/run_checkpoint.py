@@ -322,7 +322,7 @@ class Trainable(Protocol):
     def load_checkpoint(
         self, directory: Path, session: Session, slot: int, contents: Mapping[str, bytes] | None = None
     ) -> None:
-        """Uploads those of an intact checkpoint. Raises Damaged if they are not those of this run.
+        """Uploads those of an intact checkpoint. Raises CheckpointError if they are not those of this run.
 
         contents: of its files by name, if they are not plain ones.
         """

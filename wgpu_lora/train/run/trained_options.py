@@ -82,31 +82,31 @@ def evaluation_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], po
     Raises:
         UserError: a given value is invalid.
     """
-    text = check_rows(given)
+    rows = check_rows(given)
     trained = _common_options([_trained_with(Path(adapter)) for adapter in adapters])
-    of_adapters = {name: value for name, value in trained.items() if name not in text}
+    of_adapters = {name: value for name, value in trained.items() if name not in rows}
     length = of_adapters.pop("max_length", None)
     notes = [setting(name, value) for name, value in of_adapters.items() if value != ROWS[name]]
-    if "max_length" in text:
-        _refuse_longer(text["max_length"], positions)
+    if "max_length" in rows:
+        _refuse_longer(rows["max_length"], positions)
     elif length is not None and length <= positions:
-        text["max_length"] = length
+        rows["max_length"] = length
         notes[:0] = [setting("max_length", length)] if length != min(LENGTH, positions) else []
     note = f"{', '.join(notes)}, as in training" if notes else ""
-    if "max_length" not in text:
-        text["max_length"] = min(LENGTH, positions)
-        if text["max_length"] < LENGTH:
+    if "max_length" not in rows:
+        rows["max_length"] = min(LENGTH, positions)
+        if rows["max_length"] < LENGTH:
             short = f"rows of at most {positions:,} tokens, the number of positions of this model"
             note = f"{short}; {note}" if note else short
-    return EvaluationRowOptions(**{**ROWS, **of_adapters, **text}, note=note)
+    return EvaluationRowOptions(**{**ROWS, **of_adapters, **rows}, note=note)
 
 
 def check_rows(given: Mapping[str, Any]) -> dict[str, Any]:
     """The given values of max_length and ROWS. Raises UserError if no model allows a value."""
-    text = {name: value for name in ("max_length", *ROWS) if (value := given.get(name)) is not None}
-    for name, value in text.items():
+    recorded = {name: value for name in ("max_length", *ROWS) if (value := given.get(name)) is not None}
+    for name, value in recorded.items():
         check(name, value, TrainingArguments.__dataclass_fields__[name].metadata)
-    return text
+    return recorded
 
 
 def _refuse_longer(length: int, positions: int) -> None:

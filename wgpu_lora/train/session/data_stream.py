@@ -177,11 +177,11 @@ class DataStream:
 
     def _mismatched(self, sample: int, other: int, slot: int) -> Segment:
         """The prompt of a sample with the answer of another, cut to the maximum length."""
-        asked, text = self.prepared.samples[sample][0], self.prepared.samples[other][0]
-        prompt, behind = prompt_tokens(asked.labels), prompt_tokens(text.labels)
+        asked, answered = self.prepared.samples[sample][0], self.prepared.samples[other][0]
+        prompt, behind = prompt_tokens(asked.labels), prompt_tokens(answered.labels)
         length = self.args.length
-        ids = np.concatenate([asked.input_ids[:prompt], text.input_ids[behind:]])[:length]
-        labels = np.concatenate([asked.labels[:prompt], text.labels[behind:]])[:length]
+        ids = np.concatenate([asked.input_ids[:prompt], answered.input_ids[behind:]])[:length]
+        labels = np.concatenate([asked.labels[:prompt], answered.labels[behind:]])[:length]
         return Segment(ids, labels, slot)
 
     @cached_property

@@ -160,14 +160,14 @@ class DataParallelWorker:
         """
         session, run = self.session, self.run
         try:
-            text, arrays = gradient_messages.read_message(question)
-            if "run" in text:
-                self._check(text["run"])
+            header, arrays = gradient_messages.read_message(question)
+            if "run" in header:
+                self._check(header["run"])
                 gradient_messages.write_offsets(session, _of(arrays, "offset"))
             gradient_messages.place_parameters(session, _of(arrays, "parameters"))
-            run.stream.references.update({int(sample): tuple(known) for sample, known in text["references"].items()})
-            shared = StepPart(session, run, self._step(text), text["estimate"])
-            begin, end = text["span"]
+            run.stream.references.update({int(sample): tuple(known) for sample, known in header["references"].items()})
+            shared = StepPart(session, run, self._step(header), header["estimate"])
+            begin, end = header["span"]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise UserError(
                 f"A question of the leader of this data-parallel run cannot be answered ({error}): use the same "
