@@ -17,7 +17,7 @@ from support.units import task
 
 from wgpu_lora.cluster.facts import RunRequest, RunRequirements, Snapshot, Task, TaskView, from_plain, to_plain
 
-LEASE = 15.0
+LEASE = 30.0
 STEPS = 40
 
 
