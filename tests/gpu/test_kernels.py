@@ -205,6 +205,8 @@ def test_texts_are_valid_within_default_limits(device: Device, name: str) -> Non
     for text, tiling in {k: v for case in CASES[name] for size in sizes for k, v in texts(case, size).items()}.items():
         device.raw.create_shader_module(code=text, label=f"{name} {tiling}")
         assert text.count("var<storage") <= 8
+        # && and || skip their right side in some lanes, of which others then read undefined values (on NVIDIA)
+        assert not re.search(r"(&&|\|\|)[^;{}]*\bsubgroup[A-Z]", text)
         (size,) = re.findall(r"@workgroup_size\(([^)]*)\)", text)
         assert np.prod([int(part) for part in size.split(",")]) <= 256
         shared = re.findall(r"var<workgroup>\s*\w+\s*:\s*array<(f32|u32|i32|vec4<f32>), *(\d+)>", text)
