@@ -73,8 +73,11 @@ def killed_run(finished: Path, place: Path, step: int = 4) -> Path:
 
 
 def result(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
-    """The adapter and the log of a run, without times."""
-    log = [{k: v for k, v in line.items() if "second" not in k} for line in read_log(run / LOG)]
+    """The adapter and the log of a run, without times and the status of the hardware."""
+    log = [
+        {k: v for k, v in line.items() if "second" not in k and not k.startswith("gpu_")}
+        for line in read_log(run / LOG)
+    ]
     return (run / WEIGHTS).read_bytes(), log
 
 

@@ -90,7 +90,7 @@ def teacher_rows(support: TopKLogits, targets: np.ndarray, vocab_size: int, temp
     ids[:, :kept] = support.ids[:, :kept]
     hits = ids[:, :kept] == np.asarray(targets).reshape(n, 1)
     places = np.where(hits.any(1), hits.argmax(1), kept).astype(np.uint32)
-    ids[:, kept] = np.where(places == kept, targets, NO_ID)
+    ids[:, kept] = np.where(places == kept, np.asarray(targets, np.uint32), np.uint32(NO_ID))
     return TeacherRows(ids, logprobs.astype(np.float32), places)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ import wgpu
 from wgpu.backends.wgpu_native import lib_path, lib_version_info
 
 from wgpu_lora.errors import UserError
+
+# wgpu warns of this feature on discrete GPUs; here only offloaded activations use it, which belong into host memory.
+logging.getLogger("wgpu").addFilter(lambda record: "MAPPABLE_PRIMARY_BUFFERS" not in record.getMessage())
 
 KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "software"}
 PREFERENCE = {"discrete": 0, "integrated": 1, "software": 2, "unknown": 3}
