@@ -220,7 +220,7 @@ def test_one_that_is_out_of_time_is_ended_with_its_children() -> None:
     [
         ("import sys; sys.stderr.write('a\\nlast words\\n'); sys.exit(3)", "exit code 3: last words"),
         ('print(\'{"event": "error", "message": "why"}\'); raise SystemExit(2)', "exit code 2: why"),
-        ('print(\'{"event": "result"\'[:9])', "exit code 0: it said nothing"),  # cut short
+        ('print(\'{"event": "result"\'[:9])', "exit code 0: no message"),  # cut short
     ],
 )
 def test_what_a_worker_ended_of_is_told(code: str, said: str) -> None:

@@ -146,7 +146,7 @@ class Worker:
         if told:
             return str(told)[:300]
         text = [line.strip() for line in self.errors.read_text(errors="replace").split("\n") if line.strip()]
-        return text[-1][:300] if text else "it said nothing"
+        return text[-1][:300] if text else "no message"
 
     def end(self) -> None:
         """End it and its own children if it is still running."""

@@ -74,11 +74,12 @@ def parts_of(read: Read) -> list[str]:
     """The texts that a row consists of. Other columns, such as an id, are not part of its content."""
     parts = [read.kind, str(read.sample.value)]
     for example in read.sample.examples:
-        parts += _parts(example)
+        parts += example_parts(example)
     return parts
 
 
-def _parts(example: Example) -> list[str]:
+def example_parts(example: Example) -> list[str]:
+    """The texts of an example, and what is trained of it."""
     match example:
         case Conversation():
             return _conversation(example)
