@@ -12,12 +12,12 @@ import pytest
 from support.broken import Break
 from support.events import hearing
 
-from scripts import bench_gpu_kernels
-from scripts.bench_gpu import wrong
-from scripts.gpu_compilers.compiled import Compiled
-from scripts.gpu_compilers.devices import GPUS
-from scripts.gpu_compilers.predictions import figures, kind_of, nearest, to_json
-from scripts.gpu_compilers.run import Answers, Row
+from scripts.bench import gpu_report
+from scripts.bench.gpu_report import wrong
+from scripts.gpu_compilers.compiled_shader import Compiled
+from scripts.gpu_compilers.compiler_report import figures, kind_of, nearest, predictions_json
+from scripts.gpu_compilers.compiler_run import Answers, Row
+from scripts.gpu_compilers.gpus import GPUS
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
@@ -55,7 +55,7 @@ def test_predictions_are_found_by_pipeline() -> None:
     used, other = call(Tiling("broadcast", 32, 16, 4, 4), True), call(Tiling(), False)
     answers = [Answers(GPUS["rdna3"], size, "RX 7900 XTX", "RADV") for size in (64, 32)]
     answers[1].rows = [Row(used, Compiled(120, 0, 0, 0, 12, 900, None)), Row(other, None)]
-    predicted = json.loads(json.dumps(to_json(answers)))
+    predicted = json.loads(json.dumps(predictions_json(answers)))
     info = SimpleNamespace(vendor_id=0x1002, name="AMD Radeon RX 7600")
     device: Any = SimpleNamespace(info=info, capabilities=SimpleNamespace(subgroup_size=32))
     found = nearest(device, predicted)
@@ -75,11 +75,11 @@ def test_a_kernel_that_is_wrong_loses_no_other_measurement(
 ) -> None:
     broken(kernel, compiles=compiles)
     monkeypatch.setattr(device, "verdicts", Verdicts(device, tmp_path))
-    monkeypatch.setattr(bench_gpu_kernels, "Device", lambda _: device)
-    monkeypatch.setattr(bench_gpu_kernels, "Tuner", partial(Tuner, seconds=0.0, directory=tmp_path))
+    monkeypatch.setattr(gpu_report, "Device", lambda _: device)
+    monkeypatch.setattr(gpu_report, "Tuner", partial(Tuner, seconds=0.0, directory=tmp_path))
     records: list[dict[str, Any]] = []
     job = {"shape": "tiny-qwen3", "tokens": 16, "rounds": 1, "candidates": False}
-    ended = bench_gpu_kernels.kernels(hearing(measured=records.append), where="the job", **job)  # type: ignore[arg-type]
+    ended = gpu_report.kernels(hearing(measured=records.append), where="the job", **job)  # type: ignore[arg-type]
     assert (ended.code, set(ended.result["wrong"])) == (1, {kernel})
     assert kernel in ended.said
     kinds = {record["kind"] for record in records}

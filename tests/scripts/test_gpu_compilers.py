@@ -9,15 +9,22 @@ from pathlib import Path
 import pytest
 
 from scripts.gpu_compilers import __main__ as command
-from scripts.gpu_compilers import amd, apple, nvidia, places
-from scripts.gpu_compilers.check import violations
-from scripts.gpu_compilers.child import MARKER
-from scripts.gpu_compilers.compiled import Compiled, Instruction, Loop, Unreadable, innermost
-from scripts.gpu_compilers.devices import GPUS
-from scripts.gpu_compilers.places import Place
-from scripts.gpu_compilers.report import details, to_json
-from scripts.gpu_compilers.run import Answers, Row, ask
-from scripts.gpu_compilers.wanted import Wanted
+from scripts.gpu_compilers import gpus
+from scripts.gpu_compilers.__main__ import violations
+from scripts.gpu_compilers.compiled_shader import (
+    Compiled,
+    Instruction,
+    Loop,
+    Unreadable,
+    innermost,
+    parse_amd,
+    parse_apple,
+    parse_nvidia,
+)
+from scripts.gpu_compilers.compiler_report import details, to_json
+from scripts.gpu_compilers.compiler_run import MARKER, Answers, Row, ask
+from scripts.gpu_compilers.gpus import GPUS, Place
+from scripts.gpu_compilers.recorded_kernels import Selection
 from tests.support import FIXTURES
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tiling import Tiling
@@ -90,13 +97,13 @@ def test_dual_and_packed_instructions_of_amd_do_two() -> None:
     dual = "\tv_dual_fmac_f32 v43, s8, v109 :: v_dual_mul_f32 v110, v110, v66 ; c806da08 2b6e856e"
     both = "\tv_dual_fmac_f32 v65, s12, v95 :: v_dual_fmac_f32 v76, s12, v102 ; c800be0c 414ccc0c"
     packed = "\tv_pk_fma_f16 v1, v2, v3, v4   ; 0"
-    found = amd.parse(["disasm:", "BB1:", dual, both, packed, "\ts_branch BB1 ; 0", *statistics])
+    found = parse_amd(["disasm:", "BB1:", dual, both, packed, "\ts_branch BB1 ; 0", *statistics])
     assert found.loop == Loop(4, 3, 5)
 
 
 def test_workgroup_memory_is_in_nir_only() -> None:
-    assert nvidia.parse(["shared_size: 3108", *lines("nvidia")]).shared == 3108
-    assert apple.parse(["shared_size: 3108", *lines("apple")]).shared == 3108
+    assert parse_nvidia(["shared_size: 3108", *lines("nvidia")]).shared == 3108
+    assert parse_apple(["shared_size: 3108", *lines("apple")]).shared == 3108
 
 
 def test_json_and_table() -> None:
@@ -109,14 +116,14 @@ def test_json_and_table() -> None:
 
 
 def test_a_compiler_that_crashes_is_started_again_behind_the_crash(tmp_path: Path) -> None:
-    child = tmp_path / "child.sh"  # its arguments: -m MODULE SUBGROUP_SIZE WANTED SKIPPED
+    child = tmp_path / "child.sh"  # its arguments: -m MODULE SUBGROUP_SIZE SELECTION SKIPPED
     child.write_text(
         f"""echo '{MARKER}{{"device": "RX", "driver": "Mesa", "software": false}}'
         if [ "$5" = 0 ]; then echo '{MARKER}{json.dumps({"call": CALL})}'; kill -SEGV $$; fi
         for call in 1 2; do echo '{MARKER}{json.dumps({"call": CALL})}'; cat {FIXTURES}/gpu_compilers/amd.txt; done
         echo '{MARKER}{{"end": true}}'"""
     )
-    answers = ask(GPUS["rdna3"], 32, Place(("sh", str(child))), Wanted())
+    answers = ask(GPUS["rdna3"], 32, Place(("sh", str(child))), Selection())
     crashed, *others = answers.rows
     assert answers.device == "RX"
     assert crashed.compiled is None
@@ -124,7 +131,7 @@ def test_a_compiler_that_crashes_is_started_again_behind_the_crash(tmp_path: Pat
     assert [row.compiled for row in others] == [SPILLING["rdna3"][1]] * 2
     child.write_text("echo no device; exit 3")
     with pytest.raises(UserError, match=r"nothing was compiled \(exit code 3\):\s+no device"):
-        ask(GPUS["rdna3"], 32, Place(("sh", str(child))), Wanted())
+        ask(GPUS["rdna3"], 32, Place(("sh", str(child))), Selection())
 
 
 def test_what_is_missing_is_one_sentence(
@@ -133,7 +140,7 @@ def test_what_is_missing_is_one_sentence(
     script = tmp_path / "root.sh"
     script.write_text("#!/bin/sh\necho downloading >&2\necho 'debootstrap is missing: install it.' >&2\nexit 2\n")
     script.chmod(0o755)
-    monkeypatch.setattr(places, "ROOT_SCRIPT", script)
+    monkeypatch.setattr(gpus, "ROOT_SCRIPT", script)
     assert command.main(["--gpu", "m1", "--root", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "debootstrap is missing: install it."
 

@@ -23,7 +23,7 @@ from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer, add_fused_lm_head
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer
 
-from golden.models import load
+from scripts.golden.tiny_models import load
 
 ARCHITECTURE, TARGETS = "qwen2", ("q_proj", "down_proj")
 RANK, ALPHA, BETA, STEPS, BATCH, PAIRS = 4, 8, 0.3, 20, 4, 8

@@ -1,6 +1,6 @@
 """Makes tests/fixtures/models and tests/fixtures/golden. Needs the `reference` extra.
 
-    python scripts/make_golden.py [OUTPUT]
+    python -m scripts.golden.make_golden [OUTPUT]
 
 OUTPUT is tests/fixtures unless given. The same versions on the same kind of processor give the same tensors;
 tests/models/test_reference_golden.py checks that any others give the same numbers, to what training makes of rounding.
@@ -13,14 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from golden import adapters
-from golden.generation import generation
-from golden.models import CONFIGS, save
-from golden.optimizers import optimizers
-from golden.quant import is_clear_cut, quantize
-from golden.training import golden
-from golden.variants import variants
 from safetensors.numpy import load_file, save_file
+
+from scripts.golden.golden_optimizers import is_clear_cut, nf4_quantize, optimizers
+from scripts.golden.golden_training import ADAPTERS, adapter_logits, generation, golden, save_adapter, variants
+from scripts.golden.tiny_models import CONFIGS, save
 
 NF4_SHAPES = ((37, 91), (64, 64), (5, 20), (48, 80), (130, 257))
 
@@ -38,19 +35,19 @@ def nf4_matrices() -> dict[str, np.ndarray]:
                 break
         name = f"{rows}x{cols}"
         out[f"{name}.weight"] = weight
-        out |= {f"{name}.{key}": value for key, value in quantize(weight).items()}
+        out |= {f"{name}.{key}": value for key, value in nf4_quantize(weight).items()}
     return out
 
 
 def peft_adapters(output: Path) -> dict[str, np.ndarray]:
     """PEFT's adapters in OUTPUT/peft, and their logits on the first row of their model's golden batch."""
     out = {}
-    for name, (architecture, _) in adapters.CASES.items():
+    for name, (architecture, _) in ADAPTERS.items():
         directory = output / "peft" / name
-        adapters.save_adapter(name, output / "models", directory)
+        save_adapter(name, output / "models", directory)
         stored = load_file(output / "golden" / f"{architecture}.safetensors")
         ids = stored["input_ids"][:1, : stored["lengths"][0]]
-        out |= {f"{name}.input_ids": ids, f"{name}.logits": adapters.logits(name, output / "models", directory, ids)}
+        out |= {f"{name}.input_ids": ids, f"{name}.logits": adapter_logits(name, output / "models", directory, ids)}
     return out
 
 
@@ -67,11 +64,11 @@ def main(output: Path) -> None:
     save_file(optimizers(), output / "golden" / "optimizers.safetensors")
     save_file(peft_adapters(output), output / "golden" / "peft.safetensors")
     save_file(variants(output / "models", output / "golden"), output / "golden" / "variants.safetensors")
-    from golden.preferences import ARCHITECTURE, preferences  # needs TRL
+    from scripts.golden.golden_preferences import ARCHITECTURE, preferences  # needs TRL
 
     initial = load_file(output / "golden" / f"{ARCHITECTURE}.safetensors")
     save_file(preferences(output / "models", initial), output / "golden" / "preferences.safetensors")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "tests" / "fixtures")
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[2] / "tests" / "fixtures")

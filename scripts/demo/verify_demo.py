@@ -1,6 +1,6 @@
 """Fine-tunes the demo with torch, transformers and PEFT, and scores it by its unit checks, before and after.
 
-    python scripts/demo/verify.py --nf4 --steps 360 --learning-rate 1e-3
+    python -m scripts.demo.verify_demo --nf4 --steps 360 --learning-rate 1e-3
 
 `--nf4` first rounds every linear layer but the head to NF4 (blocks of 64, double quantization), as QLoRA does.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,14 +17,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from golden.training import nf4_base  # noqa: E402
-
-from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN  # noqa: E402
-from wgpu_lora.checks.code_check import run_check  # noqa: E402
-from wgpu_lora.checks.sandbox.sandbox_process import confinement  # noqa: E402
+from scripts.golden.golden_training import nf4_base
+from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
+from wgpu_lora.checks.code_check import run_check
+from wgpu_lora.checks.sandbox.sandbox_process import confinement
 
 IGNORED = -100
 NEW_TOKENS = 96

@@ -1,22 +1,31 @@
-"""Runs a compiler over everything that is wanted, and reads what it prints."""
+"""A compiler over all that is selected, in a process where a shim pretends that the GPU is there.
+
+python -m scripts.gpu_compilers.compiler_run SUBGROUP_SIZE SELECTION SKIPPED is that process.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from scripts.gpu_compilers.child import MARKER
-from scripts.gpu_compilers.compiled import Compiled, Unreadable
-from scripts.gpu_compilers.devices import Gpu
-from scripts.gpu_compilers.places import Place
-from scripts.gpu_compilers.wanted import Wanted
+from scripts.gpu_compilers.compiled_shader import Compiled, Unreadable
+from scripts.gpu_compilers.gpus import Gpu, Place
+from scripts.gpu_compilers.recorded_kernels import Selection, calls
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device, DeviceOptions
+from wgpu_lora.gpu.device_errors import ShaderError
 from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.typed_json import typed
 
+MARKER = "@@gpu-compilers "  # begins a line; JSON follows
+_LIBC, LINES = ctypes.CDLL(None), 1  # _IOLBF
 TAIL = 12  # lines of a child that failed
 
 
@@ -72,17 +81,17 @@ class Answers:
         }
 
 
-def ask(gpu: Gpu, subgroup_size: int, place: Place, wanted: Wanted, raw: Path | None = None) -> Answers:
-    """What a GPU's compiler makes of everything wanted. Raises UserError if it does not even begin.
+def ask(gpu: Gpu, subgroup_size: int, place: Place, selection: Selection, raw: Path | None = None) -> Answers:
+    """What a GPU's compiler makes of everything selected. Raises UserError if it does not even begin.
 
     raw: a directory for all that the compiler prints, with a file for each compute pipeline.
     """
     answers, ended = Answers(gpu, subgroup_size), False
     while not ended:  # a compiler that crashes is started again behind what it crashed at
         before = len(answers.rows)
-        options = [str(subgroup_size), json.dumps(asdict(wanted)), str(before)]
+        options = [str(subgroup_size), json.dumps(asdict(selection)), str(before)]
         child = subprocess.Popen(
-            [*place.command, "-m", "scripts.gpu_compilers.child", *options],
+            [*place.command, "-m", "scripts.gpu_compilers.compiler_run", *options],
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -137,3 +146,34 @@ def _sections(printed: IO[str]) -> Iterator[tuple[dict[str, Any], list[str]]]:
         else:
             lines.append(line.rstrip("\n"))
     yield marker, lines
+
+
+# -- in the process ----------------------------------------------------------------------------------------------------
+
+
+def mark(what: dict[str, Any]) -> None:
+    """Write a marker after all that the compilers have printed so far."""
+    _LIBC.fflush(None)  # drivers print with C's buffers
+    os.write(sys.stdout.fileno(), f"\n{MARKER}{json.dumps(what)}\n".encode())
+
+
+def compile_all(subgroup_size: int, selection: Selection, skipped: int) -> None:
+    """Compiles every call behind the first `skipped`, with a marker before each; compilers print in between.
+
+    Runs where a shim pretends that the GPU is there.
+    """
+    # A driver that prints to both streams would break lines of the one that is buffered.
+    _LIBC.setvbuf(ctypes.c_void_p.in_dll(_LIBC, "stdout"), None, LINES, 0)
+    device = Device(0, DeviceOptions(subgroup_size=subgroup_size))
+    mark({"device": device.info.name, "driver": device.info.driver, "software": device.capabilities.software})
+    for call in calls(selection, device)[skipped:]:
+        mark({"call": call.to_json()})
+        try:
+            call.kernel.compute_pipeline(device, call.present, call.constants, call.tiling)
+        except ShaderError as error:
+            mark({"error": str(error)})
+    mark({"end": True})
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]), typed(Selection, json.loads(sys.argv[2])), int(sys.argv[3]))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from golden.quant import is_clear_cut
+from scripts.golden.golden_optimizers import is_clear_cut
 
 SEEDS = {
     "qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50, "smollm3": 70, "phi3": 80, "gemma2": 90, "gemma3_text": 104,

@@ -1,4 +1,4 @@
-"""Logits, gradients and the training curve of a tiny model, in float32 with transformers, PEFT and torch's AdamW."""
+"""What transformers and PEFT make of the tiny models: logits, gradients, curves, variants, adapters, tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.numpy import load_file
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from golden.models import KEPT, SEEDS, linears, load
-from golden.quant import quantize
+from scripts.golden.golden_optimizers import nf4_quantize
+from scripts.golden.tiny_models import CONFIGS, KEPT, SEEDS, linears, load
 
 RANK, ALPHA = 4, 8
 STEPS, WARMUP, LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 30, 3, 2e-3, 0.01, 1.0
@@ -50,7 +51,7 @@ def nf4_base(model: PreTrainedModel) -> PreTrainedModel:
         for (_, module), linear in linears(model).items():
             if module in KEPT:
                 continue
-            linear.weight.copy_(torch.from_numpy(quantize(linear.weight.numpy())["dequantised"]))
+            linear.weight.copy_(torch.from_numpy(nf4_quantize(linear.weight.numpy())["dequantised"]))
     return model
 
 
@@ -159,3 +160,110 @@ def curve(model: PreTrainedModel, adapter: Arrays | None, data: Rows, kind: str,
     final = {f"final.{kind}.{name}": parameter.detach().numpy() for name, parameter in parameters.items()}
     said = {f"losses.{kind}": losses, f"grad_norms.{kind}": norms, "learning_rates": rates}
     return final | {name: np.array(values, np.float32) for name, values in said.items()}
+
+
+# -- DoRA, and initialisations that change the weights -----------------------------------------------------------------
+
+VARIANTS_OF = "llama"  # with biases everywhere
+INITIALISATIONS = ("pissa", "olora")
+
+
+def variants(models: Path, golden: Path) -> Arrays:
+    """Everything that tests/fixtures/golden/variants.safetensors holds."""
+    base, stored = load(models / VARIANTS_OF), load_file(golden / f"{VARIANTS_OF}.safetensors")
+    batch = stored["input_ids"], stored["labels"], stored["lengths"]
+    data = stored["data_ids"], stored["data_labels"], stored["data_lengths"]
+    adapter = {name.removeprefix("adapter."): values for name, values in stored.items() if name.startswith("adapter.")}
+    rng, out = np.random.default_rng(60), {}
+    for (layer, module), linear in linears(base).items():
+        norms = torch.linalg.norm(linear.weight, dim=1).detach().numpy()
+        adapter[f"{layer}.{module}.M"] = norms * rng.uniform(0.7, 1.3, norms.shape).astype(np.float32)
+        out[f"dora.adapter.{layer}.{module}.M"] = adapter[f"{layer}.{module}.M"]
+    for kind, model in (("f32", base), ("nf4", nf4_base(base))):
+        steps = one_step(model, adapter, batch, kind, use_dora=True), curve(model, adapter, data, kind, use_dora=True)
+        out |= {f"dora.{name}": values for step in steps for name, values in step.items()}
+    for name in INITIALISATIONS:
+        result = curve(base, None, data, "f32", init_lora_weights=name)
+        out |= {f"{name}.{key}.f32": result[f"{key}.f32"] for key in ("losses", "grad_norms")}
+        _, parameters = with_adapter(base, None, init_lora_weights=name)
+        for short, b in parameters.items():
+            if short.startswith("0.") and short.endswith(".B"):
+                delta = ALPHA / RANK * b @ parameters[short[:-1] + "A"]
+                out[f"{name}.product.{short[:-2]}"] = delta.detach().numpy()
+    return out
+
+
+# -- adapters as PEFT writes them --------------------------------------------------------------------------------------
+
+# name -> (model, LoraConfig's options)
+ADAPTERS: dict[str, tuple[str, dict]] = {
+    "patterns": ("qwen2", {
+        "r": 4, "lora_alpha": 8, "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6, "^model.layers.2.self_attn.v_proj": 1},
+        "alpha_pattern": {"v_proj": 3, r"layers\.[01]\.mlp\.down_proj": 20},
+    }),
+    "rslora": ("llama", {"r": 4, "lora_alpha": 3, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}),
+    "expression": ("mistral", {"r": 3, "target_modules": r".*layers\.1\.(self_attn\.v_proj|mlp\.gate_proj)"}),
+    "rslora-patterns": ("qwen3", {
+        "r": 2, "lora_alpha": 5, "use_rslora": True, "target_modules": ["k_proj", "o_proj", "up_proj"],
+        "rank_pattern": {"o_proj": 7}, "alpha_pattern": {"k_proj": 9},
+    }),
+    "dora-patterns": ("llama", {
+        "r": 4, "lora_alpha": 6, "use_dora": True, "use_rslora": True, "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 2, "up_proj": 6}, "alpha_pattern": {"v_proj": 3},
+    }),
+}  # fmt: skip
+
+
+def save_adapter(name: str, models: Path, directory: Path) -> None:
+    """Writes an adapter with PEFT, whose B is not zero."""
+    architecture, options = ADAPTERS[name]
+    torch.manual_seed(sum(map(ord, name)))
+    model = get_peft_model(load(models / architecture), LoraConfig(task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if ".lora_B." in key:
+                value.normal_(std=0.3)
+            elif ".lora_magnitude_vector." in key:
+                value.mul_(torch.empty_like(value).uniform_(0.7, 1.3))
+    model.peft_config["default"].base_model_name_or_path = architecture
+    model.save_pretrained(directory, save_embedding_layers=False)
+    (directory / "README.md").unlink(missing_ok=True)
+
+
+def adapter_logits(name: str, models: Path, directory: Path, input_ids: np.ndarray) -> np.ndarray:
+    """Logits that PEFT computes with the adapter in a directory: float32 [rows, tokens, vocab]."""
+    model = PeftModel.from_pretrained(load(models / ADAPTERS[name][0]), directory)
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(input_ids, dtype=torch.long)).logits.float().numpy()
+
+
+# -- greedy continuations ----------------------------------------------------------------------------------------------
+
+TOKENS = 64
+LEAST_MARGIN = 1e-3  # between the two largest logits, so that rounding decides nothing
+LEAST_DIFFERENT = 3
+
+
+def generation(models: Path, golden: Path) -> Arrays:
+    """Everything that tests/fixtures/golden/generation.safetensors holds: prompts and their tokens, by architecture."""
+    out = {}
+    for architecture in CONFIGS:
+        model, stored = load(models / architecture), load_file(golden / f"{architecture}.safetensors")
+        prompts = (ids[:length] for ids in stored["data_ids"] for length in (2, 3, 4, 5))
+        prompt, tokens = next((prompt, found) for prompt in prompts if (found := _continued(model, prompt)) is not None)
+        out |= {f"{architecture}.prompt": prompt, f"{architecture}.tokens": tokens}
+    return out
+
+
+def _continued(model: PreTrainedModel, prompt: np.ndarray) -> np.ndarray | None:
+    """The tokens; None if rounding might change one, or if they only repeat a few."""
+    ids = torch.from_numpy(prompt[None]).long()
+    said = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, eos_token_id=None,
+        pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    best = torch.stack(said.scores)[:, 0].topk(2).values
+    tokens = said.sequences[0, len(prompt) :].numpy().astype(np.int32)
+    certain = float((best[:, 0] - best[:, 1]).min()) > LEAST_MARGIN
+    return tokens if certain and len(set(tokens.tolist())) >= LEAST_DIFFERENT else None

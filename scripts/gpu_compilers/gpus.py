@@ -1,15 +1,80 @@
-"""Where the compilers run: on this machine, or in a root of the newest Debian."""
+"""The GPUs whose compilers are asked: what makes a driver believe in one, and where its compiler runs."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.gpu_compilers.devices import Gpu
+from scripts.gpu_compilers.compiled_shader import Compiled, parse_amd, parse_apple, parse_nvidia
 from wgpu_lora.errors import UserError
+
+RADV = {"RADV_DEBUG": "shaderstats,asm,nocache"}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU without hardware.
+
+    shim, driver: of the shim's library, and of the file that the Vulkan loader reads.
+    chosen_by: environment that selects the GPU and makes its compiler print statistics and assembly.
+    subgroups: sizes that it may be used with, the one that `Device` would measure first.
+    occupancy: its unit, and the most that the GPU holds with subgroups of 32.
+    newest: whether it needs a newer Mesa than Debian 12's backports have.
+    """
+
+    name: str
+    title: str
+    shim: str
+    driver: str
+    chosen_by: dict[str, str]
+    parse: Callable[[Sequence[str]], Compiled]
+    subgroups: tuple[int, ...]
+    occupancy: tuple[str, int]
+    newest: bool = True
+
+
+WAVES = "subgroups of 32 per SIMD"  # RADV counts one of 64 twice
+
+
+def _amd(name: str, title: str, chip: str, waves: int, newest: bool = False) -> Gpu:
+    # RADV runs workgroups of 64 as one subgroup, so that is what `Device` measures; other drivers may use 32.
+    chosen = {"AMDGPU_GPU_ID": chip, **RADV}
+    return Gpu(name, title, "amdgpu", "radeon", chosen, parse_amd, (64, 32), (WAVES, waves), newest)
+
+
+_ALL = (
+    _amd("rdna1", "RX 5700 XT (RDNA1)", "navi10", 20),
+    _amd("rdna3", "RX 7900 XTX (RDNA3)", "navi31", 16),
+    _amd("rdna4", "RX 9070 XT (RDNA4)", "gfx1201", 16, newest=True),
+    Gpu(
+        "ada",
+        "RTX 40 (Ada, NVK)",
+        "nouveau",
+        "nouveau",
+        {"NOUVEAU_CHIPSET": "0x192", "NAK_DEBUG": "print"},
+        parse_nvidia,
+        (32,),
+        ("warps per SM", 48),
+    ),
+    Gpu(
+        "m1",
+        "Apple M1 (Honeykrisp)",
+        "asahi",
+        "asahi",
+        {"AGX_MESA_DEBUG": "shaderdb,stats,shaders"},
+        parse_apple,
+        (32,),
+        ("threads per core", 1024),
+    ),
+)
+GPUS = {gpu.name: gpu for gpu in _ALL}
+
+
+# -- where the compilers run: on this machine, or in a root of the newest Debian ---------------------------------------
 
 CHECKOUT = Path(__file__).parents[2]
 SHIMS = CHECKOUT / ".drivers"  # where install_vulkan.sh puts shims
@@ -60,7 +125,7 @@ def _run(command: list[str]) -> None:
     quiet = subprocess.DEVNULL
     done = subprocess.run(command, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        *above, said = done.stderr.strip().splitlines() or ["it said nothing"]
+        *above, said = done.stderr.strip().splitlines() or ["no message"]
         if above:
             print("\n".join(above), file=sys.stderr)
         raise UserError(said)

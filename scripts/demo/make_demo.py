@@ -1,9 +1,9 @@
 """Makes the embedded demo: tokenizer, base model, instruction rows, and a record of how they were made.
 
-    nice -n 10 .venv/bin/python scripts/make_demo.py                # everything, into wgpu_lora/demo
-    .venv/bin/python scripts/make_demo.py --data-only               # the two JSONL files only
-    .venv/bin/python scripts/make_demo.py --leaks-only              # the leak check against the whole corpus
-    .venv/bin/python scripts/demo/verify.py --nf4 --record          # fine-tune it with torch and PEFT
+    nice -n 10 .venv/bin/python -m scripts.demo.make_demo           # everything, into wgpu_lora/demo
+    .venv/bin/python -m scripts.demo.make_demo --data-only               # the two JSONL files only
+    .venv/bin/python -m scripts.demo.make_demo --leaks-only              # the leak check against the whole corpus
+    .venv/bin/python -m scripts.demo.verify_demo --nf4 --record          # fine-tune it with torch and PEFT
 
 The README files beside model and data are written by hand, with the figures of training.json.
 
@@ -20,17 +20,14 @@ import hashlib
 import itertools
 import json
 import platform
-import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from demo import leaks, tasks  # noqa: E402
+from scripts.demo import demo_rows
+from wgpu_lora.assets import ROOT
 
 SEED = 20
 TRAIN_ROWS = 400
@@ -59,7 +56,7 @@ def library_sources() -> list[str]:
 
 def pretraining_rows() -> Iterator[dict]:
     """The instruction part of the corpus."""
-    return tasks.pretraining_rows(SEED, PRETRAINING_ROWS)
+    return demo_rows.pretraining_rows(SEED, PRETRAINING_ROWS)
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
@@ -71,11 +68,11 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 def refuse_leaks(train: list[dict], heldout: list[dict], library: list[str]) -> None:
     """Stop if a held-out function occurs in the training rows, the pretraining rows or the library."""
     for name, seen in (
-        ("the training rows", (leaks.answer(row) for row in train)),
-        ("the pretraining rows", (leaks.answer(row) for row in pretraining_rows())),
+        ("the training rows", (demo_rows.answer(row) for row in train)),
+        ("the pretraining rows", (demo_rows.answer(row) for row in pretraining_rows())),
         ("the library source", iter(library)),
     ):
-        found = leaks.find_leaks(heldout, seen)
+        found = demo_rows.find_leaks(heldout, seen)
         if found:
             raise SystemExit(f"{len(found)} held-out answers leak into {name}, the first:\n{found[0]}")
         print(f"no held-out function occurs in {name}", flush=True)
@@ -83,15 +80,15 @@ def refuse_leaks(train: list[dict], heldout: list[dict], library: list[str]) -> 
 
 def make_model(library: list[str], folder: Path, steps: int) -> None:
     """Train the tokenizer and the model, and write both with the record of the run."""
-    from demo import pretrain, tokenizer
+    from scripts.demo import pretrain
 
     spoken = (
         message["content"]
         for row in itertools.islice(pretraining_rows(), TOKENIZER_ROWS)
         for message in row["messages"]
     )
-    bpe = tokenizer.train(itertools.chain(library, spoken), pretrain.VOCABULARY)
-    tokenizer.save(bpe, folder, pretrain.CONTEXT)
+    bpe = pretrain.train_tokenizer(itertools.chain(library, spoken), pretrain.VOCABULARY)
+    pretrain.save_tokenizer(bpe, folder, pretrain.CONTEXT)
     options = pretrain.Options(seed=SEED, steps=steps)
     record = pretrain.pretrain(bpe, library, pretraining_rows(), folder, options)
     record["library"] = {
@@ -112,7 +109,7 @@ def main() -> None:
     parser.add_argument("--data-only", action="store_true", help="write the rows and stop")
     parser.add_argument("--leaks-only", action="store_true", help="check for leaks and stop")
     args = parser.parse_args()
-    train, heldout = tasks.demo_rows(SEED, TRAIN_ROWS, HELDOUT_ROWS)
+    train, heldout = demo_rows.demo_rows(SEED, TRAIN_ROWS, HELDOUT_ROWS)
     if not args.leaks_only:
         write_rows(args.out / "data" / "train.jsonl", train)
         write_rows(args.out / "data" / "heldout.jsonl", heldout)

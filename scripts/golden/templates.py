@@ -1,6 +1,6 @@
 """Renders the conversations in tests/fixtures/data/templates.json with transformers, in every fixture chat template.
 
-    python scripts/make_template_fixtures.py
+    python -m scripts.golden.templates
 
 Edit `conversations` in that file, what each case passes to the template, and run this to bring `rendered` up to date.
 Needs transformers (the `reference` extra). A test with the marker `reference` renders everything again.
@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-TESTS = Path(__file__).parent.parent / "tests"
+TESTS = Path(__file__).parents[2] / "tests"
 FIXTURES = TESTS / "fixtures" / "data"
 sys.path.insert(0, str(TESTS))
 TODAY = datetime.datetime(2024, 7, 26)
