@@ -82,6 +82,13 @@ def test_what_cannot_be_compared_is_refused_before_it_runs(
     assert message in capsys.readouterr().err
 
 
+def test_our_side_takes_steps():
+    side = reference.OurSide(reference.ReferenceWork("tiny-qwen3", 1, 1, 16, 8, "nf4"))
+    assert side.prepare()["first_loss"] > 0
+    assert len(side.steps(2)["seconds"]) == 2
+    assert side.memory()["planned"] > 0
+
+
 def test_our_side_answers():
     work = {"shape": "tiny-qwen3", "rows": 1, "tokens": 16, "rank": 4, "base_dtype": "nf4", "layers": 99}
     said = pytest.raises(WorkerFailed, match=r'ours ended with exit code 2: .*"layers": 99 is not possible')

@@ -18,7 +18,7 @@ from typing import Any
 import cffi
 import psutil
 
-from wgpu_lora.worker.worker import Worker, end
+from wgpu_lora.worker.worker import Worker
 
 PERIOD = 0.2  # seconds between looks
 LIBRARY = re.compile(r"\.so(\.|$)|\.dll$|\.dylib$", re.IGNORECASE)
@@ -187,5 +187,6 @@ class Children:
 
     def end(self) -> None:
         """Ends those still running, with their own children."""
-        end(self.started)
+        for worker in self.started:
+            worker.end()
         self.watcher.stop()
