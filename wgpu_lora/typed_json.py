@@ -14,11 +14,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from annotated_types import Ge, Gt, Lt
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import advice
 from wgpu_lora.names.spelling import IN_FILE, naming
-from wgpu_lora.words import join_words
+from wgpu_lora.text import escape_unprintable, join_words
 
 T = TypeVar("T")
 Unknown = Literal["refuse", "ignore"]

@@ -15,6 +15,7 @@ import pytest
 
 from wgpu_lora.checks.code_check import CheckResult
 from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.json_files import to_json
 from wgpu_lora.proof.checks import (
     answers_pass_their_checks,
     devices_agree,
@@ -27,7 +28,6 @@ from wgpu_lora.proof.checks import (
 from wgpu_lora.proof.proof_context import LEFT_OUT, Check, Evaluated, Proof, Result, Training, evaluations, on_devices
 from wgpu_lora.proof.proof_run import NO_DEVICES, carry_out, loss_chart
 from wgpu_lora.proof.worker_jobs import default_devices, difference
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.records import UsedDevice
 from wgpu_lora.train.run.training_log import Log, read_log

@@ -6,8 +6,8 @@ import sys
 import warnings
 from typing import Any
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.events import Evaluating, Events, StepResult, Tuning
+from wgpu_lora.text import escape_unprintable
 
 
 def shows_progress(wanted: bool | None) -> bool:

@@ -22,9 +22,9 @@ from wgpu_lora.gpu.tuner import AHEAD, SECONDS, Tuner
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.memory_leases import budget_bytes, claim
+from wgpu_lora.text import percent
 from wgpu_lora.track.run_log import run_name
 from wgpu_lora.track.run_recorder import device_facts, note_failure, recorded
-from wgpu_lora.words import percent
 
 WHICH = {
     "fma": "compute",

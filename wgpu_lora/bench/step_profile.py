@@ -17,8 +17,8 @@ from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.ops.matrix_stack import sizes
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.words import count_noun
 
 SCHEMA = "wgpu-lora-profile/1"
 MICROSECONDS = 1e6

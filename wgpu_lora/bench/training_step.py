@@ -25,6 +25,7 @@ from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.names.spelling import flag, naming, setting, with_renamed_options
 from wgpu_lora.ops.activation_storage import Saving
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.init_methods import offsets
 from wgpu_lora.train.memory import check_adapters, format_bytes_exact
 from wgpu_lora.train.objectives.objective import Group
@@ -34,7 +35,6 @@ from wgpu_lora.train.run.adapter_init import SeededMatrices
 from wgpu_lora.train.session.optimizer_update import Optimizer, SlotUpdate
 from wgpu_lora.train.session.session import Session
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import count_noun
 
 WARMUP = 2  # steps that compile, and measure where to split submits
 LEARNING_RATE = 1e-4

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import read_toml
 from wgpu_lora.chain.stage import Stage
 from wgpu_lora.chain.stages import STAGES
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_toml
 from wgpu_lora.names.spelling import IN_FILE, naming
+from wgpu_lora.text import join_words
 from wgpu_lora.train.resolve_options import find_recipe
 from wgpu_lora.typed_json import Text, read_as
-from wgpu_lora.words import join_words
 
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,40}")
 _REFERENCE = re.compile(r"\{([^{}]*)\}")

@@ -15,14 +15,14 @@ from typing import Any
 
 from wgpu_lora.assets import ROOT, asset_dir
 from wgpu_lora.atomic import file_digest, new_directory, write_bytes_atomic
-from wgpu_lora.bounded import read_json
 from wgpu_lora.chain.chain_file import Chain, ChainStage, stages_from
 from wgpu_lora.chain.stage import ChainWatch, Watch
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_json
 from wgpu_lora.locks import sweep
+from wgpu_lora.text import join_words
 from wgpu_lora.train.finetune import locked
 from wgpu_lora.typed_json import typed
-from wgpu_lora.words import join_words
 
 DIGESTS = "digests.json"
 

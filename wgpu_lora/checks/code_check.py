@@ -22,11 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.checks.asserts import Outcome as Returned
 from wgpu_lora.checks.asserts import RaisedError, parse_check
 from wgpu_lora.checks.sandbox import plain_data
 from wgpu_lora.checks.sandbox.sandbox_process import SOMETHING_ELSE, ProcessEnded, SandboxProcess, TimedOutError
+from wgpu_lora.text import escape_unprintable
 
 MAX_CODE = 1 << 16  # characters
 Outcome = Literal["passed", "failed", "timeout", "error"]

@@ -13,9 +13,9 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.events import Events
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import to_json
+from wgpu_lora.text import escape_unprintable
 
 PLAIN_WIDTH = 120  # of tables without a terminal
 TICK = 0.5  # seconds

@@ -14,8 +14,8 @@ from wgpu_lora.cli.console import Bar, console, line, print_json, table
 from wgpu_lora.cli.parameters import Json, TrainingCommand, choice, training_options
 from wgpu_lora.cli.plan import PricePerHour, as_facts, show_projection
 from wgpu_lora.errors import UserError
+from wgpu_lora.text import count_noun, percent
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import count_noun, percent
 
 if TYPE_CHECKING:
     from wgpu_lora.data.curation.curate import Progress

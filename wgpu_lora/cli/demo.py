@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, console, line
 from wgpu_lora.cli.finetune import TrainingProgress, report_run
 from wgpu_lora.cli.parameters import AllowUnconfined, Device
@@ -15,6 +14,7 @@ from wgpu_lora.cli.run_summary import describe
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.installation import program
+from wgpu_lora.text import escape_unprintable
 
 BORDERS = 7  # columns around two answers side by side
 

@@ -17,8 +17,8 @@ from wgpu_lora.cli.parameters import Device, Json, refuse_unused
 from wgpu_lora.cli.plan import Shape, job_of
 from wgpu_lora.cli.training_progress import StartupProgress
 from wgpu_lora.errors import UserError
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device_list import DeviceInfo

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import line
 from wgpu_lora.cli.training_progress import describe_tuning
+from wgpu_lora.text import count_noun, join_words
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES
-from wgpu_lora.words import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.models.loaded_model import LoadedModel

@@ -9,12 +9,11 @@ from typing import Annotated
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import console, is_terminal, line, print_json, table
 from wgpu_lora.cli.parameters import choice, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.choices import RUN_KINDS, RUN_STATUSES
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun, escape_unprintable
 
 WIDEST, GOAL = 10_000, 12  # columns of the table without a terminal; columns for goals, which are folded
 FILTERS = ("status", "kind", "objective", "name", "since", "limit")

@@ -14,7 +14,7 @@ from wgpu_lora.data.row_files import FORMATS, SUFFIXES, FileSource, file_source
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 # Names of files and splits, the most common first.
 TRAIN, TEST = ("train", "training"), ("test",)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 T = TypeVar("T")
 # Columns of other programs' rows that change what is trained on.

@@ -15,14 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
-from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Row, TokenizedData, Tokenizer
 from wgpu_lora.distill.teacher_logits import TeacherRows, TopKLogits, tail_correction, target_ids, teacher_rows
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_json, to_json
 from wgpu_lora.names.spelling import setting
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.text import count_noun
 from wgpu_lora.typed_json import typed
-from wgpu_lora.words import count_noun
 
 CACHE, TABLE = "cache.json", "rows.safetensors"
 SCHEMA = 1

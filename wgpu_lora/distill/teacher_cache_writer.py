@@ -16,7 +16,6 @@ import numpy as np
 from safetensors.numpy import save
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
-from wgpu_lora.bounded import check_name
 from wgpu_lora.data import Row, TokenizedData, pack
 from wgpu_lora.distill.teacher import Teacher, TopK
 from wgpu_lora.distill.teacher_cache import (
@@ -44,7 +43,8 @@ from wgpu_lora.models.adapter_set import AdapterSet, fix_gains
 from wgpu_lora.models.batch_inputs import Segment, Tables
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.words import count_noun
+from wgpu_lora.paths import check_name
+from wgpu_lora.text import count_noun
 
 
 def write_cache(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from wgpu_lora.bounded import check_name, links_outside
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.hub import hub_id
@@ -16,6 +15,7 @@ from wgpu_lora.formats.model_cards import CARD, card_of_files
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, SINGLE, Checkpoint
 from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.paths import check_name, links_outside
 
 LICENCES = re.compile(r"(LICEN[CS]E|NOTICE|COPYING)(\.(md|txt))?")
 CONFIGURATION = ("config.json", "generation_config.json")

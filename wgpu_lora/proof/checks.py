@@ -17,10 +17,10 @@ from wgpu_lora.checks.sandbox.sandbox_process import confinement
 from wgpu_lora.demo.before_and_after import BATCH, NEW_TOKENS
 from wgpu_lora.errors import UserError
 from wgpu_lora.proof.proof_context import FACTS, Finding, NotRun, Proof, finetune_options, request_of, rows_of
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.training_log import LOG, read_log
-from wgpu_lora.words import count_noun
 
 # Difference of two devices' logits over the largest logit. Sums in another order cause about 1e-6; a weight between two
 # NF4 codes that is rounded to the other one causes more.

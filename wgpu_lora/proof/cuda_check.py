@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 from wgpu_lora.proof.proof_context import Finding, NotRun, Proof
 from wgpu_lora.proof.watched_workers import UNREADABLE
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 PACKAGE = "wgpu-lora"
 

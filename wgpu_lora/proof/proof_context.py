@@ -19,6 +19,7 @@ from wgpu_lora.data.source import strict_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.proof.watched_workers import Children
+from wgpu_lora.text import count_noun
 from wgpu_lora.tokenizer.examples import Conversation, Example, Tokens
 from wgpu_lora.train.finetune import with_demo_data
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -26,7 +27,6 @@ from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.records import RUN, RunRecord
 from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import count_noun
 from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"

@@ -17,6 +17,7 @@ from typing import Any
 from wgpu_lora.atomic import numbered, write_bytes_atomic
 from wgpu_lora.bench.brick_results import commit
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.locks import check_output, locked
 from wgpu_lora.proof.checks import (
     answers_pass_their_checks,
@@ -46,7 +47,6 @@ from wgpu_lora.proof.proof_context import (
 from wgpu_lora.proof.watched_workers import Children
 from wgpu_lora.report.line_chart import Chart, Line, line_chart
 from wgpu_lora.report.page import render as render_page
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.worker.worker import WorkerFailed
 
 # Each notes figures and faults, and returns what it found if there is no fault.

@@ -8,10 +8,10 @@ from typing import Any
 
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.report.finished_runs import SPEEDS, Run
+from wgpu_lora.text import join_words
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.stop_reasons import OUTCOMES, STOP_TEXT
-from wgpu_lora.words import join_words
 
 OWN = ("output", "resume", "overwrite", "run_log", "report_to")  # options that do not affect what is trained
 ABSENT = "not recorded"

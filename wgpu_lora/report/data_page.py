@@ -15,10 +15,10 @@ from wgpu_lora.report.comparison_tables import span
 from wgpu_lora.report.line_chart import Chart, Line, line_chart
 from wgpu_lora.report.page import TEMPLATES, render
 from wgpu_lora.report.run_charts import Bar
+from wgpu_lora.text import percent
 from wgpu_lora.train.data_statistics import Choice, RowStatistics
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.time_estimate import Projection
-from wgpu_lora.words import percent
 
 BINS = 60  # of the histogram
 _BEGIN = b"<!doctype html>"

@@ -17,12 +17,11 @@ from typing import Any
 
 from platformdirs import user_data_dir
 
-from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.locks import lock_file
 from wgpu_lora.names.choices import RUN_STATUSES
 from wgpu_lora.process_identity import boot_id, host_id, process_start
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.typed_json import typed
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import MAX_JSON_BYTES, parse_object
 from wgpu_lora.names.aliases import real_names
+from wgpu_lora.text import join_words
 from wgpu_lora.typed_json import read_as, typed
-from wgpu_lora.words import join_words
 from wgpu_lora.worker.job_kinds import KINDS, Kind
 
 SCHEMA = 1  # of jobs and of events

@@ -14,14 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TextIO, get_type_hints
 
-from wgpu_lora.bounded import parse_object
 from wgpu_lora.closed_streams import discard_when_closed
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
+from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.names.spelling import IN_JSON, naming
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.text import join_words
 from wgpu_lora.train.run.stop_reasons import Requests
-from wgpu_lora.words import join_words
 from wgpu_lora.worker.job_file import SCHEMA, arguments, checked, read_job
 from wgpu_lora.worker.job_kinds import KINDS
 

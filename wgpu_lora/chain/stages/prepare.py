@@ -12,7 +12,7 @@ from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.curation.curate import Progress
 from wgpu_lora.data.curation.curation_files import find_inputs
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 
 @dataclass(frozen=True)

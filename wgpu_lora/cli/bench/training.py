@@ -15,8 +15,8 @@ from wgpu_lora.cli.finetune import speed
 from wgpu_lora.cli.parameters import Device, Goal, InRunLog, Notes, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.run.stop_reasons import FINISHED
-from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.brick_results import Writer

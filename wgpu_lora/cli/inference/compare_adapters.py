@@ -8,9 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import console, is_terminal, line
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun, escape_unprintable
 
 if TYPE_CHECKING:
     from wgpu_lora.infer import Evaluation

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
 from wgpu_lora.cli.inference.compare_adapters import as_rows, show_losses
 from wgpu_lora.cli.inference.sampling_options import MaxNewTokens, Seed, TopP
@@ -31,9 +30,9 @@ from wgpu_lora.cli.parameters import (
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.choices import OVERFLOW
+from wgpu_lora.text import count_noun, escape_unprintable
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import count_noun
 
 OF_LOSSES = ("objective", "max_length", "on_overflow", "completion_only_loss", "skip_bad_rows", "teacher",
              "teacher_adapter", "teacher_cache")  # fmt: skip

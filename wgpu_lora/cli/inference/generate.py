@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, TensorBar, is_terminal, print_json
 from wgpu_lora.cli.inference.compare_adapters import as_rows, show_answers
 from wgpu_lora.cli.inference.sampling_options import (
@@ -27,8 +26,8 @@ from wgpu_lora.cli.inference.sampling_options import (
 )
 from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, refuse_unused
 from wgpu_lora.errors import UserError
+from wgpu_lora.text import count_noun, escape_unprintable
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.answers import Answer
@@ -114,8 +113,8 @@ def generate(
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt_file import Request, kept_on_failure, read_requests, to_jsonl
     from wgpu_lora.infer.prompts import check_text, prompt_notes
+    from wgpu_lora.json_files import to_json
     from wgpu_lora.models.loaded_model import open_model
-    from wgpu_lora.strict_json import to_json
 
     # Check the options before anything is opened.
     chosen = generation_options(settings, "The command line")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import count_noun, join_words
+from wgpu_lora.text import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.chat import Chat

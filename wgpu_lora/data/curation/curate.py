@@ -47,9 +47,9 @@ from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace
 from wgpu_lora.data.validation_split import row_key, validation_mask
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.strict_json import to_json
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 _TOLD = 0.1  # seconds between calls of `watch`
 _SPOOL, _GROUPS, _SEEN = ".spool", ".groups", ".seen"  # temporary files

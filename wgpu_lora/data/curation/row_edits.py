@@ -14,6 +14,7 @@ from wgpu_lora.data.preference_formats import LABELLED, PAIRS
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.text import join_words
 from wgpu_lora.tokenizer.examples import (
     Alpaca,
     Completion,
@@ -26,7 +27,6 @@ from wgpu_lora.tokenizer.examples import (
 )
 from wgpu_lora.tokenizer.reasoning import FIELDS, mark_of, without_thinking
 from wgpu_lora.tokenizer.tokenizer import MAX_TEXT
-from wgpu_lora.words import join_words
 
 _SYSTEM = ("system", "developer")
 _ASSISTANT = ("assistant", "gpt")

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import is_path
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.spelling import Naming, flag, naming, setting
+from wgpu_lora.paths import is_path
 from wgpu_lora.tokenizer.chat_template import check_date, template_kwargs
 from wgpu_lora.track.trackers import trackers_of
 from wgpu_lora.train.init_methods import check_initialisation

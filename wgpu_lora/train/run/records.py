@@ -11,8 +11,8 @@ from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.options.training_arguments import TrainingArguments

@@ -10,6 +10,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import any_option, flag, setting
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.options.training_arguments import (
     CHANGEABLE_ON_RESUME,
@@ -24,7 +25,6 @@ from wgpu_lora.train.run.pipeline_state import MEMBER, home_of, read_pipeline_st
 from wgpu_lora.train.run.records import PIPELINE, RUN, check_registered
 from wgpu_lora.train.run.run_state import STATE, RunState, step_budget
 from wgpu_lora.train.session.data_stream import DataStream
-from wgpu_lora.words import count_noun
 
 UNTIMED_STEPS = 100  # assumed by a timed run's schedule until steps have been timed
 MAY_CHANGE = sorted((CHANGEABLE_ON_RESUME | set(LENGTH_OPTIONS)) - {"resume", "overwrite"})

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.json_files import parse_object
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.typed_json import Count, FromJson, Seconds, typed

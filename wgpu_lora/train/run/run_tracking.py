@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import read_json
 from wgpu_lora.data import TokenizedData
 from wgpu_lora.errors import DeviceWarning, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.json_files import read_json
 from wgpu_lora.track.hardware.sampler import Sampler
 from wgpu_lora.track.run_log import (
     FAILED,

@@ -14,10 +14,10 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, EventForwarder, Events
 from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.infer.named_adapters import adapters_on_device
+from wgpu_lora.json_files import to_json
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_files import ModelFiles
 from wgpu_lora.names.spelling import flag, naming, setting, with_renamed_options
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.tokenizer.chat_template import now
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.adapter_init import frozen_adapter

@@ -23,6 +23,7 @@ from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.quant_constants import ConstantWeight, QuantConstants, quant_constants
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.init_methods import DEFAULT
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
@@ -32,7 +33,6 @@ from wgpu_lora.train.run.resume import resolve_recorded_path
 from wgpu_lora.train.run.run_checkpoint import ADAPTER_FILES, CONSTANT_FILES, CheckpointError
 from wgpu_lora.train.session.session import Session
 from wgpu_lora.weights.base import Packed
-from wgpu_lora.words import count_noun
 
 
 @dataclass(frozen=True)

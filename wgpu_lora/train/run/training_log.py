@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_list import native_version
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.records import Environment, UsedDevice

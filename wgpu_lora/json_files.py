@@ -1,10 +1,12 @@
-"""Safe reading of untrusted files: JSON and TOML within limits of time and memory; links to nothing, or elsewhere."""
+"""JSON and TOML: untrusted files read within limits of time and memory, and JSON written without NaN."""
 
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ from wgpu_lora.errors import UserError
 # index of 64 shards takes 0.1 MB, a tokenizer's settings 1 MB, and each tensor of a header counts as 9 values.
 MAX_JSON_BYTES = 8 << 20
 MAX_JSON_PARTS = 200_000
-MAX_PATH = 2048  # bytes; systems allow 1,024 to 4,096 for a whole path
 MAX_TOML_BYTES, MAX_TOML_DOTS, MAX_LINE_DOTS = 1 << 18, 20_000, 256
 
 
@@ -76,6 +77,15 @@ def parse_object(
     return value
 
 
+def object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object from its pairs (`object_pairs_hook` of `json.loads`); ValueError if a key is repeated."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} is repeated in one object; keep one of the two")
+    return value
+
+
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """Read a TOML file.
 
@@ -125,60 +135,14 @@ def _within_64_bits(value: Any) -> bool:
     return not isinstance(value, int) or abs(value) < 1 << 63
 
 
-def is_name(text: str) -> bool:
-    """Whether a text is a usable path: valid UTF-8 without NUL."""
-    try:
-        return b"\0" not in text.encode("utf-8")
-    except UnicodeEncodeError:  # file names may be any bytes
-        return False
+def to_json(value: Any, **options: Any) -> str:
+    """`json.dumps(value, **options)`, with null for every non-finite number."""
+    return json.dumps(_finite(value), allow_nan=False, **options)
 
 
-def is_path(text: str) -> bool:
-    """Whether file systems can have a text as a path: a usable name, of which neither the whole nor a part is too long.
-
-    Paths in files are untrusted: pathlib raises OSError if it is asked about one that is too long.
-    """
-    return is_name(text) and len(text.encode()) <= MAX_PATH and all(len(p.encode()) <= 255 for p in text.split("/"))
-
-
-def check_path(path: str | Path) -> None:
-    """Raise UserError unless `is_path`."""
-    if not is_path(str(path)):
-        raise UserError(f"{str(path)!a:.80} cannot be a path: it must be UTF-8 text without NUL, and not too long.")
-
-
-def check_links(path: Path) -> None:
-    """Raise UserError if a path is, or leads through, a link to nothing or a loop of links."""
-    for part in (path, *path.parents):
-        if part.is_symlink() and not part.exists():
-            raise UserError(f"{part} is a link that leads nowhere: give another path, or remove the link.")
-
-
-def check_name(path: Path) -> None:
-    """Raise UserError unless a path is valid UTF-8, since model cards, records and indices contain it."""
-    if not is_name(str(path)):
-        raise UserError(f"{str(path)!a:.200} is not a valid UTF-8 name: rename that file or directory.")
-
-
-def escape_unprintable(text: str, keep: str = "") -> str:
-    """Escape the characters of a text that are not printable, except those in `keep`."""
-    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
-
-
-def object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object from its pairs (`object_pairs_hook` of `json.loads`); ValueError if a key is repeated."""
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r} is repeated in one object; keep one of the two")
-    return value
-
-
-def links_outside(path: Path, directory: Path) -> bool:
-    """Whether a path resolves to a file outside of the directory that contains it.
-
-    Links from a snapshot of the Hugging Face cache into its `blobs` are allowed.
-    """
-    root, target = directory.resolve(), path.resolve()
-    cached = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
-    return not (target.is_relative_to(root) or cached)
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""Format counts, lists and shares for sentences."""
+"""Counts, lists, shares and untrusted texts in sentences."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def join_words(items: Sequence[object], more: int = 0) -> str:
 def percent(value: float) -> str:
     """Per cent, with a digit more where there would be one alone."""
     return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
+
+
+def escape_unprintable(text: str, keep: str = "") -> str:
+    """Escape the characters of a text that are not printable, except those in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
