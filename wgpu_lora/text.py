@@ -1,4 +1,4 @@
-"""Counts, lists, shares and untrusted texts in sentences."""
+"""Counts, lists, shares, durations and untrusted texts in sentences."""
 
 from __future__ import annotations
 
@@ -24,3 +24,11 @@ def percent(value: float) -> str:
 def escape_unprintable(text: str, keep: str = "") -> str:
     """Escape the characters of a text that are not printable, except those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def duration(seconds: float, digits: int = 0) -> str:
+    """8 s, 2:05 min, 1:02:05 h; seconds alone with digits after the point."""
+    if round(seconds, digits) < 60:
+        return f"{seconds:.{digits}f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"

@@ -12,7 +12,7 @@ import pytest
 from support.reports import copied, page_of, profile_of
 
 from wgpu_lora.cli import main
-from wgpu_lora.report.comparison_tables import best_run_sentence, compare, costs, losses, span
+from wgpu_lora.report.comparison_tables import best_run_sentence, compare, costs, losses
 from wgpu_lora.report.finished_runs import read_runs
 from wgpu_lora.report.line_chart import Line, Scale, line_chart, short, smoothed, thinned
 from wgpu_lora.report.page import table
@@ -217,4 +217,3 @@ def test_numbers_in_few_characters() -> None:
         "10k",
         "2.5M",
     ]
-    assert [span(v) for v in (9.74, 725, 11_520)] == ["9.7 s", "12 min 05 s", "3 h 12 min"]

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.cli.console import OFTEN, Bar, console, duration, is_terminal, line
+from wgpu_lora.cli.console import OFTEN, Bar, console, is_terminal, line
 from wgpu_lora.cli.parameters import choice, refuse_unused
 from wgpu_lora.cli.run_summary import CURES, describe, losses
 from wgpu_lora.cli.training_progress import StartupProgress, Trend, hardware
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.installation import pip_line, program
-from wgpu_lora.text import count_noun, escape_unprintable
+from wgpu_lora.text import count_noun, duration, escape_unprintable
 from wgpu_lora.train.loop.slot_policy import POLICIES
 from wgpu_lora.train.options.option_fields import ADAPTER, FILES
 from wgpu_lora.train.options.training_arguments import TrainingArguments

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wgpu_lora.cli import parameters
-from wgpu_lora.cli.console import console, duration, line, print_json, table
+from wgpu_lora.cli.console import console, line, print_json, table
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
 from wgpu_lora.cli.parameters import Json
 from wgpu_lora.cli.run_summary import (
@@ -21,6 +21,7 @@ from wgpu_lora.cli.run_summary import (
     note_unified,
 )
 from wgpu_lora.errors import UserError
+from wgpu_lora.text import duration
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ import typer
 from wgpu_lora.atomic import check_new, write_new_bytes
 from wgpu_lora.chain.stage import ChainWatch
 from wgpu_lora.cli.command import Command, Group
-from wgpu_lora.cli.console import Bar, TensorBar, console, duration, line, table
+from wgpu_lora.cli.console import Bar, TensorBar, console, line, table
 from wgpu_lora.cli.parameters import RECIPES, Device
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.installation import program
-from wgpu_lora.text import count_noun
+from wgpu_lora.text import count_noun, duration
 
 if TYPE_CHECKING:
     from wgpu_lora.chain.chain_file import Chain

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.cli.console import Bar, duration, line
+from wgpu_lora.cli.console import Bar, line
 from wgpu_lora.events import Evaluating, Events, Tuning
-from wgpu_lora.text import count_noun
+from wgpu_lora.text import count_noun, duration
 
 if TYPE_CHECKING:
     from wgpu_lora.train.finetune import Job

@@ -310,8 +310,9 @@ def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
     leaked, count = proof.leaked_rows
     if leaked:
         raise NotRun(f"{leaked} of {count} held-out rows are training rows too: their answers could be memorised")
-    options = {"model": args.model or "demo", "base_dtype": args.base_dtype, "enable_thinking": args.enable_thinking}
-    options |= {"device": proof.used()[0], "prompts": requests, "batch": BATCH, "max_new_tokens": NEW_TOKENS}
+    options: dict[str, Any] = {"model": args.model or "demo", "base_dtype": args.base_dtype, "prompts": requests}
+    options |= {"enable_thinking": args.enable_thinking, "device": proof.used()[0]}
+    options |= {"batch": BATCH, "max_new_tokens": NEW_TOKENS}
 
     def answers(when: str, adapter: str | None) -> list[dict[str, Any]]:
         generated = proof.children.run(f"answers-{when}", "generate", adapter=adapter, **options)

@@ -269,7 +269,7 @@ class Proof:
         """Device indices; the first one trains."""
         if not self.devices["used"]:
             raise NotRun("there is no device (check 1)")
-        return self.devices["used"]  # type: ignore[no-any-return]
+        return self.devices["used"]
 
     @cached_property
     def training(self) -> Training:

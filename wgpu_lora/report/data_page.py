@@ -11,11 +11,10 @@ import numpy as np
 from wgpu_lora.atomic import check_file, replace_file
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.report.comparison_tables import span
 from wgpu_lora.report.line_chart import Chart, Line, line_chart
 from wgpu_lora.report.page import TEMPLATES, render
 from wgpu_lora.report.run_charts import Bar
-from wgpu_lora.text import percent
+from wgpu_lora.text import duration, percent
 from wgpu_lora.train.data_statistics import Choice, RowStatistics
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.time_estimate import Projection
@@ -125,7 +124,7 @@ def _stages(projection: Projection | None) -> list[Bar]:
         return []
     most = max(projection.stages.values())
     return [
-        Bar.of(stage, span(seconds), most, [(seconds, number, f"{stage}: {seconds:,.2f} s")])
+        Bar.of(stage, duration(seconds, 1), most, [(seconds, number, f"{stage}: {seconds:,.2f} s")])
         for number, (stage, seconds) in enumerate(projection.stages.items())
     ]
 
@@ -134,7 +133,7 @@ def _costs(projection: Projection | None, price: float | None) -> dict[str, str]
     if projection is None:
         return {}
     cost = {} if price is None else {"cost": f"{projection.cost(price):,.4g}, at {price:g} an hour"}
-    return {"whole run": span(projection.total), **cost}
+    return {"whole run": duration(projection.total, 1), **cost}
 
 
 def _larger(record: Mapping[str, Any], price: float | None) -> list[str]:
@@ -143,7 +142,7 @@ def _larger(record: Mapping[str, Any], price: float | None) -> list[str]:
     fits = {True: "yes", False: "no", None: "not known"}[record["fits"]]
     return [
         str(record["shape"]),
-        span(record["seconds"]),
+        duration(record["seconds"], 1),
         cost,
         "not possible" if peak is None else format_bytes(peak),
         fits,

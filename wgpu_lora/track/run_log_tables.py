@@ -12,6 +12,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.text import duration
 from wgpu_lora.track.run_log import FAILED, KILLED, RunEntry
 
 COLUMNS = (
@@ -38,7 +39,7 @@ def cells(entry: RunEntry) -> tuple[str, ...]:
         entry.status,
         " -> ".join(shown) or NONE,
         NONE if losses.improvement is None else f"{losses.improvement:+.1f}%",
-        NONE if entry.seconds is None else span(entry.seconds),
+        NONE if entry.seconds is None else duration(entry.seconds, 1),
         NONE if entry.tokens is None else f"{entry.tokens:,}",
         entry.name + (f" ({entry.adapter})" if entry.adapter else ""),
         entry.goal or "",
@@ -66,14 +67,6 @@ def style(entry: RunEntry) -> str | None:
 
 def number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def span(seconds: float) -> str:
-    """A duration: 9.7 s, 12:05 min, 3:12:05 h."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> str:
@@ -138,7 +131,7 @@ def results(entry: RunEntry) -> dict[str, str]:
             f"{losses.of} loss, best": losses.best,
             f"{losses.of} loss, final": losses.final,
             "improvement": None if better is None else f"{better:+.2f}%",
-            "time": None if entry.seconds is None else span(entry.seconds),
+            "time": None if entry.seconds is None else duration(entry.seconds, 1),
             "steps": entry.steps,
             "tokens": entry.tokens,
             **flat(entry.results),
