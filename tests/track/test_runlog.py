@@ -109,7 +109,7 @@ def test_a_killed_run_is_recognised(log: RunLog) -> None:
 def test_opting_out(log: RunLog, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     if how == "environment":
         monkeypatch.setenv("WGPU_LORA_NO_RUN_LOG", "1")
-    with remarks(log=how != "remark"), recorded("bench", "x", asked=how != "option"):
+    with remarks(log=how != "remark"), recorded("bench", "x", requested=how != "option"):
         pass
     assert not log.path.exists()
 

@@ -204,6 +204,6 @@ class SessionWorkload(Workload):
 
 def new_bytes(*sessions: Session) -> int:
     """Maximum bytes that allocating several sessions of one model together adds on the device."""
-    held = missing_bytes(set().union(*(session.storages() for session in sessions)))
-    held += sum(session.memory().groups["activations"] for session in sessions)
-    return max(held, sessions[0].model.bytes_to_load())
+    missing = missing_bytes(set().union(*(session.storages() for session in sessions)))
+    missing += sum(session.memory().groups["activations"] for session in sessions)
+    return max(missing, sessions[0].model.bytes_to_load())

@@ -108,12 +108,12 @@ class ProgramWorkload(Workload):
         return programs
 
     def time(
-        self, programs: Iterable[Program], chosen: Callable[[Kernel], bool], beside: Iterable[Program] = ()
+        self, programs: Iterable[Program], matches: Callable[[Kernel], bool], beside: Iterable[Program] = ()
     ) -> None:
         """Time only the dispatches of chosen kernels; `added_share` is how much more they take than `beside`'s."""
         self._timed = self._program("timed")
         for into, recorded in ((self._timed, programs), (self._beside, beside)):
-            into.dispatches += [step for one in recorded for step in one.dispatches if chosen(step.kernel)]
+            into.dispatches += [step for one in recorded for step in one.dispatches if matches(step.kernel)]
         self.compares = bool(self._beside.dispatches)
 
     # -- on the device ---------------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ class ProgramWorkload(Workload):
 
     def check(self, rng: np.random.Generator) -> Checked:
         self.fresh(rng)
-        result, wanted = Checked(), {step.kernel.name for program in self.programs() for step in program.dispatches}
+        result, kernels = Checked(), {step.kernel.name for program in self.programs() for step in program.dispatches}
         for program in (self.forward, self.backward):
-            check(program, result, wanted)
+            check(program, result, kernels)
         return result
 
     def run(self) -> float:

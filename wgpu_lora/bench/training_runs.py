@@ -339,11 +339,11 @@ def memory_text(memory: Figures) -> str:
         share = f"{memory['share']:.1%}" if memory["share"] >= 0.001 else "less than 0.1%"
         text += f", {share} of the device's {format_bytes(memory['total'])}"
     if memory["headroom"] is not None:
-        left = memory["headroom"]
+        headroom = memory["headroom"]
         text += (
-            f"; {format_bytes(left)} of the budget are left"
-            if left >= 0
-            else f"; {format_bytes(-left)} over the budget"
+            f"; {format_bytes(headroom)} of the budget are left"
+            if headroom >= 0
+            else f"; {format_bytes(-headroom)} over the budget"
         )
     return text
 
@@ -354,9 +354,9 @@ def gate_text(gate: Figures) -> str:
     return f"the runs vary by {gate['spread']:.2%}, {within} the limit of {100 * gate['limit']:.3g}%"
 
 
-def written(found: Figures) -> str:
+def written(figures: Figures) -> str:
     """The summary of what `run_training` returned."""
-    header, summary = found["header"], found["summary"]
+    header, summary = figures["header"], figures["summary"]
     device, commit = header["device"], header["commit"]
     facts = {
         "Device": f"{device['name']}, {device['driver']}, {device['backend']}",
@@ -373,9 +373,9 @@ def written(found: Figures) -> str:
     lines += [f"- Error: {error}" for error in summary["errors"]]
     columns = ("", "median", "min", "max", "spread")
     lines += _table(columns, [_spread(NAMES[name], spread) for name, spread in summary["spread"].items()])
-    if found["projections"]:
+    if figures["projections"]:
         columns = ("model", "grade", "memory", "samples/s", "seconds")
-        lines += _table(columns, [_projection(record) for record in found["projections"]])
+        lines += _table(columns, [_projection(record) for record in figures["projections"]])
         lines += ["", "Memory is each model's plan; time is projected from counted operations at the measured rate."]
     return "\n".join(lines) + "\n"
 

@@ -106,14 +106,14 @@ class SlotStep:
         vocab = self.session.model.config.vocab_size
         self.fill([rng.integers(0, vocab, length) for _, length in self._rows])
 
-    def check(self, rng: np.random.Generator, found: Checked) -> Checked:
+    def check(self, rng: np.random.Generator, checked: Checked) -> Checked:
         """Compare every kind of dispatch with its reference, on new rows and a plausible state of training."""
         self.fill_random(rng)
         batch = self.session.batch_for(self._groups)
         fill_with_random_state(self.session, rng)
         batch.upload(self._groups)
-        check(batch.program, found)
-        return check(self.session.optimizer.program, found)
+        check(batch.program, checked)
+        return check(self.session.optimizer.program, checked)
 
     def run(self) -> float:
         """Take one optimizer step; returns the mean loss of the trained tokens."""

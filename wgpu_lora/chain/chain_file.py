@@ -96,12 +96,12 @@ def _link(
         raise UserError(f"{where} has the name '{name}', like an earlier one: give each stage its own 'name'.")
     needs: set[str] = set()
 
-    def replaced(found: re.Match[str]) -> str:
-        if found[1] not in before:
+    def replaced(match: re.Match[str]) -> str:
+        if match[1] not in before:
             earlier = f"choose of {join_words([*before])}" if before else "it is the first"
-            raise UserError(f"{where} ('{name}') names {{{found[1]:.40}}}, which is no earlier stage: {earlier}.")
-        needs.add(found[1])
-        return str(before[found[1]].output)
+            raise UserError(f"{where} ('{name}') names {{{match[1]:.40}}}, which is no earlier stage: {earlier}.")
+        needs.add(match[1])
+        return str(before[match[1]].output)
 
     values = {key: _filled(value, replaced) for key, value in table.items() if key not in ("kind", "name")}
     kind_of = STAGES[kind]

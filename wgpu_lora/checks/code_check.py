@@ -151,16 +151,16 @@ class _FailedError(Exception):
     """The answer could not be executed; the text says why."""
 
 
-def _outcome(kind: str, said: str) -> Returned:
+def _outcome(kind: str, message: str) -> Returned:
     """Raises _FailedError."""
     if kind == "failed":
-        raise _FailedError(said)
+        raise _FailedError(message)
 
     def outcome() -> Any:
         if kind != "value":
-            raise RaisedError(said)
+            raise RaisedError(message)
         try:
-            return plain_data.load(said)
+            return plain_data.load(message)
         except plain_data.NotPlainError as error:
             raise RaisedError(f"returned {error}") from None
 

@@ -204,7 +204,8 @@ def _show(device: dict[str, Any]) -> None:
     if device["budget"] is not None:
         left = max(0, device["budget"] - device["held"])
         line(
-            "left", f"{size(min(left, device['free_now'] or left))} for another run, within the budget and what is free"
+            "left",
+            f"{size(min(left, device['free_now'] or left))} for another run, within the budget and what is free",
         )
     entries = [*device["leases"], *device["queue"]]
     if not entries:

@@ -218,10 +218,10 @@ def report_run(record: RunRecord, command: str | None = None, adapter: str | Non
     count = count_noun(state.step, "step") if timed else f"{state.step:,} of {count_noun(state.total_steps, 'step')}"
     seconds = state.elapsed_seconds if record.options.target_seconds else state.seconds
     why = f"{count} in {seconds:,.1f} s ({STOP_TEXT[reason]})"
-    known = losses(state.last_loss, state.first_eval_loss, state.trained_eval_loss)
+    summary = losses(state.last_loss, state.first_eval_loss, state.trained_eval_loss)
     scales = record.options.train == "quant-scales"
     where = f"the models are in {output}/last-f16 and others" if scales else f"the adapter is in {adapter or output}"
-    line(outcome, "; ".join([why, *known, where]))
+    line(outcome, "; ".join([why, *summary, where]))
     if state.best_step and state.best_step < state.step:
         best = f"held-out loss {state.best_eval_loss:.4f} after step {state.best_step:,}"
         place, what = ("best-f16", "model") if scales else ("best", "adapter")
@@ -285,8 +285,8 @@ def report_pipeline(record: PipelineRecord, home: Path) -> int:
         outcomes.append(outcome)
         why = f"{adapter.name}: {adapter.step:,} of {count_noun(adapter.total_steps, 'step')} ({text})"
         result = adapter.losses
-        known = losses(result.train, result.before, result.held_out)
-        line(outcome, "; ".join([why, *known, f"the adapter is in {adapter.checkpoint}"]))
+        summary = losses(result.train, result.before, result.held_out)
+        line(outcome, "; ".join([why, *summary, f"the adapter is in {adapter.checkpoint}"]))
         if outcome == "failed":
             print(f"wgpu-lora: adapter {adapter.name}: {text}: {CURES}.", file=sys.stderr)
     if "interrupted" in outcomes:
@@ -404,9 +404,9 @@ class Table(StartupProgress):
 
     def _remaining(self) -> str:
         """The estimated time of the remaining steps of all adapters, from the last ones."""
-        taken = [(result, self._seconds[name]) for name, result in self._rows.items() if result]
-        left = sum((one.total_steps - one.step) * sum(recent) / len(recent) for one, recent in taken)
-        return f"{duration(left)} left" if left > 0 and len(taken) == len(self._rows) else ""
+        rows = [(result, self._seconds[name]) for name, result in self._rows.items() if result]
+        left = sum((one.total_steps - one.step) * sum(recent) / len(recent) for one, recent in rows)
+        return f"{duration(left)} left" if left > 0 and len(rows) == len(self._rows) else ""
 
 
 NOT_OF_JOBS = ("recipe", "adapters", "adapters_config", "schedule", "batch_tokens")

@@ -122,12 +122,12 @@ def plan(
             "batch",
             f"of up to {tokens:,} tokens: {format_bytes(session.steps[tokens].program.plan().nbytes)} of activations",
         )
-    known = budget.source if available is None else f"{format_bytes(available)}: {budget.source}"
+    available_text = budget.source if available is None else f"{format_bytes(available)}: {budget.source}"
     verdict = "" if available is None else "; it fits" if fits else "; it does not fit"
     advice = ""
     if available and not fits and not ways:
         advice = f"; {no_fit_advice(memory.groups['base'], available, job.run.args, job.replan)}"
-    line("budget", f"{known}{verdict}{advice}")
+    line("budget", f"{available_text}{verdict}{advice}")
     for way in ways:
         line("would fit", f"with {way.options}: {format_bytes_exact(way.peak)}")
     if projection:

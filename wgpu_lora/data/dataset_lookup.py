@@ -55,9 +55,9 @@ class DatasetSplits:
 
     def unused(self) -> list[str]:
         """The remaining files and splits, for messages."""
-        known = [name for name in (*TRAIN, *VALID, *TEST) if name in self.splits]
-        left = [self.splits[name] for name in known]
-        return [*self.also, *(p.name if isinstance(p, Path) else p.path for p in left)]
+        usual = [name for name in (*TRAIN, *VALID, *TEST) if name in self.splits]
+        unused = [self.splits[name] for name in usual]
+        return [*self.also, *(p.name if isinstance(p, Path) else p.path for p in unused)]
 
 
 def training_data(

@@ -108,8 +108,8 @@ def load_splits(data: str, split: str | None, config: str | None) -> dict[str, H
     return {split or "train": HubSource(f"{data} ({split})" if split else data, result)}
 
 
-def _no_split(data: str, split: str, found: Mapping[str, Any]) -> Any:
-    raise UserError(f"{data} has no split {split!r:.80}: choose one of {join_words([*found])} with {flag('split')}.")
+def _no_split(data: str, split: str, splits: Mapping[str, Any]) -> Any:
+    raise UserError(f"{data} has no split {split!r:.80}: choose one of {join_words([*splits])} with {flag('split')}.")
 
 
 @contextmanager

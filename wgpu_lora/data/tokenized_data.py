@@ -353,10 +353,10 @@ class Cut:
 
     def __call__(self, ids: list[int], labels: list[int], length: int) -> tuple[list[int], list[int]]:
         """A row of at most `length` tokens."""
-        asked = prompt_tokens(labels)
-        labels = labels[:asked] + ids[asked:]
-        first = max(0, asked - self.prompt) if self.prompt else 0
-        stop = min(len(ids), asked + self.answer) if self.answer else len(ids)
+        prompt_length = prompt_tokens(labels)
+        labels = labels[:prompt_length] + ids[prompt_length:]
+        first = max(0, prompt_length - self.prompt) if self.prompt else 0
+        stop = min(len(ids), prompt_length + self.answer) if self.answer else len(ids)
         if stop - first > length:
             first, stop = (first, first + length) if self.mode == KEEP_START else (stop - length, stop)
         return ids[first:stop], labels[first:stop]
@@ -407,12 +407,12 @@ def split_validation(prepared: TokenizedData, amount: float, seed: int) -> tuple
 
 def _only(prepared: TokenizedData, mask: np.ndarray, **changes: Any) -> TokenizedData:
     """Some of the samples."""
-    chosen = np.flatnonzero(mask).tolist()
-    rows = [row for sample in chosen for row in prepared.samples[sample]]
+    indices = np.flatnonzero(mask).tolist()
+    rows = [row for sample in indices for row in prepared.samples[sample]]
     return replace(
         prepared,
         rows=rows,
-        values=tuple(prepared.values[sample] for sample in chosen) if prepared.values else (),
+        values=tuple(prepared.values[sample] for sample in indices) if prepared.values else (),
         keys=prepared.keys[mask],
         trained_tokens=sum(row.trained_tokens for row in rows),
         total_tokens=sum(len(row.input_ids) for row in rows),

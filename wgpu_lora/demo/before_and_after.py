@@ -88,8 +88,8 @@ class Comparison:
             UserError: for example, if answers cannot be confined here and `allow_unconfined` is not given.
         """
         confined = confinement(allow_unconfined)
-        given = {**changes, "output": str(numbered(Path(output))), "device": device}
-        args, recipe = resolve_options(given, "demo", "The demo")
+        options = {**changes, "output": str(numbered(Path(output))), "device": device}
+        args, recipe = resolve_options(options, "demo", "The demo")
         model = load("demo", device=device, base_dtype=args.base_dtype)
         rows = []
         for number, row in read_jsonl(DEMO_HELDOUT):
@@ -108,16 +108,18 @@ class Comparison:
             events: hears how many requests are answered and checked, and how many tokens have come.
         """
         checked: list[Checked] = []
-        told = _Counted(events, checked, len(self.rows))
+        counted = _Counted(events, checked, len(self.rows))
         for start in range(0, len(self.rows), BATCH):
             rows = self.rows[start : start + BATCH]
             requests = [request_of(row) for row in rows]
-            result = answer(self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, events=told)
+            result = answer(
+                self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, events=counted
+            )
             for one, row in zip(result, rows, strict=True):
                 verdict = run_check(one.text, row["check"], allow_unconfined=self.allow_unconfined)
                 checked.append(Checked(one.text, verdict.passed, verdict.reason))
-                told.answering(0, 0, sum(len(one.token_ids) for one in result))
-            told.before += sum(len(one.token_ids) for one in result)
+                counted.answering(0, 0, sum(len(one.token_ids) for one in result))
+            counted.before += sum(len(one.token_ids) for one in result)
         return Measured(checked)
 
     def trained(self, record: RunRecord, events: Events = SILENT) -> None:

@@ -96,8 +96,8 @@ class Header:
         )
 
 
-def _digest(said: dict[str, Any]) -> str:
-    return hashlib.sha256(to_json(said, sort_keys=True).encode()).hexdigest()
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(values, sort_keys=True).encode()).hexdigest()
 
 
 def position_bytes(tokens: int, vocab_size: int, logits: str) -> int:
@@ -114,8 +114,8 @@ def read_header(directory: Path) -> Header:
     if result.get("schema") != SCHEMA:
         raise UserError(f"{path} has the schema {result.get('schema')!r:.40}, but this version reads {SCHEMA}.")
     try:
-        stated = result.pop("sha256", None)  # earlier versions wrote none
-        if stated is not None and stated != _digest(result):
+        digest = result.pop("sha256", None)  # earlier versions wrote none
+        if digest is not None and digest != _digest(result):
             raise ValueError("it is not what was written, by its SHA-256")
         header: Header = typed(Header, result)
         sizes = (header.vocab_size, header.length, header.top_k, header.rows, header.positions)
@@ -296,11 +296,11 @@ class TeacherCache:
         index = np.array([row.index for row in prepared.rows], np.int64)
         digests = np.array([row_digest(row) for row in prepared.rows], np.uint64)
         places = np.minimum(np.searchsorted(table.index, index), header.rows - 1)
-        known = table.index[places] == index
-        other = int(np.count_nonzero(known & (table.digests[places] != digests)))
+        present = table.index[places] == index
+        other = int(np.count_nonzero(present & (table.digests[places] != digests)))
         if other:
             raise self._differing(prepared, other)
-        missing = len(index) - int(np.count_nonzero(known))
+        missing = len(index) - int(np.count_nonzero(present))
         if missing:
             raise UserError(
                 f"The teacher cache {self.path} is shorter than the data: it has {count_noun(header.rows, 'row')}, and "

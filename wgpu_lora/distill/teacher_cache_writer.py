@@ -293,11 +293,11 @@ def _others(output: Path) -> list[str]:
     return [path.name for path in output.iterdir() if not ours.fullmatch(path.name)]
 
 
-def _compare(output: Path, found: Header, wanted: Header) -> None:
+def _compare(output: Path, header: Header, expected: Header) -> None:
     """Raise UserError unless a cache is the one that is wanted; the teacher's weights are compared once loaded."""
-    options = [name for name in wanted.options if found.options.get(name) != wanted.options[name]]
-    given = {**wanted.options, "length": wanted.length, "top_k": wanted.top_k, "random": wanted.random}
-    before = {**found.options, "length": found.length, "top_k": found.top_k, "random": found.random}
+    options = [name for name in expected.options if header.options.get(name) != expected.options[name]]
+    given = {**expected.options, "length": expected.length, "top_k": expected.top_k, "random": expected.random}
+    before = {**header.options, "length": header.length, "top_k": header.top_k, "random": header.random}
     for name in ["top_k", "random", "length", *options]:
         if before.get(name) != given[name]:
             raise UserError(
@@ -305,13 +305,13 @@ def _compare(output: Path, found: Header, wanted: Header) -> None:
                 f"same options to continue it, or another {flag('output')}."
             )
     facts = {
-        "another configuration of the teacher": (found.teacher.get("config"), wanted.teacher["config"]),
-        "another adapter of the teacher": (found.teacher.get("adapter"), wanted.teacher["adapter"]),
-        "another tokenizer": (found.tokenizer, wanted.tokenizer),
-        "another chat template": (found.template, wanted.template),
-        "other data": (found.data.get("sha256"), wanted.data["sha256"]),
-        "another size of the vocabulary": (found.vocab_size, wanted.vocab_size),
-        "other trained tokens": (found.table, wanted.table),
+        "another configuration of the teacher": (header.teacher.get("config"), expected.teacher["config"]),
+        "another adapter of the teacher": (header.teacher.get("adapter"), expected.teacher["adapter"]),
+        "another tokenizer": (header.tokenizer, expected.tokenizer),
+        "another chat template": (header.template, expected.template),
+        "other data": (header.data.get("sha256"), expected.data["sha256"]),
+        "another size of the vocabulary": (header.vocab_size, expected.vocab_size),
+        "other trained tokens": (header.table, expected.table),
     }
     for what, (old, new) in facts.items():
         if old != new:

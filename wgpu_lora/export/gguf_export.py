@@ -210,10 +210,10 @@ def _gets_finer_type(layer: int, layers: int) -> bool:
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
-def _for_rows(wanted: GGMLQuantizationType, columns: int) -> GGMLQuantizationType:
-    if columns % GGML_QUANT_SIZES[wanted][0]:
-        wanted = SHORT_ROWS.get(wanted, wanted)
-    return Q.F16 if columns % GGML_QUANT_SIZES[wanted][0] else wanted
+def _for_rows(kind: GGMLQuantizationType, columns: int) -> GGMLQuantizationType:
+    if columns % GGML_QUANT_SIZES[kind][0]:
+        kind = SHORT_ROWS.get(kind, kind)
+    return Q.F16 if columns % GGML_QUANT_SIZES[kind][0] else kind
 
 
 def export_adapter(model: Path, adapter: Path, output: Path) -> Written:

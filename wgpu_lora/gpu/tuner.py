@@ -24,9 +24,9 @@ AHEAD = 300.0  # the same, where it is what was asked for
 RUNS = 3  # timed runs per tiling, after two warm-up runs
 
 
-def tuning_enabled(asked: bool) -> bool:
+def tuning_enabled(requested: bool) -> bool:
     """Whether to tune: the user's choice, unless WGPU_LORA_NO_TUNE disables tuning everywhere."""
-    return asked and not os.environ.get("WGPU_LORA_NO_TUNE")
+    return requested and not os.environ.get("WGPU_LORA_NO_TUNE")
 
 
 def skipped(capabilities: Capabilities, tiling: Tiling) -> bool:

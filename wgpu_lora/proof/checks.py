@@ -157,14 +157,14 @@ def losses_fall(proof: Proof, finding: Finding) -> str:
     """Passes if the log has a finite loss of every step, and training and held-out loss fell by the margins."""
     training = proof.training
     finding.figures["losses"] = losses = [line["loss"] for line in training.log]
-    record, count, taken = training.record, count_noun(len(losses), "step"), len(losses)
+    record, count, steps = training.record, count_noun(len(losses), "step"), len(losses)
     if record:
-        taken = record.state.step
+        steps = record.state.step
         finite = record.stop_reason not in ("non-finite", "diverged")
         finding.expect(finite, f"training stopped after {count}: {training.reason}")
     # Lines with other values than finite numbers count as damaged, and are not read.
-    complete = [line["step"] for line in training.log] == list(range(1, taken + 1))
-    finding.expect(complete, f"the log has finite numbers for {count} of {taken:,} only")
+    complete = [line["step"] for line in training.log] == list(range(1, steps + 1))
+    finding.expect(complete, f"the log has finite numbers for {count} of {steps:,} only")
     if finding.faults:
         return ""
     if training.code:

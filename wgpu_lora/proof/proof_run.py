@@ -200,5 +200,5 @@ def render(proof: dict[str, Any]) -> str:
 def loss_chart(losses: Sequence[float | None], heldout: Sequence[tuple[int, float | None]]) -> Chart:
     """The loss of each step, from 1, and the held-out losses, without those that are None."""
     train = Line("training", [(step, loss) for step, loss in enumerate(losses, 1) if loss is not None])
-    held = [(step, loss) for step, loss in heldout if loss is not None]
-    return line_chart([train, Line("held out", held, 1, "dashed", marked=True)], "optimizer step", "loss")
+    points = [(step, loss) for step, loss in heldout if loss is not None]
+    return line_chart([train, Line("held out", points, 1, "dashed", marked=True)], "optimizer step", "loss")

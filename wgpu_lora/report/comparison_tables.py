@@ -133,8 +133,8 @@ def summary(run: Run) -> str:
     result, cost = losses(run), costs(run)
     parts = [f"loss {number(state.last_loss)}"]
     if state.trained_eval_loss is not None:
-        seen = {"{} before": state.first_eval_loss, "best {}": state.best_eval_loss}
-        more = ", ".join(text.format(number(loss)) for text, loss in seen.items() if loss is not None)
+        losses_by_name = {"{} before": state.first_eval_loss, "best {}": state.best_eval_loss}
+        more = ", ".join(text.format(number(loss)) for text, loss in losses_by_name.items() if loss is not None)
         parts.append(f"held-out {number(state.trained_eval_loss)}" + (f" ({more})" if more else ""))
     speeds = ", ".join(f"{value:,.0f} {kind}" for kind, value in run.speeds().items())
     return (

@@ -38,9 +38,9 @@ def data_directory() -> Path:
     return Path(named) if named else Path(user_data_dir("wgpu-lora"))
 
 
-def run_log_enabled(asked: bool = True) -> bool:
+def run_log_enabled(requested: bool = True) -> bool:
     """Whether runs are logged: the user's choice, unless WGPU_LORA_NO_RUN_LOG turns it off everywhere."""
-    return asked and not os.environ.get("WGPU_LORA_NO_RUN_LOG")
+    return requested and not os.environ.get("WGPU_LORA_NO_RUN_LOG")
 
 
 @dataclass(frozen=True)

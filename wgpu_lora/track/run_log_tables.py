@@ -97,7 +97,7 @@ def compared(before: RunEntry, after: RunEntry) -> list[tuple[str, str, str]]:
 
 
 def _origin(entry: RunEntry) -> dict[str, str]:
-    git, data, held = entry.git, entry.data, entry.eval_data
+    git, data, heldout = entry.git, entry.data, entry.eval_data
     return _said(
         {
             "id": entry.id,
@@ -116,8 +116,8 @@ def _origin(entry: RunEntry) -> dict[str, str]:
             "device": ", ".join(entry.device.get(key, "") for key in ("name", "driver", "backend")).strip(", "),
             "data": data and data.path,
             "data, SHA-256": data and data.digest,
-            "held-out data": held and held.path,
-            "held-out data, SHA-256": held and held.digest,
+            "held-out data": heldout and heldout.path,
+            "held-out data, SHA-256": heldout and heldout.digest,
         }
     )
 

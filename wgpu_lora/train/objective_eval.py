@@ -57,8 +57,10 @@ def objective_options(
     options = {"objective": chosen} | (trained if before == chosen else {})
     if given:
         return {name: value for name, value in options.items() if name not in (*TEACHER, "eval_teacher_cache")} | given
-    own = {name: value for name, value in options.items() if name != "eval_teacher_cache"}
-    return own | ({"teacher_cache": options["eval_teacher_cache"]} if options.get("eval_teacher_cache") else {})
+    objective_values = {name: value for name, value in options.items() if name != "eval_teacher_cache"}
+    return objective_values | (
+        {"teacher_cache": options["eval_teacher_cache"]} if options.get("eval_teacher_cache") else {}
+    )
 
 
 def reads(objective: str, source: Source) -> bool:
@@ -91,8 +93,8 @@ def _said(options: Any) -> dict[str, Any]:
     chosen = options.get("objective") if isinstance(options, dict) else None
     if not isinstance(chosen, str) or chosen not in OBJECTIVES:
         return {}
-    known = {item.name for item in fields(TrainingArguments)}
-    read = {item.name for item in fields(OBJECTIVES[chosen])} & known
+    option_names = {item.name for item in fields(TrainingArguments)}
+    read = {item.name for item in fields(OBJECTIVES[chosen])} & option_names
     return {name: options[name] for name in ("objective", "objective_args", *sorted(read)) if name in options}
 
 

@@ -73,24 +73,24 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
     port, *parameters = inspect.signature(run).parameters.values()
     named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "where"}
     hints = get_type_hints(run)
-    known = [*named]
+    names = [*named]
     for options in (hints[p.name] for p in parameters if p.kind is p.VAR_KEYWORD):
         unchecked = job.options.keys() - {port.name, "where"}  # by names; the function does that
-        known += unchecked if options is Any else get_type_hints(*get_args(options))
+        names += unchecked if options is Any else get_type_hints(*get_args(options))
     many = f"{', '.join(named)} and the options in 'wgpu-lora {job.kind} --help-all'"
-    takes = ", ".join(known) if len(known) <= MANY else many
-    given = real_names(job.options, known, job.where, otherwise=f"the job {job.kind!r} takes {takes}.")
-    missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
+    takes = ", ".join(names) if len(names) <= MANY else many
+    values = real_names(job.options, names, job.where, otherwise=f"the job {job.kind!r} takes {takes}.")
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in values]
     if missing:
         raise UserError(
             f"{job.where} lacks {join_words([repr(name) for name in missing])}: the job {job.kind!r} requires it."
         )
-    for name in given.keys() & named.keys():
+    for name in values.keys() & named.keys():
         try:
-            given[name] = checked(named[name], hints[name], given[name])
+            values[name] = checked(named[name], hints[name], values[name])
         except ValueError as error:
             raise UserError(f"{job.where}: {error}.") from None
-    return {**given, "where": job.where} if "where" in hints else given
+    return {**values, "where": job.where} if "where" in hints else values
 
 
 def checked(parameter: inspect.Parameter, hint: Any, value: Any) -> Any:

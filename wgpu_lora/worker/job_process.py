@@ -106,8 +106,8 @@ def _telling(name: str) -> Any:
 
     def tell(self: EventWriter, *values: Any) -> None:
         facts = dict(zip(names, values, strict=True))
-        whole = len(names) == 1 and is_dataclass(values[0]) and not isinstance(values[0], type)
-        self.emit(name, **(asdict(values[0]) if whole else facts))
+        as_one = len(names) == 1 and is_dataclass(values[0]) and not isinstance(values[0], type)
+        self.emit(name, **(asdict(values[0]) if as_one else facts))
 
     return tell
 
@@ -157,13 +157,13 @@ def _only_events() -> Iterator[TextIO]:
     if sys.stdout is None:
         raise UserError("There is no standard output to write events to: connect it to a pipe or a file.")
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as kept:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
         os.dup2(2, 1)
         try:
-            yield discard_when_closed(kept)
+            yield discard_when_closed(output)
         finally:
             sys.stdout.flush()
-            os.dup2(kept.fileno(), 1)
+            os.dup2(output.fileno(), 1)
 
 
 class TrainingRequests(Requests):

@@ -93,9 +93,9 @@ class Worker:
             yield event
 
     def _next(self) -> Event | None:
-        left = None if self._timeout is None else self._began + self._timeout - time.monotonic()
+        seconds = None if self._timeout is None else self._began + self._timeout - time.monotonic()
         try:
-            event = self._events.get(timeout=None if left is None else max(left, 0))
+            event = self._events.get(timeout=None if seconds is None else max(seconds, 0))
         except queue.Empty:
             self.end()
             raise WorkerFailed(f"it took more than {self._timeout:,.0f} s", None) from None

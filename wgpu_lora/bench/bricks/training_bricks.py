@@ -103,7 +103,7 @@ class TrainStep(SessionWorkload):
         if timer.clock == "timestamps":
             programs = self._session.programs()
             pairs = [(self.run(), sum(map(timer.run, programs))) for _ in range(DEVICE_RUNS)]  # alternating
-            whole, device_seconds = np.median(pairs, axis=0)
-            host_share = max(0.0, 1 - device_seconds / whole)  # due to noise, the part may be larger
+            total, device_seconds = np.median(pairs, axis=0)
+            host_share = max(0.0, 1 - device_seconds / total)  # due to noise, the part may be larger
             result |= {"device_seconds": float(device_seconds), "host_share": float(host_share)}
         return result

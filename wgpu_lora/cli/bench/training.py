@@ -157,10 +157,10 @@ def _show_summary(record: Record) -> None:
         line("passed" if record["gate"]["passed"] else "failed", gate_text(record["gate"]))
 
 
-def _show_pairs(found: Record) -> int:
+def _show_pairs(record: Record) -> int:
     from wgpu_lora.train.memory import format_bytes
 
-    pairs, fastest = found["pairs"], found["fastest"]
+    pairs, fastest = record["pairs"], record["fastest"]
     first = next((pair["samples_per_second"] for pair in pairs if pair["samples_per_second"]), None)
     rows = [
         (

@@ -127,14 +127,14 @@ def evaluate(
         refuse_unused(ctx, OF_LOSSES, "with --pass-at-k")
         from wgpu_lora.cli.inference.pass_at_k import evaluate_checks
 
-        chosen = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
+        sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
         return evaluate_checks(
             data,
             split,
             dataset_config,
             pass_at_k,
             samples,
-            {**chosen, "enable_thinking": enable_thinking},
+            {**sampling, "enable_thinking": enable_thinking},
             adapter or [],
             compare,
             model,

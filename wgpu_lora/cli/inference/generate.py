@@ -117,7 +117,7 @@ def generate(
     from wgpu_lora.models.loaded_model import open_model
 
     # Check the options before anything is opened.
-    chosen = generation_options(settings, "The command line")
+    generation = generation_options(settings, "The command line")
     if batch_size is not None and batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, not {batch_size}.")
     if prompts:
@@ -140,11 +140,11 @@ def generate(
     slots = slots_of(adapters, compare) if several else {next(iter(adapters), BASE): 0 if adapters else None}
     opened = open_model(model_of(adapters, model), device, base_dtype)
     asked = [request.prompt for request in requests]
-    for note in prompt_notes(tokenizer_of(opened), asked, chosen.prompt_format, adapters.values()):
+    for note in prompt_notes(tokenizer_of(opened), asked, generation.prompt_format, adapters.values()):
         _note(note)
     with Bar("loading", opened.tensors_to_load()) as bar:
         if len(requests) == 1 and not (several or output or prompts):
-            _answer_one(opened, requests[0], adapters, chosen, as_json, bar)
+            _answer_one(opened, requests[0], adapters, generation, as_json, bar)
             return 0
         rows: list[dict[str, Any]] = []
         with kept_on_failure(output, lambda: rows, _note):
@@ -153,7 +153,7 @@ def generate(
                 asked,
                 adapters,
                 slots,
-                chosen,
+                generation,
                 batch=batch_size or (len(slots) if len(asked) == 1 else None),
                 events=_Collected(requests, several, rows, bar),
             )

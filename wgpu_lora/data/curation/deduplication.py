@@ -34,9 +34,9 @@ class Duplicate(NamedTuple):
 class Duplicates:
     """The rows so far; `seen` is None if duplicates are kept."""
 
-    def __init__(self, options: Preparation, seen: SeenContents | None, near: NearDuplicates | None) -> None:
+    def __init__(self, options: Preparation, contents: SeenContents | None, near: NearDuplicates | None) -> None:
         self._exactly = options.duplicates == "exact"
-        self._seen, self._near = seen, near
+        self._seen, self._near = contents, near
 
     def add(self, read: Read, source: int, number: int) -> Duplicate | None:
         """Add a row; None unless it repeats another."""

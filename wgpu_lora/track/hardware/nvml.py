@@ -46,21 +46,21 @@ def find(info: DeviceInfo) -> ReadStatus | None:
     return lambda: read(asked, card)
 
 
-def read(asked: Callable[..., Any], card: Any) -> Status:
-    use, memory = asked("nvmlDeviceGetUtilizationRates", card), asked("nvmlDeviceGetMemoryInfo", card)
-    limit = asked("nvmlDeviceGetEnforcedPowerLimit", card)
+def read(query: Callable[..., Any], card: Any) -> Status:
+    use, memory = query("nvmlDeviceGetUtilizationRates", card), query("nvmlDeviceGetMemoryInfo", card)
+    limit = query("nvmlDeviceGetEnforcedPowerLimit", card)
     return Status(
-        temperature=asked("nvmlDeviceGetTemperature", card, TEMPERATURE_GPU),
+        temperature=query("nvmlDeviceGetTemperature", card, TEMPERATURE_GPU),
         busy=None if use is None else use.gpu,
-        power=scaled(asked("nvmlDeviceGetPowerUsage", card), 1e-3),
+        power=scaled(query("nvmlDeviceGetPowerUsage", card), 1e-3),
         power_limit=scaled(limit, 1e-3),
         memory=None if memory is None else memory.used / GIB,
     )
 
 
-def _processes(asked: Callable[..., Any], card: Any) -> set[int]:
+def _processes(query: Callable[..., Any], card: Any) -> set[int]:
     kinds = ("Graphics", "Compute")
-    result = [asked(f"nvmlDeviceGet{kind}RunningProcesses", card) or [] for kind in kinds]
+    result = [query(f"nvmlDeviceGet{kind}RunningProcesses", card) or [] for kind in kinds]
     return {one.pid for some in result for one in some}
 
 

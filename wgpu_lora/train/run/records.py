@@ -282,8 +282,8 @@ def _of_options(facts: dict[str, Any], *names: str) -> dict[str, Any]:
     options = facts.get("options")
     if not isinstance(options, dict):
         return {}
-    own = {name: options[name] for name in names if name in options}
-    return own | {"options": {name: value for name, value in options.items() if name not in own}}
+    values = {name: options[name] for name in names if name in options}
+    return values | {"options": {name: value for name, value in options.items() if name not in values}}
 
 
 def _write(path: Path, facts: dict[str, Any]) -> None:

@@ -211,7 +211,7 @@ def with_log(entry: RunEntry) -> RunEntry:
     if entry.status != KILLED or not path or logged_id(path.parent) != entry.id or not path.is_file():
         return entry
     lines = read_log(path)
-    held = _losses(lines, "eval_loss", HELD_OUT)
-    result = held if held.final is not None else _losses(lines, "loss", TRAINING)
+    heldout = _losses(lines, "eval_loss", HELD_OUT)
+    result = heldout if heldout.final is not None else _losses(lines, "loss", TRAINING)
     last = lines[-1] if lines else {}
     return replace(entry, losses=result, steps=last.get("step"), tokens=last.get("tokens"), seconds=last.get("seconds"))

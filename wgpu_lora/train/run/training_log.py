@@ -36,8 +36,8 @@ class Log:
         if resume_step is not None and path.is_file():
             lines = _lines(path)
             self.damaged = sum(entry is None for _, entry in lines[:-1])  # a crash may have cut the last one
-            kept = [line + b"\n" for line, entry in lines if entry and entry["step"] <= resume_step]
-            write_bytes_atomic(path, b"".join(kept))
+            earlier = [line + b"\n" for line, entry in lines if entry and entry["step"] <= resume_step]
+            write_bytes_atomic(path, b"".join(earlier))
         elif path.exists():
             path.unlink()
 
@@ -67,9 +67,9 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     except UserError:
         return None
     kinds = set(entry)
-    whole = kinds >= NEEDED and kinds & {"loss", "eval_loss"} and type(entry["step"]) is int
-    whole = whole and ("loss" in kinds or entry["step"] == 0) and all(map(is_number, entry.values()))
-    return entry if whole else None
+    valid = kinds >= NEEDED and kinds & {"loss", "eval_loss"} and type(entry["step"]) is int
+    valid = valid and ("loss" in kinds or entry["step"] == 0) and all(map(is_number, entry.values()))
+    return entry if valid else None
 
 
 def environment(device: Device) -> Environment:

@@ -37,17 +37,17 @@ def run_bench(
     if shape and model:
         raise UserError("'shape' and 'model' are both given: leave one of them out.")
     names = brick_names() if bricks is None else bricks
-    taken = {option for name in names for option in load_contract(name).options}
+    used = {option for name in names for option in load_contract(name).options}
     sizes: dict[str, Any] = {"tokens": tokens, "rank": rank, "base_dtype": base_dtype, "compute_dtype": compute_dtype}
-    given = {name: value for name, value in {**sizes, "layers": layers}.items() if value is not None}
-    idle = sorted((given.keys() & set(OPTIONS)) - taken)
+    options = {name: value for name, value in {**sizes, "layers": layers}.items() if value is not None}
+    idle = sorted((options.keys() & set(OPTIONS)) - used)
     if idle:
         raise UserError(f"'{idle[0]}' does nothing with the bricks {', '.join(names)}: leave it out.")
     if shape:
         shape_config(shape, layers)
     opened = Device(device)
-    given.pop("layers", None)
-    context = Context.of(opened, shape, model, layers, tune=tuning_enabled(tune), **given)
+    options.pop("layers", None)
+    context = Context.of(opened, shape, model, layers, tune=tuning_enabled(tune), **options)
     _, broken = bench(context, bricks_of(context.config) if bricks is None else names, time_limit, port)
     return Ended({"broken": broken}, int(bool(broken)), "; ".join(broken))
 

@@ -40,9 +40,9 @@ def run_finetune(
     helpers: sockets over which other devices are asked for parts of the steps (see the job `gradients`).
     requests: answer `stop` and `end` while it runs, JSON lines on standard input, whose end kills the process at once.
     """
-    asked = TrainingRequests()
+    training_requests = TrainingRequests()
     if requests:
-        port.listen(asked.side())
+        port.listen(training_requests.side())
     texts, rows = split_python_rows({name: path_as_text(value, name, where) for name, value in options.items()})
     args, _ = resolve_options(texts, recipe, where)
     for note in unused_options(texts, args):
@@ -54,7 +54,7 @@ def run_finetune(
                 closing(DataParallelLeader([connected(link) for link in helpers], code_digest()))
             )
         job = prepare_job(args, rows=rows, sharing=sharing)
-        job.requests = asked
+        job.requests = training_requests
         record = job.train(port)
     return Ended(record.to_json(), exit_code(record.stop_reason, record.signal), STOP_TEXT[record.stop_reason])
 
@@ -74,12 +74,12 @@ def run_pipeline(
     texts, shared = split_python_rows({name: path_as_text(value, name, where) for name, value in options.items()})
     tasks = [adapter_task(values, f"{where}: adapter {number}", shared) for number, values in enumerate(adapters, 1)]
     tasks = named_apart(tasks)
-    asked = TrainingRequests([task.name for task in tasks])
+    training_requests = TrainingRequests([task.name for task in tasks])
     if requests:
-        port.listen(asked.side())
+        port.listen(training_requests.side())
     args, _ = resolve_options(texts, None, where, demo=False, beside=tasks[0].checkpoint)
     job = prepare_pipeline(args, tasks, schedule, batch_tokens)
-    job.requests = asked
+    job.requests = training_requests
     record = job.train(port)
     codes = [exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters]
     text = "; ".join(f"{adapter.name}: {STOP_TEXT[adapter.stop_reason]}" for adapter in record.adapters)
