@@ -32,7 +32,7 @@ from scripts.gpu_compilers.recorded_kernels import Call, Selection, calls
 from wgpu_lora.bench.brick_results import Writer, header
 from wgpu_lora.bench.bricks import bricks_of
 from wgpu_lora.bench.contract import load_contract
-from wgpu_lora.bench.reference_check import Checked
+from wgpu_lora.bench.reference_check import ReferenceErrors
 from wgpu_lora.bench.step_profile import profile_step
 from wgpu_lora.bench.training_step import WARMUP, TrainingStep, chosen_model
 from wgpu_lora.cli import main as command_line
@@ -48,7 +48,7 @@ from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.typed_json import read_as
 from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import Ended, EventWriter
+from wgpu_lora.worker.job_process import EventWriter, JobResult
 from wgpu_lora.worker.worker import PROGRAM, Worker, WorkerFailed
 
 SCHEMA = "wgpu-lora-bench-gpu/3"
@@ -151,7 +151,7 @@ class Work:
     candidates: bool = True
 
 
-class ByKernel(Checked):
+class ByKernel(ReferenceErrors):
     """The largest error of each kernel; NaN if its inputs never let it be compared."""
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ def _alternating(steps: dict[str, TrainingStep], rounds: int) -> Record:
     return {"seconds": seconds, "processor_seconds": processor, "ratio": [other / first for other in others]}
 
 
-def kernels(port: EventWriter, *, where: str, **options: Any) -> Ended:
+def kernels(port: EventWriter, *, where: str, **options: Any) -> JobResult:
     """The job; its exit code is 1 if a kernel is wrong.
 
     Raises:
@@ -264,7 +264,7 @@ def kernels(port: EventWriter, *, where: str, **options: Any) -> Ended:
         raise refused[0]
     names = ", ".join(dict.fromkeys(wrong))
     said = "; ".join([f"these kernels are wrong: {names}", *dict.fromkeys(map(str, refused))])
-    return Ended({"wrong": wrong}, int(bool(wrong)), said if wrong else "")
+    return JobResult({"wrong": wrong}, int(bool(wrong)), said if wrong else "")
 
 
 def _until_refused(records: Iterator[Record], refused: list[UserError]) -> Iterator[Record]:

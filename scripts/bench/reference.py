@@ -50,7 +50,7 @@ from wgpu_lora.train.run.training_log import environment
 from wgpu_lora.typed_json import read_as
 from wgpu_lora.weights.base_formats import BASE_FORMATS
 from wgpu_lora.worker.job_kinds import KINDS
-from wgpu_lora.worker.job_process import Ended, EventWriter
+from wgpu_lora.worker.job_process import EventWriter, JobResult
 from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 SCHEMA = "wgpu-lora-bench-reference/1"
@@ -345,7 +345,7 @@ def torch_step(port: EventWriter, *, where: str, **options: Any) -> None:
     port.answer(TorchSide(read_as(ReferenceWork, options, where)))
 
 
-def comparison(port: EventWriter, *, where: str, **options: Any) -> Ended:
+def comparison(port: EventWriter, *, where: str, **options: Any) -> JobResult:
     """The job `comparison`; its exit code is 1 if a side failed."""
     known = [item.name for item in fields(Comparison)]
     asked = read_as(Comparison, real_names(options, known, where, otherwise=f"there are {', '.join(known)}."), where)
@@ -354,7 +354,7 @@ def comparison(port: EventWriter, *, where: str, **options: Any) -> Ended:
     for row in rows:
         port.measured(row)
     failed = failures(rows)
-    return Ended({"sides": len(rows)}, int(bool(failed)), "; ".join(failed))
+    return JobResult({"sides": len(rows)}, int(bool(failed)), "; ".join(failed))
 
 
 def failures(rows: list[Record]) -> list[str]:

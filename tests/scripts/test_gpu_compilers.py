@@ -243,7 +243,7 @@ def test_a_kernel_that_is_wrong_loses_no_other_measurement(
     job = {"shape": "tiny-qwen3", "tokens": 16, "rounds": 1, "candidates": False}
     ended = gpu_report.kernels(hearing(measured=records.append), where="the job", **job)  # type: ignore[arg-type]
     assert (ended.code, set(ended.result["wrong"])) == (1, {kernel})
-    assert kernel in ended.said
+    assert kernel in ended.reason
     kinds = {record["kind"] for record in records}
     assert "tiling" in kinds
     if compiles:  # a step can be taken

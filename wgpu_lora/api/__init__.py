@@ -138,7 +138,9 @@ def finetune(
                 raise UserError(f"The model was loaded with {name} {fixed!r}: load another one with {given[name]!r}.")
     elif model is not None:
         given["model"] = path_as_text(str(model), "model", "finetune()")
-    resolved = _chosen(given, args, None if recipe is None else str(path_as_text(recipe, "recipe", "finetune()")))
+    resolved = _resolved_arguments(
+        given, args, None if recipe is None else str(path_as_text(recipe, "recipe", "finetune()"))
+    )
     for text in unused_options(given, resolved):
         warnings.warn(text, stacklevel=2)
     job = prepare_job(resolved, loaded, rows=rows)
@@ -146,7 +148,9 @@ def finetune(
         return job.train(EventForwarder(bars, *receivers))
 
 
-def _chosen(given: Mapping[str, Any], args: TrainingArguments | None, recipe: str | None) -> TrainingArguments:
+def _resolved_arguments(
+    given: Mapping[str, Any], args: TrainingArguments | None, recipe: str | None
+) -> TrainingArguments:
     """Options given by name, over `args`, a recipe, or the run that is resumed."""
     if args is None:
         return resolve_options(given, recipe, "finetune()")[0]

@@ -78,7 +78,7 @@ def evaluate(
         check_directory(adapter)
     adapters = [] if adapter is None else [adapter]
     data = data if isinstance(data, str | Path) else list(data)
-    options = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    options = _row_options(max_length, on_overflow, completion_only_loss, enable_thinking)
     source = _source(data, split, dataset_config)
     whom = _teacher(teacher, teacher_adapter, teacher_cache)
     chosen = _objective(source, adapter, objective, whom)
@@ -137,7 +137,7 @@ def evaluate_several(
     slots = slots_of(adapters, include_base)
     directories = list(adapters.values())
     data = data if isinstance(data, str | Path) else list(data)
-    given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    given = _row_options(max_length, on_overflow, completion_only_loss, enable_thinking)
     names = {BASE: None, **adapters} if include_base else adapters
     whom = _teacher(teacher, teacher_adapter, teacher_cache)
     chosen = {
@@ -169,7 +169,7 @@ def evaluate_several(
 
 def prepared_rows(model: LoadedModel, data: str | Path) -> TokenizedData:
     """The rows that `evaluate` measures by default, encoded. Raises UserError."""
-    return _heldout(model, _source(data, None, None), [], _given(None, None, None, None), False)[1]
+    return _heldout(model, _source(data, None, None), [], _row_options(None, None, None, None), False)[1]
 
 
 def _listeners(where: str, events: Events | None, before: dict[str, Any]) -> tuple[Events, ...]:
@@ -258,7 +258,7 @@ def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, c
     return python_source(data)
 
 
-def _given(
+def _row_options(
     max_length: int | None, on_overflow: str | None, completion_only_loss: bool | None, enable_thinking: bool | None
 ) -> dict[str, Any]:
     """The given row options, checked before a model is opened."""

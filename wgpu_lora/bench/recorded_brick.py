@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from wgpu_lora.bench.brick import Context, Extra, Workload
-from wgpu_lora.bench.reference_check import Checked, check, fill_with_nan
+from wgpu_lora.bench.reference_check import ReferenceErrors, check, fill_with_nan
 from wgpu_lora.bench.timing import Timings
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import BindingTooLarge
@@ -150,9 +150,12 @@ class ProgramWorkload(Workload):
         for filler in self.fillers:
             filler(rng)
 
-    def check(self, rng: np.random.Generator) -> Checked:
+    def check(self, rng: np.random.Generator) -> ReferenceErrors:
         self.fresh(rng)
-        result, kernels = Checked(), {step.kernel.name for program in self.programs() for step in program.dispatches}
+        result, kernels = (
+            ReferenceErrors(),
+            {step.kernel.name for program in self.programs() for step in program.dispatches},
+        )
         for program in (self.forward, self.backward):
             check(program, result, kernels)
         return result

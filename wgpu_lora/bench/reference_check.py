@@ -17,7 +17,7 @@ POISON_BYTES = 16 << 20
 
 
 @dataclass
-class Checked:
+class ReferenceErrors:
     """The largest normalised mean squared error and its kernel.
 
     outputs: number of outputs compared. in_part: kernels of which only a part was compared (see gpu.part).
@@ -36,7 +36,9 @@ class Checked:
             self.in_part += (kernel,)
 
 
-def check(program: Program, checked: Checked | None = None, kernels: Container[str] | None = None) -> Checked:
+def check(
+    program: Program, checked: ReferenceErrors | None = None, kernels: Container[str] | None = None
+) -> ReferenceErrors:
     """Run a built program once, dispatch by dispatch, and compare the first of each kind with its reference.
 
     A reference gets the values that the device holds: inputs, and outputs of earlier dispatches. If temporaries are
@@ -44,7 +46,7 @@ def check(program: Program, checked: Checked | None = None, kernels: Container[s
 
     kernels: names of the kernels to compare; all by default.
     """
-    checked = checked or Checked()
+    checked = checked or ReferenceErrors()
     keys: set[Any] = set()
     for i, step in enumerate(program.dispatches):
         kind = _kind(step)

@@ -227,19 +227,19 @@ def prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingAr
     """The options, and the model, declared."""
     if work.shape:
         return _synthetic(work, work.shape, place, opened)
-    args = with_demo_data(resolve_options(_told(work), work.recipe or "demo", work.where)[0])
+    args = with_demo_data(resolve_options(_options(work), work.recipe or "demo", work.where)[0])
     # A resumed run has fewer steps left, and writes to its own directory.
     args = replace(args, resume=False, run_log=False, report_to=None)
     return args, chosen_model(args.model, None, None, opened or Device(args.device), args.base_dtype)
 
 
-def _told(work: Work) -> dict[str, Any]:
+def _options(work: Work) -> dict[str, Any]:
     """The options; with epochs, a number of steps that the recipe sets does not apply."""
     return {**work.options, **({"max_steps": -1} if "num_train_epochs" in work.options else {})}
 
 
 def _synthetic(work: Work, shape: str, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
-    args = from_values({**SYNTHETIC, **_told(work)}, work.where)
+    args = from_values({**SYNTHETIC, **_options(work)}, work.where)
     steps = args.max_steps if args.max_steps > 0 else SYNTHETIC["max_steps"]  # of an epoch
     args = replace(
         args, lora_alpha=2 * args.lora_r, save_steps=0, save_minutes=0.0, data=str(place / "rows.jsonl"), model=shape

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.bench.reference_check import Checked, check, fill_with_nan
+from wgpu_lora.bench.reference_check import ReferenceErrors, check, fill_with_nan
 from wgpu_lora.bench.timing import run_seconds
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -106,7 +106,7 @@ class SlotStep:
         vocab = self.session.model.config.vocab_size
         self.fill([rng.integers(0, vocab, length) for _, length in self._rows])
 
-    def check(self, rng: np.random.Generator, checked: Checked) -> Checked:
+    def check(self, rng: np.random.Generator, checked: ReferenceErrors) -> ReferenceErrors:
         """Compare every kind of dispatch with its reference, on new rows and a plausible state of training."""
         self.fill_random(rng)
         batch = self.session.batch_for(self._groups)

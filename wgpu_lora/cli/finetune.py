@@ -265,7 +265,7 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
     line(
         "pipeline", f"{count_noun(len(job.runs), 'adapter')}, {schedule}, batches of up to {job.batch_tokens:,} tokens"
     )
-    with Table(job) as table:
+    with PipelineTable(job) as table:
         record = job.train(table)
     code = report_pipeline(record, job.home)
     if draw_curves({run.adapter_name: run.directory for run in job.runs}, job.home / CURVES):
@@ -294,7 +294,7 @@ def report_pipeline(record: PipelineRecord, home: Path) -> int:
     return max(exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters)
 
 
-class Table(StartupProgress):
+class PipelineTable(StartupProgress):
     """A live table on a terminal, with a row per adapter; else lines as for a single run."""
 
     def __init__(self, job: PipelineJob):
@@ -310,7 +310,7 @@ class Table(StartupProgress):
         self._device, self._hardware = job.session.device, ""
         self._live: Any = None
 
-    def __enter__(self) -> Table:
+    def __enter__(self) -> PipelineTable:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -115,11 +115,11 @@ def describe_model(job: Job[Any]) -> None:
     line(
         "model",
         f"{model.name}: {config.architecture}, {config.num_hidden_layers} layers of {config.hidden_size}, "
-        f"vocabulary {config.vocab_size:,}, weights in {model.decoder.base_dtype}{_kept(model)}",
+        f"vocabulary {config.vocab_size:,}, weights in {model.decoder.base_dtype}{_unquantized(model)}",
     )
 
 
-def _kept(model: LoadedModel) -> str:
+def _unquantized(model: LoadedModel) -> str:
     """The matrices that are not in the base format, since they are small."""
     own, names = model.decoder.embedding.dtype, model.config.kept_modules()
     return (

@@ -200,7 +200,7 @@ def tokenize_source(
             if wrong or sample is None:
                 account.expanded += 1  # an index must not depend on the outcome of other rows
                 continue
-            kept = list(_kept(pairs, place, account, max_length, on_overflow == "drop"))
+            kept = list(_fitting_rows(pairs, place, account, max_length, on_overflow == "drop"))
             if parts > 1 and len(kept) < parts:
                 kept = []  # a sample is only useful as a whole
             if skip_bad_rows or not account.bad:
@@ -242,7 +242,7 @@ def _shorter(pairs: list[Pair], cut: Cut, max_length: int, drop: bool) -> list[P
     return [cut(ids, labels, len(ids) if drop else max_length) for ids, labels in pairs]
 
 
-def _kept(pairs: list[Pair], place: RowPlace, account: RowCounts, max_length: int, drop: bool) -> Iterator[Row]:
+def _fitting_rows(pairs: list[Pair], place: RowPlace, account: RowCounts, max_length: int, drop: bool) -> Iterator[Row]:
     """The rows of an example that have trained tokens, truncated to the maximum length."""
     for ids, labels in pairs:
         row = Row(np.asarray(ids, np.int32), np.asarray(labels, np.int32), account.expanded)

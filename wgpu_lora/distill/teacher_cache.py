@@ -131,7 +131,7 @@ def read_header(directory: Path) -> Header:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class RowTable:
     """The rows of a cache, ascending by index, which is that of `Row`.
 
     index: i64 [rows]. positions: i64 [rows], trained tokens. digests: u64 [rows], of ids and labels.
@@ -142,13 +142,13 @@ class Table:
     digests: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Table:
+    def of(cls, rows: Sequence[Row]) -> RowTable:
         index = np.array([row.index for row in rows], np.int64)
         positions = np.array([row.trained_tokens for row in rows], np.int64)
         return cls(index, positions, np.array([row_digest(row) for row in rows], np.uint64))
 
     @classmethod
-    def read(cls, directory: Path, header: Header) -> Table:
+    def read(cls, directory: Path, header: Header) -> RowTable:
         """Raises UserError if the file is missing or damaged."""
         path = directory / TABLE
         try:
@@ -159,7 +159,7 @@ class Table:
             raise UserError(f"{path} is damaged, since its SHA-256 is not that in {CACHE}: make the cache again.")
         try:
             result = load(data)
-            table: Table | None = cls(*(result[name] for name in ("index", "positions", "digests")))
+            table: RowTable | None = cls(*(result[name] for name in ("index", "positions", "digests")))
         except (SafetensorError, KeyError):
             table = None
         if table is None or not table._fits(header):
@@ -199,7 +199,7 @@ class TeacherCache:
     a gigabyte, when one of its rows is first asked for.
     """
 
-    def __init__(self, path: Path, header: Header, table: Table):
+    def __init__(self, path: Path, header: Header, table: RowTable):
         self.path, self.header, self._table = path, header, table
         self._rows = np.cumsum([0, *(shard.rows for shard in header.shards)])
         self._positions = np.cumsum([0, *table.positions])
@@ -221,7 +221,7 @@ class TeacherCache:
                 f"The teacher cache {path} is not finished, since it has {header.finished:,} of "
                 f"{count_noun(header.rows, 'row')}: run teacher-cache again with the same options, which continues it."
             )
-        table = Table.read(path, header)
+        table = RowTable.read(path, header)
         for shard in header.shards:
             file = path / shard.file
             size = file.stat().st_size if file.is_file() else None

@@ -24,8 +24,8 @@ from wgpu_lora.distill.teacher_cache import (
     SCHEMA,
     TABLE,
     Header,
+    RowTable,
     Shard,
-    Table,
     pack_ids,
     position_bytes,
     read_header,
@@ -116,7 +116,7 @@ def _begin(output: Path, plan: CachePlan, model: LoadedModel, done: Sequence[Sha
     if (output / CACHE).exists():
         _compared(output, model, done)
     sweep(output, OURS)
-    write_bytes_atomic(output / TABLE, save(Table.of(plan.rows).arrays()))
+    write_bytes_atomic(output / TABLE, save(RowTable.of(plan.rows).arrays()))
     header.write(output)
     return header
 
@@ -239,7 +239,7 @@ def plan_cache(
         random=kept.random,
         rows=len(rows),
         positions=sum(row.trained_tokens for row in rows),
-        table=hashlib.sha256(save(Table.of(rows).arrays())).hexdigest(),
+        table=hashlib.sha256(save(RowTable.of(rows).arrays())).hexdigest(),
         teacher={"model": model.name, **teacher},
         tokenizer=model.tokenizer.digest if model.tokenizer else None,
         template=template_digest(model.tokenizer, template_kwargs),
@@ -300,9 +300,10 @@ def _compare(output: Path, header: Header, expected: Header) -> None:
     before = {**header.options, "length": header.length, "top_k": header.top_k, "random": header.random}
     for name in ["top_k", "random", "length", *options]:
         if before.get(name) != given[name]:
+            began, now = (_option_text(name, values.get(name)) for values in (before, given))
             raise UserError(
-                f"{output} was begun with {_said(name, before.get(name))}, not {_said(name, given[name])}: give the "
-                f"same options to continue it, or another {flag('output')}."
+                f"{output} was begun with {began}, not {now}: give the same options to continue it, or another "
+                f"{flag('output')}."
             )
     facts = {
         "another configuration of the teacher": (header.teacher.get("config"), expected.teacher["config"]),
@@ -321,7 +322,7 @@ def _compare(output: Path, header: Header, expected: Header) -> None:
             )
 
 
-def _said(name: str, value: Any) -> str:
+def _option_text(name: str, value: Any) -> str:
     return f"no {flag(name)}" if value is None else setting(name, value)
 
 

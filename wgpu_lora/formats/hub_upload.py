@@ -68,7 +68,7 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     result = _files(directory)
     kind, notes = _kind(directory, result)
     include, exclude = include or [], exclude or []
-    known = _known(directory, kind, result)
+    known = _model_facts(directory, kind, result)
     reasons = {name: why for name in result if (why := _reason(name, known, include, exclude))}
     chosen = {name: result[name] for name in reasons}
     for path in chosen.values():
@@ -144,7 +144,7 @@ def _kind(directory: Path, files: dict[str, Path]) -> tuple[str, list[str]]:
     )
 
 
-def _known(directory: Path, kind: str, files: dict[str, Path]) -> dict[str, str]:
+def _model_facts(directory: Path, kind: str, files: dict[str, Path]) -> dict[str, str]:
     """Names of the files needed to load the model -> why they are included."""
     if kind == "adapter":
         known = {WEIGHTS: "adapter's weights", CONFIG: "adapter's configuration"}

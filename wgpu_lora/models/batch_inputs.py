@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
-from wgpu_lora.models.row_inputs import NOWHERE, RowInput, Rows, Table
+from wgpu_lora.models.row_inputs import NOWHERE, PositionTable, RowInput, Rows
 from wgpu_lora.ops.loss import Targets
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ class Segment:
         return len(self.input_ids) - self.prefix
 
 
-class Tables(dict[Table, Tensor]):
+class Tables(dict[PositionTable, Tensor]):
     """An architecture's tables, shared by all steps of a model."""
 
     positions: int
 
     @classmethod
-    def declare(cls, tables: Iterable[Table], positions: int) -> Tables:
+    def declare(cls, tables: Iterable[PositionTable], positions: int) -> Tables:
         """Declares tables for sequences of up to `positions` tokens, without allocating them."""
         result = cls({t: persistent(t.shape(positions), "f32", "workspace", type(t).__name__) for t in tables})
         result.positions = positions

@@ -98,7 +98,7 @@ def compared(before: RunEntry, after: RunEntry) -> list[tuple[str, str, str]]:
 
 def _origin(entry: RunEntry) -> dict[str, str]:
     git, data, heldout = entry.git, entry.data, entry.eval_data
-    return _said(
+    return _known_values(
         {
             "id": entry.id,
             "date": entry.date,
@@ -125,7 +125,7 @@ def _origin(entry: RunEntry) -> dict[str, str]:
 def results(entry: RunEntry) -> dict[str, str]:
     losses = entry.losses
     better = losses.improvement
-    return {"status": entry.status} | _said(
+    return {"status": entry.status} | _known_values(
         {
             f"{losses.of} loss, initial": losses.initial,
             f"{losses.of} loss, best": losses.best,
@@ -157,10 +157,10 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 def _options(entry: RunEntry) -> dict[str, str]:
     config = {name: value for name, value in entry.config.items() if name not in OWN}
-    return _said({f"--{name.replace('_', '-')}": value for name, value in sorted(config.items())}, "{!s}")
+    return _known_values({f"--{name.replace('_', '-')}": value for name, value in sorted(config.items())}, "{!s}")
 
 
-def _said(values: Mapping[str, Any], form: str = "") -> dict[str, str]:
+def _known_values(values: Mapping[str, Any], form: str = "") -> dict[str, str]:
     """Without what is not known."""
     shown = {label: value for label, value in values.items() if value not in (None, "")}
     return {label: form.format(value) if form else number(value) for label, value in shown.items()}

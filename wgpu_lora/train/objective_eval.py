@@ -77,7 +77,7 @@ def _trained(adapter: Path) -> dict[str, Any]:
     for name in (RUN, METADATA):
         try:
             record = read_json(adapter / name)
-            recorded = _said(record.get("options"))
+            recorded = _recorded_objective(record.get("options"))
             for option in ("reference_adapter", *TEACHER, "eval_teacher_cache"):
                 if path := recorded.get(option):
                     recorded[option] = resolve_recorded_path(record.get("directory"), path)
@@ -88,7 +88,7 @@ def _trained(adapter: Path) -> dict[str, Any]:
     return {}
 
 
-def _said(options: Any) -> dict[str, Any]:
+def _recorded_objective(options: Any) -> dict[str, Any]:
     """The recorded objective and the options that it reads."""
     chosen = options.get("objective") if isinstance(options, dict) else None
     if not isinstance(chosen, str) or chosen not in OBJECTIVES:

@@ -28,12 +28,12 @@ ORPHANED = 129  # the exit code of a job whose parent is gone, as after SIGHUP
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The result of a job whose exit code may not be 0; `said` is the reason, for the user."""
+class JobResult:
+    """The result of a job whose exit code may not be 0; `reason` is for the user."""
 
     result: Any
     code: int
-    said: str
+    reason: str
 
 
 class EventWriter(Events):
@@ -87,11 +87,11 @@ def _answer(side: Any, line: str) -> dict[str, Any]:
     name = request.pop("request", None)
     if not isinstance(name, str) or name not in methods:
         raise UserError(f"The request {name!r:.60} is not known: choose one of {', '.join(methods)}.")
-    result: dict[str, Any] = methods[name](**_taken(name, methods[name], request))
+    result: dict[str, Any] = methods[name](**_checked_values(name, methods[name], request))
     return result
 
 
-def _taken(name: str, method: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
+def _checked_values(name: str, method: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
     """The values of a request, checked against the method's annotations."""
     hints, signature = get_type_hints(method), inspect.signature(method)
     try:
@@ -140,8 +140,8 @@ def work(source: str) -> int:
         except BaseException as error:
             port.emit("error", kind=type(error).__name__, message=_message(error))
             raise
-        ended = value if isinstance(value, Ended) else Ended(value, 0, "")
-        port.emit("result", code=ended.code, said=ended.said, result=ended.result)
+        ended = value if isinstance(value, JobResult) else JobResult(value, 0, "")
+        port.emit("result", code=ended.code, said=ended.reason, result=ended.result)
         return ended.code
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from wgpu_lora.bench.brick import Context, Extra, SessionWorkload, new_bytes
-from wgpu_lora.bench.reference_check import Checked, check
+from wgpu_lora.bench.reference_check import ReferenceErrors, check
 from wgpu_lora.bench.timing import Timings
 from wgpu_lora.bench.training_step import SlotStep, fill_with_random_state, largest
 from wgpu_lora.gpu.program import Program
@@ -59,8 +59,8 @@ class MultiAdapterStep(SessionWorkload):
         self.keys = {"pairs": float(pairs), "trained": float(tokens - len(lengths)), "slots": float(FEW)}
         self.turns: list[dict[str, float]] = []  # tokens per second
 
-    def check(self, rng: np.random.Generator) -> Checked:
-        result = Checked()
+    def check(self, rng: np.random.Generator) -> ReferenceErrors:
+        result = ReferenceErrors()
         for step in self.steps.values():
             step.check(rng, result)
         return result
@@ -156,7 +156,7 @@ class MultiAdapterMemory(SessionWorkload):
             if session is not self._few:
                 session.close()
 
-    def check(self, rng: np.random.Generator) -> Checked:
+    def check(self, rng: np.random.Generator) -> ReferenceErrors:
         fill_with_random_state(self._few, rng)
         return check(self._few.optimizer.program)
 

@@ -28,7 +28,7 @@ def find(info: DeviceInfo) -> ReadStatus | None:
     except nvml.NVMLError:
         return None
 
-    def asked(function: str, *arguments: Any) -> Any:
+    def query(function: str, *arguments: Any) -> Any:
         """The answer of NVML; None if the card does not support the query."""
         try:
             return getattr(nvml, function)(*arguments)
@@ -36,14 +36,14 @@ def find(info: DeviceInfo) -> ReadStatus | None:
             return None
 
     pci = info.device_id << 16 | VENDOR
-    alike = [card for card in cards if getattr(asked("nvmlDeviceGetPciInfo", card), "pciDeviceId", None) == pci]
-    alike = alike or [card for card in cards if _name(asked("nvmlDeviceGetName", card)) == info.name]
+    alike = [card for card in cards if getattr(query("nvmlDeviceGetPciInfo", card), "pciDeviceId", None) == pci]
+    alike = alike or [card for card in cards if _name(query("nvmlDeviceGetName", card)) == info.name]
     if len(alike) > 1:
-        alike = [card for card in alike if os.getpid() in _processes(asked, card)]
+        alike = [card for card in alike if os.getpid() in _processes(query, card)]
     if len(alike) != 1:
         return None
     (card,) = alike
-    return lambda: read(asked, card)
+    return lambda: read(query, card)
 
 
 def read(query: Callable[..., Any], card: Any) -> Status:

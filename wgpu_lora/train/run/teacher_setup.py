@@ -216,13 +216,13 @@ def write_caches(run: AdapterRun, student: LoadedModel, output: Path, events: Ev
     ):
         before, total = 0, sum(len(plan.rows) for plan in plans.values())
         for name, plan in plans.items():
-            receivers = _Together(before, total, events)
+            receivers = _SummedRows(before, total, events)
             write_cache(places[name], plan, done[name], live.model, adapters, run.args.compute_dtype, receivers)
             before += len(plan.rows)
     return {name: str(place) for name, place in places.items()}
 
 
-class _Together(EventForwarder):
+class _SummedRows(EventForwarder):
     """Counts the rows of all caches together."""
 
     def __init__(self, before: int, total: int, events: Events):
