@@ -375,11 +375,11 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
 
     def command(run: Callable[[argparse.Namespace], None], rounds: int, **options: Any) -> None:
-        one = commands.add_parser(run.__name__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        one = commands.add_parser(run.__name__)
         one.set_defaults(run=run)
         for name, default in {**options, "rounds": rounds}.items():
             kind = type(default) if default is not None else int
-            one.add_argument(f"--{name.replace('_', '-')}", default=default, type=kind, help=" ")
+            one.add_argument(f"--{name.replace('_', '-')}", default=default, type=kind, help="default: %(default)s")
 
     schemes = "lut4,lut3,lut2,int8,lut4-row,lut2-row,lut2-g16"
     command(codes, 15, schemes=schemes, rows=128, size=1024, compute_dtype="f32")

@@ -34,7 +34,7 @@ class Loop:
 class Compiled:
     """registers: 32-bit ones of a lane. spilled: values, or instructions that store them, as the driver counts.
     scratch: bytes of memory of a lane, for spills and for arrays that are indexed. shared: bytes of workgroup memory.
-    occupancy: in the GPU's unit (see `devices`).
+    occupancy: in the GPU's unit.
     """
 
     registers: int

@@ -77,7 +77,7 @@ def test_what_cannot_be_compared_is_refused_before_it_runs(
 ):
     monkeypatch.setattr(reference.importlib.util, "find_spec", lambda name: name if installed else None)
     monkeypatch.setattr(reference, "HAS_CUDA", "import sys; sys.exit(1)")
-    monkeypatch.setattr(sys, "argv", ["bench_reference.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["reference", *arguments])
     assert reference.main() == 2
     assert message in capsys.readouterr().err
 
