@@ -52,7 +52,7 @@ from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.text import count_noun
 
 _TOLD = 0.1  # seconds between calls of `watch`
-_SPOOL, _GROUPS, _SEEN = ".spool", ".groups", ".seen"  # temporary files
+_SPOOL, _SEEN = ".spool", ".seen"  # temporary files
 
 
 @dataclass(frozen=True)
