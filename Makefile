@@ -122,11 +122,11 @@ bench: setup .venv/all  ## all bricks under pytest-benchmark, results in bench.j
 	WGPU_LORA_BENCH_SHAPE=$(BENCH_SHAPE) $(PYTEST) tests/benchmarks --benchmark-only --benchmark-json=bench.json
 
 bench-reference: setup .venv/reference  ## a training step compared with PyTorch + PEFT in f32, alternating
-	$(BIN)/python scripts/bench_reference.py --json bench-reference.json
+	$(BIN)/python -m scripts.bench.reference --json bench-reference.json
 
 BENCH_GPU ?=
 bench-gpu: setup  ## a full report on this GPU in bench-gpu.json (BENCH_GPU=--quick only checks that everything runs)
-	$(BIN)/python scripts/bench_gpu.py --json bench-gpu.json $(BENCH_GPU)
+	$(BIN)/python -m scripts.bench.gpu_report --json bench-gpu.json $(BENCH_GPU)
 
 GPUS ?=
 gpu-compilers: setup  ## what the compilers of five GPUs make of the kernels, without a GPU (GPUS='--gpu rdna3 --details')

@@ -46,7 +46,7 @@ def check_new(path: str | Path, option: str, directory: bool = False) -> None:
         if directory and _is_empty(path):
             check_not_around(path, option)
         elif path.is_file() or (directory and path.exists()):
-            raise _taken(path, option)
+            raise _exists_error(path, option)
         elif not directory:
             check_file(path, option)
     except OSError as error:
@@ -68,7 +68,7 @@ def check_not_around(path: Path, option: str) -> None:
         raise UserError(f"{path} holds the current directory: give {option} a directory in it.")
 
 
-def _taken(path: Path, option: str) -> UserError:
+def _exists_error(path: Path, option: str) -> UserError:
     return UserError(f"{path} exists already: give {option} another name, or remove it.")
 
 
@@ -123,7 +123,7 @@ def new_file(path: str | Path, option: str, private: bool = False) -> Iterator[P
         try:
             os.link(place / path.name, path)
         except FileExistsError:
-            raise _taken(path, option) from None
+            raise _exists_error(path, option) from None
         except OSError:  # a file system without links
             check_new(path, option)
             (place / path.name).rename(path)

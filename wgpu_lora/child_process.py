@@ -180,13 +180,13 @@ class ChildProcess:
 
     def check_limits(self) -> None:
         """Kill the child if it exceeds its time or memory."""
-        taken = 0
+        resident = 0
         with suppress(psutil.Error):
-            taken = psutil.Process(self.popen.pid).memory_info().rss
+            resident = psutil.Process(self.popen.pid).memory_info().rss
         if time.monotonic() > self.deadline:
             self.reason = f"it computed for more than {self.seconds:.0f} seconds"
             self.popen.kill()
-        elif self.limits and taken > self.limits.memory:
+        elif self.limits and resident > self.limits.memory:
             self.popen.kill()
 
     def end(self, grace: float = 0.0) -> int:
@@ -299,11 +299,11 @@ def serve(answer: Callable[[Any], Any]) -> None:
 def _limit(memory: int) -> None:
     if resource is None:
         return
-    taken = 0  # address space that a preloaded library may have reserved
+    reserved = 0  # address space that a preloaded library may have reserved
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
-        taken = int(file.read().split()[0]) * resource.getpagesize()
+        reserved = int(file.read().split()[0]) * resource.getpagesize()
     core = 1 if sys.platform == "linux" else 0  # byte; Linux ignores a limit of 0 where a program receives core dumps
-    for name, most in (("CORE", core), ("AS", memory + taken), ("FSIZE", 0), ("NPROC", 0)):
+    for name, most in (("CORE", core), ("AS", memory + reserved), ("FSIZE", 0), ("NPROC", 0)):
         with suppress(AttributeError, ValueError, OSError):  # macOS cannot limit address space
             kind = getattr(resource, f"RLIMIT_{name}")
             hard = resource.getrlimit(kind)[1]

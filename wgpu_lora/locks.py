@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wgpu_lora.bounded import check_links, check_path
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.paths import check_links, check_path
 
 if TYPE_CHECKING:
     from filelock import AcquireReturnProxy, FileLock

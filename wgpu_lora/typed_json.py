@@ -14,11 +14,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from annotated_types import Ge, Gt, Lt
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import advice
 from wgpu_lora.names.spelling import IN_FILE, naming
-from wgpu_lora.words import join_words
+from wgpu_lora.text import escape_unprintable, join_words
 
 T = TypeVar("T")
 Unknown = Literal["refuse", "ignore"]
@@ -47,8 +46,8 @@ class FromJson:
 class Check:
     """Annotates a value with a further condition: `wanted` is what it must be, in words."""
 
-    def __init__(self, fits: Callable[[Any], bool], wanted: str):
-        self._fits, self._wanted = fits, wanted
+    def __init__(self, fits: Callable[[Any], bool], expected: str):
+        self._fits, self._wanted = fits, expected
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
         from pydantic_core.core_schema import no_info_after_validator_function
@@ -128,10 +127,10 @@ def _sentence(kind: Any, value: Any, name: str, problems: Sequence[Any]) -> str:
     if first["type"] == "missing":
         return f"{called} is missing"
     if first["type"] in _UNKNOWN:
-        known = [field.name for field in fields(_at(kind, place[:-1])) if field.init]
+        names = [field.name for field in fields(_at(kind, place[:-1])) if field.init]
         with naming(IN_FILE):
             return (
-                f"{called} is not known: {advice(str(place[-1]).replace('-', '_'), known, f'use {join_words(known)}.')}"
+                f"{called} is not known: {advice(str(place[-1]).replace('-', '_'), names, f'use {join_words(names)}.')}"
             )
     alike = [problem for problem in problems if _placed(value, problem)[0] == place]
     texts = dict.fromkeys(_WORDS.get(one["type"]) or _wording(one["msg"]) for one in alike)
@@ -139,8 +138,8 @@ def _sentence(kind: Any, value: Any, name: str, problems: Sequence[Any]) -> str:
         texts.pop("a whole number", None)
     if first["type"] in _WORDS or _MUST_BE.match(first["msg"]):
         *most, last = texts
-        wanted = f"{', '.join(most)} or {last}" if most else last
-        return f"{called} must be {wanted}, not {_shown(result)}"
+        expected = f"{', '.join(most)} or {last}" if most else last
+        return f"{called} must be {expected}, not {_shown(result)}"
     return f"{called} is {_shown(result)} ({first['msg'].removeprefix('Value error, ')})"
 
 
@@ -172,5 +171,5 @@ def _at(kind: Any, path: Sequence[str | int]) -> Any:
     """The dataclass at a path of values."""
     if is_dataclass(kind):
         return _at(get_type_hints(kind)[str(path[0])], path[1:]) if path else kind
-    held = next(part for part in get_args(kind) if part not in (str, type(None)))
-    return _at(held, path[1:] if get_origin(kind) in (dict, list, tuple) else path)
+    item = next(part for part in get_args(kind) if part not in (str, type(None)))
+    return _at(item, path[1:] if get_origin(kind) in (dict, list, tuple) else path)

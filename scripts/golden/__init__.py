@@ -1,1 +1,1 @@
-"""How the golden fixtures are made, with torch, transformers, PEFT and bitsandbytes. See tests/fixtures/README.md."""
+"""The golden fixtures of the tests, made with torch, transformers, PEFT, TRL, bitsandbytes and swtpm."""

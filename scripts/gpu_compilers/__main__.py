@@ -8,18 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_compilers import predictions
-from scripts.gpu_compilers.check import violations
-from scripts.gpu_compilers.devices import GPUS, Gpu
-from scripts.gpu_compilers.places import ROOT, place_of
-from scripts.gpu_compilers.report import show, to_json
-from scripts.gpu_compilers.run import Answers, ask
-from scripts.gpu_compilers.wanted import Wanted
+from scripts.gpu_compilers.compiler_report import amount, label, predictions_json, show, to_json, write_predictions
+from scripts.gpu_compilers.compiler_report import tiling as tiling_words
+from scripts.gpu_compilers.compiler_run import Answers, ask
+from scripts.gpu_compilers.gpus import GPUS, ROOT, Gpu, place_of
+from scripts.gpu_compilers.recorded_kernels import Selection
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.brick_results import Writer
 from wgpu_lora.errors import UserError
@@ -107,46 +106,69 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = options().parse_args(argv)
-    gpus = [GPUS[name] for name in given.gpu or GPUS]
-    chosen = given.shape is not None or given.head_dim is not None
-    wanted = Wanted(
-        tuple(given.shape or (() if chosen else DEFAULT_SHAPES)),
-        tuple(given.head_dim or (() if chosen else HEAD_DIMS)),
-        given.tokens,
-        given.rank,
-        given.compute_dtype,
-        not given.default_only,
-        tuple(given.kernel),
-        given.tiling,
-        given.activation_dtype,
-        given.base_dtype,
+    args = options().parse_args(argv)
+    gpus = [GPUS[name] for name in args.gpu or GPUS]
+    chosen = args.shape is not None or args.head_dim is not None
+    selection = Selection(
+        tuple(args.shape or (() if chosen else DEFAULT_SHAPES)),
+        tuple(args.head_dim or (() if chosen else HEAD_DIMS)),
+        args.tokens,
+        args.rank,
+        args.compute_dtype,
+        not args.default_only,
+        tuple(args.kernel),
+        args.tiling,
+        args.activation_dtype,
+        args.base_dtype,
     )
     try:
-        answers = ask_all(gpus, given.subgroup_size, wanted, given.root.resolve(), given.in_root, given.jobs, given.raw)
+        answers = ask_all(gpus, args.subgroup_size, selection, args.root.resolve(), args.in_root, args.jobs, args.raw)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    show(answers, given.details)
-    if given.json:
-        content = json.dumps(to_json(answers, asdict(wanted)), indent=1)
-        write_bytes_atomic(given.json, content.encode())
-    if given.predictions:
-        predictions.write(given.predictions, predictions.to_json(answers))
-    found = violations(answers) if given.check else []
+    show(answers, args.details)
+    if args.json:
+        content = json.dumps(to_json(answers, asdict(selection)), indent=1)
+        write_bytes_atomic(args.json, content.encode())
+    if args.predictions:
+        write_predictions(args.predictions, predictions_json(answers))
+    found = violations(answers) if args.check else []
     for sentence in found:
         print(sentence, file=sys.stderr)
     return int(bool(found))
 
 
 def ask_all(
-    gpus: list[Gpu], sizes: list[int] | None, wanted: Wanted, root: Path, in_root: bool, jobs: int, raw: Path | None
+    gpus: list[Gpu],
+    sizes: list[int] | None,
+    selection: Selection,
+    root: Path,
+    in_root: bool,
+    jobs: int,
+    raw: Path | None,
 ) -> list[Answers]:
     places = {gpu.name: place_of(gpu, root, in_root) for gpu in gpus}
     asked = [(gpu, size) for gpu in gpus for size in sizes or gpu.subgroups]
     with ThreadPoolExecutor(jobs) as pool:
-        running = [pool.submit(ask, gpu, size, places[gpu.name], wanted, raw) for gpu, size in asked]
+        running = [pool.submit(ask, gpu, size, places[gpu.name], selection, raw) for gpu, size in asked]
         return [one.result() for one in running]
+
+
+def violations(answers: Sequence[Answers]) -> list[str]:
+    """A sentence for each compute pipeline that breaks the rule, and each compiler that compiled nothing."""
+    sentences = []
+    for one in answers:
+        where = f"{one.gpu.title}, subgroups of {one.subgroup_size}"
+        if not one.rows:
+            sentences.append(f"{where}: nothing was compiled")
+        for row in one.rows:
+            if row.spills:
+                how = "its default tiling" if row.call["default"] else "a tiling that the tuner may choose"
+                shapes = ", ".join(row.call["used_by"])
+                sentences.append(
+                    f"{where}: {label(row)} ({shapes}) spills in {how}, {tiling_words(row)}: {amount(row)}"
+                )
+    return sentences
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from wgpu_lora.bench.reference import compared
+from scripts.bench import gpu_report, reference
+from scripts.bench.reference import compared
 from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 ECHO = """
@@ -29,10 +28,6 @@ tell("result", code=0, said="", result={})
 """
 
 
-def script(name: str) -> ModuleType:
-    return importlib.import_module(f"scripts.{name}")
-
-
 @pytest.fixture
 def sides(tmp_path: Path) -> Iterator[dict[str, Worker]]:
     program = [sys.executable, "-c", ECHO]
@@ -45,7 +40,7 @@ def sides(tmp_path: Path) -> Iterator[dict[str, Worker]]:
 
 
 def test_sides_take_turns_and_one_that_ends_is_told(sides: dict[str, Worker], tmp_path: Path):
-    found = script("bench_reference").take_turns(sides, rounds=2, steps=3)
+    found = reference.take_turns(sides, rounds=2, steps=3)
     assert found["good"] == {"about": "good", "seconds": [0.5] * 6}
     assert found["bad"] == {"not_run": "bad ended with exit code 3: out of memory"}
     asked = (tmp_path / "log").read_text().splitlines()
@@ -80,25 +75,30 @@ def test_what_cannot_be_compared_is_refused_before_it_runs(
     arguments: list[str],
     message: str,
 ):
-    reference = script("bench_reference")
     monkeypatch.setattr(reference.importlib.util, "find_spec", lambda name: name if installed else None)
     monkeypatch.setattr(reference, "HAS_CUDA", "import sys; sys.exit(1)")
-    monkeypatch.setattr(sys, "argv", ["bench_reference.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["reference", *arguments])
     assert reference.main() == 2
     assert message in capsys.readouterr().err
 
 
+def test_our_side_takes_steps():
+    side = reference.OurSide(reference.ReferenceWork("tiny-qwen3", 1, 1, 16, 8, "nf4"))
+    assert side.prepare()["first_loss"] > 0
+    assert len(side.steps(2)["seconds"]) == 2
+    assert side.memory()["planned"] > 0
+
+
 def test_our_side_answers():
-    work = {"shape": "tiny-qwen3", "rows": 1, "tokens": 16, "rank": 4, "base_dtype": "nf4", "turns": True}
+    work = {"shape": "tiny-qwen3", "rows": 1, "tokens": 16, "rank": 4, "base_dtype": "nf4", "layers": 99}
     said = pytest.raises(WorkerFailed, match=r'ours ended with exit code 2: .*"layers": 99 is not possible')
-    with Worker("step", {**work, "layers": 99}, name="ours", asked=True) as side, said:
+    with Worker("step", work, name="ours", program=reference.PROGRAM, asked=True) as side, said:
         side.ask("prepare")
 
 
 def test_parts_that_cannot_run_are_recorded():
-    gpu = script("bench_gpu")
-    failed = gpu.run(gpu.Part("zork", "zork"), 60)
+    failed = gpu_report.run(gpu_report.Part("zork", "zork"), 60)
     assert (failed["status"], failed["exit_code"]) == ("not run", 2)
     assert "has an unknown kind 'zork': choose one of finetune, " in failed["reason"]
-    slow = gpu.run(gpu.Part("slow", "bench", {"bricks": ["load"]}), 0.01)
+    slow = gpu_report.run(gpu_report.Part("slow", "bench", {"bricks": ["load"]}), 0.01)
     assert slow["reason"] == "it took more than 0 s"

@@ -222,7 +222,7 @@ def test_killed_anywhere(place: Path, monkeypatch: pytest.MonkeyPatch, module: A
         ),
         ('text = "c"', "text = 3", r"stage 3 \('third'\): 'text' must be text, not 3"),
         ('text = "c"', 'textt = "c"', r"stage 3 \('third'\): 'textt' is not known: did you mean 'text'"),
-        ('model = "m"', "modal = 3", "has no option 'modal'"),
+        ('model = "m"', "modal = 3", "'modal' is not known: did you mean 'model'"),
         ("[[stage]]", "[[stages]]", r"has no \[\[stage\]\] table"),
     ],
 )

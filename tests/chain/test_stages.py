@@ -206,7 +206,7 @@ def test_a_chain_does_not_read_what_it_writes(tmp_path: Path, capsys: Any) -> No
     for inputs in ("", "out/*.json", ""):
         path.write_text(f'[[stage]]\nkind = "prepare"\ninputs = ["{tmp_path}/data/{inputs}"]\n')
         assert main(command) == 2
-        assert "includes what the chain writes: choose an --output elsewhere" in capsys.readouterr().err
+        assert "includes what the chain writes: choose another --output" in capsys.readouterr().err
     path.write_text(f'[[stage]]\nkind = "prepare"\ninputs = ["{rows}"]\n')
     assert main(command) == 0
 

@@ -101,7 +101,7 @@ def test_the_code_in_an_answer() -> None:
         ("return 1", False, "\n    return 1"),
     ):
         assert human.program(text, completion) == human.prompt + program
-    assert "```python\nimport math" in str(human.asked(False))
+    assert "```python\nimport math" in str(human.model_prompt(False))
 
 
 @confined

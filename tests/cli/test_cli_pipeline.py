@@ -16,7 +16,7 @@ import pytest
 from support.cli import Result, Run
 from support.training import model_dir, random_rows
 
-from wgpu_lora.cli.finetune import Table
+from wgpu_lora.cli.finetune import PipelineTable
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device_list import choose
@@ -111,7 +111,7 @@ def test_the_table(rows: Path) -> None:
 
     args = TrainingArguments(model=str(model_dir("qwen2")), max_length=16, packing=False)
     job = prepare_pipeline(args, [task_of_pair("a.jsonl:out/a"), task_of_pair("b.jsonl:out/b")])
-    table = Table(job)
+    table = PipelineTable(job)
 
     def result(step: int, **more: Any) -> StepResult:
         values: dict[str, Any] = {"epoch": 0.5, "learning_rate": 1e-3, "grad_norm": 1.0, "seconds": 0.5} | more
@@ -137,7 +137,7 @@ def test_the_table(rows: Path) -> None:
 def test_interrupt_keeps_everything(rows: Path, monkeypatch: pytest.MonkeyPatch, finetune: Finetune, run: Run) -> None:
     """Ctrl-C ends the step in progress for all adapters, and --resume finishes them."""
     with monkeypatch.context() as patch:
-        patch.setattr(Table, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(PipelineTable, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         code, printed, _ = finetune(steps=3)
     assert code == 130
     assert len(re.findall(r"^interrupted [ab]: 1 of 3 steps", printed, re.MULTILINE)) == 2

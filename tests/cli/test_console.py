@@ -23,10 +23,11 @@ from support.sampling import sample
 from tokenizers import models, pre_tokenizers
 
 from wgpu_lora.cli import console
-from wgpu_lora.cli.console import Bar, duration
+from wgpu_lora.cli.console import Bar
 from wgpu_lora.cli.finetune import TrainingProgress
 from wgpu_lora.cli.training_progress import BARS, PLAIN, StartupProgress, Trend, describe_tuning, hardware
 from wgpu_lora.events import StepResult, Tuning
+from wgpu_lora.text import duration
 
 
 class Clock:

@@ -12,7 +12,7 @@ from wgpu_lora.cluster.client import fetch as module
 from wgpu_lora.cluster.client.bridge import ClusterGone
 from wgpu_lora.cluster.client.fetch import fetch, fetch_ended, result_of
 from wgpu_lora.errors import UserError
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import to_json
 from wgpu_lora.track.run_log import RunLog, now
 
 FILES = {"adapter_model.safetensors": bytes(range(256)) * 10, "checkpoints/step-1/state.json": b"{}", "empty": b""}

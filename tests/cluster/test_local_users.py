@@ -24,8 +24,8 @@ from wgpu_lora.cluster.facts import RunRequest, Sweep, Task
 from wgpu_lora.cluster.launcher.processes import MARK
 from wgpu_lora.cluster.spec.run_options import RunOptions
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.process_identity import boot_id
-from wgpu_lora.strict_json import to_json
 
 USER = """
 from wgpu_lora.cluster.client.users import using

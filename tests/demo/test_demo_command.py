@@ -12,7 +12,7 @@ import pytest
 
 from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.cli import console, main
-from wgpu_lora.demo.before_and_after import Checked
+from wgpu_lora.demo.before_and_after import CheckedAnswer
 
 command = import_module("wgpu_lora.cli.demo")
 
@@ -54,7 +54,9 @@ def test_code_is_not_broken_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsy
     long = CODE.replace("out,", "[x for x in xs if x % 2],")  # it does not fit beside another
     reason = "assertion failed: f([1]) == [2], where f returned [1]"
     for before in (CODE, long):
-        command._side_by_side("Write f(xs). " * 10, Checked(before, False, reason), Checked(CODE, True, "passed"))
+        command._side_by_side(
+            "Write f(xs). " * 10, CheckedAnswer(before, False, reason), CheckedAnswer(CODE, True, "passed")
+        )
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= 80
         rows = [line for line in lines if "sorted(" in line]

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from support import SCRIPTS
 from tokenizers import Tokenizer
 
+from scripts.demo import demo_rows, make_demo
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
 from wgpu_lora.checks.asserts import Outcome, parse_check
 from wgpu_lora.checks.code_check import run_check
 from wgpu_lora.checks.sandbox import plain_data
-
-sys.path.insert(0, str(SCRIPTS))
-leaks = importlib.import_module("demo.leaks")
-tasks = importlib.import_module("demo.tasks")
-make_demo = importlib.import_module("make_demo")
 
 
 def read(path: Path) -> list[dict]:
@@ -51,18 +44,18 @@ def test_rows_are_well_formed():
 
 
 def test_rows_are_what_the_generator_makes():
-    made = tasks.demo_rows(make_demo.SEED, make_demo.TRAIN_ROWS, make_demo.HELDOUT_ROWS)
+    made = demo_rows.demo_rows(make_demo.SEED, make_demo.TRAIN_ROWS, make_demo.HELDOUT_ROWS)
     assert made == (TRAIN, HELDOUT)
 
 
 def test_reference_answers_pass_their_checks():
     for row in TRAIN + HELDOUT:
-        assert failure(leaks.answer(row), row["check"]) is None
+        assert failure(demo_rows.answer(row), row["check"]) is None
 
 
 def test_reference_answers_pass_one_by_one():
     for row in HELDOUT[:5]:
-        result = run_check(leaks.answer(row), row["check"], allow_unconfined=True)
+        result = run_check(demo_rows.answer(row), row["check"], allow_unconfined=True)
         assert result.passed, result.reason
 
 
@@ -74,7 +67,7 @@ def test_checks_reject_wrong_functions():
 
 def test_checks_reject_an_answer_that_forgets_a_step():
     for row in TRAIN + HELDOUT:
-        lines = leaks.answer(row).split("\n")
+        lines = demo_rows.answer(row).split("\n")
         unfiltered = [*lines[:3], lines[4][4:], *lines[5:]]
         unmapped = [*lines[:4], "            out.append(x)", *lines[5:]]
         unreduced = [*lines[:5], "    return out"]
@@ -83,7 +76,7 @@ def test_checks_reject_an_answer_that_forgets_a_step():
 
 
 def test_no_heldout_function_in_the_training_rows():
-    assert leaks.find_leaks(HELDOUT, map(leaks.answer, TRAIN)) == []
+    assert demo_rows.find_leaks(HELDOUT, map(demo_rows.answer, TRAIN)) == []
     trained = {tuple(row["steps"]) for row in TRAIN}
     assert not [row for row in HELDOUT if tuple(row["steps"]) in trained]
 
@@ -91,7 +84,7 @@ def test_no_heldout_function_in_the_training_rows():
 @pytest.mark.slow
 @pytest.mark.rare
 def test_no_heldout_function_in_the_pretraining_rows():
-    assert leaks.find_leaks(HELDOUT, map(leaks.answer, make_demo.pretraining_rows())) == []
+    assert demo_rows.find_leaks(HELDOUT, map(demo_rows.answer, make_demo.pretraining_rows())) == []
 
 
 def test_every_operation_is_taught_by_the_training_rows():
@@ -101,8 +94,8 @@ def test_every_operation_is_taught_by_the_training_rows():
 def test_leak_check_sees_through_names_and_numbers():
     row = {"messages": [{"role": "assistant", "content": "def f(xs):\n    return [x + 1 for x in xs]"}]}
     renamed = "class A:\n    def other(self_list: list) -> list:\n        return [q + 7 for q in self_list]"
-    assert leaks.find_leaks([row], [renamed])
-    assert not leaks.find_leaks([row], ["def f(xs):\n    return [x * 1 for x in xs]", "not python at all"])
+    assert demo_rows.find_leaks([row], [renamed])
+    assert not demo_rows.find_leaks([row], ["def f(xs):\n    return [x * 1 for x in xs]", "not python at all"])
 
 
 def test_model_folder_is_whole_and_small():

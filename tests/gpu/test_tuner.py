@@ -24,7 +24,7 @@ from wgpu_lora.gpu.reference_values import nmse
 from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
-from wgpu_lora.gpu.tuning_cache import SCHEMA, ChoiceFile, Entry, bucket, choice_key
+from wgpu_lora.gpu.tuning_cache import SCHEMA, ChoiceFile, TuningEntry, bucket, choice_key
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.matmul import matmul_nt
@@ -243,11 +243,11 @@ def test_a_cache_that_cannot_be_written_leaves_nothing_behind(device: Device, tm
 def test_entries_of_another_shader_are_dropped(device: Device, tmp_path: Path) -> None:
     file = ChoiceFile(device, tmp_path)
     both = (0.5, Tiling()), (0.25, Tiling(rows=2))
-    file.add({"old": Entry("matmul_nt", "then", Tiling(), both)}, {"matmul_nt": "then"})
+    file.add({"old": TuningEntry("matmul_nt", "then", Tiling(), both)}, {"matmul_nt": "then"})
     assert file.read({"matmul_nt": "then"})
     assert not file.read({"matmul_nt": "now"})
-    file.add({"other": Entry("matmul_nn", "now", Tiling(), both)}, {"matmul_nn": "now"})
-    new = Entry("matmul_nt", "now", Tiling(rows=2), both, 1.5)
+    file.add({"other": TuningEntry("matmul_nn", "now", Tiling(), both)}, {"matmul_nn": "now"})
+    new = TuningEntry("matmul_nt", "now", Tiling(rows=2), both, 1.5)
     file.add({"new": new}, {"matmul_nt": "now"})
     digests = {"matmul_nt": "now", "matmul_nn": "now"}
     assert file.read(digests).keys() == {"other", "new"}  # of kernels not asked about, all stay
@@ -259,7 +259,9 @@ def _add(path: Path, number: int, barrier: Any) -> None:
     file.path = path
     barrier.wait()
     for i in range(10):
-        file.add({f"{number}.{i}": Entry("k", "d", Tiling(rows=i + 1), ((1.0, Tiling()), (2.0, Tiling())))}, {"k": "d"})
+        file.add(
+            {f"{number}.{i}": TuningEntry("k", "d", Tiling(rows=i + 1), ((1.0, Tiling()), (2.0, Tiling())))}, {"k": "d"}
+        )
 
 
 def test_two_processes_may_write_at_once(tmp_path: Path) -> None:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+from support import MODELS, path_of
+from support.gguf_models import small
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.reference_values import nmse
 from wgpu_lora.gpu.tensor import persistent
+from wgpu_lora.models import model_files
+from wgpu_lora.models.adapter_modules import resolve_target_modules, shortest
 from wgpu_lora.models.adapter_set import AdapterSet, Norms, SlotSpec
+from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.batch_inputs import StepInputs, Tables
 from wgpu_lora.models.blocks.transformer_block import Transformer
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.layer_context import LayerContext
+from wgpu_lora.models.model_files import read_model
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.ops.elementwise import add_forward, dropout_apply
 from wgpu_lora.ops.recorder import Recorder
@@ -164,3 +174,99 @@ def test_outputs_and_gradients(device: Device, dropout: bool, together: bool, of
         assert abs((gradient * way).sum() - slope) < 1e-5 * scale, name
     arena.free()
     release(device, storages)
+
+
+# -- tied embeddings ---------------------------------------------------------------------------------------------------
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def beside(directory: Path, head: np.ndarray) -> Path:
+    model = small(directory, "qwen2", tie_word_embeddings=True)
+    weights = load_file(model / "model.safetensors")
+    save_file(weights | {HEAD: head}, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def embedding(directory: Path) -> np.ndarray:
+    return load_file(small(directory, "qwen2", tie_word_embeddings=True) / "model.safetensors")[EMBEDDING]
+
+
+def test_a_copy_is_passed_over(tmp_path: Path) -> None:
+    values = embedding(tmp_path / "plain")
+    assert HEAD not in read_model(beside(tmp_path / "copy", values)).config.parameters
+    assert HEAD not in read_model(beside(tmp_path / "wider", values.astype(np.float32))).config.parameters
+
+
+@pytest.mark.parametrize("row", [0, 63, 64, 4095, None])
+def test_another_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int | None) -> None:
+    """transformers would use it. Compared by pieces of 64 rows. None: of another shape."""
+    monkeypatch.setattr(model_files, "_AT_A_TIME", 64 * 64)
+    values = embedding(tmp_path / "plain")
+    if row is not None:
+        values[row, 5] += 1
+    model = beside(tmp_path / "other", values[:-1] if row is None else values)
+    with pytest.raises(UserError, match=f"{HEAD} in .* differs from {EMBEDDING}, although config.json ties them"):
+        read_model(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))  # as the message says
+    if row is not None:
+        assert HEAD in read_model(model).config.parameters
+
+
+# -- target modules ----------------------------------------------------------------------------------------------------
+
+
+CONFIG = load_config(MODELS / "qwen3")  # two layers
+NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "names"),
+    [
+        ("all-linear", [path_of(i, name) for i in (0, 1) for name in NAMES], NAMES),
+        (" v_proj , q_proj,", [path_of(i, n) for i in (0, 1) for n in ("q_proj", "v_proj")], ("q_proj", "v_proj")),
+        ("self_attn.q_proj", [path_of(0, "q_proj"), path_of(1, "q_proj")], ("q_proj",)),
+        ("layers.1.mlp.up_proj,k_proj", [path_of(0, "k_proj"), *(path_of(1, n) for n in ("k_proj", "up_proj"))],
+         ("k_proj", "1.mlp.up_proj")),
+        (r".*\.[01]\.self_attn\.(q|o)_proj", [path_of(i, n) for i in (0, 1) for n in ("q_proj", "o_proj")],
+         ("q_proj", "o_proj")),
+        ("mlp", [path_of(i, name) for i in (0, 1) for name in NAMES[4:]], NAMES[4:]),
+        ("attention,up_proj", [path_of(i, name) for i in (0, 1) for name in (*NAMES[:4], "up_proj")],
+         (*NAMES[:4], "up_proj")),
+        (r".*layers\.(?!0\.).*down_proj", [path_of(1, "down_proj")], ("1.mlp.down_proj",)),
+    ],
+)  # fmt: skip
+def test_what_is_meant(given: str, expected: list[str], names: tuple[str, ...]) -> None:
+    found = resolve_target_modules(given, CONFIG)
+    assert found == expected
+    assert shortest(found, CONFIG) == names
+    assert resolve_target_modules(",".join(names), CONFIG) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("q_proj,zork", r"has no 'zork': choose among q_proj, .*, down_proj, mlp, attention, or 'all-linear'\.$"),
+        ("proj", "has no 'proj'"),  # not the end of a name
+        ("lm_head", "has no 'lm_head'"),
+        (r"q_proj|v_proj.*", r"matches none of the model's modules: .* such as model\.layers\.0\.self_attn\.q_proj"),
+        (
+            "(q_proj",
+            r"cannot be used: '\(q_proj' is not a regular expression \(missing \), unterminated subpattern\)\.$",
+        ),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused(given: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve_target_modules(given, CONFIG)
+
+
+def test_matrices_that_are_kept_are_named_too() -> None:
+    """PEFT would leave out modules that adapter_config.json does not name, without an error."""
+    config = load_config(MODELS / "qwen3_5_text")
+    names = shortest(list(config.lora_modules), config)
+    assert {"in_proj_a", "in_proj_b"} <= set(names)
+    assert resolve_target_modules(",".join(names), config) == list(config.lora_modules)
+    assert shortest([path_of(0, "in_proj_a")], config) == ("in_proj_a",)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support import SCRIPTS
 from support.models import full_logits, relative_error
 
 from wgpu_lora.formats.peft_adapter import write_adapter
@@ -36,9 +35,8 @@ WHOLES = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3", "mistral3": "mistral", 
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a vision tower, as transformers saves it, and for Qwen3.5 with a head of several tokens."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        from golden.models import CONFIGS
+    from scripts.golden.tiny_models import CONFIGS
+
     architecture, text = request.param.partition("-")[0], CONFIGS[WHOLES[request.param]]
     if architecture != "gemma3":  # whose golden model is a whole one
         part = {"model_type": WHOLES[request.param], "max_position_embeddings": 128, **text}

@@ -21,7 +21,6 @@ ARCHITECTURES += ("ministral", "ministral3", "qwen3_5_text")
 
 @pytest.fixture(autouse=True)
 def _golden_scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(FIXTURES.parents[1] / "scripts"))
     import torch
 
     torch.set_num_threads(1)
@@ -64,8 +63,8 @@ def split(arrays: Arrays, *prefixes: str) -> tuple[Arrays, Arrays]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_models_and_golden_values(architecture, tmp_path):
-    from golden.models import save
-    from golden.training import golden
+    from scripts.golden.golden_training import golden
+    from scripts.golden.tiny_models import save
 
     save(architecture, tmp_path)
     live, stored = Checkpoint(tmp_path), Checkpoint(FIXTURES / "models" / architecture)
@@ -84,7 +83,7 @@ def test_models_and_golden_values(architecture, tmp_path):
 
 
 def test_generated_tokens():
-    from golden.generation import generation
+    from scripts.golden.golden_training import generation
 
     live = generation(FIXTURES / "models", FIXTURES / "golden")
     stored = load_file(FIXTURES / "golden" / "generation.safetensors")
@@ -110,7 +109,7 @@ def test_preference_runs(monkeypatch):
 
 
 def test_optimizers():
-    from golden.optimizers import optimizers
+    from scripts.golden.golden_optimizers import optimizers
 
     live, stored = optimizers(), load_file(FIXTURES / "golden" / "optimizers.safetensors")
     for case, limit in GOLDEN_LIMITS.items():
@@ -121,15 +120,16 @@ def test_optimizers():
 
 
 def test_nf4_matrices():
-    from make_golden import nf4_matrices
+    from scripts.golden.make_golden import nf4_matrices
 
     assert_same_numbers(nf4_matrices(), load_file(FIXTURES / "golden" / "nf4.safetensors"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_peft_loads_our_adapters_and_we_load_pefts(architecture, tmp_path):
-    from golden.models import linears, load
     from peft import PeftModel
+
+    from scripts.golden.tiny_models import linears, load
 
     golden = load_file(FIXTURES / "golden" / f"{architecture}.safetensors")
     model = load(FIXTURES / "models" / architecture)
@@ -189,9 +189,9 @@ pytestmark = pytest.mark.reference
 
 
 def test_variants(monkeypatch):
-    monkeypatch.syspath_prepend(str(FIXTURES.parents[1] / "scripts"))
     import torch
-    from golden.variants import variants
+
+    from scripts.golden.golden_training import variants
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -205,9 +205,9 @@ def test_variants(monkeypatch):
 
 def test_peft_loads_a_converted_pissa(monkeypatch, tmp_path):
     """Two ranks of [A; A0] and [B, -B0], of rsLoRA, on the unmodified base: PEFT's weights are those that we mean."""
-    monkeypatch.syspath_prepend(str(FIXTURES.parents[1] / "scripts"))
-    from golden.models import linears, load
     from peft import PeftModel
+
+    from scripts.golden.tiny_models import linears, load
 
     rng, model = np.random.default_rng(0), load(FIXTURES / "models" / "llama")
     config = AdapterConfig(3, 5, use_rslora=True, target_modules=("q_proj",))

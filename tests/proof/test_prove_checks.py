@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from wgpu_lora.checks.code_check import CheckResult
 from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.json_files import to_json
 from wgpu_lora.proof.checks import (
     answers_pass_their_checks,
     devices_agree,
@@ -23,10 +25,9 @@ from wgpu_lora.proof.checks import (
     training_beside_evaluating,
     work_happened_on_the_device,
 )
-from wgpu_lora.proof.proof_context import LEFT_OUT, Check, Evaluated, Proof, Result, Training, evaluations
-from wgpu_lora.proof.proof_run import carry_out, loss_chart, on_devices
-from wgpu_lora.proof.worker_jobs import by_default, difference
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.proof.proof_context import LEFT_OUT, Check, Evaluated, Proof, Result, Training, evaluations, on_devices
+from wgpu_lora.proof.proof_run import NO_DEVICES, carry_out, loss_chart
+from wgpu_lora.proof.worker_jobs import default_devices, difference
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.records import UsedDevice
 from wgpu_lora.train.run.training_log import Log, read_log
@@ -90,7 +91,7 @@ def training(losses: list[float], heldout: float = 0.5, **changes: Any) -> Train
     state = SimpleNamespace(step=len(losses), seconds=1.0)
     record = SimpleNamespace(stop_reason="max steps", environment=SimpleNamespace(device=used), state=state)
     beside = [Evaluated(EVALUATED, 3)]
-    values = {"code": 0, "said": "it ended", "beside": beside, "devices": [0, 1], "record": record} | changes
+    values = {"code": 0, "reason": "it ended", "beside": beside, "devices": [0, 1], "record": record} | changes
     return Training(**{"directory": Path("run"), "before": EVALUATED, "log": log} | values)
 
 
@@ -117,7 +118,7 @@ def evaluated(steps: int = 3, **changes: Any) -> list[Evaluated]:
 )
 def test_training_beside_evaluating(changes: dict[str, Any], want: str) -> None:
     run = training([1.0] * 20, **changes)
-    assert status(training_beside_evaluating, training=lambda: run, device=lambda i: DEVICE) == want
+    assert status(training_beside_evaluating, training=run, devices={"devices": [DEVICE] * 2}) == want
 
 
 STEPS = """
@@ -150,7 +151,7 @@ def test_evaluations_go_on_until_one_computes_during_steps(tmp_path: Path) -> No
     assert len(without) > 1
     assert not any(done.steps for done in without)
     (failed,) = beside("import sys; sys.exit(3)")
-    assert failed.failed == "evaluate ended with exit code 3: it said nothing"
+    assert failed.failed == "evaluate ended with exit code 3: no message"
 
 
 FALLING = list(np.linspace(2, 1, 40))
@@ -174,7 +175,7 @@ DIVERGED = SimpleNamespace(stop_reason="non-finite", state=SimpleNamespace(step=
     ],
 )
 def test_losses(losses: list[float], changes: dict[str, Any], seen: int, want: str) -> None:
-    assert status(losses_fall, training=lambda: training(losses, **changes), seen_rows=(seen, 8)) == want
+    assert status(losses_fall, training=training(losses, **changes), leaked_rows=(seen, 8)) == want
 
 
 @pytest.mark.parametrize("key", ["loss", "grad_norm"])
@@ -185,7 +186,7 @@ def test_a_log_without_a_finite_number_for_every_step_fails(tmp_path: Path, key:
     for line in run.log:
         log.write(line | {"epoch": 0.0})
     run.log = read_log(log.path)
-    assert status(losses_fall, training=lambda: run, seen_rows=(0, 8)) == "failed"
+    assert status(losses_fall, training=run, leaked_rows=(0, 8)) == "failed"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_backend(changes: dict[str, Any], want: str) -> None:
     clock = {"clock": "timestamps", "dispatches": 9, "device_seconds": 0.9, "host_seconds": 1.0, "loss": 2.0}
     listed = {"name": "a", "backend": "Vulkan", "kind": "discrete", "driver": changes.get("driver", "d")}
     children = SimpleNamespace(run=lambda *a, **k: clock | changes)
-    proof = {"trained": lambda: training([2.0] * 20), "device": lambda i: listed, "children": children}
+    proof = {"trained": lambda: training([2.0] * 20), "devices": {"devices": [listed]}, "children": children}
     assert status(work_happened_on_the_device, **proof) == want
 
 
@@ -259,17 +260,31 @@ CHECKED: list[dict[str, Any]] = [{"messages": SAID, "check": "assert f()"}] * 10
         ([{"messages": SAID}] * 10, 0, 9, 0, "not run"),
         (CHECKED, 0, 9, 1, "not run"),
         ([*CHECKED[1:], {"text": "? f", "check": "assert f()"}], 0, 9, 0, "not run"),
+        ([*CHECKED[1:], CHECKED[0] | {"tools": [{"type": "function", "function": {"name": "f"}}]}], 0, 9, 0, "not run"),
     ],
 )
-def test_answers(tmp_path: Path, rows: list[dict[str, Any]], before: int, after: int, seen: int, want: str) -> None:
+def test_answers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: list[dict[str, Any]],
+    before: int,
+    after: int,
+    seen: int,
+    want: str,
+) -> None:
     file = tmp_path / "heldout.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(name: str, job: str, adapter: str | None, **options: Any) -> list[dict[str, Any]]:
-        one = {"request": "?", "text": "f", "parses": True, "reason": ""}
-        return [{**one, "passed": i < (after if adapter else before)} for i in range(10)]
+        assert job == "generate"
+        assert options["prompts"] == [[{"role": "user", "content": "?"}]] * 10
+        return [{"text": "right" if i < (after if adapter else before) else "wrong"} for i in range(10)]
 
-    proof = {"args": TrainingArguments(eval_data=str(file)), "seen_rows": (seen, 10), "allow_unconfined": False}
+    def run_check(text: str, check: str, allow_unconfined: bool) -> CheckResult:
+        return CheckResult("passed" if text == "right" else "failed", "", True)
+
+    monkeypatch.setattr("wgpu_lora.proof.checks.run_check", run_check)
+    proof = {"args": TrainingArguments(eval_data=str(file)), "leaked_rows": (seen, 10), "allow_unconfined": False}
     proof |= {"used": lambda: [0], "trained": lambda: training([1.0] * 20), "children": SimpleNamespace(run=run)}
     assert status(answers_pass_their_checks, **proof) == want
 
@@ -294,6 +309,7 @@ GOOD, WRONG = {"error": 1e-13, "fine": True}, {"error": 0.1, "fine": False}
         (0, {"used": [0], "hardware": ["a 0", "a 0"]}, "passed"),
         (0, {"used": [0], "asked": True}, "passed"),
         (0, {"devices": [], "used": [], "hardware": [], "computed": {}}, "failed"),
+        (0, NO_DEVICES | {"error": "devices ended with exit code 1: no message"}, "failed"),
         (2, {}, "passed"),
         (3, {}, "failed"),
         (2, {"hardware": ["a 0", "a 0"]}, "failed"),  # one, behind two APIs
@@ -303,8 +319,8 @@ def test_devices(discrete: int, changes: dict[str, Any], want: str) -> None:
     device = {"index": 0, "name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"}
     facts = {"devices": [device, {**device, "index": 1}], "used": [0, 1], "asked": False, "wgpu_native": "0",
              "computed": {"0": GOOD, "1": GOOD}, "hardware": ["a 0", "a 1"]}  # fmt: skip
-    proof = Proof(Path("out"), Path("r"), TrainingArguments(), None, SimpleNamespace(), discrete)  # type: ignore[arg-type]
-    proof.made["devices"] = facts | changes
+    children: Any = SimpleNamespace()
+    proof = Proof(Path("out"), Path("r"), TrainingArguments(), facts | changes, children, discrete)
     check = carry_out(1, "devices", devices_compute, proof)
     assert "the check itself broke" not in check.reason
     assert check.status == want
@@ -325,7 +341,7 @@ MIXED = {"devices": [REAL, SOFTWARE[1]], "used": [0, 1], "hardware": ["h", "s"]}
         (MIXED, "1 discrete device (H) and 1 software device (SwiftShader)"),
         (MIXED | {"used": [1]}, "1 software device (SwiftShader); no discrete GPU was used"),
         ({"devices": [REAL, REAL | {"index": 1}], "used": [0, 1], "hardware": ["h", "h"]}, "1 discrete device (H)"),
-        ({}, ""),
+        (NO_DEVICES, ""),
     ],
 )
 def test_a_verdict_names_what_it_was_proven_on(devices: dict[str, Any], said: str) -> None:
@@ -378,6 +394,6 @@ def test_as_many_devices_are_used_as_are_asked_for() -> None:
         return DeviceInfo(index, f"GPU {index}", "d", 0, "Vulkan", kind, (), {})
 
     devices = [*(device(i, "discrete") for i in range(4)), device(4, "software")]
-    assert by_default(devices) == [0, 1]
-    assert by_default(devices, 3) == [0, 1, 2]
-    assert by_default(devices[3:], 3) == [3, 4]
+    assert default_devices(devices) == [0, 1]
+    assert default_devices(devices, 3) == [0, 1, 2]
+    assert default_devices(devices[3:], 3) == [3, 4]

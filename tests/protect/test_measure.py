@@ -39,7 +39,7 @@ def change(path: Path) -> None:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a part of the package."""
     (tmp_path / "wgpu_lora" / "demo").mkdir(parents=True)
-    for name in ("bounded.py", "errors.py"):
+    for name in ("assets.py", "errors.py"):
         shutil.copy(measure.PACKAGE / name, tmp_path / "wgpu_lora" / name)
     (tmp_path / "wgpu_lora" / "demo" / "odd name").write_bytes(b"12")
     for folder in ASSETS:
@@ -54,7 +54,7 @@ def test_every_file_of_the_package_counts(package: Path) -> None:
     whole = measure.package()
     assert sorted(whole["files"]) == [
         "bricks/sub/file", "recipes/sub/file", "shaders/sub/file",
-        "wgpu_lora/bounded.py", "wgpu_lora/demo/odd name", "wgpu_lora/errors.py",
+        "wgpu_lora/assets.py", "wgpu_lora/demo/odd name", "wgpu_lora/errors.py",
     ]  # fmt: skip
     for name in whole["files"]:
         before = (package / name).read_bytes()

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cli import QWEN2, SMALL, Run, commands, flags
+from support.data import write_jsonl
 from support.reports import copied, page_of, profile_of
 
 from wgpu_lora.cli import main
-from wgpu_lora.report.comparison_tables import best_run_sentence, compare, costs, losses, span
+from wgpu_lora.locks import locked
+from wgpu_lora.report.comparison_tables import best_run_sentence, compare, costs, losses
 from wgpu_lora.report.finished_runs import read_runs
 from wgpu_lora.report.line_chart import Line, Scale, line_chart, short, smoothed, thinned
 from wgpu_lora.report.page import table
 from wgpu_lora.report.run_charts import PLOTS, lengths_differ, plots
+from wgpu_lora.train.run.pipeline_state import PipelineState, read_pipeline_state, write_pipeline_state
+from wgpu_lora.train.time_estimate import HELDOUT, TRAINING, Projection
 
 
 def test_two_runs_on_one_page(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,4 +227,228 @@ def test_numbers_in_few_characters() -> None:
         "10k",
         "2.5M",
     ]
-    assert [span(v) for v in (9.74, 725, 11_520)] == ["9.7 s", "12 min 05 s", "3 h 12 min"]
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pipelines_directory_stands_for_its_adapters(
+    finished_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(shutil.copytree(finished_pipeline / "run", tmp_path / "run"))
+    state = json.dumps(vars(read_pipeline_state(Path("pipeline"))))  # which names the place of the training
+    moved = state.replace(str(finished_pipeline / "run"), str(tmp_path / "run"))
+    write_pipeline_state(Path("pipeline"), PipelineState(**json.loads(moved)))
+    assert main(["report", "pipeline"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split("**")[1] for line in out.splitlines()[:3]] == ["a", "b", "c"]
+    assert "not given" not in out
+    assert main(["report", "a"]) == 0
+    assert "trained together with these, but not given: b, c" in capsys.readouterr().out
+    for given, message in (
+        ("pipeline b", "b is given twice"),
+        (".", "such as a b"),
+        ("b/last", "holds a checkpoint"),
+    ):
+        assert main(["report", *given.split()]) == 2
+        assert message in capsys.readouterr().err
+    Path("b", "run.json").unlink()
+    for given, message in (("b", "wait until it has ended"), ("pipeline", "trained an adapter in ")):
+        assert main(["report", given]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["memory.groups", "data.summary", "environment.versions", "adapter_sha256"])
+def test_every_fact_is_read_before_anything_is_drawn(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    facts = json.loads((runs / "first" / "run.json").read_text())
+    *groups, name = missing.split(".")
+    del (facts[groups[0]] if groups else facts)[name]
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    assert f"cannot be read: '{missing}' is missing" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_refusals(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text('{"state": 3}')
+    (tmp_path / "file").write_text("")
+    first, no_directory = runs / "first", f"{tmp_path / 'file'} is not a directory: choose another --output"
+    for given, output, message in (
+        ([first, runs / "second" / ".." / "first"], "out", "is given twice"),
+        ([tmp_path / "none"], "out", "There is no directory"),
+        ([tmp_path], "out", "cannot be read"),
+        ([first], "file", no_directory),
+        ([first], "file/below", no_directory),
+    ):
+        assert main(["report", *map(str, given), "--output", str(tmp_path / output)]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_fails_leaves_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    for place in ("a/b/page", "kept/c/page"):
+        with pytest.raises(KeyboardInterrupt), locked(tmp_path / place, "--output"):
+            raise KeyboardInterrupt
+    assert list(tmp_path.rglob("*")) == [tmp_path / "kept"]
+
+
+ENDED = """
+import os, signal, sys
+from wgpu_lora import atomic
+write = os.fsync
+def fsync(descriptor):
+    write(descriptor)
+    os.kill(os.getpid(), signal.SIGTERM)
+os.fsync = fsync
+from wgpu_lora.cli import main
+sys.exit(main(["report", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has no SIGTERM that is handled")
+def test_a_signal_while_it_writes_leaves_nothing(runs: Path, tmp_path: Path) -> None:
+    arguments = [str(runs / "first"), "--output", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", ENDED, *arguments], capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_odd_values_are_drawn(runs: Path, tmp_path: Path) -> None:
+    run = copied(runs, tmp_path / "run", {"data": {"summary": "\x1b\u202e.jsonl: <1 row>"}})
+    odd = [{"step": 4, "epoch": 1, "loss": 1e308, "tokens": -9, "seconds": -1e308}]
+    odd += [{"step": 5, "epoch": 1, "loss": -1e308, "tokens": 5e-324, "seconds": 1e308}]
+    (run / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in odd))
+    (run / "profile.json").write_text(json.dumps(profile_of(run) | {"kernels": [{"kernel": "k", "seconds": -1}]}))
+    assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert any("-1.0 is not a valid amount" in text for text in page_of(tmp_path / "out").text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory": {"peak": -1}}, "cannot be read"),
+        ({"state": {"seconds": math.inf}}, "cannot be read"),
+        ({"memory": {"groups": {"base": math.nan}}}, "'memory.groups.base' must be a whole number, not NaN"),
+    ],
+)
+def test_odd_facts_are_named(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    run = copied(runs, tmp_path / "run", changes)
+    assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+
+
+# -- the page of data stats --------------------------------------------------------------------------------------------
+
+
+LENGTHS = [4] * 50 + [20] * 40 + [60] * 9 + [300]
+ROWS: list[dict[str, Any]] = [
+    {"input_ids": [n % 40 + 1] * length, "labels": [-100] * (length // 2) + [n % 40 + 1] * (length - length // 2)}
+    for n, length in enumerate(LENGTHS)
+]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return commands(capsys)
+
+
+def options(tmp_path: Path, **changes: Any) -> list[str]:
+    data = write_jsonl(tmp_path / "rows.jsonl", *ROWS)
+    given = {"model": QWEN2, "data": data, "max_length": 64, "tune": False, "lora_r": 4}
+    return flags(**{name: value for name, value in {**given, **changes}.items() if value is not None})
+
+
+def test_statistics_of_rows(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    given = [*options(tmp_path), "--no-measure", "--page", page]
+    code, said, err = run("data", "stats", *given)
+    assert code == 0, err
+    assert "lengths   p50 4, p90 20, p99 60, max 300 tokens\n" in said
+    assert "format    input_ids: 100 rows\n" in said
+    assert f"trained   50% of {sum(LENGTHS):,} tokens\n" in said
+    found = json.loads(run("data", "stats", *given, "--json").out)
+    assert found["lengths"] == {"p50": 4, "p90": 20, "p99": 60, "max": 300}
+    choices = {(one["max_length"], one["packing"]): one for one in found["choices"]}
+    assert {length for length, _ in choices} == {64, 128}  # as far as the model's positions
+    at = choices[64, True]
+    assert (at["cut"], at["lost"], at["tokens"]) == (1, 1, sum(LENGTHS) - 300)  # 64 of 300 tokens are not trained on
+    trained = sum(sum(label != -100 for label in row["labels"][1:]) for row in ROWS)
+    assert at["trained"] == pytest.approx((trained - 150) / trained)
+    assert choices[64, False]["steps"] == -(-99 // 2)
+    assert at["positions"] >= at["tokens"]
+    assert found["saved_by_packing"] == pytest.approx(1 - at["positions"] / choices[64, False]["positions"])
+    text = page.read_text(encoding="utf-8")
+    for words in ("Rows of rows.jsonl", '<th scope="row">4</th>', "Not measured.", "Steps an epoch"):
+        assert words in text
+    assert "<script" not in text
+
+
+def test_steps_are_those_of_the_run(run: Run, tmp_path: Path) -> None:
+    for more in ({}, {"packing": False, "per_device_train_batch_size": 3}, {"validation_split": 0.2}):
+        given = options(tmp_path, **more)
+        stats = json.loads(run("data", "stats", *given, "--no-measure", "--json", "--page", tmp_path / "a.html").out)
+        plan = json.loads(run("plan", *given, "--num-train-epochs", 1, "--json").out)
+        assert stats["this_run"]["steps"] == plan["steps"]
+    assert stats["heldout"] == 20
+
+
+def test_projected_time_and_cost(run: Run, tmp_path: Path) -> None:
+    small = options(tmp_path, **SMALL | {"max_steps": 40, "eval_data": tmp_path / "rows.jsonl", "eval_steps": 10})
+    code, out, err = run("plan", *small, "--measure", "--price-per-hour", 3600, "--json")
+    assert code == 0, err
+    found = json.loads(out)["projection"]
+    assert set(found["stages"]) == {"loading and tuning", "compilation", TRAINING, HELDOUT}
+    assert found["seconds"] == pytest.approx(sum(found["stages"].values())) == found["cost"]
+    assert found["stages"][TRAINING] > 0 < found["stages"][HELDOUT]
+    page = tmp_path / "page.html"
+    more = ["--price-per-hour", 2, "--project", "qwen2.5-0.5b", "--page", page]
+    pairs = [{"prompt_ids": [1, n % 40 + 1], "chosen_ids": [2, 3], "rejected_ids": [4]} for n in range(10)]
+    data = write_jsonl(tmp_path / "pairs.jsonl", *pairs)
+    given = SMALL | {"data": data, "objective": "dpo", "precompute_ref_log_probs": True, "validation_split": 2}
+    code, said, err = run("data", "stats", *options(tmp_path, **given), *more)
+    assert code == 0, err
+    assert "format    prompt_ids, chosen_ids, rejected_ids: 10 rows" in said
+    assert "precomputed references" in said
+    assert "from 5 measured steps; saving is not counted" in said
+    code, out, err = run("plan", *small, "--target-seconds", 50, "--measure", "--json")
+    assert code == 0, err
+    timed = json.loads(out)["projection"]["stages"]  # held-out losses before and after it are not part of the time
+    assert set(timed) == {"loading and tuning", TRAINING, HELDOUT}
+    assert timed[TRAINING] == 50
+    assert "projected qwen2.5-0.5b: " in said
+    text = page.read_text(encoding="utf-8")
+    assert "at 2 an hour" in text
+    assert "qwen2.5-0.5b" in text
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_projection_adds_its_stages_up() -> None:
+    found = Projection({"loading and tuning": 2.0, TRAINING: 3590.0, HELDOUT: 8.0}, 5, 2.0, 100, 10)
+    assert (found.total, found.steps, found.cost(1.5)) == (3600, 3598, 1.5)
+    assert found.rates() == {"tokens_per_second": 50, "samples_per_second": 5, "seconds": 3598}
+
+
+def test_what_is_refused(run: Run, tmp_path: Path) -> None:
+    given = options(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    before = rows.read_bytes()
+    for command, words in (
+        (["data", "stats", *given, "--page", rows], "exists already and is not a page: give --page another name"),
+        (["data", "stats", *given, "--page", tmp_path], "is not a file"),
+        (["data", "stats", *given, "--page", tmp_path / "no" / "page.html"], "no of --page does not exist"),
+        (["data", "stats", *given, "--price-per-hour", "-1"], "--price-per-hour must be 0 or more, not -1"),
+        (["data", "stats", *given, "--price-per-hour", "nan"], "--price-per-hour must be 0 or more, not nan"),
+        (["data", "stats", *given, "--project", "qwen9"], "qwen9"),
+        (["data", "stats", *given, "--no-measure", "--price-per-hour", "1"], "need measured steps"),
+        (["plan", *given, "--price-per-hour", "1"], "--price-per-hour does nothing without --measure"),
+        (["plan", *options(tmp_path, data=None), "--measure", "--adapters", f"{rows}:{tmp_path / 'a'}",
+          "--adapters", f"{rows}:{tmp_path / 'b'}"], "Only the steps of a single adapter are measured"),
+    ):  # fmt: skip
+        code, _, err = run(*command)
+        assert (code, words in err) == (2, True), err
+    assert rows.read_bytes() == before

@@ -16,7 +16,7 @@ from wgpu_lora.cluster.node.lease import boot_time
 from wgpu_lora.cluster.node.shelf import Shelf
 from wgpu_lora.cluster.node.transfer import ShelfPort, Unreachable
 from wgpu_lora.cluster.node.work import Work
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import to_json
 from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES
 from wgpu_lora.train.run.run_checkpoint import ADAPTER_FILES, FILES, MANIFEST, METADATA, manifest_of
 from wgpu_lora.train.run.run_state import SCHEMA, STATE, RunState

@@ -6,7 +6,6 @@ import datetime
 import functools
 import json
 import os
-import runpy
 import signal
 import threading
 from dataclasses import replace
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from support import SCRIPTS
 from support.data import FIXTURES, NAMED, TEMPLATES, backend_json, chat, small_tokenizer, template_source, write_jsonl
 from support.tokenizers import PIPELINES, document
 
@@ -229,8 +227,9 @@ def test_the_golden_file_is_not_empty():
 @pytest.mark.reference
 def test_the_golden_file_is_what_transformers_renders_today():
     pytest.importorskip("transformers", reason="transformers is not installed: make test-reference does that")
-    script = runpy.run_path(str(SCRIPTS / "make_template_fixtures.py"))
-    assert script["render_with_transformers"](GOLDEN["conversations"]) == GOLDEN["rendered"]
+    from scripts.golden.templates import render_with_transformers
+
+    assert render_with_transformers(GOLDEN["conversations"]) == GOLDEN["rendered"]
 
 
 def test_one_rendering_after_another_keeps_its_spans_apart():

@@ -20,6 +20,7 @@ from wgpu_lora.track import run_log
 from wgpu_lora.track.run_log import DataFile, Losses, Process, RunEntry, RunLog, facts_of, run_name
 from wgpu_lora.track.run_log_tables import Filter, cells, compared, find, markdown, since
 from wgpu_lora.track.run_recorder import Recording, note_failure, recorded, remarks
+from wgpu_lora.track.secret_masking import MASK, masked
 from wgpu_lora.train.run.run_tracking import with_log
 
 runs = import_module("wgpu_lora.cli.runs")  # the package has the command by this name
@@ -108,7 +109,7 @@ def test_a_killed_run_is_recognised(log: RunLog) -> None:
 def test_opting_out(log: RunLog, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     if how == "environment":
         monkeypatch.setenv("WGPU_LORA_NO_RUN_LOG", "1")
-    with remarks(log=how != "remark"), recorded("bench", "x", asked=how != "option"):
+    with remarks(log=how != "remark"), recorded("bench", "x", requested=how != "option"):
         pass
     assert not log.path.exists()
 
@@ -234,3 +235,62 @@ def test_comparison_and_markdown() -> None:
     assert not {"--seed", "kind"} & rows.keys()
     table = markdown(("a", "b"), [(cells(two)[-1], "1")], ("a",))
     assert table.splitlines() == ["| a | b |", "| --- | ---: |", "| a\\|b c | 1 |"]
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------
+
+
+SECRET = "s3cr3t-Value_42"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["wgpu-lora", "push", "--token", SECRET],
+        ["wgpu-lora", f"--hub-token={SECRET}"],
+        f"wgpu-lora --api-key {SECRET} --max-steps 3",
+        f"https://user:{SECRET}@host/path",
+        f"https://{SECRET}@host/path",
+        f"postgres://user:a@{SECRET}@host/base",
+        f"https://host/file?access_token={SECRET}&x=1",
+        f"https://bucket/file?X-Amz-Signature={SECRET}",
+        f"WANDB_API_KEY={SECRET} wgpu-lora finetune",
+        f'{{"password": "{SECRET} more"}}',
+        {"api_key": SECRET, "nested": [{"HF_TOKEN": SECRET}]},
+        f"Authorization: Bearer {SECRET}",
+        "hf_" + SECRET.replace("-", ""),
+        "ghp_" + SECRET.replace("-", ""),
+        f"sk-{SECRET}",
+        f"PGPASSWORD={SECRET} psql",
+        f"mysql --pwd={SECRET}",
+        f"accessToken: {SECRET}",
+        f"wgpu-lora --password '{SECRET} more' --max-steps 3",
+        "npm_" + SECRET.replace("-", "") * 2,
+        f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n-----END PRIVATE KEY-----",
+    ],
+)
+def test_masked(value: object) -> None:
+    shown = json.dumps(masked(value))
+    assert MASK in shown
+    assert SECRET not in shown
+    assert SECRET.replace("-", "") not in shown
+    assert " more" not in shown
+
+
+def test_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SERVICE_TOKEN", SECRET)
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/tmp/socket")
+    monkeypatch.setenv("AWS_SECRET", "wJalr/K7MDENG/bPx")
+    given = [f"note {SECRET}!", "/tmp/socket", "x wJalr/K7MDENG/bPx", "not text: \udcff"]
+    assert masked(given) == [f"note {MASK}!", "/tmp/socket", f"x {MASK}", "not text: \\udcff"]
+
+
+def test_what_is_no_secret_stays() -> None:
+    values = {
+        "command": ["wgpu-lora", "finetune", "--batch-tokens", "512", "--max-length", "16", "--data", "tokens.jsonl"],
+        "data": "https://huggingface.co/datasets/a/b",
+        "notes": "512 tokens: fine; author: me; keys and tokens",
+        "max_new_tokens": 4,
+        "target_modules": "q_proj,k_proj",
+    }
+    assert masked(values) == values

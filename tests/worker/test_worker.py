@@ -54,13 +54,6 @@ def test_jobs_run_and_tell(rows: str, tmp_path: Path) -> None:
     assert worker.wait() == 0
 
 
-def test_a_step_by_itself() -> None:
-    out = io.StringIO()
-    found = KINDS["step"](EventWriter(out), shape="tiny-qwen3", layers=1, tokens=16, steps=2)
-    assert len(found["seconds"]) == 2
-    assert found["planned"] > 0
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -100,10 +93,7 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
         ({"job": "evaluate"}, "lacks 'data': the job 'evaluate' requires it."),
         ({"job": "evaluate", "options": {"data": "x", "max_lenght": 3}}, "did you mean 'max_length'?"),
         ({"job": "evaluate", "options": {"data": 3}}, "'data' must be text or a list, not 3."),
-        (
-            {"job": "step", "options": {"shape": "x", "device": True}},
-            "'device' must be text or a whole number, not true.",
-        ),
+        ({"job": "bench", "options": {"device": True}}, "'device' must be text or a whole number, not true."),
         ({"job": "bench", "options": {"bricks": [3]}}, "'bricks[0]' must be text, not 3."),
         ({"job": "finetune", "options": {"events": 3}}, "has an unknown option 'events'"),
         ({"job": "finetune", "options": {"port": 3}}, "has an unknown option 'port'"),
@@ -125,16 +115,19 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
             {"job": "bench", "options": {"shape": "tiny-qwen3", "layers": 9}},
             '"layers": 9 is not possible: this model has',
         ),
-        ({"job": "step", "options": {"shape": "tiny-qwen3", "tokens": 1}}, "'tokens' must be at least 2, not 1."),
-        ({"job": "step", "options": {"shape": "tiny-qwen3", "rank": 10**9}}, '"rank": 1000000000'),
+        (
+            {"job": "bench-training", "options": {"shape": "tiny-qwen3", "tokens": 1}},
+            "'tokens' must be at least 2, not 1.",
+        ),
+        ({"job": "bench-training", "options": {"shape": "tiny-qwen3", "rank": 10**9}}, '"rank": 1000000000'),
         ({"job": "bench-training", "options": {"layers": 1}}, "'layers' goes with 'shape': a recipe trains"),
         ({"job": "generate", "options": {"prompts": []}}, "'prompts' is empty: give it a value."),
-        ({}, "lacks 'job', its kind: choose one of finetune"),
+        ({}, "'job' is missing: add it."),
         ({"job": "finetune", "options": {"data": "x", "lora_r": -1}}, "'lora_r' must be greater than 0, not -1."),
         ({"job": "generate", "options": {"prompts": ["a"], "zork": 1}}, "has an unknown option 'zork'"),
-        ({"job": "step", "options": []}, "has 'options' that are not an object"),
-        ({"schema": 2, "job": "step"}, "has the schema 2, but this version supports 1: update wgpu-lora."),
-        ({"jobs": []}, "has a key 'jobs': its keys are job, options, schema."),
+        ({"job": "bench", "options": []}, "'options' must be an object, not []."),
+        ({"schema": 2, "job": "bench"}, "has the schema 2, but this version supports 1: update wgpu-lora."),
+        ({"jobs": []}, "'jobs' is not known: did you mean 'job'?"),
         ("[", "cannot be read as JSON"),
         (None, "cannot be read (No such file or directory)."),
     ],
@@ -220,7 +213,7 @@ def test_one_that_is_out_of_time_is_ended_with_its_children() -> None:
     [
         ("import sys; sys.stderr.write('a\\nlast words\\n'); sys.exit(3)", "exit code 3: last words"),
         ('print(\'{"event": "error", "message": "why"}\'); raise SystemExit(2)', "exit code 2: why"),
-        ('print(\'{"event": "result"\'[:9])', "exit code 0: it said nothing"),  # cut short
+        ('print(\'{"event": "result"\'[:9])', "exit code 0: no message"),  # cut short
     ],
 )
 def test_what_a_worker_ended_of_is_told(code: str, said: str) -> None:

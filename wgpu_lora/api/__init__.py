@@ -46,14 +46,14 @@ def listing(options: type, types: type, leave_out: Collection[str] = ()) -> Call
     def add(function: F) -> F:
         signature = inspect.signature(function)
         hints = get_type_hints(types)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        own = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in own]
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in parameters]
         listed = [f for f in fields(options) if f.name not in leave_out]
         named = [
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
             for f in listed
         ]
-        function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*parameters, *named])  # type: ignore[attr-defined]
         lines = [f"        {f.name} ({f.type}, default {f.default!r}): {_sentence(f.metadata['help'])}" for f in listed]
         before, heading, after = _parted(inspect.cleandoc(function.__doc__ or ""))
         text = "\n".join(line[4:] for line in lines)
@@ -123,7 +123,7 @@ def finetune(
     Raises:
         UserError: an option is unknown or out of range, or the model, the data or the device is unsuitable.
     """
-    told = listeners("finetune()", events, cast("dict[str, Any]", options), callback)
+    receivers = listeners("finetune()", events, cast("dict[str, Any]", options), callback)
     values = named(options, "finetune()", "recipe")
     also = values.pop("model", None)
     if model is not None and also is not None:
@@ -138,15 +138,19 @@ def finetune(
                 raise UserError(f"The model was loaded with {name} {fixed!r}: load another one with {given[name]!r}.")
     elif model is not None:
         given["model"] = path_as_text(str(model), "model", "finetune()")
-    chosen = _chosen(given, args, None if recipe is None else str(path_as_text(recipe, "recipe", "finetune()")))
-    for text in unused_options(given, chosen):
+    resolved = _resolved_arguments(
+        given, args, None if recipe is None else str(path_as_text(recipe, "recipe", "finetune()"))
+    )
+    for text in unused_options(given, resolved):
         warnings.warn(text, stacklevel=2)
-    job = prepare_job(chosen, loaded, rows=rows)
+    job = prepare_job(resolved, loaded, rows=rows)
     with Bars(progress_bar) as bars:
-        return job.train(EventForwarder(bars, *told))
+        return job.train(EventForwarder(bars, *receivers))
 
 
-def _chosen(given: Mapping[str, Any], args: TrainingArguments | None, recipe: str | None) -> TrainingArguments:
+def _resolved_arguments(
+    given: Mapping[str, Any], args: TrainingArguments | None, recipe: str | None
+) -> TrainingArguments:
     """Options given by name, over `args`, a recipe, or the run that is resumed."""
     if args is None:
         return resolve_options(given, recipe, "finetune()")[0]

@@ -73,12 +73,12 @@ def evaluate(
         UserError: a value is out of range, the data cannot be read or have no trained tokens, or the adapter does not
             fit.
     """
-    told = _listeners("evaluate()", events, before)
+    receivers = _listeners("evaluate()", events, before)
     if adapter is not None:
         check_directory(adapter)
     adapters = [] if adapter is None else [adapter]
     data = data if isinstance(data, str | Path) else list(data)
-    given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    options = _row_options(max_length, on_overflow, completion_only_loss, enable_thinking)
     source = _source(data, split, dataset_config)
     whom = _teacher(teacher, teacher_adapter, teacher_cache)
     chosen = _objective(source, adapter, objective, whom)
@@ -86,11 +86,13 @@ def evaluate(
     if chosen["objective"] != "sft":
         opened = model if isinstance(model, LoadedModel) else open_model(str(model))
         with remarks(goal, notes, run_log):
-            return _objective_loss(BASE, opened, source, adapter, given, skip_bad_rows, chosen, told, progress_bar)
-    opened, prepared = _heldout(model, source, adapters, given, skip_bad_rows)
+            return _objective_loss(
+                BASE, opened, source, adapter, options, skip_bad_rows, chosen, receivers, progress_bar
+            )
+    opened, prepared = _heldout(model, source, adapters, options, skip_bad_rows)
     slots = {BASE: 0 if adapters else None}
     with remarks(goal, notes, run_log):
-        return _measured(opened, prepared, adapters, slots, told, progress_bar)[BASE]
+        return _measured(opened, prepared, adapters, slots, receivers, progress_bar)[BASE]
 
 
 def evaluate_several(
@@ -131,11 +133,11 @@ def evaluate_several(
     Raises:
         UserError: there is no adapter, one is named "base" beside the base, or as `evaluate`.
     """
-    told = _listeners("evaluate_several()", events, before)
+    receivers = _listeners("evaluate_several()", events, before)
     slots = slots_of(adapters, include_base)
     directories = list(adapters.values())
     data = data if isinstance(data, str | Path) else list(data)
-    given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    given = _row_options(max_length, on_overflow, completion_only_loss, enable_thinking)
     names = {BASE: None, **adapters} if include_base else adapters
     whom = _teacher(teacher, teacher_adapter, teacher_cache)
     chosen = {
@@ -154,7 +156,7 @@ def evaluate_several(
                     given,
                     skip_bad_rows,
                     chosen[name] if path is not None or objective else usual,
-                    told,
+                    receivers,
                     progress_bar,
                 )
                 for name, path in names.items()
@@ -162,19 +164,19 @@ def evaluate_several(
     source = _source(data, split, dataset_config)
     opened, prepared = _heldout(model, source, directories, given, skip_bad_rows)
     with remarks(goal, notes, run_log):
-        return _measured(opened, prepared, directories, slots, told, progress_bar)
+        return _measured(opened, prepared, directories, slots, receivers, progress_bar)
 
 
 def prepared_rows(model: LoadedModel, data: str | Path) -> TokenizedData:
     """The rows that `evaluate` measures by default, encoded. Raises UserError."""
-    return _heldout(model, _source(data, None, None), [], _given(None, None, None, None), False)[1]
+    return _heldout(model, _source(data, None, None), [], _row_options(None, None, None, None), False)[1]
 
 
 def _listeners(where: str, events: Events | None, before: dict[str, Any]) -> tuple[Events, ...]:
-    told = listeners(where, events, before)
+    receivers = listeners(where, events, before)
     if before:
         raise TypeError(f"{where} got an unexpected keyword argument {next(iter(before))!r}")
-    return told
+    return receivers
 
 
 def _measured(
@@ -182,14 +184,14 @@ def _measured(
     prepared: TokenizedData,
     directories: Sequence[str | Path],
     slots: Mapping[str, int | None],
-    told: Sequence[Events],
+    receivers: Sequence[Events],
     progress_bar: bool | None,
 ) -> dict[str, Evaluation]:
     """The loss of the same rows for each of `slots`, by name."""
     result: dict[str, Evaluation] = {}
     with Bars(progress_bar) as bars, adapters_on_device(model, directories) as loaded:
         for name, slot in slots.items():
-            events = SummedProgress(len(result), len(slots), bars, *told)
+            events = SummedProgress(len(result), len(slots), bars, *receivers)
             with recorded_evaluation(model, prepared, name, None if slot is None else directories[slot]) as entry:
                 result[name] = one = evaluate_rows(model, prepared, loaded, slot, events=events)
                 note_results(entry, one)
@@ -218,7 +220,7 @@ def _objective_loss(
     given: Mapping[str, Any],
     skip_bad_rows: bool,
     chosen: Mapping[str, Any],
-    told: Sequence[Events],
+    receivers: Sequence[Events],
     progress_bar: bool | None,
 ) -> Evaluation:
     """The loss and the metrics of an objective other than sft."""
@@ -228,7 +230,7 @@ def _objective_loss(
     args = from_values(options, "evaluate")
     prepared, begin = prepared_for(args, model, source), time.perf_counter()
     with Bars(progress_bar) as bars, recorded_evaluation(model, prepared, name, adapter, args.objective) as entry:
-        result = evaluate_objective(model, prepared, args, EventForwarder(bars, *told))
+        result = evaluate_objective(model, prepared, args, EventForwarder(bars, *receivers))
         seconds = time.perf_counter() - begin
         facts = prepared.trained_tokens, len(prepared.rows), seconds, prepared.max_length, prepared.summary()
         one = Evaluation(result.pop("loss"), None, *facts, args.objective, result)
@@ -256,7 +258,7 @@ def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, c
     return python_source(data)
 
 
-def _given(
+def _row_options(
     max_length: int | None, on_overflow: str | None, completion_only_loss: bool | None, enable_thinking: bool | None
 ) -> dict[str, Any]:
     """The given row options, checked before a model is opened."""
@@ -311,8 +313,8 @@ def recorded_evaluation(
     )
 
 
-def note_results(entry: dict[str, Any], found: Evaluation) -> None:
+def note_results(entry: dict[str, Any], evaluation: Evaluation) -> None:
     """The results of an evaluation, in its entry of the run log."""
-    entry["losses"] = Losses(HELD_OUT, final=found.loss)
-    entry |= {"tokens": found.tokens, "seconds": round(found.seconds, 3)}
-    entry["results"] = {"perplexity": found.perplexity, "rows": found.rows, **found.metrics}
+    entry["losses"] = Losses(HELD_OUT, final=evaluation.loss)
+    entry |= {"tokens": evaluation.tokens, "seconds": round(evaluation.seconds, 3)}
+    entry["results"] = {"perplexity": evaluation.perplexity, "rows": evaluation.rows, **evaluation.metrics}

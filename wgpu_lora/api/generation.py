@@ -141,7 +141,7 @@ def answer(
     Raises:
         UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
     """
-    told = listeners("answer()", events, cast("dict[str, Any]", options))
+    receivers = listeners("answer()", events, cast("dict[str, Any]", options))
     settings = generation_options(options, "answer()")
     if adapter is not None:
         check_directory(adapter)
@@ -152,7 +152,7 @@ def answer(
         check_prompt(prompt)
     if not prompts:
         return []
-    with Bars(False if told and progress_bar is None else progress_bar) as bars:
+    with Bars(False if receivers and progress_bar is None else progress_bar) as bars:
         return answer_slots(
             _opened(model),
             prompts,
@@ -160,8 +160,8 @@ def answer(
             [None if adapter is None else 0] * len(prompts),
             settings,
             batch=batch,
-            streamed=bool(told) and len(prompts) == 1,
-            events=EventForwarder(bars, *told),
+            streamed=bool(receivers) and len(prompts) == 1,
+            events=EventForwarder(bars, *receivers),
         )
 
 
@@ -192,13 +192,19 @@ def compare(
     Raises:
         UserError: there is no adapter, one is named "base" beside the base, or as `answer`.
     """
-    told = listeners("compare()", events, cast("dict[str, Any]", options))
+    receivers = listeners("compare()", events, cast("dict[str, Any]", options))
     settings = generation_options(options, "compare()")
     slots = slots_of(adapters, include_base)
     check_prompt(prompt)
-    with Bars(False if told and progress_bar is None else progress_bar) as bars:
+    with Bars(False if receivers and progress_bar is None else progress_bar) as bars:
         (result,) = answer_table(
-            _opened(model), [prompt], adapters, slots, settings, batch=len(slots), events=EventForwarder(bars, *told)
+            _opened(model),
+            [prompt],
+            adapters,
+            slots,
+            settings,
+            batch=len(slots),
+            events=EventForwarder(bars, *receivers),
         )
     return result
 

@@ -101,8 +101,8 @@ class MultiAdapterPipeline:
         Raises:
             UserError: the memory is not available, a directory is in use, or the disk is full.
         """
-        told = listeners("train()", events, before, callback)
+        receivers = listeners("train()", events, before, callback)
         if before:
             raise TypeError(f"train() got an unexpected keyword argument {next(iter(before))!r}")
         with Bars(progress_bar) as bars:
-            return self.job.train(EventForwarder(bars, *told))
+            return self.job.train(EventForwarder(bars, *receivers))

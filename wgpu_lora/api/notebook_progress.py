@@ -6,14 +6,14 @@ import sys
 import warnings
 from typing import Any
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.events import Evaluating, Events, StepResult, Tuning
+from wgpu_lora.text import escape_unprintable
 
 
-def shows_progress(wanted: bool | None) -> bool:
-    """Whether to show progress: `wanted`, or if None, whether stderr is a terminal or a notebook."""
-    if wanted is not None:
-        return wanted
+def shows_progress(progress_bar: bool | None) -> bool:
+    """Whether to show progress: `progress_bar`, or if None, whether stderr is a terminal or a notebook."""
+    if progress_bar is not None:
+        return progress_bar
     return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
@@ -82,8 +82,8 @@ class Bars(Events):
         if result.eval_loss is not None:
             facts += f", held-out {result.eval_loss:.4f}"
         self._steps[result.slot] = result.step, result.total_steps
-        taken, total = (sum(numbers) for numbers in zip(*self._steps.values(), strict=True))
-        self.to("training", taken, total or None, " steps", f"{result.adapter}: {facts}" if result.adapter else facts)
+        steps, total = (sum(numbers) for numbers in zip(*self._steps.values(), strict=True))
+        self.to("training", steps, total or None, " steps", f"{result.adapter}: {facts}" if result.adapter else facts)
 
 
 def _tqdm() -> Any:

@@ -134,8 +134,8 @@ def teacher_cache(
         adapters_on_device(opened, [] if adapter is None else [adapter]) as adapters,
         with_option_advice("batch_tokens", "top_k", "random"),
     ):
-        told = EventForwarder(bars, *([events] if events else []))
-        write_cache(output, plan, done, opened, adapters, compute_dtype, told)
+        forwarder = EventForwarder(bars, *([events] if events else []))
+        write_cache(output, plan, done, opened, adapters, compute_dtype, forwarder)
     return TeacherCache.open(output)
 
 

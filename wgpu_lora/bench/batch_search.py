@@ -24,11 +24,11 @@ from wgpu_lora.gpu.device_errors import DeviceError
 from wgpu_lora.memory_leases import budget_bytes
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.text import count_noun
 from wgpu_lora.track.run_log import run_name
 from wgpu_lora.track.run_recorder import device_facts, given_options, note_failure, recorded
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import count_noun
 
 SCHEMA = "wgpu-lora-bench-max-batch/2"
 OK, MAX, OOM = "OK", "MAX", "OOM"  # a batch ran; it is the largest that does; it does not fit
@@ -142,19 +142,19 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
 
 
 def _search(
-    model: LoadedModel, batches: Batches, available: int | None, memory: str, events: Events, found: Record
+    model: LoadedModel, batches: Batches, available: int | None, memory: str, events: Events, record: Record
 ) -> None:
-    """Search with and without gradient checkpointing, adding to the rows and summaries of `found`."""
+    """Search with and without gradient checkpointing, adding to the rows and summaries of `record`."""
     for way in (False, True):
 
         def peak(rows: int, way: bool = way) -> int:
             return TrainingStep(model, batches.of(rows, way)).session.memory().peak_device_bytes
 
         plan = planned_batch(peak, available, max(batches.sizes, default=batches.most), memory)
-        also = [summary["confirmed"] for summary in found["summary"]]  # so that both ways have rows in common
+        also = [summary["confirmed"] for summary in record["summary"]]  # so that both ways have rows in common
         rows, summary = time_batches(model, batches, plan, way, events, also)
-        found["rows"] += rows
-        found["summary"].append(summary)
+        record["rows"] += rows
+        record["summary"].append(summary)
         events.measured(summary)
 
 
@@ -185,14 +185,14 @@ def time_batches(
         events.measured(refused[-1])
 
     while (rows := _following(batches, low, high, most, also)) is not None:
-        left = batches.seconds - (time.perf_counter() - begin)
+        seconds_left = batches.seconds - (time.perf_counter() - begin)
         expected = rows / low * ran[-1]["step_seconds"] if ran else 0.0
-        if expected > left:
+        if expected > seconds_left:
             about = f"a step of {count_noun(rows, 'row')} would take about {expected:,.0f} s"
-            late = f"{about}, and {max(left, 0):,.0f} s of the {batches.seconds:g} s were left"
+            late = f"{about}, and {max(seconds_left, 0):,.0f} s of the {batches.seconds:g} s were left"
             break
         try:
-            ran.append(measure(model, batches, rows, checkpointing, left if rows == most else left / 2))
+            ran.append(measure(model, batches, rows, checkpointing, seconds_left if rows == most else seconds_left / 2))
         except UserError as error:
             high, bound, why = rows, REFUSED, _fact(error)
             refuse(rows, why)

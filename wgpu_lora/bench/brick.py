@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.bench.contract import numbers_of
-from wgpu_lora.bench.reference_check import Checked
+from wgpu_lora.bench.reference_check import ReferenceErrors
 from wgpu_lora.bench.timing import Timings
 from wgpu_lora.bench.training_step import ROW, adapter_set, benchmark_option_names, chosen_model
 from wgpu_lora.errors import UserError
@@ -164,7 +164,7 @@ class Workload(ABC):
         """Allocate, and build the programs with these tilings."""
 
     @abstractmethod
-    def check(self, rng: np.random.Generator) -> Checked | None:
+    def check(self, rng: np.random.Generator) -> ReferenceErrors | None:
         """Run on new random inputs and compare with the references; None if there are none."""
 
     @abstractmethod
@@ -204,6 +204,6 @@ class SessionWorkload(Workload):
 
 def new_bytes(*sessions: Session) -> int:
     """Maximum bytes that allocating several sessions of one model together adds on the device."""
-    held = missing_bytes(set().union(*(session.storages() for session in sessions)))
-    held += sum(session.memory().groups["activations"] for session in sessions)
-    return max(held, sessions[0].model.bytes_to_load())
+    missing = missing_bytes(set().union(*(session.storages() for session in sessions)))
+    missing += sum(session.memory().groups["activations"] for session in sessions)
+    return max(missing, sessions[0].model.bytes_to_load())

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from wgpu_lora.atomic import check_file, write_bytes_atomic
-from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.locks import locked, unwritable
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.run.training_log import environment
 from wgpu_lora.typed_json import typed
 

@@ -22,9 +22,9 @@ from wgpu_lora.gpu.tuner import AHEAD, SECONDS, Tuner
 from wgpu_lora.gpu.tuning_cache import NO_CHOICES, Choices
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.memory_leases import budget_bytes, claim
+from wgpu_lora.text import percent
 from wgpu_lora.track.run_log import run_name
 from wgpu_lora.track.run_recorder import device_facts, note_failure, recorded
-from wgpu_lora.words import percent
 
 WHICH = {
     "fma": "compute",
@@ -110,16 +110,16 @@ def measure(
     dims = contract.values(keys)
     operations, nbytes = contract.operations(dims), contract.bytes(dims)
     seed = int(np.random.SeedSequence().generate_state(1)[0])
-    asked, device = contract.measure, context.device
+    limits, device = contract.measure, context.device
     with claim(device, workload.nbytes(), f"bench {contract.name}"):
         try:
             choices = measured_choices(context, workload)
             workload.open(choices)
             checked = workload.check(np.random.default_rng(seed))
-            for _ in range(asked.warmup):
+            for _ in range(limits.warmup):
                 workload.run()
-            limit = asked.seconds if time_limit is None else time_limit
-            timings = Timings.of(repeat(workload.run, asked.iterations, asked.cv, limit))
+            limit = limits.seconds if time_limit is None else time_limit
+            timings = Timings.of(repeat(workload.run, limits.iterations, limits.cv, limit))
             extra = workload.extra(timings)
         finally:
             workload.close()
@@ -138,7 +138,7 @@ def measure(
         reference=asdict(checked) if checked else None,
         seed=seed,
         extra=extra,
-        cv_asked=asked.cv,
+        cv_asked=limits.cv,
     )
     judge(contract, result, {**keys, **dims}, device.info.kind)
     return result
@@ -172,13 +172,13 @@ def judge(contract: Contract, result: Result, names: Mapping[str, float], device
         value, limit = result.reference["nmse"], contract.accuracy.nmse
         if not value <= limit:  # also if it is NaN
             broken.append(f"{result.reference['kernel']} is off its reference: NMSE {value:.2g}, at most {limit:.2g}")
-    asked = contract.budget.share(device_class) if contract.applies(contract.budget.when, names) else None
+    share = contract.budget.share(device_class) if contract.applies(contract.budget.when, names) else None
     reached = result.budget["reached"]
-    result.budget["asked"] = asked
-    if asked is not None and reached < asked:
-        short = f"{1 - reached / asked:.0%} short"
+    result.budget["asked"] = share
+    if share is not None and reached < share:
+        short = f"{1 - reached / share:.0%} short"
         ceiling = f"the device's {WHICH[contract.budget.of]} ceiling"
-        broken.append(f"reaches {percent(reached)} of {ceiling}, at least {percent(asked)} ({short})")
+        broken.append(f"reaches {percent(reached)} of {ceiling}, at least {percent(share)} ({short})")
     figures = {**result.extra, "seconds": result.seconds, "gflops": result.gflops, "gbs": result.gbs}
     for bound in contract.bounds:
         if bound.metric in result.impossible:

@@ -169,8 +169,8 @@ def evaluate(expression: str, names: Mapping[str, float], where: str) -> float:
                 raise SyntaxError
         return float(eval(compile(tree, where, "eval"), {"__builtins__": {}, **FUNCTIONS}, dict(names)))
     except NameError as error:
-        known = ", ".join(sorted(names))
-        raise UserError(f"{where} uses the name {error.name}, which is not known: use one of {known}.") from None
+        valid = ", ".join(sorted(names))
+        raise UserError(f"{where} uses the name {error.name}, which is not known: use one of {valid}.") from None
     except SyntaxError:
         raise UserError(f"{where} is {expression!r}, which is not an arithmetic expression: correct it.") from None
     except (ArithmeticError, TypeError, ValueError) as error:
@@ -198,8 +198,8 @@ def numbers_of(config: ModelConfig) -> dict[str, float]:
         "attention_layers": sum(not items for items in of_sequences),
         "state_values": sum(prod(cache["state"].shape) for cache in caches if "state" in cache),
     }
-    stated = {name: value for name, value in vars(config).items() if isinstance(value, int | float)}
-    return {name: float(value) for name, value in {**stated, **counted}.items()}
+    numbers = {name: value for name, value in vars(config).items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in {**numbers, **counted}.items()}
 
 
 def _attends(config: ModelConfig, path: str) -> bool:

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from wgpu_lora.bench.brick import Context, Extra, Workload
-from wgpu_lora.bench.reference_check import Checked, check, fill_with_nan
+from wgpu_lora.bench.reference_check import ReferenceErrors, check, fill_with_nan
 from wgpu_lora.bench.timing import Timings
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_errors import BindingTooLarge
@@ -108,12 +108,12 @@ class ProgramWorkload(Workload):
         return programs
 
     def time(
-        self, programs: Iterable[Program], chosen: Callable[[Kernel], bool], beside: Iterable[Program] = ()
+        self, programs: Iterable[Program], matches: Callable[[Kernel], bool], beside: Iterable[Program] = ()
     ) -> None:
         """Time only the dispatches of chosen kernels; `added_share` is how much more they take than `beside`'s."""
         self._timed = self._program("timed")
         for into, recorded in ((self._timed, programs), (self._beside, beside)):
-            into.dispatches += [step for one in recorded for step in one.dispatches if chosen(step.kernel)]
+            into.dispatches += [step for one in recorded for step in one.dispatches if matches(step.kernel)]
         self.compares = bool(self._beside.dispatches)
 
     # -- on the device ---------------------------------------------------------------------------------------------
@@ -150,11 +150,14 @@ class ProgramWorkload(Workload):
         for filler in self.fillers:
             filler(rng)
 
-    def check(self, rng: np.random.Generator) -> Checked:
+    def check(self, rng: np.random.Generator) -> ReferenceErrors:
         self.fresh(rng)
-        result, wanted = Checked(), {step.kernel.name for program in self.programs() for step in program.dispatches}
+        result, kernels = (
+            ReferenceErrors(),
+            {step.kernel.name for program in self.programs() for step in program.dispatches},
+        )
         for program in (self.forward, self.backward):
-            check(program, result, wanted)
+            check(program, result, kernels)
         return result
 
     def run(self) -> float:

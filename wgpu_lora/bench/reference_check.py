@@ -17,7 +17,7 @@ POISON_BYTES = 16 << 20
 
 
 @dataclass
-class Checked:
+class ReferenceErrors:
     """The largest normalised mean squared error and its kernel.
 
     outputs: number of outputs compared. in_part: kernels of which only a part was compared (see gpu.part).
@@ -36,7 +36,9 @@ class Checked:
             self.in_part += (kernel,)
 
 
-def check(program: Program, found: Checked | None = None, kernels: Container[str] | None = None) -> Checked:
+def check(
+    program: Program, checked: ReferenceErrors | None = None, kernels: Container[str] | None = None
+) -> ReferenceErrors:
     """Run a built program once, dispatch by dispatch, and compare the first of each kind with its reference.
 
     A reference gets the values that the device holds: inputs, and outputs of earlier dispatches. If temporaries are
@@ -44,20 +46,20 @@ def check(program: Program, found: Checked | None = None, kernels: Container[str
 
     kernels: names of the kernels to compare; all by default.
     """
-    found = found or Checked()
-    seen: set[Any] = set()
+    checked = checked or ReferenceErrors()
+    keys: set[Any] = set()
     for i, step in enumerate(program.dispatches):
         kind = _kind(step)
-        if kind in seen or (kernels is not None and step.kernel.name not in kernels):
+        if kind in keys or (kernels is not None and step.kernel.name not in kernels):
             program.submit(i, i + 1)
             continue
-        seen.add(kind)
+        keys.add(kind)
         before = read_tensors(program.device, step.present, step.tensors)
         program.submit(i, i + 1)
         after = read_tensors(program.device, step.present, step.tensors)
         for error, in_part in errors(step.kernel, step.constants, before, after):
-            found.add(error, step.kernel.name, in_part)
-    return found
+            checked.add(error, step.kernel.name, in_part)
+    return checked
 
 
 def fill_with_nan(device: Device, buffer: Any) -> None:

@@ -17,8 +17,8 @@ from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.ops.matrix_stack import sizes
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.words import count_noun
 
 SCHEMA = "wgpu-lora-profile/1"
 MICROSECONDS = 1e6
@@ -141,9 +141,9 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
     programs = step.session.programs()
     timer = Timer(step.session.device)
     try:
-        whole, device, each = [], [], []
+        steps, device, each = [], [], []
         for _ in range(rounds):
-            whole += step.seconds(1)
+            steps += step.seconds(1)
             device.append(sum(map(timer.run, programs)))
             each.append([seconds for program in programs for seconds in timer.each(program)])
             on_round()
@@ -154,10 +154,10 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
     return Profile(
         clock=timer.clock,
         rounds=rounds,
-        step_seconds=statistics.fmean(whole),
+        step_seconds=statistics.fmean(steps),
         device_seconds=statistics.fmean(device),
         pieces=[_piece(*of, seconds) for of, seconds in zip(dispatches, means, strict=True)],
-        step_spread=statistics.stdev(whole) if rounds > 1 else 0.0,
+        step_spread=statistics.stdev(steps) if rounds > 1 else 0.0,
         trained=step.trained,
         tokens=step.tokens,
     )

@@ -29,6 +29,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.memory_leases import budget_bytes, device_memory
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.text import count_noun
 from wgpu_lora.track.run_log import run_name
 from wgpu_lora.track.run_recorder import device_facts, given_options, note_failure, recorded
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job, with_demo_data
@@ -36,7 +37,6 @@ from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.stop_reasons import FINISHED
-from wgpu_lora.words import count_noun
 
 SCHEMA = "wgpu-lora-bench-training/2"
 # Defaults for a shape.
@@ -227,19 +227,19 @@ def prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingAr
     """The options, and the model, declared."""
     if work.shape:
         return _synthetic(work, work.shape, place, opened)
-    args = with_demo_data(resolve_options(_told(work), work.recipe or "demo", work.where)[0])
+    args = with_demo_data(resolve_options(_options(work), work.recipe or "demo", work.where)[0])
     # A resumed run has fewer steps left, and writes to its own directory.
     args = replace(args, resume=False, run_log=False, report_to=None)
     return args, chosen_model(args.model, None, None, opened or Device(args.device), args.base_dtype)
 
 
-def _told(work: Work) -> dict[str, Any]:
+def _options(work: Work) -> dict[str, Any]:
     """The options; with epochs, a number of steps that the recipe sets does not apply."""
     return {**work.options, **({"max_steps": -1} if "num_train_epochs" in work.options else {})}
 
 
 def _synthetic(work: Work, shape: str, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
-    args = from_values({**SYNTHETIC, **_told(work)}, work.where)
+    args = from_values({**SYNTHETIC, **_options(work)}, work.where)
     steps = args.max_steps if args.max_steps > 0 else SYNTHETIC["max_steps"]  # of an epoch
     args = replace(
         args, lora_alpha=2 * args.lora_r, save_steps=0, save_minutes=0.0, data=str(place / "rows.jsonl"), model=shape
@@ -339,11 +339,11 @@ def memory_text(memory: Figures) -> str:
         share = f"{memory['share']:.1%}" if memory["share"] >= 0.001 else "less than 0.1%"
         text += f", {share} of the device's {format_bytes(memory['total'])}"
     if memory["headroom"] is not None:
-        left = memory["headroom"]
+        headroom = memory["headroom"]
         text += (
-            f"; {format_bytes(left)} of the budget are left"
-            if left >= 0
-            else f"; {format_bytes(-left)} over the budget"
+            f"; {format_bytes(headroom)} of the budget are left"
+            if headroom >= 0
+            else f"; {format_bytes(-headroom)} over the budget"
         )
     return text
 
@@ -354,9 +354,9 @@ def gate_text(gate: Figures) -> str:
     return f"the runs vary by {gate['spread']:.2%}, {within} the limit of {100 * gate['limit']:.3g}%"
 
 
-def written(found: Figures) -> str:
+def written(figures: Figures) -> str:
     """The summary of what `run_training` returned."""
-    header, summary = found["header"], found["summary"]
+    header, summary = figures["header"], figures["summary"]
     device, commit = header["device"], header["commit"]
     facts = {
         "Device": f"{device['name']}, {device['driver']}, {device['backend']}",
@@ -373,9 +373,9 @@ def written(found: Figures) -> str:
     lines += [f"- Error: {error}" for error in summary["errors"]]
     columns = ("", "median", "min", "max", "spread")
     lines += _table(columns, [_spread(NAMES[name], spread) for name, spread in summary["spread"].items()])
-    if found["projections"]:
+    if figures["projections"]:
         columns = ("model", "grade", "memory", "samples/s", "seconds")
-        lines += _table(columns, [_projection(record) for record in found["projections"]])
+        lines += _table(columns, [_projection(record) for record in figures["projections"]])
         lines += ["", "Memory is each model's plan; time is projected from counted operations at the measured rate."]
     return "\n".join(lines) + "\n"
 

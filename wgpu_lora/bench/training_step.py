@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.bench.reference_check import Checked, check, fill_with_nan
+from wgpu_lora.bench.reference_check import ReferenceErrors, check, fill_with_nan
 from wgpu_lora.bench.timing import run_seconds
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -25,6 +25,7 @@ from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.models.synthetic_models import synthetic_model
 from wgpu_lora.names.spelling import flag, naming, setting, with_renamed_options
 from wgpu_lora.ops.activation_storage import Saving
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.init_methods import offsets
 from wgpu_lora.train.memory import check_adapters, format_bytes_exact
 from wgpu_lora.train.objectives.objective import Group
@@ -34,7 +35,6 @@ from wgpu_lora.train.run.adapter_init import SeededMatrices
 from wgpu_lora.train.session.optimizer_update import Optimizer, SlotUpdate
 from wgpu_lora.train.session.session import Session
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import count_noun
 
 WARMUP = 2  # steps that compile, and measure where to split submits
 LEARNING_RATE = 1e-4
@@ -106,14 +106,14 @@ class SlotStep:
         vocab = self.session.model.config.vocab_size
         self.fill([rng.integers(0, vocab, length) for _, length in self._rows])
 
-    def check(self, rng: np.random.Generator, found: Checked) -> Checked:
+    def check(self, rng: np.random.Generator, checked: ReferenceErrors) -> ReferenceErrors:
         """Compare every kind of dispatch with its reference, on new rows and a plausible state of training."""
         self.fill_random(rng)
         batch = self.session.batch_for(self._groups)
         fill_with_random_state(self.session, rng)
         batch.upload(self._groups)
-        check(batch.program, found)
-        return check(self.session.optimizer.program, found)
+        check(batch.program, checked)
+        return check(self.session.optimizer.program, checked)
 
     def run(self) -> float:
         """Take one optimizer step; returns the mean loss of the trained tokens."""

@@ -8,18 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import read_toml
 from wgpu_lora.chain.stage import Stage
 from wgpu_lora.chain.stages import STAGES
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_toml
 from wgpu_lora.names.spelling import IN_FILE, naming
+from wgpu_lora.text import join_words
 from wgpu_lora.train.resolve_options import find_recipe
-from wgpu_lora.words import join_words
+from wgpu_lora.typed_json import Text, read_as
 
-OWN = ("output", "model", "stage")  # keys beside the stages'
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,40}")
 _REFERENCE = re.compile(r"\{([^{}]*)\}")
 MOST = 100  # stages
+
+
+@dataclass(frozen=True)
+class ChainFile:
+    """The keys of a chain's file. output: its directory, by default the file's name. model: of all stages."""
+
+    stage: list[dict[str, Any]]
+    output: Text | None = None
+    model: Text | None = None
 
 
 @dataclass(frozen=True)
@@ -56,26 +65,18 @@ def read_chain(name: str, output: str | None = None, device: str | None = None, 
         raise UserError(f"The chain {name} does not exist: give a TOML file, or the name of a bundled one (persona).")
     values = read_toml(path, "The chain")
     where = f"The chain {path}"
-    tables = values.get("stage")
-    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+    if not values.get("stage"):
         raise UserError(f"{where} has no [[stage]] table: add one for each stage, or train with finetune --recipe.")
-    if len(tables) > MOST:
-        raise UserError(f"{where} has {len(tables):,} stages: use at most {MOST}.")
-    for key in values:
-        if key not in OWN:
-            raise UserError(
-                f"{where} has no option '{key:.60}': its options are {join_words([*OWN[:2]])}, then stages."
-            )
-    place, model = output or values.get("output", path.stem), model or values.get("model")
-    for key, value in (("output", place), ("model", model)):
-        if value is not None and not (isinstance(value, str) and value.strip()):
-            raise UserError(f"{where}: '{key}' is {value!r:.60}, but must be text.")
+    file = read_as(ChainFile, values, where)
+    if len(file.stage) > MOST:
+        raise UserError(f"{where} has {len(file.stage):,} stages: use at most {MOST}.")
+    place, shared = Path(output or file.output or path.stem), {"model": model or file.model, "device": device}
     result: dict[str, ChainStage] = {}
     with naming(IN_FILE):
-        for number, table in enumerate(tables, 1):
-            link = _link(f"{where}, stage {number}", table, Path(place), result, {"model": model, "device": device})
+        for number, table in enumerate(file.stage, 1):
+            link = _link(f"{where}, stage {number}", table, place, result, shared)
             result[link.name] = link
-    return Chain(path, Path(place), tuple(result.values()))
+    return Chain(path, place, tuple(result.values()))
 
 
 def _link(
@@ -95,12 +96,12 @@ def _link(
         raise UserError(f"{where} has the name '{name}', like an earlier one: give each stage its own 'name'.")
     needs: set[str] = set()
 
-    def replaced(found: re.Match[str]) -> str:
-        if found[1] not in before:
+    def replaced(match: re.Match[str]) -> str:
+        if match[1] not in before:
             earlier = f"choose of {join_words([*before])}" if before else "it is the first"
-            raise UserError(f"{where} ('{name}') names {{{found[1]:.40}}}, which is no earlier stage: {earlier}.")
-        needs.add(found[1])
-        return str(before[found[1]].output)
+            raise UserError(f"{where} ('{name}') names {{{match[1]:.40}}}, which is no earlier stage: {earlier}.")
+        needs.add(match[1])
+        return str(before[match[1]].output)
 
     values = {key: _filled(value, replaced) for key, value in table.items() if key not in ("kind", "name")}
     kind_of = STAGES[kind]

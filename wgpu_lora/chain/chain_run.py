@@ -15,14 +15,14 @@ from typing import Any
 
 from wgpu_lora.assets import ROOT, asset_dir
 from wgpu_lora.atomic import file_digest, new_directory, write_bytes_atomic
-from wgpu_lora.bounded import read_json
 from wgpu_lora.chain.chain_file import Chain, ChainStage, stages_from
 from wgpu_lora.chain.stage import ChainWatch, Watch
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_json
 from wgpu_lora.locks import sweep
+from wgpu_lora.text import join_words
 from wgpu_lora.train.finetune import locked
 from wgpu_lora.typed_json import typed
-from wgpu_lora.words import join_words
 
 DIGESTS = "digests.json"
 
@@ -84,8 +84,10 @@ def run(chain: Chain, watch: ChainWatch, start: str | None = None) -> None:
             if why is None:
                 watch.skipped(number, link.name, link.kind)
                 continue
-            known = [state.stages[one.name].seconds for one in chain.links[number - 1 :] if one.name in state.stages]
-            rest = sum(known) if len(known) == len(chain.links) - number + 1 else None
+            durations = [
+                state.stages[one.name].seconds for one in chain.links[number - 1 :] if one.name in state.stages
+            ]
+            rest = sum(durations) if len(durations) == len(chain.links) - number + 1 else None
             watch.stage(number, link.name, link.kind, why, rest)
             begun = time.monotonic()
             _run(link, state, digests, watch)
@@ -149,12 +151,12 @@ def _run(link: ChainStage, state: State, digests: Digests, watch: Watch) -> None
 
 def _keep_old_output(output: Path) -> None:
     """Rename what an earlier run has left: it took long, and may be wanted."""
-    number, kept = 1, output.with_name(f"{output.name}-1")
-    while kept.exists():
+    number, renamed = 1, output.with_name(f"{output.name}-1")
+    while renamed.exists():
         number += 1
-        kept = output.with_name(f"{output.name}-{number}")
+        renamed = output.with_name(f"{output.name}-{number}")
     if output.exists():
-        output.rename(kept)
+        output.rename(renamed)
 
 
 STATE, SCHEMA = "chain.json", 1
@@ -196,17 +198,17 @@ class State:
         path = directory / STATE
         if not path.exists():
             return cls(path)
-        held = read_json(path)
+        record = read_json(path)
         try:
-            if held.get("schema") != SCHEMA:
-                raise ValueError(f"schema {held.get('schema')!r:.20}")
-            return cls(path, typed(dict[str, StageResult], held.get("stages"), "stages"))
+            if record.get("schema") != SCHEMA:
+                raise ValueError(f"schema {record.get('schema')!r:.20}")
+            return cls(path, typed(dict[str, StageResult], record.get("stages"), "stages"))
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error}): remove it, and choose another output directory.") from None
 
     def write(self) -> None:
-        held = {"schema": SCHEMA, "stages": {name: asdict(done) for name, done in self.stages.items()}}
-        write_bytes_atomic(self.path, (json.dumps(held, indent=1) + "\n").encode())
+        record = {"schema": SCHEMA, "stages": {name: asdict(done) for name, done in self.stages.items()}}
+        write_bytes_atomic(self.path, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def inputs_of(link: ChainStage, files: dict[str, str]) -> StageResult:
@@ -240,8 +242,8 @@ class Digests:
         self._path = path
         self._known: dict[str, list[Any]] = {}
         with suppress(OSError, ValueError):
-            known = json.loads(path.read_bytes())
-            self._known = known if isinstance(known, dict) else {}
+            entries = json.loads(path.read_bytes())
+            self._known = entries if isinstance(entries, dict) else {}
 
     def of(self, path: Path) -> str:
         """The digest of a file; "missing" if there is none."""
@@ -249,10 +251,10 @@ class Digests:
             state = path.stat()
             mark = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]  # a time may be set back
             key = str(path.absolute())
-            held = self._known.get(key)
-            if not isinstance(held, list) or held[:-1] != mark:
-                held = self._known[key] = [*mark, file_digest(path)]
-            return str(held[-1])
+            entry = self._known.get(key)
+            if not isinstance(entry, list) or entry[:-1] != mark:
+                entry = self._known[key] = [*mark, file_digest(path)]
+            return str(entry[-1])
         except OSError:
             return MISSING
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.checks.sandbox import plain_data
 from wgpu_lora.errors import UserError
+from wgpu_lora.text import escape_unprintable
 
 MAX_CHECK = 1 << 16  # characters
 SHOWN = 80  # characters of a value in a reason

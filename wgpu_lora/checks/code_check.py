@@ -22,11 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.checks.asserts import Outcome as Returned
 from wgpu_lora.checks.asserts import RaisedError, parse_check
 from wgpu_lora.checks.sandbox import plain_data
 from wgpu_lora.checks.sandbox.sandbox_process import SOMETHING_ELSE, ProcessEnded, SandboxProcess, TimedOutError
+from wgpu_lora.text import escape_unprintable
 
 MAX_CODE = 1 << 16  # characters
 Outcome = Literal["passed", "failed", "timeout", "error"]
@@ -151,16 +151,16 @@ class _FailedError(Exception):
     """The answer could not be executed; the text says why."""
 
 
-def _outcome(kind: str, said: str) -> Returned:
+def _outcome(kind: str, message: str) -> Returned:
     """Raises _FailedError."""
     if kind == "failed":
-        raise _FailedError(said)
+        raise _FailedError(message)
 
     def outcome() -> Any:
         if kind != "value":
-            raise RaisedError(said)
+            raise RaisedError(message)
         try:
-            return plain_data.load(said)
+            return plain_data.load(message)
         except plain_data.NotPlainError as error:
             raise RaisedError(f"returned {error}") from None
 

@@ -43,7 +43,7 @@ class Problem:
 
     completes = False
 
-    def asked(self, completion: bool) -> Prompt:
+    def model_prompt(self, completion: bool) -> Prompt:
         """The prompt for the model. completion: a text that it continues, instead of a request that it answers."""
         return self.prompt
 
@@ -77,7 +77,7 @@ class HumanEval(Problem):
 
     completes = True
 
-    def asked(self, completion: bool) -> Prompt:
+    def model_prompt(self, completion: bool) -> Prompt:
         assert isinstance(self.prompt, str)
         return self.prompt if completion else REQUEST.format(self.prompt.rstrip())
 

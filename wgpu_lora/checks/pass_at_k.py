@@ -154,7 +154,7 @@ def measure(
                 stops = tuple(dict.fromkeys((*settings.stop, *(STOPS if plain else ()))))
                 answer_slots(
                     model,
-                    [problem.asked(plain) for problem, _, _ in drawn for _ in names],
+                    [problem.model_prompt(plain) for problem, _, _ in drawn for _ in names],
                     list(adapters.values()),
                     [slot for _ in drawn for slot in slots.values()],
                     replace(settings, stop=stops, prompt_format=TEXT if plain else settings.prompt_format),

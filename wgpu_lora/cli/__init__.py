@@ -14,7 +14,6 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.bench.bricks import bench
 from wgpu_lora.cli.bench.profile import profile
 from wgpu_lora.cli.cluster import cluster
@@ -40,6 +39,7 @@ from wgpu_lora.errors import DeviceWarning, TrackingWarning, UserError
 from wgpu_lora.gpu.device_errors import report_native_abort
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.signals import on_end_signal
+from wgpu_lora.text import escape_unprintable
 
 # Errors of the system that a user can fix. Any other OSError is a bug and shown with its traceback.
 FIXABLE = {

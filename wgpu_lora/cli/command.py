@@ -11,11 +11,11 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from wgpu_lora.bounded import check_links, is_path
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import advice, aliases_of, foreign_option_advice
 from wgpu_lora.names.foreign_options import COMMANDS
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.paths import check_links, is_path
 from wgpu_lora.train.objectives import OBJECTIVES
 
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has its own error, an empty system message is allowed
@@ -233,18 +233,18 @@ def _unknown(typed: str, args: list[str], known: list[str], command: str) -> str
     """The error for an option that a command does not have."""
     name, otherwise = typed.lstrip("-").replace("-", "_"), f"'{command} --help' lists the options."
     if not typed.startswith("--"):  # after a single dash, Typer names the first letter only
-        whole = next((arg for arg in args if arg.startswith(typed)), typed)
-        name = whole.lstrip("-").split("=")[0].replace("-", "_")
+        argument = next((arg for arg in args if arg.startswith(typed)), typed)
+        name = argument.lstrip("-").split("=")[0].replace("-", "_")
         if name in known or name in aliases_of(known):
-            return f"No such option: {whole}; options start with two dashes, as in {flag(name)}."
-        typed = whole
+            return f"No such option: {argument}; options start with two dashes, as in {flag(name)}."
+        typed = argument
     message = foreign_option_advice(name, known)
     if not message:
         return f"No such option: {typed}; {advice(name, known, otherwise)}"
     # A line written for another program may have several such options: name them all.
     words = dict.fromkeys(arg[2:].split("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
-    taken = {*known, *aliases_of(known), name}
-    more = [text for word in words if word not in taken and (text := foreign_option_advice(word, known))]
+    names = {*known, *aliases_of(known), name}
+    more = [text for word in words if word not in names and (text := foreign_option_advice(word, known))]
     return " ".join([message, *more[:MORE], *([f"{len(more) - MORE} more do not exist."] if len(more) > MORE else [])])
 
 

@@ -13,9 +13,9 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.events import Events
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import to_json
+from wgpu_lora.text import duration, escape_unprintable
 
 PLAIN_WIDTH = 120  # of tables without a terminal
 TICK = 0.5  # seconds
@@ -226,12 +226,3 @@ def _progress(unit: str) -> Any:
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), Count(), Left())
     return WithDetail(*columns, console=console(stderr=True), transient=True, expand=True)
-
-
-def duration(seconds: float) -> str:
-    """A duration as text: 8 s, 2:05 min, 1:02:05 h."""
-    whole = round(seconds)
-    minutes, hours = whole // 60, whole // 3600
-    if hours:
-        return f"{hours}:{minutes % 60:02}:{whole % 60:02} h"
-    return f"{minutes}:{whole % 60:02} min" if minutes else f"{whole} s"

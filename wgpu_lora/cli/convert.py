@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.command import Command, Group
 from wgpu_lora.cli.console import Bar, TensorBar, console, line, print_json, table
 from wgpu_lora.cli.parameters import MODEL, Device, Json, Model, choice
@@ -16,6 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, Events
 from wgpu_lora.names.choices import GGUF_TYPES, MERGED_DTYPES
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.text import escape_unprintable
 from wgpu_lora.weights.lowbit.lowbit_layout import GROUPS, KINDS
 
 

@@ -14,8 +14,8 @@ from wgpu_lora.cli.console import Bar, console, line, print_json, table
 from wgpu_lora.cli.parameters import Json, TrainingCommand, choice, training_options
 from wgpu_lora.cli.plan import PricePerHour, as_facts, show_projection
 from wgpu_lora.errors import UserError
+from wgpu_lora.text import count_noun, percent
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import count_noun, percent
 
 if TYPE_CHECKING:
     from wgpu_lora.data.curation.curate import Progress
@@ -89,20 +89,23 @@ def stats(
     return 0
 
 
-def _print_statistics(found: RowStatistics) -> None:
-    line("data", found.summary)
-    if found.heldout:
-        line("held out", count_noun(found.heldout, "row"))
-    for name, count in found.formats.items():
+def _print_statistics(statistics: RowStatistics) -> None:
+    line("data", statistics.summary)
+    if statistics.heldout:
+        line("held out", count_noun(statistics.heldout, "row"))
+    for name, count in statistics.formats.items():
         line("format", f"{name}: {count_noun(count, 'row')}")
-    line("lengths", ", ".join(f"{name} {length:,}" for name, length in found.quantiles.items()) + " tokens")
-    line("trained", f"{percent(found.trained / found.total)} of {found.total:,} tokens")
-    rows = [_choice(choice) for choice in found.others]
-    styles = ["bold" if choice == found.own else None for choice in found.others]
+    line("lengths", ", ".join(f"{name} {length:,}" for name, length in statistics.quantiles.items()) + " tokens")
+    line("trained", f"{percent(statistics.trained / statistics.total)} of {statistics.total:,} tokens")
+    rows = [_choice(choice) for choice in statistics.others]
+    styles = ["bold" if choice == statistics.own else None for choice in statistics.others]
     console().print(table(CHOICES, rows, ["packing"], styles))
-    if found.saved is not None:
-        line("packing", f"saves {found.saved:.1%} of the positions of batches at {found.own.max_length:,} tokens a row")
-    line("this run", ", ".join(f"{name} {value}" for name, value in zip(CHOICES, _choice(found.own), strict=True)))
+    if statistics.saved is not None:
+        line(
+            "packing",
+            f"saves {statistics.saved:.1%} of the positions of batches at {statistics.own.max_length:,} tokens a row",
+        )
+    line("this run", ", ".join(f"{name} {value}" for name, value in zip(CHOICES, _choice(statistics.own), strict=True)))
 
 
 def _choice(choice: Choice) -> tuple[str, ...]:
@@ -117,21 +120,21 @@ def _choice(choice: Choice) -> tuple[str, ...]:
     )
 
 
-def _facts(found: RowStatistics) -> dict[str, Any]:
+def _facts(statistics: RowStatistics) -> dict[str, Any]:
     def of(choice: Choice) -> dict[str, Any]:
         return vars(choice) | {"padding": choice.padding}
 
     return {
-        "data": found.name,
-        "rows": len(found.lengths),
-        "heldout": found.heldout,
-        "formats": found.formats,
-        "lengths": found.quantiles,
-        "tokens": found.total,
-        "trained_tokens": found.trained,
-        "this_run": of(found.own),
-        "saved_by_packing": found.saved,
-        "choices": [of(choice) for choice in found.others],
+        "data": statistics.name,
+        "rows": len(statistics.lengths),
+        "heldout": statistics.heldout,
+        "formats": statistics.formats,
+        "lengths": statistics.quantiles,
+        "tokens": statistics.total,
+        "trained_tokens": statistics.trained,
+        "this_run": of(statistics.own),
+        "saved_by_packing": statistics.saved,
+        "choices": [of(choice) for choice in statistics.others],
     }
 
 
@@ -176,11 +179,11 @@ def show(
     return 0
 
 
-def _print_preview(found: RowPreview, parts: tuple[str, ...], listed: bool) -> None:
+def _print_preview(preview: RowPreview, parts: tuple[str, ...], listed: bool) -> None:
     from wgpu_lora.train.data_statistics import segments
 
-    print(f"{found.place}", flush=True)
-    for number, tokens in enumerate(found.rows):
+    print(f"{preview.place}", flush=True)
+    for number, tokens in enumerate(preview.rows):
         trained = sum(token.trained for token in tokens)
         line(parts[number % len(parts)], f"{count_noun(len(tokens), 'token')}, {trained:,} trained on")
         for is_trained, run in segments(tokens):
@@ -191,17 +194,17 @@ def _print_preview(found: RowPreview, parts: tuple[str, ...], listed: bool) -> N
             else:
                 line(mark, _text(run), whole=True)
                 line("", " ".join(str(token.id) for token in run))
-    for text in found.notes:
+    for text in preview.notes:
         line("note", text)
-    if found.refusal:
-        line("refused", found.refusal)
+    if preview.refusal:
+        line("refused", preview.refusal)
 
 
 def _text(run: list[Token]) -> str:
     return repr("".join(token.text for token in run))
 
 
-def _as_json(found: RowPreview) -> dict[str, Any]:
+def _as_json(preview: RowPreview) -> dict[str, Any]:
     from wgpu_lora.train.data_statistics import segments
 
     rows = [
@@ -211,9 +214,9 @@ def _as_json(found: RowPreview) -> dict[str, Any]:
                 {"trained": trained, "text": "".join(token.text for token in run)} for trained, run in segments(tokens)
             ],
         }
-        for tokens in found.rows
+        for tokens in preview.rows
     ]
-    return {found.place.unit: found.place.number, "rows": rows, "notes": found.notes, "refused": found.refusal}
+    return {preview.place.unit: preview.place.number, "rows": rows, "notes": preview.notes, "refused": preview.refusal}
 
 
 DUPLICATES = ("normalized", "exact", "keep")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, console, line
 from wgpu_lora.cli.finetune import TrainingProgress, report_run
 from wgpu_lora.cli.parameters import AllowUnconfined, Device
@@ -15,11 +14,12 @@ from wgpu_lora.cli.run_summary import describe
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.installation import program
+from wgpu_lora.text import escape_unprintable
 
 BORDERS = 7  # columns around two answers side by side
 
 if TYPE_CHECKING:
-    from wgpu_lora.demo.before_and_after import Checked, Comparison, Measured
+    from wgpu_lora.demo.before_and_after import CheckedAnswer, CheckedAnswers, Comparison
 
 
 def demo(
@@ -86,12 +86,12 @@ def _conclude(comparison: Comparison, show: int, path: str) -> int:
     return 0
 
 
-def _score(measured: Measured) -> str:
+def _score(measured: CheckedAnswers) -> str:
     loss = "" if measured.loss is None else f"; held-out loss {measured.loss:.4f}"
     return f"{measured.passed} of {len(measured.answers)} held-out requests pass their checks{loss}"
 
 
-def _side_by_side(request: str, before: Checked, after: Checked) -> None:
+def _side_by_side(request: str, before: CheckedAnswer, after: CheckedAnswer) -> None:
     """A request and its answers; one below the other if their lines would be broken side by side."""
     from rich.text import Text
 

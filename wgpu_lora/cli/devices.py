@@ -17,8 +17,8 @@ from wgpu_lora.cli.parameters import Device, Json, refuse_unused
 from wgpu_lora.cli.plan import Shape, job_of
 from wgpu_lora.cli.training_progress import StartupProgress
 from wgpu_lora.errors import UserError
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device_list import DeviceInfo
@@ -204,7 +204,8 @@ def _show(device: dict[str, Any]) -> None:
     if device["budget"] is not None:
         left = max(0, device["budget"] - device["held"])
         line(
-            "left", f"{size(min(left, device['free_now'] or left))} for another run, within the budget and what is free"
+            "left",
+            f"{size(min(left, device['free_now'] or left))} for another run, within the budget and what is free",
         )
     entries = [*device["leases"], *device["queue"]]
     if not entries:

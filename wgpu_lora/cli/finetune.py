@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
-from wgpu_lora.cli.console import OFTEN, Bar, console, duration, is_terminal, line
+from wgpu_lora.cli.console import OFTEN, Bar, console, is_terminal, line
 from wgpu_lora.cli.parameters import choice, refuse_unused
 from wgpu_lora.cli.run_summary import CURES, describe, losses
 from wgpu_lora.cli.training_progress import StartupProgress, Trend, hardware
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.installation import pip_line, program
+from wgpu_lora.text import count_noun, duration, escape_unprintable
 from wgpu_lora.train.loop.slot_policy import POLICIES
 from wgpu_lora.train.options.option_fields import ADAPTER, FILES
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.events import Events
@@ -219,10 +218,10 @@ def report_run(record: RunRecord, command: str | None = None, adapter: str | Non
     count = count_noun(state.step, "step") if timed else f"{state.step:,} of {count_noun(state.total_steps, 'step')}"
     seconds = state.elapsed_seconds if record.options.target_seconds else state.seconds
     why = f"{count} in {seconds:,.1f} s ({STOP_TEXT[reason]})"
-    known = losses(state.last_loss, state.first_eval_loss, state.trained_eval_loss)
+    summary = losses(state.last_loss, state.first_eval_loss, state.trained_eval_loss)
     scales = record.options.train == "quant-scales"
     where = f"the models are in {output}/last-f16 and others" if scales else f"the adapter is in {adapter or output}"
-    line(outcome, "; ".join([why, *known, where]))
+    line(outcome, "; ".join([why, *summary, where]))
     if state.best_step and state.best_step < state.step:
         best = f"held-out loss {state.best_eval_loss:.4f} after step {state.best_step:,}"
         place, what = ("best-f16", "model") if scales else ("best", "adapter")
@@ -266,7 +265,7 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
     line(
         "pipeline", f"{count_noun(len(job.runs), 'adapter')}, {schedule}, batches of up to {job.batch_tokens:,} tokens"
     )
-    with Table(job) as table:
+    with PipelineTable(job) as table:
         record = job.train(table)
     code = report_pipeline(record, job.home)
     if draw_curves({run.adapter_name: run.directory for run in job.runs}, job.home / CURVES):
@@ -286,8 +285,8 @@ def report_pipeline(record: PipelineRecord, home: Path) -> int:
         outcomes.append(outcome)
         why = f"{adapter.name}: {adapter.step:,} of {count_noun(adapter.total_steps, 'step')} ({text})"
         result = adapter.losses
-        known = losses(result.train, result.before, result.held_out)
-        line(outcome, "; ".join([why, *known, f"the adapter is in {adapter.checkpoint}"]))
+        summary = losses(result.train, result.before, result.held_out)
+        line(outcome, "; ".join([why, *summary, f"the adapter is in {adapter.checkpoint}"]))
         if outcome == "failed":
             print(f"wgpu-lora: adapter {adapter.name}: {text}: {CURES}.", file=sys.stderr)
     if "interrupted" in outcomes:
@@ -295,7 +294,7 @@ def report_pipeline(record: PipelineRecord, home: Path) -> int:
     return max(exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters)
 
 
-class Table(StartupProgress):
+class PipelineTable(StartupProgress):
     """A live table on a terminal, with a row per adapter; else lines as for a single run."""
 
     def __init__(self, job: PipelineJob):
@@ -311,7 +310,7 @@ class Table(StartupProgress):
         self._device, self._hardware = job.session.device, ""
         self._live: Any = None
 
-    def __enter__(self) -> Table:
+    def __enter__(self) -> PipelineTable:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -405,9 +404,9 @@ class Table(StartupProgress):
 
     def _remaining(self) -> str:
         """The estimated time of the remaining steps of all adapters, from the last ones."""
-        taken = [(result, self._seconds[name]) for name, result in self._rows.items() if result]
-        left = sum((one.total_steps - one.step) * sum(recent) / len(recent) for one, recent in taken)
-        return f"{duration(left)} left" if left > 0 and len(taken) == len(self._rows) else ""
+        rows = [(result, self._seconds[name]) for name, result in self._rows.items() if result]
+        left = sum((one.total_steps - one.step) * sum(recent) / len(recent) for one, recent in rows)
+        return f"{duration(left)} left" if left > 0 and len(rows) == len(self._rows) else ""
 
 
 NOT_OF_JOBS = ("recipe", "adapters", "adapters_config", "schedule", "batch_tokens")

@@ -61,9 +61,9 @@ def modules(incomplete: str) -> list[str]:
     before, comma, last = incomplete.rpartition(",")
     from wgpu_lora.models.architectures import module_names
 
-    left = [name for name in module_names() if name not in before.split(",") and name.startswith(last)]
-    whole = [] if comma else one_of(["all-linear"])(incomplete)
-    return [*whole, *(f"{before}{comma}{name}" for name in left)]
+    matching = [name for name in module_names() if name not in before.split(",") and name.startswith(last)]
+    all_linear = [] if comma else one_of(["all-linear"])(incomplete)
+    return [*all_linear, *(f"{before}{comma}{name}" for name in matching)]
 
 
 def bricks(incomplete: str) -> list[str]:

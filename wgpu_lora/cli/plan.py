@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wgpu_lora.cli import parameters
-from wgpu_lora.cli.console import console, duration, line, print_json, table
+from wgpu_lora.cli.console import console, line, print_json, table
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
 from wgpu_lora.cli.parameters import Json
 from wgpu_lora.cli.run_summary import (
@@ -21,6 +21,7 @@ from wgpu_lora.cli.run_summary import (
     note_unified,
 )
 from wgpu_lora.errors import UserError
+from wgpu_lora.text import duration
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -121,12 +122,12 @@ def plan(
             "batch",
             f"of up to {tokens:,} tokens: {format_bytes(session.steps[tokens].program.plan().nbytes)} of activations",
         )
-    known = budget.source if available is None else f"{format_bytes(available)}: {budget.source}"
+    available_text = budget.source if available is None else f"{format_bytes(available)}: {budget.source}"
     verdict = "" if available is None else "; it fits" if fits else "; it does not fit"
     advice = ""
     if available and not fits and not ways:
         advice = f"; {no_fit_advice(memory.groups['base'], available, job.run.args, job.replan)}"
-    line("budget", f"{known}{verdict}{advice}")
+    line("budget", f"{available_text}{verdict}{advice}")
     for way in ways:
         line("would fit", f"with {way.options}: {format_bytes_exact(way.peak)}")
     if projection:

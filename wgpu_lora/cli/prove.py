@@ -49,7 +49,14 @@ def prove(
         numbers.add(int(text))
     try:
         result = run(
-            recipe, devices, out, numbers, allow_unconfined, lambda name: line("check", name), _said, require_discrete
+            recipe,
+            devices,
+            out,
+            numbers,
+            allow_unconfined,
+            lambda name: line("check", name),
+            _print_check,
+            require_discrete,
         )
     except Interrupted as interrupted:
         line("interrupted", f"the logs so far are in {interrupted.args[0]}/logs/")
@@ -60,7 +67,7 @@ def prove(
     return result.code or int(strict and not result.proven)
 
 
-def _said(check: Check) -> None:
+def _print_check(check: Check) -> None:
     line("", f"{check.status} in {check.seconds:.1f} s: {check.reason}")
 
 

@@ -15,12 +15,12 @@ import typer
 from wgpu_lora.atomic import check_new, write_new_bytes
 from wgpu_lora.chain.stage import ChainWatch
 from wgpu_lora.cli.command import Command, Group
-from wgpu_lora.cli.console import Bar, TensorBar, console, duration, line, table
+from wgpu_lora.cli.console import Bar, TensorBar, console, line, table
 from wgpu_lora.cli.parameters import RECIPES, Device
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.installation import program
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun, duration
 
 if TYPE_CHECKING:
     from wgpu_lora.chain.chain_file import Chain
@@ -167,8 +167,8 @@ def show(
     ],
 ) -> int:
     """Print a recipe, its reference results and its requirements."""
-    from wgpu_lora.bounded import read_toml
     from wgpu_lora.chain.chain_file import read_chain
+    from wgpu_lora.json_files import read_toml
     from wgpu_lora.train.resolve_options import find_recipe, recipe_arguments
 
     path = find_recipe(name)

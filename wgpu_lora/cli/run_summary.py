@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import line
 from wgpu_lora.cli.training_progress import describe_tuning
+from wgpu_lora.text import count_noun, join_words
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES
-from wgpu_lora.words import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.models.loaded_model import LoadedModel
@@ -115,11 +115,11 @@ def describe_model(job: Job[Any]) -> None:
     line(
         "model",
         f"{model.name}: {config.architecture}, {config.num_hidden_layers} layers of {config.hidden_size}, "
-        f"vocabulary {config.vocab_size:,}, weights in {model.decoder.base_dtype}{_kept(model)}",
+        f"vocabulary {config.vocab_size:,}, weights in {model.decoder.base_dtype}{_unquantized(model)}",
     )
 
 
-def _kept(model: LoadedModel) -> str:
+def _unquantized(model: LoadedModel) -> str:
     """The matrices that are not in the base format, since they are small."""
     own, names = model.decoder.embedding.dtype, model.config.kept_modules()
     return (

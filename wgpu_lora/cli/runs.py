@@ -9,12 +9,11 @@ from typing import Annotated
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import console, is_terminal, line, print_json, table
 from wgpu_lora.cli.parameters import choice, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.choices import RUN_KINDS, RUN_STATUSES
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun, escape_unprintable
 
 WIDEST, GOAL = 10_000, 12  # columns of the table without a terminal; columns for goals, which are folded
 FILTERS = ("status", "kind", "objective", "name", "since", "limit")
@@ -74,21 +73,21 @@ def runs(
     for option, value, allowed in (("--status", status, RUN_STATUSES), ("--kind", kind, RUN_KINDS)):
         if value is not None and value not in allowed:
             raise UserError(f"{option} must be one of {', '.join(allowed)}, not {value!r:.60}.")
-    wanted = Filter(status, kind, objective, name, date(since) if since else None)
+    filters = Filter(status, kind, objective, name, date(since) if since else None)
     log = RunLog()
     result = log.read()
-    chosen = [find(result.entries, one) for one in names] or [one for one in result.entries if wanted.holds(one)]
-    chosen = list(map(with_log, chosen if names else chosen[-(limit or len(chosen)) :]))
+    entries = [find(result.entries, one) for one in names] or [one for one in result.entries if filters.holds(one)]
+    entries = list(map(with_log, entries if names else entries[-(limit or len(entries)) :]))
     if as_json:
-        print_json([facts_of(entry) | {"status": entry.status} for entry in chosen])
+        print_json([facts_of(entry) | {"status": entry.status} for entry in entries])
         return 0
     columns: tuple[str, ...] = COLUMNS
     left: tuple[str, ...] = LEFT
-    styles = [style(entry) for entry in chosen]
-    rows: list[tuple[str, ...]] = [cells(entry) for entry in chosen]
+    styles = [style(entry) for entry in entries]
+    rows: list[tuple[str, ...]] = [cells(entry) for entry in entries]
     if names:
-        columns = left = ("", *(entry.id for entry in chosen))
-        found_facts = compared(*chosen) if len(names) == 2 else list(facts(chosen[0]).items())
+        columns = left = ("", *(entry.id for entry in entries))
+        found_facts = compared(*entries) if len(names) == 2 else list(facts(entries[0]).items())
         rows, styles = [tuple(row) for row in found_facts], [None] * len(found_facts)
     printed = [[escape_unprintable(cell, "\n") for cell in row] for row in rows]
     if as_markdown:

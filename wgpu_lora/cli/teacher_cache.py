@@ -11,8 +11,8 @@ from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
 from wgpu_lora.cli.parameters import MODEL, THINKING, BaseDtype, Device, Json, choice
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.choices import COMPUTE_DTYPES, OVERFLOW
+from wgpu_lora.text import count_noun
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.distill.teacher_cache_writer import CachePlan

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.cli.console import Bar, duration, line
+from wgpu_lora.cli.console import Bar, line
 from wgpu_lora.events import Evaluating, Events, Tuning
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun, duration
 
 if TYPE_CHECKING:
     from wgpu_lora.train.finetune import Job
@@ -20,8 +20,8 @@ def describe_tuning(job: Job[Any]) -> None:
     tuner = job.tuner()
     tuning = tuner.estimate(job.session.programs()) if tuner else None
     if tuning and tuning.sizes:
-        known = tuning.expected
-        takes = f"at most {duration(tuning.limit)}" if known is None else f"about {duration(known)}"
+        expected = tuning.expected
+        takes = f"at most {duration(tuning.limit)}" if expected is None else f"about {duration(expected)}"
         sizes = count_noun(tuning.sizes, "kernel size")
         line("tuning", f"{sizes} will be timed on this device, once: {takes}, before the first step")
 
@@ -37,8 +37,8 @@ class StartupProgress(Events):
         """Called when the weights are loaded; the first step compiles its kernels, which takes a while."""
 
     def waiting(self, place: int, holders: Sequence[str], seconds: float) -> None:
-        held = ", ".join(holders) or "other programs"
-        line("waiting", f"place {place} in the queue, {seconds:.0f} s so far; the device's memory is held by {held}")
+        names = ", ".join(holders) or "other programs"
+        line("waiting", f"place {place} in the queue, {seconds:.0f} s so far; the device's memory is held by {names}")
 
     def tuning(self, tuning: Tuning) -> None:
         if tuning.over:

@@ -15,7 +15,7 @@ def worker(
     """Run a job for another program, with JSON lines as output.
 
     A job is {"job": KIND, "options": {...}}: finetune, pipeline, plan, evaluate, generate, import, bench,
-    bench-training, step or speed, each with its options by name. Each event is a JSON object on a line of standard
+    bench-training or speed, each with its options by name. Each event is a JSON object on a line of standard
     output; the last one is 'result' or 'error'.
     """
     from wgpu_lora.worker.job_process import work

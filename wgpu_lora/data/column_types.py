@@ -79,8 +79,8 @@ def _number(value: Any, name: str) -> float:
 
 
 def _flag(value: Any, name: str) -> bool:
-    given = value.strip().lower() if isinstance(value, str) else value
-    result = _FLAGS.get(given) if isinstance(given, str | int | float) else None
+    word = value.strip().lower() if isinstance(value, str) else value
+    result = _FLAGS.get(word) if isinstance(word, str | int | float) else None
     if result is None:
         shown = f"{value!r:.40}" if isinstance(value, str) else kind_of(value)
         raise UserError(f"'{name}' is {shown}, but must be true or false.")

@@ -14,7 +14,7 @@ from wgpu_lora.data.row_files import FORMATS, SUFFIXES, FileSource, file_source
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 # Names of files and splits, the most common first.
 TRAIN, TEST = ("train", "training"), ("test",)
@@ -55,9 +55,9 @@ class DatasetSplits:
 
     def unused(self) -> list[str]:
         """The remaining files and splits, for messages."""
-        known = [name for name in (*TRAIN, *VALID, *TEST) if name in self.splits]
-        left = [self.splits[name] for name in known]
-        return [*self.also, *(p.name if isinstance(p, Path) else p.path for p in left)]
+        usual = [name for name in (*TRAIN, *VALID, *TEST) if name in self.splits]
+        unused = [self.splits[name] for name in usual]
+        return [*self.also, *(p.name if isinstance(p, Path) else p.path for p in unused)]
 
 
 def training_data(

@@ -37,10 +37,10 @@ def answer_to(row: Fields, prompt: str, answer: str) -> Completion | Conversatio
     Raises:
         UserError: one is text and the other messages, or a field is wrong.
     """
-    asked, answered = row.given.get(prompt), row.given.get(answer)
-    if not any(isinstance(asked, kind) and isinstance(answered, kind) for kind in (str, list)):
+    question, answered = row.given.get(prompt), row.given.get(answer)
+    if not any(isinstance(question, kind) and isinstance(answered, kind) for kind in (str, list)):
         raise UserError(
-            f"'{prompt}' is {kind_of(asked)} and '{answer}' {kind_of(answered)}, "
+            f"'{prompt}' is {kind_of(question)} and '{answer}' {kind_of(answered)}, "
             "but both must be strings or both lists of messages."
         )
     before, after = row[prompt], row[answer]

@@ -18,7 +18,7 @@ from wgpu_lora.data.source import NoRowsError, RowPlace, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import pip_line
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # written by save_to_disk
@@ -108,8 +108,8 @@ def load_splits(data: str, split: str | None, config: str | None) -> dict[str, H
     return {split or "train": HubSource(f"{data} ({split})" if split else data, result)}
 
 
-def _no_split(data: str, split: str, found: Mapping[str, Any]) -> Any:
-    raise UserError(f"{data} has no split {split!r:.80}: choose one of {join_words([*found])} with {flag('split')}.")
+def _no_split(data: str, split: str, splits: Mapping[str, Any]) -> Any:
+    raise UserError(f"{data} has no split {split!r:.80}: choose one of {join_words([*splits])} with {flag('split')}.")
 
 
 @contextmanager

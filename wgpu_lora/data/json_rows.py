@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from wgpu_lora.bounded import object_with_unique_keys
 from wgpu_lora.data.compressed_files import opened
 from wgpu_lora.data.json_values import kind_of
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import object_with_unique_keys
 
 MAX_LINE = 16 << 20  # bytes; in the worst case (nested lists) Python takes half a gigabyte for them
 MAX_BLANK = 1 << 20  # blank lines of a file
@@ -150,25 +150,25 @@ def read_array(path: Path, formats: RowFormats[Any] | None = None) -> Rows:
 
 def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]:
     """(line, bytes) of each element; the bytes are None if it is too long."""
-    held = file.read(_CHUNK).removeprefix(BOM)
-    begin = at = held.index(b"[") + 1  # start of the element; position of the search
-    line = 1 + held.count(b"\n", 0, begin)  # of `begin`
+    buffer = file.read(_CHUNK).removeprefix(BOM)
+    begin = at = buffer.index(b"[") + 1  # start of the element; position of the search
+    line = 1 + buffer.count(b"\n", 0, begin)  # of `begin`
     depth, in_string, is_long, count = 0, False, False, 0
     while True:
-        match = (_STRING if in_string else _WITHIN if depth else _OUTSIDE).search(held, at)
+        match = (_STRING if in_string else _WITHIN if depth else _OUTSIDE).search(buffer, at)
         if match is None or match[0] == b"\\":
-            at = match.start() if match else len(held)
+            at = match.start() if match else len(buffer)
             if at - begin > MAX_LINE:
                 is_long = True
-                line += held.count(b"\n", begin, at)
+                line += buffer.count(b"\n", begin, at)
                 begin = at
             more = file.read(min(max(_CHUNK, at - begin), _MOST))  # more for long elements
             if not more:
                 raise UserError(
-                    f"{path} is a list that is not closed: row {count + 1}, line {_behind_space(held, begin, line)}, "
+                    f"{path} is a list that is not closed: row {count + 1}, line {_behind_space(buffer, begin, line)}, "
                     "lacks a quotation mark or a bracket, or the file is truncated."
                 )
-            held, at, begin = held[begin:] + more, at - begin, 0
+            buffer, at, begin = buffer[begin:] + more, at - begin, 0
             continue
         mark, at = match[0], match.end()
         if in_string:
@@ -180,25 +180,25 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
         elif depth:
             depth -= 1
         elif mark == b"}":
-            here = line + held.count(b"\n", begin, at)
+            here = line + buffer.count(b"\n", begin, at)
             raise UserError(f"{path}, line {here}: there is one closing brace too many.")
         else:
-            element = held[begin : at - 1].strip()
+            element = buffer[begin : at - 1].strip()
             if element or count or mark == b",":
-                yield _behind_space(held, begin, line), None if is_long or len(element) > MAX_LINE else element
-            line, begin, is_long, count = line + held.count(b"\n", begin, at), at, False, count + 1
+                yield _behind_space(buffer, begin, line), None if is_long or len(element) > MAX_LINE else element
+            line, begin, is_long, count = line + buffer.count(b"\n", begin, at), at, False, count + 1
             if mark == b"]":
                 break
-    while not (rest := held[begin:].lstrip()) and (more := file.read(_CHUNK)):
-        line, held, begin = line + held.count(b"\n", begin), more, 0
+    while not (rest := buffer[begin:].lstrip()) and (more := file.read(_CHUNK)):
+        line, buffer, begin = line + buffer.count(b"\n", begin), more, 0
     if rest:
         raise UserError(
-            f"{path} has text after the end of its list, in line {_behind_space(held, begin, line)}; "
+            f"{path} has text after the end of its list, in line {_behind_space(buffer, begin, line)}; "
             "give one JSON list, or one object per line."
         )
 
 
-def _behind_space(held: bytes, begin: int, line: int) -> int:
+def _behind_space(buffer: bytes, begin: int, line: int) -> int:
     """The line of the first non-space after `begin`, which is in `line`."""
-    match = _NO_SPACE.search(held, begin)
-    return line + held.count(b"\n", begin, match.start() if match else len(held))
+    match = _NO_SPACE.search(buffer, begin)
+    return line + buffer.count(b"\n", begin, match.start() if match else len(buffer))

@@ -12,7 +12,7 @@ from wgpu_lora.data.json_values import dense, kind_of
 from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace, Rows, Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 ROWS = "rows from Python"  # stands for the path in records of options
 _MAX_DEPTH = 100
@@ -79,19 +79,19 @@ def python_source(value: Any, argument: str = "data") -> Source:
     Raises:
         UserError: the argument is not an iterable of rows.
     """
-    wanted = f"'{argument}' must be a path, or rows: a list of dicts, or an iterator of them"
+    expected = f"'{argument}' must be a path, or rows: a list of dicts, or an iterator of them"
     if isinstance(value, Mapping):
-        splits = [str(name) for name, held in value.items() if hasattr(held, "column_names")]
+        splits = [str(name) for name, column in value.items() if hasattr(column, "column_names")]
         hint = f"choose one of its splits, {', '.join(splits[:8])}" if splits else "not one dict"
-        raise UserError(f"{wanted}; {hint}.")
+        raise UserError(f"{expected}; {hint}.")
     if hasattr(value, "to_dict") and hasattr(value, "columns"):
-        raise UserError(f'{wanted}; of a data frame, give data.to_dict("records").')
+        raise UserError(f'{expected}; of a data frame, give data.to_dict("records").')
     try:
         iter(value)
     except TypeError:
-        raise UserError(f"{wanted}, not {kind_of(value)}.") from None
+        raise UserError(f"{expected}, not {kind_of(value)}.") from None
     if isinstance(value, bytes | bytearray):
-        raise UserError(f"{wanted}, not {kind_of(value)}.")
+        raise UserError(f"{expected}, not {kind_of(value)}.")
     return PythonRows(value, argument)
 
 

@@ -55,13 +55,13 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where} is {kind_of(message)}, but a message is an object with 'role' and 'content'.")
     fields = {key: value for key, value in message.items() if value is not None}
     turn = "from" in fields and ("value" in fields or "role" not in fields)
-    given = fields.pop("from" if turn else "role", None)
+    name = fields.pop("from" if turn else "role", None)
     content = fields.pop("value", fields.get("content")) if turn or "content" not in fields else fields["content"]
-    role = _role(given, _SHAREGPT_ROLES if turn else _OPENAI_ROLES, where, turn)
+    role = _role(name, _SHAREGPT_ROLES if turn else _OPENAI_ROLES, where, turn)
     weight = _weight(fields, where)
     calls = _calls(fields, where)
-    if turn and given in _CALLS:
-        wrong = f"{where} is from {given!r}, but its value is not the JSON of a call with 'name' and 'arguments'."
+    if turn and name in _CALLS:
+        wrong = f"{where} is from {name!r}, but its value is not the JSON of a call with 'name' and 'arguments'."
         stated = _parsed(content, wrong)
         stated = stated if isinstance(stated, list) else [stated]
         if not stated or not all(isinstance(call, dict) and _name_of(call) for call in stated):
@@ -88,16 +88,16 @@ def _role(given: Any, roles: dict[str, str], where: str, turn: bool) -> str:
 
 def _weight(fields: dict[str, Any], where: str) -> int | None:
     """1 if a turn is trained on, 0 if not, None if it does not say; removes the fields that say so."""
-    stated = {name: fields.pop(name) for name in _TRAINED if name in fields}
-    for name, value in stated.items():
+    marks = {name: fields.pop(name) for name in _TRAINED if name in fields}
+    for name, value in marks.items():
         if type(value) not in (bool, int, float) or value not in (0, 1):
             shown, expected = json.dumps(value, default=repr)[:80], "0 (do not train on it) or 1"
             if name != "weight":
                 raise UserError(f"{where} has {name!r}: {shown}, but it must be true or false.")
             raise UserError(f"{where} has the weight {shown}, but it must be {expected}.")
-    if len({int(value) for value in stated.values()}) > 1:
-        raise UserError(f"{where} has {' and '.join(map(repr, stated))}, which contradict each other; keep 'weight'.")
-    return int(next(iter(stated.values()))) if stated else None
+    if len({int(value) for value in marks.values()}) > 1:
+        raise UserError(f"{where} has {' and '.join(map(repr, marks))}, which contradict each other; keep 'weight'.")
+    return int(next(iter(marks.values()))) if marks else None
 
 
 def _content(value: Any, where: str, may_be_null: bool) -> str | None:

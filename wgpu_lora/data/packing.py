@@ -39,7 +39,7 @@ def pack(lengths: Sequence[int], order: Sequence[int] | np.ndarray, budget: int)
         length = lengths[row]
         if length > budget:
             raise ValueError(f"row {row} has {length} tokens, more than the budget of {budget}")
-        target = next((bin for bin, left in room.items() if left >= length), None)
+        target = next((bin for bin, free in room.items() if free >= length), None)
         if target is None:
             if len(room) == OPEN_BINS:
                 del room[min(room, key=lambda bin: (room[bin], bin))]

@@ -64,10 +64,10 @@ def known_columns(names: list[str], where: str, formats: RowFormats[Any]) -> lis
         formats.check_columns(names)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    known = [name for name in names if formats.all_columns or name in formats.columns]
-    if len(set(known)) < len(known):
+    columns = [name for name in names if formats.all_columns or name in formats.columns]
+    if len(set(columns)) < len(columns):
         raise UserError(f"{where}: two columns have the same name; rename one.")
-    return known
+    return columns
 
 
 def rows_of(batches: Iterator[Any], decoded: bool = False) -> Rows:

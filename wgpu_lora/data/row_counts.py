@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.data.json_values import canonical, row_digest
 from wgpu_lora.data.source import BadRow, RowPlace, Source
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.text import count_noun, escape_unprintable, join_words
 from wgpu_lora.tokenizer.conversation_rows import TokenizedExample
-from wgpu_lora.words import count_noun, join_words
 
 SKIPPED = "skipped_rows.jsonl"
 # Places that a summary lists; bad rows that an error lists; bad rows kept to find the first ones, since rows of a block
@@ -144,11 +143,11 @@ class RowCounts:
         by_reason: dict[str, list[RowPlace]] = {}
         for place, problem in self.bad[:_TOLD]:
             by_reason.setdefault(problem.reason, []).append(place)
-        told = [f"{_at(places)}: {escape_unprintable(reason)}" for reason, places in by_reason.items()]
+        lines = [f"{_at(places)}: {escape_unprintable(reason)}" for reason, places in by_reason.items()]
         if self.bad_count > _TOLD:
-            told.append(f"and {self.bad_count - _TOLD:,} more")
+            lines.append(f"and {self.bad_count - _TOLD:,} more")
         cure = cure or f"fix them, or skip them with {flag('skip_bad_rows')}"
-        raise UserError(f"{what}; {cure}:", told)
+        raise UserError(f"{what}; {cure}:", lines)
 
     def refuse_nothing(self, max_length: int) -> None:
         """Raise UserError about why no row is left."""
@@ -165,12 +164,12 @@ class RowCounts:
             "with no token to train on" + by_cut: self.untrained.count,
             f"of more than {max_length:,} tokens": self.too_long.count,
         }
-        told = [f"{count:,} {what}" for what, count in kinds.items() if count]
+        counts = [f"{count:,} {what}" for what, count in kinds.items() if count]
         cure = "give rows that have answers" if self.expanded > lost + self.too_long.count else ""
         longer = f"raise {flag('max_length')}" if lost or self.too_long.count else ""
         raise UserError(
             f"{self.source.display_name} leaves nothing to train on: of {count_noun(self.expanded, 'row')}, "
-            f"{join_words(told)}; "
+            f"{join_words(counts)}; "
             f"{' or '.join(filter(None, (longer, cure)))}."
         )
 
@@ -227,11 +226,11 @@ def skipped_rows(accounts: Sequence[RowCounts]) -> bytes | None:
     return ("\n".join(lines) + "\n").encode() if lines else None
 
 
-def _skipped_row_line(told: dict[str, Any], content: Any) -> str:
+def _skipped_row_line(values: dict[str, Any], content: Any) -> str:
     try:
-        return to_json({**told, "content": content}, default=repr)
+        return to_json({**values, "content": content}, default=repr)
     except RecursionError:  # too deep to be written
-        return to_json({**told, "content": None})
+        return to_json({**values, "content": None})
 
 
 def _at(places: Sequence[RowPlace]) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 T = TypeVar("T")
 # Columns of other programs' rows that change what is trained on.
@@ -94,8 +94,8 @@ class RowFormats(Generic[T]):
         return self._of(dict.fromkeys(names, "")) is not None
 
     def _of(self, row: Row) -> RowFormat[T] | None:
-        given = [key for key, value in row.items() if value is not None]
-        return next((form for names in (given, row) for form in self.formats if all(k in names for k in form.required)),
+        keys = [key for key, value in row.items() if value is not None]
+        return next((form for names in (keys, row) for form in self.formats if all(k in names for k in form.required)),
                     None)  # fmt: skip
 
     def read(self, row: Row) -> T:
@@ -153,8 +153,8 @@ class RowFormats(Generic[T]):
     def remedy(self, row: Row) -> str | None:
         """Advice for an object that contains rows instead of being one; None if it does not."""
         for name, value in row.items():
-            held = value if name not in self.columns and isinstance(value, list) else []
-            if held and all(isinstance(item, dict) for item in held):
+            items = value if name not in self.columns and isinstance(value, list) else []
+            if items and all(isinstance(item, dict) for item in items):
                 return f"its rows seem to be the list {name[:80]!r}: write only that list to the file"
         texts = [value for name, value in row.items() if name in self.columns and self.columns[name].is_text]
         if texts and all(isinstance(value, list) and value and isinstance(value[0], str) for value in texts):
@@ -193,27 +193,27 @@ OTHER_ROLES |= dict.fromkeys(("human", "person", "instruction"), "user") | {
 
 def renaming(names: Sequence[str], formats: Sequence[Sequence[str]]) -> str | None:
     """Advice on which keys to rename, for one of the formats, given by their required keys; None without a guess."""
-    known = {name.strip().lower(): name for name in names}
-    if "chosen" in known and "rejected" in known and not any("chosen" in keys for keys in formats):
-        return f"these are preferences; rename {known['chosen']!r} to 'completion' to train on the chosen answers alone"
+    lower = {name.strip().lower(): name for name in names}
+    if "chosen" in lower and "rejected" in lower and not any("chosen" in keys for keys in formats):
+        return f"these are preferences; rename {lower['chosen']!r} to 'completion' to train on the chosen answers alone"
     first = {keys[0] for keys in formats}
-    guesses = [guess for keys in formats if (guess := _renamed(known, keys, first - {*keys}))]
+    guesses = [guess for keys in formats if (guess := _renamed(lower, keys, first - {*keys}))]
     if not guesses:
         return None
     fewest = min(guesses, key=len)
     return f"rename {' and '.join(f'{name!r:.80} to {key!r}' for name, key in fewest.items())}"
 
 
-def _renamed(known: dict[str, str], keys: Sequence[str], taken: Collection[str]) -> dict[str, str]:
+def _renamed(lower: dict[str, str], keys: Sequence[str], names: Collection[str]) -> dict[str, str]:
     """New names of keys, by the old ones, with which all of `keys` are there; empty if that cannot be guessed.
 
-    known: names by their lower case; taken: keys that mean something else.
+    lower: names by their lower case; names: keys that mean something else.
     """
     result: dict[str, str] = {}
     for key in keys:
-        left = {name for name in known if known[name] not in result and name not in taken} - ({*keys} - {key})
-        name = next((name for name in (key, *_OTHER_KEYS.get(key, ())) if name in left), None)
+        unused = {name for name in lower if lower[name] not in result and name not in names} - ({*keys} - {key})
+        name = next((name for name in (key, *_OTHER_KEYS.get(key, ())) if name in unused), None)
         if name is None:
             return {}
-        result[known[name]] = key
+        result[lower[name]] = key
     return {name: key for name, key in result.items() if name != key}

@@ -21,12 +21,12 @@ from wgpu_lora.data.source import BadRow, RowPlace, Source
 from wgpu_lora.data.validation_split import row_key, validation_mask
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import setting
+from wgpu_lora.text import count_noun
 from wgpu_lora.tokenizer.chat_template import LimitError
 from wgpu_lora.tokenizer.conversation_rows import UNTRAINED, Pair
 from wgpu_lora.tokenizer.examples import Example, Sample, Tokens, prompt_format, without_empty_answers
 from wgpu_lora.tokenizer.label_mask import tokenize_examples
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
-from wgpu_lora.words import count_noun
 
 _BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # rows and characters that are tokenised together, at most
 MAX_BAD = 1000  # unusable rows after which reading ends, unless they are skipped
@@ -200,7 +200,7 @@ def tokenize_source(
             if wrong or sample is None:
                 account.expanded += 1  # an index must not depend on the outcome of other rows
                 continue
-            kept = list(_kept(pairs, place, account, max_length, on_overflow == "drop"))
+            kept = list(_fitting_rows(pairs, place, account, max_length, on_overflow == "drop"))
             if parts > 1 and len(kept) < parts:
                 kept = []  # a sample is only useful as a whole
             if skip_bad_rows or not account.bad:
@@ -242,7 +242,7 @@ def _shorter(pairs: list[Pair], cut: Cut, max_length: int, drop: bool) -> list[P
     return [cut(ids, labels, len(ids) if drop else max_length) for ids, labels in pairs]
 
 
-def _kept(pairs: list[Pair], place: RowPlace, account: RowCounts, max_length: int, drop: bool) -> Iterator[Row]:
+def _fitting_rows(pairs: list[Pair], place: RowPlace, account: RowCounts, max_length: int, drop: bool) -> Iterator[Row]:
     """The rows of an example that have trained tokens, truncated to the maximum length."""
     for ids, labels in pairs:
         row = Row(np.asarray(ids, np.int32), np.asarray(labels, np.int32), account.expanded)
@@ -353,10 +353,10 @@ class Cut:
 
     def __call__(self, ids: list[int], labels: list[int], length: int) -> tuple[list[int], list[int]]:
         """A row of at most `length` tokens."""
-        asked = prompt_tokens(labels)
-        labels = labels[:asked] + ids[asked:]
-        first = max(0, asked - self.prompt) if self.prompt else 0
-        stop = min(len(ids), asked + self.answer) if self.answer else len(ids)
+        prompt_length = prompt_tokens(labels)
+        labels = labels[:prompt_length] + ids[prompt_length:]
+        first = max(0, prompt_length - self.prompt) if self.prompt else 0
+        stop = min(len(ids), prompt_length + self.answer) if self.answer else len(ids)
         if stop - first > length:
             first, stop = (first, first + length) if self.mode == KEEP_START else (stop - length, stop)
         return ids[first:stop], labels[first:stop]
@@ -407,12 +407,12 @@ def split_validation(prepared: TokenizedData, amount: float, seed: int) -> tuple
 
 def _only(prepared: TokenizedData, mask: np.ndarray, **changes: Any) -> TokenizedData:
     """Some of the samples."""
-    chosen = np.flatnonzero(mask).tolist()
-    rows = [row for sample in chosen for row in prepared.samples[sample]]
+    indices = np.flatnonzero(mask).tolist()
+    rows = [row for sample in indices for row in prepared.samples[sample]]
     return replace(
         prepared,
         rows=rows,
-        values=tuple(prepared.values[sample] for sample in chosen) if prepared.values else (),
+        values=tuple(prepared.values[sample] for sample in indices) if prepared.values else (),
         keys=prepared.keys[mask],
         trained_tokens=sum(row.trained_tokens for row in rows),
         total_tokens=sum(len(row.input_ids) for row in rows),

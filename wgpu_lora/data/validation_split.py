@@ -8,7 +8,7 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 _BLOCK = 1 << 20  # rows that are looked up together
 
@@ -40,44 +40,44 @@ def validation_mask(keys: np.ndarray, amount: float, seed: int, option: str = "v
     """
     check_split(amount, option)
     rows = len(keys)
-    wanted = int(rows * amount + 0.5) if amount < 1 else int(amount)
-    if wanted >= rows:
+    target = int(rows * amount + 0.5) if amount < 1 else int(amount)
+    if target >= rows:
         raise UserError(
             f"{setting(option, amount)} leaves no rows to train on, of {count_noun(rows, 'row')}: lower it."
         )
-    wanted = max(1, wanted)
+    target = max(1, target)
     ranks = _mixed(keys, seed)  # one to one, so groups stay apart
     ordered = np.sort(ranks)
     if rows == 1 or not np.any(ordered[1:] == ordered[:-1]):
-        return ranks <= ordered[wanted - 1]
+        return ranks <= ordered[target - 1]
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))).astype(np.uint32)
     sizes = np.diff(starts, append=np.uint32(rows))
     if len(sizes) == 1:
         raise UserError(
             f"All {rows:,} rows belong together, so {flag(option)} cannot split them: give held-out rows of their own."
         )
-    taken = _choose_groups(sizes, wanted)
-    if not len(taken):  # every group is too large
-        taken = np.array([np.argmin(sizes)])
-    chosen = ordered[starts[taken]]
+    groups = _choose_groups(sizes, target)
+    if not len(groups):  # every group is too large
+        groups = np.array([np.argmin(sizes)])
+    held_out = ordered[starts[groups]]
     del ordered, starts, sizes
     mask = np.empty(rows, bool)
     for at in range(0, rows, _BLOCK):
         block = ranks[at : at + _BLOCK]
-        mask[at : at + _BLOCK] = chosen[np.minimum(np.searchsorted(chosen, block), len(chosen) - 1)] == block
+        mask[at : at + _BLOCK] = held_out[np.minimum(np.searchsorted(held_out, block), len(held_out) - 1)] == block
     return mask
 
 
-def _choose_groups(sizes: np.ndarray, wanted: int) -> np.ndarray:
-    """The positions of the groups that are taken, in order, without exceeding `wanted` rows."""
+def _choose_groups(sizes: np.ndarray, target: int) -> np.ndarray:
+    """The positions of the groups that are taken, in order, without exceeding `target` rows."""
     result: list[np.ndarray] = []
-    at, left = 0, wanted
-    while left and len(fitting := np.flatnonzero(sizes[at:] <= left)):
+    at, remaining = 0, target
+    while remaining and len(fitting := np.flatnonzero(sizes[at:] <= remaining)):
         at += int(fitting[0])
-        sums = np.cumsum(sizes[at : at + left], dtype=np.int64)  # each has a row
-        count = int(np.searchsorted(sums, left, side="right"))
+        sums = np.cumsum(sizes[at : at + remaining], dtype=np.int64)  # each has a row
+        count = int(np.searchsorted(sums, remaining, side="right"))
         result.append(np.arange(at, at + count))
-        left -= int(sums[count - 1])
+        remaining -= int(sums[count - 1])
         at += count
     return np.concatenate(result) if result else np.array([], np.int64)
 

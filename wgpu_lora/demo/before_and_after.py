@@ -26,7 +26,7 @@ RESULT = "demo.json"
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedAnswer:
     """An answer and the result of its unit check."""
 
     text: str
@@ -35,10 +35,10 @@ class Checked:
 
 
 @dataclass
-class Measured:
+class CheckedAnswers:
     """Results of all held-out requests. loss: of the held-out rows, None if not known yet."""
 
-    answers: list[Checked]
+    answers: list[CheckedAnswer]
     loss: float | None = None
 
     @property
@@ -57,7 +57,7 @@ class Measured:
 class _Counted(Events):
     """Counts what is checked instead of what is answered, and the tokens of all batches."""
 
-    def __init__(self, events: Events, checked: list[Checked], total: int):
+    def __init__(self, events: Events, checked: list[CheckedAnswer], total: int):
         self._events, self._checked, self._total = events, checked, total
         self.before = 0
 
@@ -75,8 +75,8 @@ class Comparison:
     rows: list[dict[str, Any]]
     confinement: Confinement
     allow_unconfined: bool
-    before: Measured | None = None
-    after: Measured | None = None
+    before: CheckedAnswers | None = None
+    after: CheckedAnswers | None = None
 
     @classmethod
     def prepare(
@@ -88,8 +88,8 @@ class Comparison:
             UserError: for example, if answers cannot be confined here and `allow_unconfined` is not given.
         """
         confined = confinement(allow_unconfined)
-        given = {**changes, "output": str(numbered(Path(output))), "device": device}
-        args, recipe = resolve_options(given, "demo", "The demo")
+        options = {**changes, "output": str(numbered(Path(output))), "device": device}
+        args, recipe = resolve_options(options, "demo", "The demo")
         model = load("demo", device=device, base_dtype=args.base_dtype)
         rows = []
         for number, row in read_jsonl(DEMO_HELDOUT):
@@ -101,24 +101,26 @@ class Comparison:
     def requests(self) -> list[str]:
         return [request_of(row) for row in self.rows]
 
-    def measure(self, adapter: Path | None, events: Events = SILENT) -> Measured:
+    def measure(self, adapter: Path | None, events: Events = SILENT) -> CheckedAnswers:
         """Answers every held-out request greedily, and checks every answer.
 
         Args:
             events: hears how many requests are answered and checked, and how many tokens have come.
         """
-        checked: list[Checked] = []
-        told = _Counted(events, checked, len(self.rows))
+        checked: list[CheckedAnswer] = []
+        counted = _Counted(events, checked, len(self.rows))
         for start in range(0, len(self.rows), BATCH):
             rows = self.rows[start : start + BATCH]
             requests = [request_of(row) for row in rows]
-            result = answer(self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, events=told)
+            result = answer(
+                self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, events=counted
+            )
             for one, row in zip(result, rows, strict=True):
                 verdict = run_check(one.text, row["check"], allow_unconfined=self.allow_unconfined)
-                checked.append(Checked(one.text, verdict.passed, verdict.reason))
-                told.answering(0, 0, sum(len(one.token_ids) for one in result))
-            told.before += sum(len(one.token_ids) for one in result)
-        return Measured(checked)
+                checked.append(CheckedAnswer(one.text, verdict.passed, verdict.reason))
+                counted.answering(0, 0, sum(len(one.token_ids) for one in result))
+            counted.before += sum(len(one.token_ids) for one in result)
+        return CheckedAnswers(checked)
 
     def trained(self, record: RunRecord, events: Events = SILENT) -> None:
         """Measures again, after the run that left this record; its held-out losses are those of the rows here."""
@@ -127,7 +129,7 @@ class Comparison:
         self.before.loss = record.state.first_eval_loss
         self.after.loss = record.state.last_eval_loss
 
-    def pairs(self) -> list[tuple[str, Checked, Checked]]:
+    def pairs(self) -> list[tuple[str, CheckedAnswer, CheckedAnswer]]:
         """(request, before, after), starting with those that only succeed after training."""
         assert self.before
         assert self.after

@@ -86,12 +86,12 @@ class Forward:
         rec.dispatch(gather_rows, hidden, targets.rows, rows_of, rows=rows, cols=cols)
         other = rec.temp((rows, k), name="largest logits"), rec.temp((rows, k), "u32", name="tokens")
         chunks = list(head.chunks(max(128, CHUNK_BYTES // (4 * rows) // 128 * 128)))
-        for left, (first, part) in zip(reversed(range(len(chunks))), chunks, strict=True):
+        for chunk_index, (first, part) in zip(reversed(range(len(chunks))), chunks, strict=True):
             width = part.shape[0]
             logits = rec.temp((rows, width), name="logits")
             head_logits(rec.dispatch, rows_of, head, part, logits, count)
             mine = self.values, self.ids
-            before, after = (other, mine) if left % 2 == 0 else (mine, other)
+            before, after = (other, mine) if chunk_index % 2 == 0 else (mine, other)
             shape = {"rows": rows, "cols": width, "first": first}
             rec.dispatch(top_k, logits, count, *before, *after, k=k, **shape)
             if self.drawn and self.picked:
@@ -139,10 +139,10 @@ class Teacher(ForwardPasses[Forward]):
         """
         result: dict[int, TopKLogits] = {}
         for together, one in self.batches([segment.tokens for segment in segments]):
-            chosen = [segments[i] for i in together]
-            whole, places = self._run(one, chosen, [rows[i] for i in together])
+            batch = [segments[i] for i in together]
+            support, places = self._run(one, batch, [rows[i] for i in together])
             for i, (start, stop) in zip(together, places, strict=True):
-                result[i] = whole.part(int(start), int(stop))
+                result[i] = support.part(int(start), int(stop))
         return [result[i] for i in range(len(segments))]
 
     def _run(self, one: Forward, segments: list[Segment], rows: list[int]) -> tuple[TopKLogits, np.ndarray]:
@@ -167,8 +167,8 @@ class Teacher(ForwardPasses[Forward]):
             others = self._others(ids, candidates[:n], self._read(one.picked, n))
             best = np.hstack([best[0], others[0]]), np.hstack([best[1], others[1]])
         correction = tail_correction(self.vocab_size, self.kept.top_k, self.kept.random)
-        whole = TopKLogits(best[0], best[1], lse, self.kept.top_k, np.full(n, correction, np.float32))
-        return whole, places
+        support = TopKLogits(best[0], best[1], lse, self.kept.top_k, np.full(n, correction, np.float32))
+        return support, places
 
     def _drawn(self, segment: Segment, row: int) -> np.ndarray:
         assert segment.labels is not None
@@ -178,9 +178,9 @@ class Teacher(ForwardPasses[Forward]):
     def _others(self, top: np.ndarray, candidates: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The first R drawn tokens that are not among the top K, whose ids ascend in each row, and their logits."""
         offsets = np.arange(len(top), dtype=np.int64)[:, None] * self.vocab_size
-        known, asked = (top + offsets).reshape(-1), (candidates + offsets).reshape(-1)
-        place = np.minimum(np.searchsorted(known, asked), known.size - 1)
-        among = (known[place] == asked).reshape(candidates.shape)
+        known, wanted_tokens = (top + offsets).reshape(-1), (candidates + offsets).reshape(-1)
+        place = np.minimum(np.searchsorted(known, wanted_tokens), known.size - 1)
+        among = (known[place] == wanted_tokens).reshape(candidates.shape)
         order = np.argsort(among, axis=1, kind="stable")[:, : self.kept.random]
         return np.take_along_axis(candidates, order, 1), np.take_along_axis(logits, order, 1)
 

@@ -15,14 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
-from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Row, TokenizedData, Tokenizer
 from wgpu_lora.distill.teacher_logits import TeacherRows, TopKLogits, tail_correction, target_ids, teacher_rows
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_json, to_json
 from wgpu_lora.names.spelling import setting
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.text import count_noun
 from wgpu_lora.typed_json import typed
-from wgpu_lora.words import count_noun
 
 CACHE, TABLE = "cache.json", "rows.safetensors"
 SCHEMA = 1
@@ -97,8 +96,8 @@ class Header:
         )
 
 
-def _digest(said: dict[str, Any]) -> str:
-    return hashlib.sha256(to_json(said, sort_keys=True).encode()).hexdigest()
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(values, sort_keys=True).encode()).hexdigest()
 
 
 def position_bytes(tokens: int, vocab_size: int, logits: str) -> int:
@@ -115,8 +114,8 @@ def read_header(directory: Path) -> Header:
     if result.get("schema") != SCHEMA:
         raise UserError(f"{path} has the schema {result.get('schema')!r:.40}, but this version reads {SCHEMA}.")
     try:
-        stated = result.pop("sha256", None)  # earlier versions wrote none
-        if stated is not None and stated != _digest(result):
+        digest = result.pop("sha256", None)  # earlier versions wrote none
+        if digest is not None and digest != _digest(result):
             raise ValueError("it is not what was written, by its SHA-256")
         header: Header = typed(Header, result)
         sizes = (header.vocab_size, header.length, header.top_k, header.rows, header.positions)
@@ -132,7 +131,7 @@ def read_header(directory: Path) -> Header:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class RowTable:
     """The rows of a cache, ascending by index, which is that of `Row`.
 
     index: i64 [rows]. positions: i64 [rows], trained tokens. digests: u64 [rows], of ids and labels.
@@ -143,13 +142,13 @@ class Table:
     digests: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Table:
+    def of(cls, rows: Sequence[Row]) -> RowTable:
         index = np.array([row.index for row in rows], np.int64)
         positions = np.array([row.trained_tokens for row in rows], np.int64)
         return cls(index, positions, np.array([row_digest(row) for row in rows], np.uint64))
 
     @classmethod
-    def read(cls, directory: Path, header: Header) -> Table:
+    def read(cls, directory: Path, header: Header) -> RowTable:
         """Raises UserError if the file is missing or damaged."""
         path = directory / TABLE
         try:
@@ -160,7 +159,7 @@ class Table:
             raise UserError(f"{path} is damaged, since its SHA-256 is not that in {CACHE}: make the cache again.")
         try:
             result = load(data)
-            table: Table | None = cls(*(result[name] for name in ("index", "positions", "digests")))
+            table: RowTable | None = cls(*(result[name] for name in ("index", "positions", "digests")))
         except (SafetensorError, KeyError):
             table = None
         if table is None or not table._fits(header):
@@ -200,7 +199,7 @@ class TeacherCache:
     a gigabyte, when one of its rows is first asked for.
     """
 
-    def __init__(self, path: Path, header: Header, table: Table):
+    def __init__(self, path: Path, header: Header, table: RowTable):
         self.path, self.header, self._table = path, header, table
         self._rows = np.cumsum([0, *(shard.rows for shard in header.shards)])
         self._positions = np.cumsum([0, *table.positions])
@@ -222,7 +221,7 @@ class TeacherCache:
                 f"The teacher cache {path} is not finished, since it has {header.finished:,} of "
                 f"{count_noun(header.rows, 'row')}: run teacher-cache again with the same options, which continues it."
             )
-        table = Table.read(path, header)
+        table = RowTable.read(path, header)
         for shard in header.shards:
             file = path / shard.file
             size = file.stat().st_size if file.is_file() else None
@@ -297,11 +296,11 @@ class TeacherCache:
         index = np.array([row.index for row in prepared.rows], np.int64)
         digests = np.array([row_digest(row) for row in prepared.rows], np.uint64)
         places = np.minimum(np.searchsorted(table.index, index), header.rows - 1)
-        known = table.index[places] == index
-        other = int(np.count_nonzero(known & (table.digests[places] != digests)))
+        present = table.index[places] == index
+        other = int(np.count_nonzero(present & (table.digests[places] != digests)))
         if other:
             raise self._differing(prepared, other)
-        missing = len(index) - int(np.count_nonzero(known))
+        missing = len(index) - int(np.count_nonzero(present))
         if missing:
             raise UserError(
                 f"The teacher cache {self.path} is shorter than the data: it has {count_noun(header.rows, 'row')}, and "

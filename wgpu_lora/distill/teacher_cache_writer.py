@@ -16,7 +16,6 @@ import numpy as np
 from safetensors.numpy import save
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
-from wgpu_lora.bounded import check_name
 from wgpu_lora.data import Row, TokenizedData, pack
 from wgpu_lora.distill.teacher import Teacher, TopK
 from wgpu_lora.distill.teacher_cache import (
@@ -25,8 +24,8 @@ from wgpu_lora.distill.teacher_cache import (
     SCHEMA,
     TABLE,
     Header,
+    RowTable,
     Shard,
-    Table,
     pack_ids,
     position_bytes,
     read_header,
@@ -44,7 +43,8 @@ from wgpu_lora.models.adapter_set import AdapterSet, fix_gains
 from wgpu_lora.models.batch_inputs import Segment, Tables
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.words import count_noun
+from wgpu_lora.paths import check_name
+from wgpu_lora.text import count_noun
 
 
 def write_cache(
@@ -116,7 +116,7 @@ def _begin(output: Path, plan: CachePlan, model: LoadedModel, done: Sequence[Sha
     if (output / CACHE).exists():
         _compared(output, model, done)
     sweep(output, OURS)
-    write_bytes_atomic(output / TABLE, save(Table.of(plan.rows).arrays()))
+    write_bytes_atomic(output / TABLE, save(RowTable.of(plan.rows).arrays()))
     header.write(output)
     return header
 
@@ -239,7 +239,7 @@ def plan_cache(
         random=kept.random,
         rows=len(rows),
         positions=sum(row.trained_tokens for row in rows),
-        table=hashlib.sha256(save(Table.of(rows).arrays())).hexdigest(),
+        table=hashlib.sha256(save(RowTable.of(rows).arrays())).hexdigest(),
         teacher={"model": model.name, **teacher},
         tokenizer=model.tokenizer.digest if model.tokenizer else None,
         template=template_digest(model.tokenizer, template_kwargs),
@@ -293,25 +293,26 @@ def _others(output: Path) -> list[str]:
     return [path.name for path in output.iterdir() if not ours.fullmatch(path.name)]
 
 
-def _compare(output: Path, found: Header, wanted: Header) -> None:
+def _compare(output: Path, header: Header, expected: Header) -> None:
     """Raise UserError unless a cache is the one that is wanted; the teacher's weights are compared once loaded."""
-    options = [name for name in wanted.options if found.options.get(name) != wanted.options[name]]
-    given = {**wanted.options, "length": wanted.length, "top_k": wanted.top_k, "random": wanted.random}
-    before = {**found.options, "length": found.length, "top_k": found.top_k, "random": found.random}
+    options = [name for name in expected.options if header.options.get(name) != expected.options[name]]
+    given = {**expected.options, "length": expected.length, "top_k": expected.top_k, "random": expected.random}
+    before = {**header.options, "length": header.length, "top_k": header.top_k, "random": header.random}
     for name in ["top_k", "random", "length", *options]:
         if before.get(name) != given[name]:
+            began, now = (_option_text(name, values.get(name)) for values in (before, given))
             raise UserError(
-                f"{output} was begun with {_said(name, before.get(name))}, not {_said(name, given[name])}: give the "
-                f"same options to continue it, or another {flag('output')}."
+                f"{output} was begun with {began}, not {now}: give the same options to continue it, or another "
+                f"{flag('output')}."
             )
     facts = {
-        "another configuration of the teacher": (found.teacher.get("config"), wanted.teacher["config"]),
-        "another adapter of the teacher": (found.teacher.get("adapter"), wanted.teacher["adapter"]),
-        "another tokenizer": (found.tokenizer, wanted.tokenizer),
-        "another chat template": (found.template, wanted.template),
-        "other data": (found.data.get("sha256"), wanted.data["sha256"]),
-        "another size of the vocabulary": (found.vocab_size, wanted.vocab_size),
-        "other trained tokens": (found.table, wanted.table),
+        "another configuration of the teacher": (header.teacher.get("config"), expected.teacher["config"]),
+        "another adapter of the teacher": (header.teacher.get("adapter"), expected.teacher["adapter"]),
+        "another tokenizer": (header.tokenizer, expected.tokenizer),
+        "another chat template": (header.template, expected.template),
+        "other data": (header.data.get("sha256"), expected.data["sha256"]),
+        "another size of the vocabulary": (header.vocab_size, expected.vocab_size),
+        "other trained tokens": (header.table, expected.table),
     }
     for what, (old, new) in facts.items():
         if old != new:
@@ -321,7 +322,7 @@ def _compare(output: Path, found: Header, wanted: Header) -> None:
             )
 
 
-def _said(name: str, value: Any) -> str:
+def _option_text(name: str, value: Any) -> str:
     return f"no {flag(name)}" if value is None else setting(name, value)
 
 

@@ -69,12 +69,12 @@ def teacher_rows(support: TopKLogits, targets: np.ndarray, vocab_size: int, temp
     Args:
         targets: ids [n] of the tokens that the data have.
     """
-    n, kept = len(support.lse), support.kept
+    n, top_k = len(support.lse), support.kept
     logits = support.logits.astype(np.float64) / temperature
-    top, others = logits[:, :kept], logits[:, kept:] + support.correction[:, None].astype(np.float64)
-    logprobs = np.full((n, kept + 1), LOWEST)
-    if kept == vocab_size:
-        logprobs[:, :kept] = top - np.logaddexp.reduce(top, 1, keepdims=True)
+    top, others = logits[:, :top_k], logits[:, top_k:] + support.correction[:, None].astype(np.float64)
+    logprobs = np.full((n, top_k + 1), LOWEST)
+    if top_k == vocab_size:
+        logprobs[:, :top_k] = top - np.logaddexp.reduce(top, 1, keepdims=True)
     else:
         if temperature == 1:
             lse = support.lse.astype(np.float64)
@@ -84,13 +84,13 @@ def teacher_rows(support: TopKLogits, targets: np.ndarray, vocab_size: int, temp
         likely = top - lse[:, None]
         total = np.exp(likely).sum(1)
         tail = np.maximum(1 - total, MIN_TAIL)
-        logprobs[:, :kept] = likely - np.log(total / (1 - tail))[:, None]
-        logprobs[:, kept] = np.log(tail)
-    ids = np.full((n, kept + 1), NO_ID, np.uint32)
-    ids[:, :kept] = support.ids[:, :kept]
-    hits = ids[:, :kept] == np.asarray(targets).reshape(n, 1)
-    places = np.where(hits.any(1), hits.argmax(1), kept).astype(np.uint32)
-    ids[:, kept] = np.where(places == kept, np.asarray(targets, np.uint32), np.uint32(NO_ID))
+        logprobs[:, :top_k] = likely - np.log(total / (1 - tail))[:, None]
+        logprobs[:, top_k] = np.log(tail)
+    ids = np.full((n, top_k + 1), NO_ID, np.uint32)
+    ids[:, :top_k] = support.ids[:, :top_k]
+    hits = ids[:, :top_k] == np.asarray(targets).reshape(n, 1)
+    places = np.where(hits.any(1), hits.argmax(1), top_k).astype(np.uint32)
+    ids[:, top_k] = np.where(places == top_k, np.asarray(targets, np.uint32), np.uint32(NO_ID))
     return TeacherRows(ids, logprobs.astype(np.float32), places)
 
 

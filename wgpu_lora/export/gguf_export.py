@@ -190,10 +190,10 @@ def tensor_type(config: ModelConfig, kind: str, name: str, shape: tuple[int, ...
     if len(shape) == 1:
         return Q.F32
     most = FILE_TYPES[kind].most
-    return most if most == Q.F16 else _for_rows(_wanted(config, kind, most, name), shape[1])
+    return most if most == Q.F16 else _for_rows(_tensor_type(config, kind, most, name), shape[1])
 
 
-def _wanted(config: ModelConfig, kind: str, most: GGMLQuantizationType, name: str) -> GGMLQuantizationType:
+def _tensor_type(config: ModelConfig, kind: str, most: GGMLQuantizationType, name: str) -> GGMLQuantizationType:
     if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
         return Q.Q8_0 if most == Q.Q8_0 else Q.Q6_K
     if kind not in ("q4_k_m", "q5_k_m") or not name.startswith("blk."):
@@ -210,10 +210,10 @@ def _gets_finer_type(layer: int, layers: int) -> bool:
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
-def _for_rows(wanted: GGMLQuantizationType, columns: int) -> GGMLQuantizationType:
-    if columns % GGML_QUANT_SIZES[wanted][0]:
-        wanted = SHORT_ROWS.get(wanted, wanted)
-    return Q.F16 if columns % GGML_QUANT_SIZES[wanted][0] else wanted
+def _for_rows(kind: GGMLQuantizationType, columns: int) -> GGMLQuantizationType:
+    if columns % GGML_QUANT_SIZES[kind][0]:
+        kind = SHORT_ROWS.get(kind, kind)
+    return Q.F16 if columns % GGML_QUANT_SIZES[kind][0] else kind
 
 
 def export_adapter(model: Path, adapter: Path, output: Path) -> Written:

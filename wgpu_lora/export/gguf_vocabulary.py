@@ -121,33 +121,33 @@ def _scores(tokens: list[str], pairs: list[list[str]]) -> list[float]:
     return [-float(ranks.get(token, len(ranks))) for token in tokens]
 
 
-def _describe(found: Vocabulary, tokenizer: Tokenizer, unknown: int | None) -> None:
+def _describe(vocabulary: Vocabulary, tokenizer: Tokenizer, unknown: int | None) -> None:
     """Sets special ids, and the tokens added before and after a text."""
     bare, whole = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=True)
     opening = tokenizer.prefix_ids
     closing = whole[len(opening) + len(bare) :]
     bos = tokenizer.bos_id if tokenizer.bos_id is not None or not opening else opening[0]
     ids = {"bos": bos, "eos": tokenizer.eos_id, "unk": unknown, "pad": tokenizer.pad_id}
-    count = len(found.tokens)
-    found.special = {name: id for name, id in ids.items() if id is not None and id < count}
-    found.add_bos, found.add_eos = bool(opening), bool(closing)
+    count = len(vocabulary.tokens)
+    vocabulary.special = {name: id for name, id in ids.items() if id is not None and id < count}
+    vocabulary.add_bos, vocabulary.add_eos = bool(opening), bool(closing)
     if opening not in ([], [bos]) or closing not in ([], [tokenizer.eos_id]):
-        found.notes.append("the tokenizer adds tokens other than bos and eos to a text, which llama.cpp does not.")
-    eos = found.special.get("eos")
+        vocabulary.notes.append("the tokenizer adds tokens other than bos and eos to a text, which llama.cpp does not.")
+    eos = vocabulary.special.get("eos")
     ends = sorted(id for id in tokenizer.stop_ids if id != eos and id < count)
     # The end of a turn first, since that is what chat templates use.
-    template = "".join(found.templates.values())
-    ends.sort(key=lambda id: found.tokens[id] not in template)
-    if ends and found.tokens[ends[0]] in template:
-        found.special["eot"] = ends.pop(0)
-    elif eos is not None and found.tokens[eos] in template:
-        found.special["eot"] = eos
-    more = [id for id in ends if found.tokens[id] not in KNOWN_ENDS]
+    template = "".join(vocabulary.templates.values())
+    ends.sort(key=lambda id: vocabulary.tokens[id] not in template)
+    if ends and vocabulary.tokens[ends[0]] in template:
+        vocabulary.special["eot"] = ends.pop(0)
+    elif eos is not None and vocabulary.tokens[eos] in template:
+        vocabulary.special["eot"] = eos
+    more = [id for id in ends if vocabulary.tokens[id] not in KNOWN_ENDS]
     if more:
-        found.special["eom"] = more.pop(0)
+        vocabulary.special["eom"] = more.pop(0)
     if more:
-        texts = ", ".join(found.tokens[id] for id in more)
-        found.notes.append(f"llama.cpp does not stop at {texts}: pass them as stop strings.")
+        texts = ", ".join(vocabulary.tokens[id] for id in more)
+        vocabulary.notes.append(f"llama.cpp does not stop at {texts}: pass them as stop strings.")
 
 
 def write_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from wgpu_lora.assets import DEMO_MODEL
-from wgpu_lora.bounded import check_path
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.paths import check_path
 
 # Only safetensors: other weight formats may run code when they are loaded.
 ALLOW_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*"]

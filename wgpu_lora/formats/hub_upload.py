@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from wgpu_lora.bounded import check_name, links_outside
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.hub import hub_id
@@ -16,6 +15,7 @@ from wgpu_lora.formats.model_cards import CARD, card_of_files
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS, read_adapter
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, SINGLE, Checkpoint
 from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.paths import check_name, links_outside
 
 LICENCES = re.compile(r"(LICEN[CS]E|NOTICE|COPYING)(\.(md|txt))?")
 CONFIGURATION = ("config.json", "generation_config.json")
@@ -68,7 +68,7 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     result = _files(directory)
     kind, notes = _kind(directory, result)
     include, exclude = include or [], exclude or []
-    known = _known(directory, kind, result)
+    known = _model_facts(directory, kind, result)
     reasons = {name: why for name in result if (why := _reason(name, known, include, exclude))}
     chosen = {name: result[name] for name in reasons}
     for path in chosen.values():
@@ -127,24 +127,24 @@ def _files(directory: Path) -> dict[str, Path]:
     return result
 
 
-def _kind(directory: Path, found: dict[str, Path]) -> tuple[str, list[str]]:
+def _kind(directory: Path, files: dict[str, Path]) -> tuple[str, list[str]]:
     """Returns ('adapter', 'model' or 'GGUF', notes), after checking that it can be read."""
-    if WEIGHTS in found or CONFIG in found:
+    if WEIGHTS in files or CONFIG in files:
         base = read_adapter(directory)[0].base_model_name_or_path
         if base and hub_id(base):
             return "adapter", []
         return "adapter", [f"{CONFIG} names the base {base!r}, which others cannot resolve: replace it with a hub id."]
-    if SINGLE in found or INDEX in found:
+    if SINGLE in files or INDEX in files:
         Checkpoint(directory)
         return "model", []
-    if any(name.endswith(".gguf") and "/" not in name for name in found):
+    if any(name.endswith(".gguf") and "/" not in name for name in files):
         return "GGUF", []
     raise UserError(
         f"{directory} holds no adapter ({WEIGHTS}), no model ({SINGLE}) and no GGUF file: give one that does."
     )
 
 
-def _known(directory: Path, kind: str, found: dict[str, Path]) -> dict[str, str]:
+def _model_facts(directory: Path, kind: str, files: dict[str, Path]) -> dict[str, str]:
     """Names of the files needed to load the model -> why they are included."""
     if kind == "adapter":
         known = {WEIGHTS: "adapter's weights", CONFIG: "adapter's configuration"}
@@ -155,8 +155,8 @@ def _known(directory: Path, kind: str, found: dict[str, Path]) -> dict[str, str]
         known |= dict.fromkeys((path.name for path in shards), "weights" if single else f"shard that {INDEX} names")
         known |= {} if single else {INDEX: "index of the shards"}
     else:
-        known = {name: "GGUF file" for name in found if name.endswith(".gguf") and "/" not in name}
-    for name in found:
+        known = {name: "GGUF file" for name in files if name.endswith(".gguf") and "/" not in name}
+    for name in files:
         if TOKENIZER.fullmatch(name):
             known[name] = "tokenizer"
         elif TEMPLATE.fullmatch(name):

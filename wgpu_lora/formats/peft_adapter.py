@@ -12,11 +12,12 @@ import numpy as np
 from safetensors.numpy import save
 
 from wgpu_lora.atomic import new_directory, write_bytes_atomic
-from wgpu_lora.bounded import check_path, parse_object, read_json
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.formats.peft_config import AdapterConfig, config_dict, parse_config
 from wgpu_lora.formats.safetensors_checkpoint import SUPPORTED_DTYPES, read_f32_entry
 from wgpu_lora.formats.safetensors_header import read_header
+from wgpu_lora.json_files import parse_object, read_json
+from wgpu_lora.paths import check_path
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _KEY = re.compile(

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Ge, Le, Lt
 
-from wgpu_lora.bounded import is_path
 from wgpu_lora.errors import UserError
+from wgpu_lora.paths import is_path
 from wgpu_lora.typed_json import Check, read_as
 from wgpu_lora.untrusted_patterns import first_matches
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint_names import TensorNames
 from wgpu_lora.formats.safetensors_header import TensorEntry, check_digest, read_bytes, read_header
+from wgpu_lora.json_files import read_json
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import Packed

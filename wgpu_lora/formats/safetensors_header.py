@@ -12,8 +12,8 @@ from typing import TypeGuard
 
 import numpy as np
 
-from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import MAX_JSON_BYTES, parse_object
 
 DIGEST = "wgpu_lora_sha256"  # in the metadata: of all bytes behind the header
 MAX_DIMENSIONS = 8

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from wgpu_lora.bounded import links_outside
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.safetensors_checkpoint import INDEX, SINGLE
 from wgpu_lora.formats.safetensors_header import DIGEST, ITEM_BYTES
+from wgpu_lora.paths import links_outside
 
 NO_DIGEST = "0" * 64
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default

@@ -250,8 +250,8 @@ class Device:
                 one.dispatch_workgroups(1)
                 one.end()
                 self.raw.queue.submit([encoder.finish()])
-                seen = self.read(buffer).view(np.uint32)
-                if seen[0] >= size and np.array_equal(seen[1 : 1 + size], np.arange(size)):
+                sizes = self.read(buffer).view(np.uint32)
+                if sizes[0] >= size and np.array_equal(sizes[1 : 1 + size], np.arange(size)):
                     return size
         finally:
             self.free(buffer)

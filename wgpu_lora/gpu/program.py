@@ -77,12 +77,12 @@ class Program:
 
     def prune(self) -> None:
         """Drops dispatches whose outputs are never read, such as the last product of a recomputed block."""
-        wanted: set[Storage] = set()
+        used: set[Storage] = set()
         kept = []
         for step in reversed(self.dispatches):
             written = [t for t, n in zip(step.tensors, step.present, strict=True) if n in step.kernel.outputs]
-            if any(not t.storage.temporary or t.storage in wanted for t in written):
-                wanted.update(t.storage for t in step.tensors)
+            if any(not t.storage.temporary or t.storage in used for t in written):
+                used.update(t.storage for t in step.tensors)
                 kept.append(step)
         self.dispatches = kept[::-1]
 

@@ -30,9 +30,9 @@ def is_expensive(products: float, arrays: Arrays, *sizes: int) -> bool:
     return products > PRODUCTS or max((*sizes, *(array.size for array in arrays.values())), default=0) > VALUES
 
 
-def evenly_spaced(count: int, wanted: int) -> np.ndarray:
-    """At most `wanted` values of range(count), evenly spread, including both ends."""
-    return np.unique(np.linspace(0, count - 1, min(count, wanted)).round().astype(np.int64))
+def evenly_spaced(count: int, most: int) -> np.ndarray:
+    """At most `most` values of range(count), evenly spread, including both ends."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
 
 def select_rows(arrays: Arrays, names: str, count: int, picked: np.ndarray) -> Arrays:

@@ -53,11 +53,11 @@ def cut_verdict(device: Device, call: Dispatch, tiling: Tiling) -> Verdict:
         single.run()
         arrays = {name: as_float64(array) for name, array in single.arrays.items()}
         result = call.kernel(**{name: arrays.get(name) for name in call.kernel.bindings}, **small)
-        wanted = result if isinstance(result, tuple) else (result,)
+        expected = result if isinstance(result, tuple) else (result,)
         names = [name for name in call.kernel.outputs if name in single.arrays]
         errors = [
             nmse(as_float64(single.read(name)).reshape(-1), np.asarray(want).reshape(-1))
-            for name, want in zip(names, wanted, strict=True)
+            for name, want in zip(names, expected, strict=True)
         ]
     finally:
         single.free()

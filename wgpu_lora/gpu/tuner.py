@@ -16,7 +16,7 @@ from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tiling import PLAIN, Capabilities, Tiling
 from wgpu_lora.gpu.tiling_check import cut_verdict, single_call, tuning_of
-from wgpu_lora.gpu.tuning_cache import ChoiceFile, Entry, Verdict, choice_key, shader_digest
+from wgpu_lora.gpu.tuning_cache import ChoiceFile, TuningEntry, Verdict, choice_key, shader_digest
 from wgpu_lora.gpu.verdicts import verdicts_of
 
 SECONDS = 15.0  # limit of tuning, including compilation
@@ -24,9 +24,9 @@ AHEAD = 300.0  # the same, where it is what was asked for
 RUNS = 3  # timed runs per tiling, after two warm-up runs
 
 
-def tuning_enabled(asked: bool) -> bool:
+def tuning_enabled(requested: bool) -> bool:
     """Whether to tune: the user's choice, unless WGPU_LORA_NO_TUNE disables tuning everywhere."""
-    return asked and not os.environ.get("WGPU_LORA_NO_TUNE")
+    return requested and not os.environ.get("WGPU_LORA_NO_TUNE")
 
 
 def skipped(capabilities: Capabilities, tiling: Tiling) -> bool:
@@ -130,7 +130,7 @@ class Tuner:
         return {key: calls[key] for key in sorted(calls, key=lambda k: -work[k])}, work
 
     def _trials(
-        self, calls: dict[str, Dispatch], work: dict[str, float], known: dict[str, Entry], digests: dict[str, str]
+        self, calls: dict[str, Dispatch], work: dict[str, float], known: dict[str, TuningEntry], digests: dict[str, str]
     ) -> dict[str, Trial]:
         """The calls to time, the heaviest first."""
         done = set() if self.retune else set(known)
@@ -138,7 +138,7 @@ class Tuner:
         left = {key: (call, self._tilings(call)) for key, call in calls.items() if key not in done}
         return {key: Trial(call, tilings, work[key]) for key, (call, tilings) in left.items() if len(tilings) > 1}
 
-    def _estimate(self, trials: dict[str, Trial], known: dict[str, Entry]) -> Tuning:
+    def _estimate(self, trials: dict[str, Trial], known: dict[str, TuningEntry]) -> Tuning:
         timed = [(entry.took, len(entry.seconds)) for entry in known.values() if entry.took]
         each = sum(took for took, _ in timed) / max(1, sum(count for _, count in timed)) if timed else None
         return Tuning(len(trials), sum(len(trial.tilings) for trial in trials.values()), self.seconds, each)
@@ -249,13 +249,13 @@ class Trial:
         """Whether the tiling timed last would replace the default."""
         return len(self.timed) > 1 and self.timed[-1][0] < (1 - GAIN) * self.timed[0][0]
 
-    def entry(self, digest: str) -> Entry:
+    def entry(self, digest: str) -> TuningEntry:
         """The fastest tiling, or the default unless it is wrong or slower by more than GAIN. If none was timed, the
         first right one that is known, or the default."""
         name, timed = self.call.kernel.name, self.timed
         if not timed:
-            return Entry(name, digest, self.untimed or self.tilings[0])
+            return TuningEntry(name, digest, self.untimed or self.tilings[0])
         best = min(timed, key=lambda pair: pair[0])
         if timed[0][1] == self.tilings[0] and best[0] > (1 - GAIN) * timed[0][0]:
             best = timed[0]
-        return Entry(name, digest, best[1], tuple(timed), self.took)
+        return TuningEntry(name, digest, best[1], tuple(timed), self.took)

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Entry:
+class TuningEntry:
     """A tiling that was chosen by timing it beside others.
 
     seconds: measured time per tiling. took: seconds spent on the measurements.
@@ -51,7 +51,7 @@ class Entry:
         return {**vars(self), "tiling": self.tiling.to_json(), "seconds": timed}
 
     @classmethod
-    def from_json(cls, value: Any) -> Entry:
+    def from_json(cls, value: Any) -> TuningEntry:
         """Raises one of DAMAGE if `value` is not an entry."""
         timed = tuple((float(seconds), Tiling.from_json(tiling)) for seconds, tiling in value["seconds"])
         if not all(isinstance(value[name], str) for name in ("kernel", "digest")):
@@ -134,7 +134,7 @@ class ChoiceFile:
         root = directory or Path(os.environ.get("WGPU_LORA_CACHE_DIR") or user_cache_dir("wgpu-lora")) / "tuning"
         self.path = root / f"{slug}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
 
-    def read(self, digests: dict[str, str]) -> dict[str, Entry]:
+    def read(self, digests: dict[str, str]) -> dict[str, TuningEntry]:
         """Entries by key, for kernels whose shader digest is still the one in `digests` (by kernel name)."""
         return {k: e for k, e in self._entries().items() if e.digest == digests.get(e.kernel)}
 
@@ -150,9 +150,9 @@ class ChoiceFile:
         """Remove the file."""
         self.path.unlink(missing_ok=True)
 
-    def _entries(self) -> dict[str, Entry]:
+    def _entries(self) -> dict[str, TuningEntry]:
         """Without those of earlier versions that were copied from another size, or not compared with another tiling."""
-        return {k: e for k, e in self._section("entries", Entry.from_json).items() if len(e.seconds) > 1}
+        return {k: e for k, e in self._section("entries", TuningEntry.from_json).items() if len(e.seconds) > 1}
 
     def _section(self, name: str, of: Callable[[Any], T]) -> dict[str, T]:
         try:
@@ -164,7 +164,7 @@ class ChoiceFile:
 
     def add(
         self,
-        entries: dict[str, Entry],
+        entries: dict[str, TuningEntry],
         digests: dict[str, str],
         verdicts: Mapping[str, Verdict] = NO_VERDICTS,
         skipped: Mapping[str, str] = NOTHING,

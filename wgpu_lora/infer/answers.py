@@ -17,7 +17,7 @@ from wgpu_lora.infer.prompts import Prompt, chat_prompt, trained_prompt_format
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.models.adapter_set import AdapterSet
 from wgpu_lora.models.loaded_model import LoadedModel
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 MOST = 16  # prompts at a time by default
 SHOWN = 60  # characters of a text in an answer's repr

@@ -294,7 +294,7 @@ def rows_of(lanes: Iterable[ChatHistory], system: str | None, templated: bool) -
             rows.append({"messages": [*before, *lane.messages], **who})
         else:
             pairs = zip(lane.messages[::2], lane.messages[1::2], strict=True)
-            rows += [{"prompt": asked["content"], "completion": text["content"], **who} for asked, text in pairs]
+            rows += [{"prompt": question["content"], "completion": text["content"], **who} for question, text in pairs]
     return rows
 
 

@@ -18,7 +18,7 @@ from wgpu_lora.models.kv_cache import Cache
 from wgpu_lora.models.row_inputs import NOWHERE, Rows
 from wgpu_lora.ops.embedding import gather_rows, head_logits
 from wgpu_lora.ops.recorder import Recorder, SharedTensors
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 
 @dataclass(frozen=True)

@@ -233,11 +233,11 @@ class Generator:
 
     def _known(self, index: int, run: GenerationBatch) -> int:
         """Tokens of a prompt that are already in the cache of its sequence, without the last one of the prompt."""
-        slot, held = self._held.get(index, (None, np.zeros(0, np.int64)))
+        slot, tokens = self._held.get(index, (None, np.zeros(0, np.int64)))
         prompt = run.prompts[index]
         if slot != run.slots[index]:
             return 0
-        return reusable_prefix(held, prompt, self.state.cache.rewinds, self.model.config.switch())
+        return reusable_prefix(tokens, prompt, self.state.cache.rewinds, self.model.config.switch())
 
     def _run_decode(self, run: GenerationBatch, live: Sequence[int]) -> None:
         """Compute the logits after the last token of each live sequence."""
@@ -384,18 +384,18 @@ def flatten_prompts(prompts: Sequence[np.ndarray], starts: Sequence[int]) -> tup
     return ids, positions, sequences, sizes[sequences], np.where(counts > 0, ends, -1)
 
 
-def reusable_prefix(held: np.ndarray, prompt: np.ndarray, rewinds: bool, switch: int | None) -> int:
-    """Tokens of a prompt, without its last one, whose state in the cache, of the tokens `held`, is of use.
+def reusable_prefix(cached: np.ndarray, prompt: np.ndarray, rewinds: bool, switch: int | None) -> int:
+    """Tokens of a prompt, without its last one, whose state in the cache, of the tokens `cached`, is of use.
 
     rewinds: see `Cache`. switch: see `ModelConfig`.
     """
-    short = switch is not None and held.size < switch and prompt.size <= switch
-    if switch is not None and not short and min(held.size, prompt.size) <= switch:
+    short = switch is not None and cached.size < switch and prompt.size <= switch
+    if switch is not None and not short and min(cached.size, prompt.size) <= switch:
         return 0
-    size = min(held.size, prompt.size - 1)
-    differing = np.flatnonzero(held[:size] != prompt[:size])
+    size = min(cached.size, prompt.size - 1)
+    differing = np.flatnonzero(cached[:size] != prompt[:size])
     known = int(differing[0]) if differing.size else size
-    return known if rewinds or known == held.size else 0
+    return known if rewinds or known == cached.size else 0
 
 
 def check_prompts(

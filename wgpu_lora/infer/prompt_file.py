@@ -22,8 +22,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.infer.answers import Answer
 from wgpu_lora.infer.prompts import Prompt, check_prompt
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.text import count_noun
 from wgpu_lora.tokenizer.examples import Completion
-from wgpu_lora.words import count_noun
 
 MAX_TEXT_BYTES = 256 << 20
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.example_formats import parse_example
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_json
 from wgpu_lora.tokenizer.examples import ALPACA, CHAT, PROMPT_FORMATS, TEXT, Alpaca, Completion, Conversation
 from wgpu_lora.tokenizer.label_mask import ALPACA_START, alpaca_example, alpaca_prompt
 

@@ -155,7 +155,7 @@ def _take(
         return None if memory is None else memory.free
 
     stack = ExitStack()
-    lease = take(holding.ledger, more, limit, what, wait, events, advise, held=holding.bytes, free=free)
+    lease = take(holding.ledger, more, limit, what, wait, events, advise, own_bytes=holding.bytes, free=free)
     return stack.enter_context(lease), stack
 
 

@@ -32,7 +32,7 @@ def take(
     wait: float | None = None,
     events: Events = SILENT,
     advise: Advice = lambda free: "",
-    held: int = 0,
+    own_bytes: int = 0,
     free: Free = lambda: None,
 ) -> Iterator[LedgerEntry]:
     """Hold `need` bytes of a ledger's device while the block runs.
@@ -43,20 +43,20 @@ def take(
         wait: seconds to queue for, `math.inf` for no limit; None and NO_QUEUE do not queue, nor overtake a queue.
         events: `waiting` is called each time a waiter looks and does not get the memory yet.
         advise: what would make the run fit into the memory that is left; part of the refusal.
-        held: bytes that this process already holds under other leases, and still needs.
+        own_bytes: bytes that this process already holds under other leases, and still needs.
         free: bytes that the system reports as free now, None if unknown; accounts for programs that take no leases.
 
     Raises:
         NoRoomError: `need` exceeds the budget, or the memory is held by others, also at the end of the wait.
         UserError: the ledger is damaged or cannot be written.
     """
-    if budget is not None and held + need > budget:
+    if budget is not None and own_bytes + need > budget:
         ways = "use a smaller batch, fewer tokens or a smaller model"  # the command has no options for a run
         if wait != NO_QUEUE:
             lower = any_option("per_device_train_batch_size", "max_length")
             ways = f"lower {lower}, or raise {flag('memory_budget')} if the device has more"
         raise NoRoomError(
-            f"This run needs {held + need:,} bytes of device memory, but the budget is {budget:,}: {ways}."
+            f"This run needs {own_bytes + need:,} bytes of device memory, but the budget is {budget:,}: {ways}."
         )
     entry, stop = LedgerEntry.of_this_process(need, what), threading.Event()
     try:
@@ -125,8 +125,8 @@ def _look(ledger: Ledger, entry: LedgerEntry, budget: int | None, queue: bool, f
 def _refusal(entry: LedgerEntry, budget: int | None, look: QueueStatus, wait: float | None, advise: Advice) -> str:
     reasons = []
     if look.holders:
-        held = ", ".join(f"{e.bytes:,} by {e.who}" for e in look.holders)
-        reasons.append(f"{sum(e.bytes for e in look.holders):,} bytes are held ({held})")
+        holders = ", ".join(f"{e.bytes:,} by {e.who}" for e in look.holders)
+        reasons.append(f"{sum(e.bytes for e in look.holders):,} bytes are held ({holders})")
     if look.ahead:
         reasons.append(f"{look.ahead} other {'run waits' if look.ahead == 1 else 'runs wait'} before it")
     if look.free is not None:

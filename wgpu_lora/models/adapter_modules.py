@@ -166,10 +166,10 @@ def expression(modules: Collection[str], config: ModelConfig) -> str:
     """
     whole = f"{re.escape(config.LAYERS)}\\.\\d+\\.(?:%s)"
     inside = {module: module.removeprefix(f"{config.LAYERS}.").partition(".")[2] for module in config.lora_modules}
-    wanted = tuple(dict.fromkeys(inside[module] for module in modules))
-    everywhere = {module for module, name in inside.items() if name in wanted} == set(modules)
+    names = tuple(dict.fromkeys(inside[module] for module in modules))
+    everywhere = {module for module, name in inside.items() if name in names} == set(modules)
     if everywhere:
-        return whole % "|".join(map(re.escape, wanted))
+        return whole % "|".join(map(re.escape, names))
     return "|".join(map(re.escape, modules))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
-from wgpu_lora.models.row_inputs import NOWHERE, RowInput, Rows, Table
+from wgpu_lora.models.row_inputs import NOWHERE, PositionTable, RowInput, Rows
 from wgpu_lora.ops.loss import Targets
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ class Segment:
         return len(self.input_ids) - self.prefix
 
 
-class Tables(dict[Table, Tensor]):
+class Tables(dict[PositionTable, Tensor]):
     """An architecture's tables, shared by all steps of a model."""
 
     positions: int
 
     @classmethod
-    def declare(cls, tables: Iterable[Table], positions: int) -> Tables:
+    def declare(cls, tables: Iterable[PositionTable], positions: int) -> Tables:
         """Declares tables for sequences of up to `positions` tokens, without allocating them."""
         result = cls({t: persistent(t.shape(positions), "f32", "workspace", type(t).__name__) for t in tables})
         result.positions = positions
@@ -77,9 +77,9 @@ class StepInputs:
 
     @classmethod
     def declare(
-        cls, asked: Iterable[RowInput], tokens: int, slots: int, tables: Tables, dropout: bool = False
+        cls, inputs: Iterable[RowInput], tokens: int, slots: int, tables: Tables, dropout: bool = False
     ) -> StepInputs:
-        """Declares the inputs of a step. asked: see `ModelConfig.row_inputs`."""
+        """Declares the inputs of a step. inputs: see `ModelConfig.row_inputs`."""
 
         def make(name: str, *shape: int, dtype: str = "u32") -> Tensor:
             return persistent(shape, dtype, "workspace", f"{name} [{tokens}]")
@@ -87,7 +87,7 @@ class StepInputs:
         return cls(
             ids=make("ids", tokens),
             positions=make("positions", tokens),
-            rows={item: make(str(item), tokens, *([item.width] if item.width > 1 else [])) for item in asked},
+            rows={item: make(str(item), tokens, *([item.width] if item.width > 1 else [])) for item in inputs},
             slot_ranges=make("slot ranges", slots, 2),
             draws=make("draws", tokens, 4) if dropout else None,
             targets=Targets(
@@ -216,41 +216,41 @@ class ForkPlacement:
                 yield self._alone(len(one.input_ids))
 
     def _take(self, count: int) -> slice:
-        taken = slice(self.at, self.at + count)
-        assert taken.stop <= self.size, f"{taken.stop} tokens do not fit a batch of {self.size}"
-        self.at = taken.stop
-        return taken
+        span = slice(self.at, self.at + count)
+        assert span.stop <= self.size, f"{span.stop} tokens do not fit a batch of {self.size}"
+        self.at = span.stop
+        return span
 
     def _alone(self, length: int) -> np.ndarray:
-        taken, rows = self._take(length), self.rows
-        rows.positions[taken] = np.arange(length)
-        rows.sequences[taken] = rows.first[taken] = taken.start
-        rows.last_viewer[taken] = taken.stop
-        rows.lengths[taken] = length
-        return rows.keys[taken]
+        span, rows = self._take(length), self.rows
+        rows.positions[span] = np.arange(length)
+        rows.sequences[span] = rows.first[span] = span.start
+        rows.last_viewer[span] = span.stop
+        rows.lengths[span] = length
+        return rows.keys[span]
 
     def _head(self, length: int, prefix: int) -> np.ndarray:
         """The first sequence of a fork, including the common tokens."""
-        taken, rows = self._take(length), self.rows
-        fork = taken.stop - prefix
-        own, common = slice(taken.start, fork), slice(fork, taken.stop)
+        span, rows = self._take(length), self.rows
+        fork = span.stop - prefix
+        own, common = slice(span.start, fork), slice(fork, span.stop)
         rows.positions[own], rows.positions[common] = np.arange(length)[prefix:][::-1], np.arange(prefix)
-        rows.sequences[taken] = rows.first_viewer[taken] = taken.start
-        rows.stop[own] = taken.stop
+        rows.sequences[span] = rows.first_viewer[span] = span.start
+        rows.stop[own] = span.stop
         rows.first[common] = fork
-        rows.last_viewer[common] = taken.stop
-        rows.lengths[taken] = length
+        rows.last_viewer[common] = span.stop
+        rows.lengths[span] = length
         return np.concatenate([rows.keys[common], rows.keys[own][::-1]])
 
     def _tail(self, length: int, prefix: int) -> np.ndarray:
         """The second sequence of a fork."""
         fork, rows = self.at - prefix, self.rows
-        taken = self._take(length - prefix)
-        rows.positions[taken] = np.arange(prefix, length)
-        rows.sequences[taken], rows.first[taken] = fork, fork
-        rows.lengths[taken] = length
-        rows.last_viewer[fork : taken.stop] = taken.stop
-        return rows.keys[fork : taken.stop]
+        span = self._take(length - prefix)
+        rows.positions[span] = np.arange(prefix, length)
+        rows.sequences[span], rows.first[span] = fork, fork
+        rows.lengths[span] = length
+        rows.last_viewer[fork : span.stop] = span.stop
+        return rows.keys[fork : span.stop]
 
 
 def extend_range(span: np.ndarray, start: int, stop: int) -> None:

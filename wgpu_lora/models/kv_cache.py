@@ -56,8 +56,10 @@ class Cache:
             rows = batch if item.per_sequence else batch * capacity
             return persistent((rows, *item.shape), "f32", "workspace", f"{name} of layer {layer}")
 
-        tensors = tuple({name: make(name, item, i) for name, item in asked.items()} for i, asked in enumerate(layers))
-        return cls(tensors, any(item.per_sequence for asked in layers for item in asked.values()))
+        tensors = tuple(
+            {name: make(name, item, i) for name, item in layer_items.items()} for i, layer_items in enumerate(layers)
+        )
+        return cls(tensors, any(item.per_sequence for layer_items in layers for item in layer_items.values()))
 
     @property
     def rewinds(self) -> bool:

@@ -21,7 +21,7 @@ from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models import config_fields
 from wgpu_lora.models.kv_cache import CacheTensor
 from wgpu_lora.models.layer_context import LayerContext
-from wgpu_lora.models.row_inputs import RowInput, Table
+from wgpu_lora.models.row_inputs import PositionTable, RowInput
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -164,7 +164,7 @@ class ModelConfig(ABC):
         """The soft cap of the logits (`ops.embedding`), 0 if there is none."""
         return 0.0
 
-    def tables(self) -> Sequence[Table]:
+    def tables(self) -> Sequence[PositionTable]:
         """The tables that blocks need and that only depend on positions, such as rotary angles."""
         return ()
 

@@ -1,4 +1,4 @@
-"""Inputs that an architecture may ask for: per batch (`RowInput`), and per position (`Table`)."""
+"""Inputs that an architecture may ask for: per batch (`RowInput`), and per position (`PositionTable`)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RowInput(Protocol):
         """The value of each of the T - n padding rows, given the others."""
 
 
-class Table(Hashable, Protocol):
+class PositionTable(Hashable, Protocol):
     """A constant f32 tensor by position, such as rotary angles. Equal tables share a tensor."""
 
     def shape(self, positions: int) -> tuple[int, ...]: ...

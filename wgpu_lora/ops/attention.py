@@ -33,8 +33,8 @@ def _weights(
     scores = cap * np.tanh(scores / cap) if cap else scores
     bounds = ranges.reshape(rows, 4).astype(int)
     column = np.arange(keys)
-    seen = (column >= bounds[:, :1]) & (column < bounds[:, 1:2])
-    return q, k, np.where(seen, scores, -np.inf), seen
+    visible = (column >= bounds[:, :1]) & (column < bounds[:, 1:2])
+    return q, k, np.where(visible, scores, -np.inf), visible
 
 
 def _rows_first(x: np.ndarray) -> np.ndarray:

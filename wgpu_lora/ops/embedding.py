@@ -15,7 +15,7 @@ from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.ops.recorder import Recorder
 
 
-class Table(Protocol):
+class EmbeddingTable(Protocol):
     """A frozen embedding or LM head [out_features, in_features] in its stored dtype.
 
     cap: soft cap of the logits, 0 if there is none (`ops.embedding`).
@@ -79,7 +79,7 @@ def scatter_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> An
     return result
 
 
-def embed(rec: Recorder, ids: Tensor, table: Table, name: str = "embedded", scale: float = 1.0) -> Tensor:
+def embed(rec: Recorder, ids: Tensor, table: EmbeddingTable, name: str = "embedded", scale: float = 1.0) -> Tensor:
     """scale table[ids], f32 [T, in]. The table is frozen, so there is no backward pass."""
     rows, cols = ids.size, table.in_features
     y = rec.temp((rows, cols), name=name)
@@ -105,7 +105,7 @@ def cap_gradient(x: In, logits: In, y: Out, *, size: U32, cap: F32) -> Any:
 
 
 def head_logits(
-    dispatch: Dispatch, x: Tensor, head: Table, part: Tensor, logits: Tensor, count: Tensor | None = None
+    dispatch: Dispatch, x: Tensor, head: EmbeddingTable, part: Tensor, logits: Tensor, count: Tensor | None = None
 ) -> None:
     """Records logits [T, rows of the part] of hidden states x [T, in] by a part of the LM head (`Table.chunks`).
 

@@ -39,7 +39,7 @@ from wgpu_lora.gpu.kernel import (
 )
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import add_forward, fill
-from wgpu_lora.ops.embedding import Table, cap_gradient, embed, gather_rows, head_logits, scatter_rows
+from wgpu_lora.ops.embedding import EmbeddingTable, cap_gradient, embed, gather_rows, head_logits, scatter_rows
 from wgpu_lora.ops.matmul import matmul_nn
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.sparse_logits import LOWEST, add_support, hide_logits, pick_logits
@@ -165,7 +165,7 @@ class SweepGradient:
 def sweep(
     rec: Recorder,
     hidden: Tensor,
-    head: Table,
+    head: EmbeddingTable,
     targets: Targets,
     into: Tensor | None = None,
     *,
@@ -227,7 +227,7 @@ def _gradient(
     rec: Recorder,
     swept: Sweep,
     given: SweepGradient,
-    head: Table,
+    head: EmbeddingTable,
     targets: Targets,
     sums: Mapping[float, Tensor],
     first: float,
@@ -263,7 +263,9 @@ def _gradient(
     return total
 
 
-def token_logprobs(rec: Recorder, hidden: Tensor, head: Table, targets: Targets, into: Tensor | None = None) -> Tensor:
+def token_logprobs(
+    rec: Recorder, hidden: Tensor, head: EmbeddingTable, targets: Targets, into: Tensor | None = None
+) -> Tensor:
     """The log-probability of every target, f32 [R], given hidden states [T, hidden_size]; by default a new tensor."""
     return sweep(rec, hidden, head, targets, into).logprobs
 

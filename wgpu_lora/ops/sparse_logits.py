@@ -11,7 +11,7 @@ from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Place, Word, by_sub
 from wgpu_lora.gpu.reference_values import Part, evenly_spaced, select_rows
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
-from wgpu_lora.ops.embedding import Table, rows_asked_for
+from wgpu_lora.ops.embedding import EmbeddingTable, rows_asked_for
 from wgpu_lora.ops.recorder import Recorder
 
 LOWEST = -3.0e38  # a logit of probability 0
@@ -66,7 +66,7 @@ def support_product(
     return result
 
 
-def add_support(rec: Recorder, weights: Tensor, ids: Tensor, table: Table, count: Tensor, y: Tensor) -> None:
+def add_support(rec: Recorder, weights: Tensor, ids: Tensor, table: EmbeddingTable, count: Tensor, y: Tensor) -> None:
     """y[r] += sum over s of weights[r, s] table[ids[r, s]], f32 [R, in_features], for weights and ids [R, S]."""
     rows, kept = ids.shape
     shape = {"rows": rows, "kept": kept, "cols": table.in_features, "b_type": table.dtype}

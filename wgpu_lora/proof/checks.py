@@ -1,4 +1,4 @@
-"""1. Devices compute. 2. A checkpoint imported in NF4 generates the same answers on every device."""
+"""The checks of a proof, except the sixth. Each fills a Finding, and returns its result in a sentence."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.checks.asserts import parse_check
+from wgpu_lora.checks.code_check import run_check
 from wgpu_lora.checks.sandbox.sandbox_process import confinement
+from wgpu_lora.demo.before_and_after import BATCH, NEW_TOKENS
 from wgpu_lora.errors import UserError
-from wgpu_lora.proof.heldout_rows import request_of, rows_of
-from wgpu_lora.proof.proof_context import FACTS, Finding, NotRun, Proof, finetune_options
+from wgpu_lora.proof.proof_context import FACTS, Finding, NotRun, Proof, finetune_options, request_of, rows_of
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.training_log import LOG, read_log
-from wgpu_lora.words import count_noun
 
 # Difference of two devices' logits over the largest logit. Sums in another order cause about 1e-6; a weight between two
 # NF4 codes that is rounded to the other one causes more.
@@ -28,23 +29,22 @@ TOLERANCE = 1e-3
 
 def devices_compute(proof: Proof, finding: Finding) -> str:
     """Passes if every device used multiplied matrices correctly, and two are used if there are two."""
-    value = proof.devices()
+    value = proof.devices
     devices, used, different = value["devices"], value["used"], len(set(value["hardware"]))
     discrete = sum(device["kind"] == "discrete" for device in devices)
     finding.figures = {name: value[name] for name in ("devices", "used", "computed", "wgpu_native")}
     finding.figures |= {"discrete": discrete, "required_discrete": proof.discrete}
-    finding.expect(devices, "wgpu found no device: no driver is installed, or none that works")
+    error = value.get("error", "wgpu found no device: no driver is installed, or none that works")
+    finding.expect(devices, error)
     for index, result in value["computed"].items():
         name = f"device {index} ({devices[int(index)]['name']})"
         finding.expect(result["fine"], f"{name} multiplied matrices with an error of {np.float64(result['error']):.1e}")
-    fault = f"only {len(used)} of {different} different devices are used"
-    finding.expect(value["asked"] or len(used) >= min(2, different), fault)
+    enough = value["asked"] or len(used) >= min(2, different)
+    finding.expect(enough, f"only {len(used)} of {different} different devices are used")
     lacking = proof.lacks_discrete()
     finding.expect(not lacking, f"{lacking}")
-    unused = len(devices) - len(used)
-    left = f"; {unused} left out by --devices" if value["asked"] and unused else ""
     names = ", ".join("{index} {name} ({driver}, {backend}, {kind})".format(**devices[index]) for index in used)
-    return f"{len(devices)} found, {discrete} discrete; used: {names}{left}"
+    return f"{len(devices)} found, {discrete} discrete; used: {names}"
 
 
 def devices_agree(proof: Proof, finding: Finding) -> str:
@@ -85,30 +85,24 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     with np.load(a["arrays"]) as logits_a, np.load(b["arrays"]) as logits_b:
         for number, (x, y) in enumerate(zip(a["answers"], b["answers"], strict=True)):
             one, other = logits_a[f"arr_{number}"], logits_b[f"arr_{number}"]
-            same = common(x["ids"], y["ids"])
+            pairs = enumerate(zip(x["ids"], y["ids"], strict=False))
+            same = next((i for i, (u, v) in pairs if u != v), min(len(x["ids"]), len(y["ids"])))
             # Logits after the same tokens can be compared, including those at which the answers diverge.
             count = min(same + 1, len(one), len(other))
-            scale = max((float(np.abs(part).max()) for part in (one, other) if len(part)), default=1.0)
-            if count:
-                difference = float(np.abs(one[:count] - other[:count]).max()) / scale
-                worst = max(worst, difference) if np.isfinite(difference) else float("inf")
+            scale = float(max(np.abs(one).max(initial=0), np.abs(other).max(initial=0)))
+            difference = float(np.abs(one[:count] - other[:count]).max(initial=0)) / (scale or 1)
+            worst = max(worst, difference) if np.isfinite(difference) else math.inf
             if x["ids"] == y["ids"]:
                 continue
             gap = np.float64((x["gaps"] if len(x["gaps"]) > same else y["gaps"])[same])  # NaN for null
-            if gap < TOLERANCE * scale:
-                near_ties += 1
-            else:
+            near_ties += bool(gap < TOLERANCE * scale)
+            if not gap < TOLERANCE * scale:
                 faults.append(
                     f"answer {number + 1} diverges at token {same + 1}, where the likeliest leads by {gap:.2g}"
                 )
     if not worst <= TOLERANCE:
         faults.append(f"logits differ by {worst:.1e} of the largest, more than {TOLERANCE:.0e}")
     return {"worst": worst, "near_ties": near_ties, "faults": faults}
-
-
-def common(a: list[int], b: list[int]) -> int:
-    """How many tokens two answers begin with together."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 DEVICE_TOLERANCE = 1e-3  # relative, on two devices, which may round a weight between two NF4 codes differently
@@ -119,7 +113,10 @@ FEWEST = 20  # steps, so that a tenth is more than one
 
 def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
     """Passes if both ended well and, with two devices, steps were taken while an evaluation computed."""
-    training = proof.training()
+    training = proof.training
+    if not training.before:
+        finding.faults.append(training.reason)
+        return ""
     first, last = training.devices[0], training.devices[-1]
     before, steps = float(training.before["loss"]), max((done.steps for done in training.beside), default=0)
     seconds = training.record.state.seconds if training.record else 0.0
@@ -132,53 +129,50 @@ def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
         "at_the_same_time": first != last,
         "steps_while_evaluating": steps,
     }
-    finding.expect(not training.code, f"finetune ended with exit code {training.code}: {training.said}")
+    finding.expect(not training.code, f"fine-tuning ended with exit code {training.code}: {training.reason}")
     finding.expect(training.beside, "evaluate never ran")
     finding.faults += [done.failed for done in training.beside if done.failed]
     ran = [done.result for done in training.beside if not done.failed]
     losses = np.array([result["loss"] for result in ran], float)  # null becomes NaN
     apart = np.abs(losses - before) / max(abs(before), 1e-9)
     for loss, share in zip(losses, apart, strict=True):
-        fault = f"evaluate's loss is {loss:.6f}, but {before:.6f} was measured before training"
-        finding.expect(share <= DEVICE_TOLERANCE, fault)
+        finding.expect(share <= DEVICE_TOLERANCE, f"evaluate's loss is {loss:.6f}, but it was {before:.6f} before")
     for index, result in ((first, training.before), *((last, result) for result in ran)):
-        finding.expect_device(index, proof.device(index), "evaluate", result["device"])
+        finding.expect_device(index, proof.devices["devices"][index], "evaluate", result["device"])
     if first != last and not steps:
         raise NotRun("training was over before an evaluation had begun to compute: give a recipe with more steps")
     if finding.faults:
         return ""
-    worst = int(apart.argmax())
     beside = f"{steps} of them while evaluate ran on device {last}"
     if first == last:
         beside = "evaluate ran afterwards on the same device, since no other is used"
     return (
-        f"{count_noun(len(training.log), 'step')} took {seconds:.0f} s on device {first}; {beside} "
-        f"({ran[worst]['device']['name']} by its own account); its loss {losses[worst]:.6f} is within "
-        f"{apart[worst]:.0e} (allowed {DEVICE_TOLERANCE:.0e}) of the {before:.6f} measured on device {first} before "
-        "training with the same model, adapter and data"
+        f"{count_noun(len(training.log), 'step')} took {seconds:.0f} s on device {first}; {beside}; its loss "
+        f"{losses[apart.argmax()]:.6f} is within {apart.max():.0e} (allowed {DEVICE_TOLERANCE:.0e}) of the "
+        f"{before:.6f} measured on device {first} before training with the same model, adapter and data"
     )
 
 
 def losses_fall(proof: Proof, finding: Finding) -> str:
     """Passes if the log has a finite loss of every step, and training and held-out loss fell by the margins."""
-    training = proof.training()
+    training = proof.training
     finding.figures["losses"] = losses = [line["loss"] for line in training.log]
-    stopped, taken = "no run.json", len(losses)
-    if training.record:
-        stopped, taken = training.record.stop_reason, training.record.state.step
-    fault = f"training stopped after {count_noun(len(losses), 'step')}: {training.said}"
-    finding.expect(stopped not in ("non-finite", "diverged"), fault)
+    record, count, steps = training.record, count_noun(len(losses), "step"), len(losses)
+    if record:
+        steps = record.state.step
+        finite = record.stop_reason not in ("non-finite", "diverged")
+        finding.expect(finite, f"training stopped after {count}: {training.reason}")
     # Lines with other values than finite numbers count as damaged, and are not read.
-    fault = f"the log has finite numbers for {len(losses)} of {count_noun(taken, 'step')} only"
-    finding.expect([line["step"] for line in training.log] == list(range(1, taken + 1)), fault)
+    complete = [line["step"] for line in training.log] == list(range(1, steps + 1))
+    finding.expect(complete, f"the log has finite numbers for {count} of {steps:,} only")
     if finding.faults:
         return ""
     if training.code:
         raise NotRun(f"fine-tuning ended with exit code {training.code} (check 3)")
     if len(losses) < FEWEST:
-        raise NotRun(f"{count_noun(len(losses), 'step')} are too few: give a recipe with {FEWEST} or more")
-    seen, count = proof.seen_rows
-    name = "the loss of eval_data" if seen else "the held-out loss"
+        raise NotRun(f"{count} are too few: give a recipe with {FEWEST} or more")
+    leaked, rows = proof.leaked_rows
+    name = "the loss of eval_data" if leaked else "the held-out loss"
     tenth = len(losses) // 10
     first, last = statistics.fmean(losses[:tenth]), statistics.fmean(losses[-tenth:])
     margin = max(FALL * first, DEVIATIONS * statistics.stdev(losses[-tenth:]) * math.sqrt(2 / tenth))
@@ -186,17 +180,16 @@ def losses_fall(proof: Proof, finding: Finding) -> str:
     heldout = [(0, before), *((line["step"], line["eval_loss"]) for line in training.log if "eval_loss" in line)]
     after = heldout[-1][1] if heldout[1:] else math.nan
     finding.figures |= {"first_tenth": first, "last_tenth": last, "margin": margin, "heldout": heldout}
-    finding.figures |= {"heldout_margin": FALL * before, "seen_in_training": seen}
-    fault = f"the loss went from {first:.4f} to {last:.4f}: it had to fall by more than {margin:.4f}"
-    finding.expect(first - last > margin, fault)
-    fault = f"{name} went from {before:.4f} to {after:.4f}: it had to fall by {FALL * before:.4f}"
-    finding.expect(before - after > FALL * before, fault)
+    finding.figures |= {"heldout_margin": FALL * before, "seen_in_training": leaked}
+    falls = {"the loss": (first, last, margin), name: (before, after, FALL * before)}
+    for what, (start, end, least) in falls.items():
+        finding.expect(start - end > least, f"{what} went from {start:.4f} to {end:.4f}, not down by {least:.4f}")
     fallen = (
         f"{len(losses)} finite losses; first tenth {first:.4f}, last tenth {last:.4f} (margin {margin:.4f}); "
         f"{name} {before:.4f} to {after:.4f}"
     )
-    if seen:
-        raise NotRun(f"{seen} of the {count} rows of eval_data are training rows too, so no loss is held out; {fallen}")
+    if leaked:
+        raise NotRun(f"{leaked} of the {rows} rows of eval_data are training rows too, so none is held out; {fallen}")
     return fallen
 
 
@@ -223,15 +216,14 @@ def work_happened_on_the_device(proof: Proof, finding: Finding) -> str:
         "share": share,
         "logged_loss": logged,
     }
-    finding.expect_device(index, proof.device(index), "run.json", recorded, facts)
-    fault = f"the timed step's loss is {loss:.7f}, but the run logged {logged:.7f}"
-    finding.expect(abs(loss - logged) <= SAME_LOSS * abs(logged), fault)
+    finding.expect_device(index, proof.devices["devices"][index], "run.json", recorded, facts)
+    same = abs(loss - logged) <= SAME_LOSS * abs(logged)
+    finding.expect(same, f"the timed step's loss is {loss:.7f}, but the run logged {logged:.7f}")
     finding.expect(clock["dispatches"], "no kernel was dispatched")
     by = "the device has no timestamps, so only the dispatches were counted"
     if clock["clock"] == "timestamps":
         by = f"the device's timestamps account for {clock['device_seconds']:.4f} s, {share:.0%} of the step's time"
-        fault = f"the device's timestamps account for {share:.0%} of the step's time on the host, which is impossible"
-        finding.expect(0 < share <= 1 + SKEW, fault)
+        finding.expect(0 < share <= 1 + SKEW, f"{by}, which is impossible")
     return (
         f"{recorded['name']}, {recorded['driver']}, {recorded['backend']}; the first step, repeated afterwards in "
         f"{clock['dispatches']} dispatches, has the logged loss, {logged:.6f}; {by}"
@@ -246,8 +238,7 @@ def gradients_agree(proof: Proof, finding: Finding) -> str:
     where = {"directory": str(training.directory), "device": training.devices[0]}
     result = proof.children.run("gradients", "proof-gradients", **where)
     rounding = EXTRAPOLATED * result["rounding"]
-    tolerance = {"of_one": OF_ONE, "of_the_loss": rounding, "of_all": OF_ALL}
-    finding.figures = {**result, "tolerance": tolerance}
+    finding.figures = {**result, "tolerance": {"of_one": OF_ONE, "of_the_loss": rounding, "of_all": OF_ALL}}
     count, rows = len(result["directions"]), [row for row in result["directions"] if row["length"] is not None]
     bent = count - len(rows)
     finding.expect(bent <= BENT * count, f"the loss is too curved along {bent} of {count} directions")
@@ -256,8 +247,8 @@ def gradients_agree(proof: Proof, finding: Finding) -> str:
     finding.expect(gradient.any(), "every gradient is zero")
     allowed = OF_ONE * np.abs(gradient) + rounding * abs(np.float64(result["loss"]))
     for row, moved, slope, most in zip(rows, measured, gradient, allowed, strict=True):
-        fault = f"along {row['matrix']} the loss changes by {moved:.3e}, but the gradient predicts {slope:.3e}"
-        finding.expect(abs(moved - slope) <= most, fault)
+        changes = f"along {row['matrix']} the loss changes by {moved:.3e}"
+        finding.expect(abs(moved - slope) <= most, f"{changes}, but the gradient predicts {slope:.3e}")
     together = float(np.linalg.norm(measured - gradient) / (np.linalg.norm(gradient) or 1))
     finding.figures["together"] = together
     finding.expect(together <= OF_ALL, f"the gradients differ by {together:.1%} overall, more than {OF_ALL:.1%}")
@@ -271,15 +262,14 @@ def gradients_agree(proof: Proof, finding: Finding) -> str:
 def resuming_is_exact(proof: Proof, finding: Finding) -> str:
     """Continues the run from a checkpoint, in a new process and directory, and compares the results of both."""
     training = proof.trained()
-    log, saved = training.log, run_checkpoint.list_checkpoints(training.directory / run_checkpoint.STEPS)
-    if len(saved) < 2 or saved[-1][0] != len(log):
+    log, steps = training.log, run_checkpoint.list_checkpoints(training.directory / run_checkpoint.STEPS)
+    if len(steps) < 2 or steps[-1][0] != len(log):
         raise NotRun("the run kept no checkpoint before its last step: give a recipe with smaller save_steps")
-    (step, kept), (final_step, final) = saved[-2:]
+    (step, earlier), (final_step, final) = steps[-2:]
     resumed = proof.out / "resumed"
-    shutil.copytree(kept, resumed / run_checkpoint.STEPS / kept.name)
+    shutil.copytree(earlier, resumed / run_checkpoint.STEPS / earlier.name)
     # Without later lines, so that those compared were written by the resumed run.
-    carried = [line for line in log if line["step"] <= step]
-    (resumed / LOG).write_text("".join(json.dumps(line) + "\n" for line in carried))
+    (resumed / LOG).write_text("".join(json.dumps(line) + "\n" for line in log if line["step"] <= step))
     options = finetune_options(proof.recipe, proof.args, resumed, training.devices[0])
     proof.children.run("resume", "finetune", **options, resume=True)
     again = resumed / run_checkpoint.STEPS / final.name
@@ -296,11 +286,11 @@ def resuming_is_exact(proof: Proof, finding: Finding) -> str:
     for name, equal in same.items():
         finding.expect(equal, f"{name} differs after resuming")
     finding.expect(first == second, "the losses, rates or gradient norms of the log differ after resuming")
-    moved = (final / parts[0]).read_bytes() != (kept / parts[0]).read_bytes()
+    moved = (final / parts[0]).read_bytes() != (earlier / parts[0]).read_bytes()
     finding.expect(moved, f"no step after {step} changed the adapter, so resuming shows nothing")
     return (
         f"resumed from step {step}, step {final_step} is the same: adapter and moments byte for byte; "
-        f"losses, rates and gradient norms in the log's {len(log)} lines, of which {len(log) - len(carried)} are new"
+        f"losses, rates and gradient norms in the log's {len(log)} lines, of which {final_step - step} are new"
     )
 
 
@@ -309,35 +299,47 @@ MARGIN = 0.1  # of the requests: how many more must pass after training
 
 def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
     """Passes if more answers pass after training, by the margin."""
-    assert proof.args.eval_data
-    rows = list(rows_of(proof.args.eval_data).values())
+    args = proof.args
+    assert args.eval_data
+    rows = list(rows_of(args.eval_data).values())
     if not all("check" in row for row in rows):
         raise NotRun("the held-out rows have no unit checks")
-    if not all(request_of(row) for row in rows):
-        raise NotRun("a held-out row with a unit check is not a conversation with a message before its last answer")
-    seen, count = proof.seen_rows
-    if seen:
-        raise NotRun(f"{seen} of {count} held-out rows are training rows too: their answers could be memorised")
-    adapters = {"before": proof.args.init_adapter, "after": str(proof.trained().directory)}
-    options = {"options": proof.args.as_dict(), "device": proof.used()[0], "allow_unconfined": proof.allow_unconfined}
-    result = {
-        when: proof.children.run(f"answers-{when}", "proof-answers", adapter=adapter, **options)
-        for when, adapter in adapters.items()
-    }
-    finding.figures["margin"] = MARGIN
-    for when, answers in result.items():
-        parsed, passed = (sum(answer[name] for answer in answers) for name in ("parses", "passed"))
-        score = {"requests": len(answers), "parsed": parsed, "passed": passed, "pass_rate": passed / len(answers)}
+    requests = [request_of(row) for row in rows]
+    if not all(requests):
+        raise NotRun("a held-out row is not a conversation without tools, with a message before its last answer")
+    leaked, count = proof.leaked_rows
+    if leaked:
+        raise NotRun(f"{leaked} of {count} held-out rows are training rows too: their answers could be memorised")
+    options: dict[str, Any] = {"model": args.model or "demo", "base_dtype": args.base_dtype, "prompts": requests}
+    options |= {"enable_thinking": args.enable_thinking, "device": proof.used()[0]}
+    options |= {"batch": BATCH, "max_new_tokens": NEW_TOKENS}
+
+    def answers(when: str, adapter: str | None) -> list[dict[str, Any]]:
+        generated = proof.children.run(f"answers-{when}", "generate", adapter=adapter, **options)
+        texts = [one["text"] for one in generated]
+        verdicts = [
+            run_check(text, row["check"], allow_unconfined=proof.allow_unconfined)
+            for text, row in zip(texts, rows, strict=True)
+        ]
+        parsed, passed = (sum(getattr(verdict, name) for verdict in verdicts) for name in ("parses", "passed"))
+        score = {"requests": len(rows), "parsed": parsed, "passed": passed, "pass_rate": passed / len(rows)}
         finding.figures[when] = score
-    was, now = (finding.figures[when]["passed"] for when in result)
+        return [
+            {"text": text, "passed": verdict.passed, **asdict(verdict)}
+            for text, verdict in zip(texts, verdicts, strict=True)
+        ]
+
+    before = answers("before", args.init_adapter)
+    after = answers("after", str(proof.trained().directory))
+    finding.figures["margin"] = MARGIN
     finding.figures["answers"] = [
-        {"request": before.pop("request"), "before": before, "after": {name: after[name] for name in before}}
-        for before, after in zip(*result.values(), strict=True)
+        {"request": "\n".join(str(message["content"]) for message in request), "before": old, "after": new}
+        for request, old, new in zip(requests, before, after, strict=True)
     ]
-    fault = f"{was} of {len(rows)} answers passed before training and {now} after, but {MARGIN:.0%} more had to"
-    finding.expect(now - was >= MARGIN * len(rows), fault)
-    parsed = finding.figures["after"]["parsed"]
-    return f"{was} of {len(rows)} answers passed before training and {now} after, when {parsed} could be parsed"
+    was, now = (finding.figures[when]["passed"] for when in ("before", "after"))
+    result = f"{was} of {len(rows)} answers passed before training and {now} after"
+    finding.expect(now - was >= MARGIN * len(rows), f"{result}, but {MARGIN:.0%} more had to")
+    return f"{result}, when {finding.figures['after']['parsed']} could be parsed"
 
 
 def check_answers_can_run(args: TrainingArguments, allow_unconfined: bool) -> None:

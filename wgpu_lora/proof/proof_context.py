@@ -1,164 +1,39 @@
-"""The state that the checks share: the recipe, the child processes, and their results, computed on first use."""
+"""What the checks share: the recipe, its held-out rows, the child processes with their results, and the outcomes."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from wgpu_lora.data import training_data
-from wgpu_lora.data.row_files import FileSource
+from wgpu_lora.data import parse_example, read_examples, training_data
+from wgpu_lora.data.curation.deduplication import example_parts, normalize_text
+from wgpu_lora.data.example_formats import EXAMPLES
+from wgpu_lora.data.row_files import FileSource, file_source
+from wgpu_lora.data.source import strict_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
-from wgpu_lora.proof.heldout_rows import count_leaked_rows
 from wgpu_lora.proof.watched_workers import Children
+from wgpu_lora.text import count_noun
+from wgpu_lora.tokenizer.examples import Conversation, Example, Tokens
 from wgpu_lora.train.finetune import with_demo_data
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.records import RUN, RunRecord
 from wgpu_lora.train.run.training_log import LOG, read_log
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import count_noun
 from wgpu_lora.worker.worker import Worker, WorkerFailed
-
-T = TypeVar("T")
-
-
-class Refused(UserError):
-    """--devices cannot be followed, so there is nothing to prove."""
-
-
-def computed_once(make: Callable[[Proof], T]) -> Callable[[Proof], T]:
-    """A method that runs once. If a worker fails in it, the first caller fails, and for others it raises NotRun."""
-
-    def get(proof: Proof) -> T:
-        result, name = proof.made, make.__name__
-        if isinstance(result.get(name), WorkerFailed):
-            raise NotRun(f"it needs what failed before: {result[name]}")
-        if name not in result:
-            try:
-                result[name] = make(proof)
-            except WorkerFailed as error:
-                result[name] = error
-                raise
-        return result[name]
-
-    return get
-
-
-@dataclass
-class Proof:
-    """One proof. args: the recipe's options, with files for data and eval_data. made: the results of its methods.
-
-    select, discrete: --devices and --require-discrete.
-    """
-
-    out: Path
-    recipe: Path
-    args: TrainingArguments
-    select: str | None
-    children: Children
-    discrete: int = 0
-    allow_unconfined: bool = False
-    made: dict[str, Any] = field(default_factory=dict)
-
-    @computed_once
-    def devices(self) -> dict[str, Any]:
-        """The result of jobs.devices. Raises Refused if --devices cannot be followed."""
-        result: dict[str, Any] = self.children.run(
-            "devices", "proof-devices", select=self.select, discrete=self.discrete
-        )
-        if "refused" in result:
-            raise Refused(result["refused"])
-        return result
-
-    def known_devices(self) -> dict[str, Any]:
-        """The same for a report: empty if no check needed the devices, or if they could not be listed."""
-        result = self.made.get("devices")
-        return result if isinstance(result, dict) else {}
-
-    def lacks_discrete(self) -> str | None:
-        """Why --require-discrete is not met, if it is not."""
-        if not self.discrete:
-            return None
-        try:
-            used = sum(device["kind"] == "discrete" for device in hardware(self.devices()))
-        except WorkerFailed as error:
-            return f"--require-discrete {self.discrete}, but the devices could not be listed: {error}"
-        if used >= self.discrete:
-            return None
-        gpus = count_noun(used, "discrete GPU is", "discrete GPUs are")
-        return f"--require-discrete {self.discrete} is not met: {gpus} used"
-
-    def used(self) -> list[int]:
-        """Device indices; the first one trains."""
-        if not self.devices()["used"]:
-            raise NotRun("there is no device (check 1)")
-        return self.devices()["used"]
-
-    def device(self, index: int) -> dict[str, Any]:
-        return self.devices()["devices"][index]
-
-    @computed_once
-    def training(self) -> Training:
-        """The fine-tuning run, whether it succeeded or not."""
-        return train(self.children, self.recipe, self.args, self.out / "run", self.used())
-
-    def trained(self) -> Training:
-        """The fine-tuning run. Raises NotRun if it did not succeed."""
-        training = self.training()
-        if training.code:
-            raise NotRun(f"fine-tuning ended with exit code {training.code} (check 3)")
-        return training
-
-    @cached_property
-    def seen_rows(self) -> tuple[int, int]:
-        """How many of the held-out rows are training rows too, and how many there are."""
-        return count_leaked_rows(Path(str(self.args.data)), Path(str(self.args.eval_data)))
-
-
-def hardware(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The devices used, each once even if several APIs list it; `found` is the result of jobs.devices, or empty."""
-    indices = {found["hardware"][index]: index for index in found.get("used", [])}
-    return [found["devices"][index] for index in indices.values()]
-
-
-def read_recipe(recipe: str) -> tuple[TrainingArguments, Path]:
-    """A recipe's options, and its path.
-
-    Raises:
-        UserError: it cannot be read, has no held-out data, has data that are not files, or has another base_dtype.
-    """
-    args, path = resolve_options({}, recipe, "The command line")
-    assert path
-    args = with_demo_data(args)
-    assert args.data
-    data, heldout = training_data(args.data, args.eval_data, split=args.split, eval_split=args.eval_split)
-    for source in (data, heldout):
-        if source and not isinstance(source, FileSource):
-            raise UserError(f"A proof reads files, but {source.path} is a data set: save it to a file.")
-    if not heldout:
-        raise UserError(f"The recipe {path} has no held-out data, which a proof needs: give it eval_data.")
-    if args.base_dtype != DEFAULT_FORMAT:
-        wanted = DEFAULT_FORMAT.upper()
-        raise UserError(
-            f"The recipe {path} has base_dtype {args.base_dtype}, but a proof is for {wanted}: leave it out."
-        )
-    resolve_model(args.model or "demo")
-    return replace(args, data=data.path, split=None, eval_data=heldout.path, eval_split=None, resume=False), path
-
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 LEFT_OUT = "left out by --only"
 PROVEN, REFUTED, OPEN = "proven", "refuted", "open"  # refuted: a check failed
-
 FACTS = ("name", "driver", "backend")  # of a device
-Facts = Mapping[str, Any]
+POLL = 0.05  # seconds
 
 
 class NotRun(Exception):
@@ -177,11 +52,13 @@ class Finding:
         if not holds:
             self.faults.append(fault)
 
-    def expect_device(self, index: int, listed: Facts, who: str, said: Facts, names: Sequence[str] = FACTS) -> None:
+    def expect_device(
+        self, index: int, listed: Mapping[str, Any], who: str, used: Mapping[str, Any], names: Sequence[str] = FACTS
+    ) -> None:
         """Note a fault for each named fact of a device that differs from the list of devices."""
         for name in names:
-            fault = f"{who} says {name} {said[name]}, but device {index} has {listed[name]}"
-            self.expect(said[name] == listed[name], fault)
+            fault = f"{who} has the {name} {used[name]}, but device {index} has {listed[name]}"
+            self.expect(used[name] == listed[name], fault)
 
 
 @dataclass(frozen=True)
@@ -200,7 +77,7 @@ class Check:
 class Result:
     """All nine checks, by number. code: 1 if one failed or none passed.
 
-    devices: what they ran on, see `run.on_devices`. lacking: why --require-discrete is not met.
+    devices: what they ran on, see `on_devices`. lacking: why --require-discrete is not met.
     """
 
     checks: list[Check]
@@ -230,15 +107,55 @@ class Result:
     def verdict(self) -> str:
         if self.proven:
             return f"Proven: all training and inference ran on wgpu, without CUDA, on {self.devices}."
-        passed, left_out = self.numbers(PASSED), self.numbers(LEFT_OUT)
+        passed, partly = self.numbers(PASSED), self.outcome == OPEN and self.numbers(LEFT_OUT)
         reasons = [f"{kind}: {', '.join(n)}" for kind in (FAILED, NOT_RUN, LEFT_OUT) if (n := self.numbers(kind))]
-        verdict = "Partly checked" if self.outcome == OPEN and left_out and passed else "Not proven"
+        start = "Partly checked" if partly and passed else "Not proven"
         on = f" on {self.devices}" if self.devices else ""
-        told = "; ".join([self.lacking, *reasons] if self.lacking else reasons)
-        return f"{verdict}: {len(passed)} of {len(self.checks)} checks passed{on}; {told}."
+        why = "; ".join(filter(None, [self.lacking, *reasons]))
+        return f"{start}: {len(passed)} of {len(self.checks)} checks passed{on}; {why}."
 
 
-POLL = 0.05  # seconds
+# -- the held-out rows -------------------------------------------------------------------------------------------------
+
+
+def rows_of(path: str) -> dict[str, dict[str, Any]]:
+    """The rows of a file by their places, such as 'data.jsonl, line 3'. Raises UserError if one cannot be read."""
+    source = file_source(Path(path))
+    return {source.locate(place): row for place, row in strict_rows(source, EXAMPLES)}
+
+
+def request_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages before the last assistant turn; empty if there are none, or if `generate` cannot ask for this turn.
+
+    It cannot for rows that are no conversations, or that have tools or options of the chat template.
+
+    Raises:
+        UserError: the row fits no format.
+    """
+    example = parse_example(row)
+    if not isinstance(example, Conversation) or example.tools or example.template_kwargs:
+        return []
+    turns = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
+    return example.messages[: turns[-1]] if turns else []
+
+
+def count_leaked_rows(train: Path, heldout: Path) -> tuple[int, int]:
+    """(rows of `heldout` with the content of a row of `train`, rows of `heldout`). Raises UserError."""
+    contents = {_content(example) for _, example in read_examples(file_source(train))}
+    leaked = [_content(example) in contents for _, example in read_examples(file_source(heldout))]
+    return sum(leaked), len(leaked)
+
+
+def _content(example: Example) -> tuple[str, ...]:
+    """The normalised texts of a row, whatever is trained of it."""
+    if isinstance(example, Conversation):
+        example = Conversation(example.messages, frozenset())
+    elif isinstance(example, Tokens):
+        example = Tokens(example.input_ids, [])
+    return tuple(map(normalize_text, example_parts(example)))
+
+
+# -- the training run --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -254,26 +171,19 @@ class Evaluated:
 class Training:
     """The fine-tuning run and the evaluations around it, whether they succeeded or not.
 
-    code, said: exit code and last words of the finetune job. record: None if it left none.
+    code, reason: of its end. record: None if it left none.
     before: the held-out loss on the training device, before any step.
     beside: evaluations on the other device, or afterwards on the same one if there is no other.
     """
 
     directory: Path
-    code: int
-    said: str
-    before: dict[str, Any]
-    beside: list[Evaluated]
     devices: list[int]
-    log: list[dict[str, Any]]
-    record: RunRecord | None
-
-
-def evaluate_options(args: TrainingArguments, device: int) -> dict[str, Any]:
-    """Options of an `evaluate` job that measures the run's held-out loss."""
-    same = ("model", "max_length", "on_overflow", "base_dtype", "completion_only_loss", "enable_thinking")
-    values = {name: getattr(args, name) for name in same}
-    return {"data": args.eval_data, "device": device, "adapter": args.init_adapter, **values}
+    code: int = 0
+    reason: str = ""
+    before: dict[str, Any] = field(default_factory=dict)
+    beside: list[Evaluated] = field(default_factory=list)
+    log: list[dict[str, Any]] = field(default_factory=list)
+    record: RunRecord | None = None
 
 
 def finetune_options(recipe: Path, args: TrainingArguments, output: Path, device: int) -> dict[str, Any]:
@@ -283,27 +193,29 @@ def finetune_options(recipe: Path, args: TrainingArguments, output: Path, device
 
 
 def train(children: Children, recipe: Path, args: TrainingArguments, output: Path, devices: list[int]) -> Training:
-    """Trains on the first device, and evaluates meanwhile on the second; on a single device, afterwards.
-
-    Raises:
-        WorkerFailed: the evaluation before the run failed.
-    """
-    devices = devices[:2]
-    first, last = devices[0], devices[-1]
-    before = children.run("evaluate-before", "evaluate", **evaluate_options(args, first))
+    """Trains on the first device, and evaluates meanwhile on the second; on a single device, afterwards."""
+    first, last = devices[0], devices[:2][-1]
+    same = ("model", "max_length", "on_overflow", "base_dtype", "completion_only_loss", "enable_thinking")
+    evaluation = {"data": args.eval_data, "adapter": args.init_adapter, **{name: getattr(args, name) for name in same}}
+    training = Training(output, devices[:2])
+    try:
+        training.before = children.run("evaluate-before", "evaluate", device=first, **evaluation)
+    except WorkerFailed as error:
+        training.code, training.reason = error.code or 1, str(error)
+        return training
     options = finetune_options(recipe, args, output, first)
     finetune = None if last != first else children.start("finetune", "finetune", **options)
     if finetune:
         finetune.wait()
-    with children.start("evaluate", "evaluate", asked=True, turns=True, **evaluate_options(args, last)) as evaluate:
+    with children.start("evaluate", "evaluate", asked=True, turns=True, device=last, **evaluation) as evaluate:
         with suppress(WorkerFailed):  # then evaluating fails too
             evaluate.ask("prepare")
         finetune = finetune or children.start("finetune", "finetune", **options)
-        beside = list(evaluations(evaluate, finetune))
-    code = finetune.wait()
-    log = read_log(output / LOG) if (output / LOG).is_file() else []
-    record = RunRecord.read(output) if (output / RUN).is_file() else None
-    return Training(output, code, finetune.failure_reason(), before, beside, devices, log, record)
+        training.beside = list(evaluations(evaluate, finetune))
+    training.code, training.reason = finetune.wait(), finetune.failure_reason()
+    training.log = read_log(output / LOG) if (output / LOG).is_file() else []
+    training.record = RunRecord.read(output) if (output / RUN).is_file() else None
+    return training
 
 
 def evaluations(evaluate: Worker, finetune: Worker) -> Iterator[Evaluated]:
@@ -327,3 +239,94 @@ def step_times(worker: Worker) -> list[float]:
     lines = worker.log.read_bytes().splitlines(keepends=True) if worker.log.is_file() else []
     events = [json.loads(line) for line in lines if line.endswith(b"\n")]  # the last may be incomplete
     return [event["time"] for event in events if event["event"] == "step"]
+
+
+# -- the proof ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Proof:
+    """One proof. args: the recipe's options, with files for data and eval_data.
+
+    devices: the result of worker_jobs.devices. discrete: --require-discrete.
+    """
+
+    out: Path
+    recipe: Path
+    args: TrainingArguments
+    devices: dict[str, Any]
+    children: Children
+    discrete: int = 0
+    allow_unconfined: bool = False
+
+    def lacks_discrete(self) -> str | None:
+        """Why --require-discrete is not met, if it is not."""
+        used = sum(device["kind"] == "discrete" for device in hardware(self.devices))
+        gpus = count_noun(used, "discrete GPU is", "discrete GPUs are")
+        return None if used >= self.discrete else f"--require-discrete {self.discrete} is not met: {gpus} used"
+
+    def used(self) -> list[int]:
+        """Device indices; the first one trains."""
+        if not self.devices["used"]:
+            raise NotRun("there is no device (check 1)")
+        return self.devices["used"]
+
+    @cached_property
+    def training(self) -> Training:
+        """The fine-tuning run, whether it succeeded or not."""
+        return train(self.children, self.recipe, self.args, self.out / "run", self.used())
+
+    def trained(self) -> Training:
+        """The fine-tuning run. Raises NotRun if it did not succeed."""
+        if self.training.code:
+            raise NotRun(f"fine-tuning ended with exit code {self.training.code} (check 3)")
+        return self.training
+
+    @cached_property
+    def leaked_rows(self) -> tuple[int, int]:
+        """How many of the held-out rows are training rows too, and how many there are."""
+        return count_leaked_rows(Path(str(self.args.data)), Path(str(self.args.eval_data)))
+
+
+def hardware(devices: dict[str, Any]) -> list[dict[str, Any]]:
+    """The devices used, each once even if several APIs list it; from the result of worker_jobs.devices."""
+    indices = {devices["hardware"][index]: index for index in devices["used"]}
+    return [devices["devices"][index] for index in indices.values()]
+
+
+def on_devices(devices: dict[str, Any]) -> str:
+    """The devices used, in words, from the result of worker_jobs.devices; empty if there are none.
+
+    "2 software devices (llvmpipe, SwiftShader); no discrete GPU was found".
+    """
+    kinds: dict[str, list[str]] = {}
+    for device in hardware(devices):
+        kinds.setdefault(device["kind"], []).append(device["name"])
+    text = " and ".join(f"{count_noun(len(of), f'{kind} device')} ({', '.join(of)})" for kind, of in kinds.items())
+    if not text or "discrete" in kinds:
+        return text
+    listed = any(device["kind"] == "discrete" for device in devices["devices"])
+    return f"{text}; no discrete GPU was {'used' if listed else 'found'}"
+
+
+def read_recipe(recipe: str) -> tuple[TrainingArguments, Path]:
+    """A recipe's options, and its path.
+
+    Raises:
+        UserError: it cannot be read, has no held-out data, has data that are not files, or has another base_dtype.
+    """
+    args, path = resolve_options({}, recipe, "The command line")
+    assert path
+    args = with_demo_data(args)
+    assert args.data
+    data, heldout = training_data(args.data, args.eval_data, split=args.split, eval_split=args.eval_split)
+    if not heldout:
+        raise UserError(f"The recipe {path} has no held-out data, which a proof needs: give it eval_data.")
+    for source in (data, heldout):
+        if not isinstance(source, FileSource):
+            raise UserError(f"A proof reads files, but {source.path} is a data set: save it to a file.")
+    if args.base_dtype != DEFAULT_FORMAT:
+        base = f"base_dtype {args.base_dtype}, but a proof is for {DEFAULT_FORMAT.upper()}"
+        raise UserError(f"The recipe {path} has {base}: leave it out.")
+    resolve_model(args.model or "demo")
+    return replace(args, data=data.path, split=None, eval_data=heldout.path, eval_split=None, resume=False), path

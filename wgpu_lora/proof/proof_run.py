@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,6 +17,7 @@ from typing import Any
 from wgpu_lora.atomic import numbered, write_bytes_atomic
 from wgpu_lora.bench.brick_results import commit
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.locks import check_output, locked
 from wgpu_lora.proof.checks import (
     answers_pass_their_checks,
@@ -40,16 +40,13 @@ from wgpu_lora.proof.proof_context import (
     Finding,
     NotRun,
     Proof,
-    Refused,
     Result,
-    hardware,
+    on_devices,
     read_recipe,
 )
 from wgpu_lora.proof.watched_workers import Children
 from wgpu_lora.report.line_chart import Chart, Line, line_chart
 from wgpu_lora.report.page import render as render_page
-from wgpu_lora.strict_json import to_json
-from wgpu_lora.words import count_noun
 from wgpu_lora.worker.worker import WorkerFailed
 
 # Each notes figures and faults, and returns what it found if there is no fault.
@@ -67,25 +64,11 @@ CHECKS: dict[int, tuple[str, Callable[[Proof, Finding], str]]] = {
 DEVICES = 1
 ANSWERS = 7  # runs code that a model wrote
 LAST = 6  # watches all the others
+NO_DEVICES = {"devices": [], "hardware": [], "used": [], "asked": False, "computed": {}, "wgpu_native": None}
 
 
 class Interrupted(KeyboardInterrupt):
     """args: the directory of the logs."""
-
-
-def on_devices(found: dict[str, Any]) -> str:
-    """The devices used, from the result of jobs.devices; empty if there are none.
-
-    "2 software devices (llvmpipe, SwiftShader); no discrete GPU was found".
-    """
-    kinds: dict[str, list[str]] = {}
-    for device in hardware(found):
-        kinds.setdefault(device["kind"], []).append(device["name"])
-    text = " and ".join(f"{count_noun(len(of), f'{kind} device')} ({', '.join(of)})" for kind, of in kinds.items())
-    if not text or "discrete" in kinds:
-        return text
-    had = any(device["kind"] == "discrete" for device in found["devices"])
-    return f"{text}; no discrete GPU was {'used' if had else 'found'}"
 
 
 def prove(
@@ -108,62 +91,62 @@ def prove(
         UserError: an option cannot be followed, or answers cannot be confined.
         Interrupted: on KeyboardInterrupt; the children are ended, and their logs stay in the directory that it names.
     """
-    _check_options(out, devices, discrete)
-    args, path = read_recipe(recipe)
-    wanted = set(only) or set(CHECKS)
-    if ANSWERS in wanted:
-        check_answers_can_run(args, allow_unconfined)
-    out = numbered(out)
-    is_new = not out.exists()
-    proof = Proof(out, path, args, devices, Children(out), discrete, allow_unconfined)
-    checks: list[Check] = []
-    lock = ExitStack()
-    lock.enter_context(locked(out, "--out"))
-    try:
-        lacking = proof.lacks_discrete()
-        for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
-            name, check = CHECKS[number]
-            why = lacking if lacking and number != DEVICES else None if number in wanted else LEFT_OUT
-            if why:
-                checks.append(Check(number, name, NOT_RUN, 0.0, why))
-                continue
-            begun(f"{number} {name}")
-            checks.append(carry_out(number, name, check, proof))
-            done(checks[-1])
-    except Refused:
-        proof.children.end()
-        for directory in out.iterdir():
-            shutil.rmtree(directory)
-        if is_new:
-            out.rmdir()
-        raise
-    except KeyboardInterrupt as error:
-        raise Interrupted(out) from error
-    finally:
-        proof.children.end()
-        for cache in (out / "cache", *out.glob("work/packed-*")):
-            shutil.rmtree(cache, ignore_errors=True)
-        lock.close()
-    result = Result(sorted(checks, key=lambda check: check.number), out, on_devices(proof.known_devices()), lacking)
-    write_report(result, proof)
-    return result
-
-
-def _check_options(out: Path, devices: str | None, discrete: int) -> None:
     if devices is not None and not all(part.strip() for part in devices.split(",")):
         raise UserError(f"--devices '{devices}' has an empty entry: give indices or names, such as 0,1.")
     check_output(out / "work", "--out")
     if discrete < 0:
         raise UserError(f"--require-discrete must be 0 or more, not {discrete}.")
+    args, path = read_recipe(recipe)
+    selected = set(only) or set(CHECKS)
+    if ANSWERS in selected:
+        check_answers_can_run(args, allow_unconfined)
+    out = numbered(out)
+    is_new = not out.exists()
+    with locked(out, "--out"):
+        children = Children(out)
+        checks: list[Check] = []
+        try:
+            try:
+                listed = children.run("devices", "proof-devices", select=devices, discrete=discrete)
+            except WorkerFailed as error:
+                listed = {**NO_DEVICES, "error": str(error)}
+            if "refused" in listed:
+                raise UserError(listed["refused"])
+            proof = Proof(out, path, args, listed, children, discrete, allow_unconfined)
+            lacking = proof.lacks_discrete()
+            for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
+                name, check = CHECKS[number]
+                skipped = lacking if lacking and number != DEVICES else None if number in selected else LEFT_OUT
+                if skipped:
+                    checks.append(Check(number, name, NOT_RUN, 0.0, skipped))
+                    continue
+                begun(f"{number} {name}")
+                checks.append(carry_out(number, name, check, proof))
+                done(checks[-1])
+        except UserError:  # there is nothing to prove
+            children.end()
+            for directory in out.iterdir():
+                shutil.rmtree(directory)
+            if is_new:
+                out.rmdir()
+            raise
+        except KeyboardInterrupt as error:
+            raise Interrupted(out) from error
+        finally:
+            children.end()
+            for cache in (out / "cache", *out.glob("work/packed-*")):
+                shutil.rmtree(cache, ignore_errors=True)
+    checks.sort(key=lambda check: check.number)
+    result = Result(checks, out, on_devices(proof.devices), lacking)
+    write_report(result, proof)
+    return result
 
 
 def carry_out(number: int, name: str, check: Callable[[Proof, Finding], str], proof: Proof) -> Check:
-    """Runs a check. Raises Refused."""
+    """Runs a check, whose errors are faults."""
     begin, finding, status, reason = time.perf_counter(), Finding(), PASSED, ""
     try:
         reason = check(proof, finding)
-    except Refused:
-        raise
     except NotRun as error:
         status, reason = NOT_RUN, str(error)
     except (WorkerFailed, UserError) as error:
@@ -176,20 +159,13 @@ def carry_out(number: int, name: str, check: Callable[[Proof, Finding], str], pr
 
 
 SCHEMA = 1
-JSON, PAGE = "proof.json", "proof.html"
 PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers", "jinja2", "psutil")
 
 
 def write_report(result: Result, proof: Proof) -> None:
     """Writes both files into the proof's directory."""
-    written = to_json(gather_facts(result, proof), indent=1)
-    write_bytes_atomic(proof.out / JSON, f"{written}\n".encode())
-    write_bytes_atomic(proof.out / PAGE, render(json.loads(written)).encode())
-
-
-def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
-    devices, checkout = proof.known_devices(), commit()
-    return {
+    devices, checkout = proof.devices, commit()
+    record = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "proven": result.proven,
@@ -197,47 +173,32 @@ def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
         "verdict": result.verdict,
         "seconds": round(sum(check.seconds for check in result.checks), 2),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        "wgpu_native": devices.get("wgpu_native"),
+        "wgpu_native": devices["wgpu_native"],
         "platform": platform.platform(),
         "commit": checkout and checkout["id"] + "+" * checkout["modified"],
         "command": sys.argv,
         "recipe": {"path": str(proof.recipe), "options": proof.args.as_dict()},
-        "devices": devices.get("devices", []),
-        "used": devices.get("used", []),
+        "devices": devices["devices"],
+        "used": devices["used"],
         "used_on": result.devices,
         "require_discrete": proof.discrete,
         "checks": [asdict(check) for check in result.checks],
     }
+    text = to_json(record, indent=1)
+    write_bytes_atomic(proof.out / "proof.json", f"{text}\n".encode())
+    write_bytes_atomic(proof.out / "proof.html", render(json.loads(text)).encode())
 
 
 def render(proof: dict[str, Any]) -> str:
     """The page for the content of proof.json: self-contained, without scripts."""
     figures = {check["number"]: check["figures"] for check in proof["checks"]}
-    losses, shown = figures[4].get("losses"), ("index", "name", "driver", "backend", "kind")
-    setting = {
-        "recipe": proof["recipe"]["path"],
-        "devices": proof["used_on"] or "none",
-        "discrete GPUs required": proof["require_discrete"],
-        "commit": proof["commit"] or "not a checkout",
-        "wgpu-native": proof["wgpu_native"] or "not loaded",
-        **proof["versions"],
-    }
-    return render_page(
-        Path(__file__).with_name("page.html.j2"),
-        proof=proof,
-        checks=[(c["number"], c["name"], c["status"], f"{c['seconds']:.1f} s", c["reason"]) for c in proof["checks"]],
-        chart=loss_chart(losses, figures[4].get("heldout", [])) if losses else None,
-        figures=figures,
-        devices=[
-            (*(device[name] for name in shown), "yes" if device["index"] in proof["used"] else "no")
-            for device in proof["devices"]
-        ],
-        setting=setting.items(),
-    )
+    losses, heldout = figures[4].get("losses"), figures[4].get("heldout", [])
+    chart = loss_chart(losses, heldout) if losses else None
+    return render_page(Path(__file__).with_name("page.html.j2"), proof=proof, figures=figures, chart=chart)
 
 
 def loss_chart(losses: Sequence[float | None], heldout: Sequence[tuple[int, float | None]]) -> Chart:
     """The loss of each step, from 1, and the held-out losses, without those that are None."""
     train = Line("training", [(step, loss) for step, loss in enumerate(losses, 1) if loss is not None])
-    held = [(step, loss) for step, loss in heldout if loss is not None]
-    return line_chart([train, Line("held out", held, 1, "dashed", marked=True)], "optimizer step", "loss")
+    points = [(step, loss) for step, loss in heldout if loss is not None]
+    return line_chart([train, Line("held out", points, 1, "dashed", marked=True)], "optimizer step", "loss")

@@ -1,4 +1,4 @@
-"""The proof's child processes: workers, each with logs and a witness."""
+"""The proof's child processes: workers that are watched from outside, and write an account of themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import cffi
 import psutil
 
-from wgpu_lora.worker.worker import Worker, end
+from wgpu_lora.worker.worker import Worker
 
 PERIOD = 0.2  # seconds between looks
 LIBRARY = re.compile(r"\.so(\.|$)|\.dll$|\.dylib$", re.IGNORECASE)
@@ -28,7 +28,7 @@ UNREADABLE = None if LINUX or hasattr(psutil.Process, "memory_maps") else NO_MAP
 LAUNCHES = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile"}
 OPENS = "ctypes.dlopen"
 EVENTS = tuple(sorted(LAUNCHES | {OPENS}))
-SHOWN = 4000  # characters of a word of a command; a shell's whole script is one word
+WORD = 4000  # characters of a word of a command; a shell's script is one word
 
 
 def libraries(pid: int) -> set[str]:
@@ -57,33 +57,30 @@ class Watcher(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.seen: dict[psutil.Process, ProcessRecord] = {}
-        self._done = threading.Event()
+        self.records: dict[psutil.Process, ProcessRecord] = {}
+        self._stopped = threading.Event()
 
     def run(self) -> None:
-        while not self._done.is_set():
+        self.look()
+        while not self._stopped.wait(PERIOD):
             self.look()
-            self._done.wait(PERIOD)
 
     def stop(self) -> list[ProcessRecord]:
-        self._done.set()
+        self._stopped.set()
         if self.is_alive():
             self.join()
-        return list(self.seen.values())
+        return list(self.records.values())
 
     def look(self) -> None:
-        me = psutil.Process()
-        for process in (me, *me.children(recursive=True)):
-            try:
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+            with suppress(psutil.Error, OSError):  # it has ended
                 # Each time: between fork and exec, a child has its parent's command line.
                 command = process.cmdline()
-                result = self.seen.setdefault(process, ProcessRecord(process.pid, process.ppid(), command))
-                result.command = command or result.command
+                record = self.records.setdefault(process, ProcessRecord(process.pid, process.ppid(), command))
+                record.command = command or record.command
                 if not UNREADABLE and (mapped := libraries(process.pid)):
-                    result.libraries |= mapped
-                    result.looks += 1
-            except (psutil.Error, OSError):
-                continue  # it has ended
+                    record.libraries |= mapped
+                    record.looks += 1
 
 
 @contextmanager
@@ -105,12 +102,11 @@ def record_own_process(path: str, heard: list[tuple[str, Sequence[Any]]]) -> Ite
         yield
     finally:
         cffi.FFI.dlopen = dlopen
-        opened = {_text(a[0]) for event, a in heard if event == OPENS and isinstance(a[0], str | bytes)}
         account = {
             "pid": os.getpid(),
             "modules": sorted(sys.modules),
             "libraries": [] if UNREADABLE else sorted(libraries(os.getpid())),
-            "opened": sorted(opened),
+            "opened": sorted({_text(a[0]) for event, a in heard if event == OPENS and isinstance(a[0], str | bytes)}),
             "commands": [command_of(event, arguments) for event, arguments in heard if event in LAUNCHES],
         }
         Path(path).write_text(json.dumps(account))
@@ -125,12 +121,12 @@ def command_of(event: str, arguments: Sequence[Any]) -> list[str]:
     program, words = arguments[1:3] if event == "os.spawn" else arguments[:2]
     if isinstance(words, str | bytes | os.PathLike):  # Windows takes a line
         words = shlex.split(_text(words), posix=False) if os.name == "nt" else [words]
-    result = [_text(word) for word in words]
-    return [_text(program), *result[1:]] if program else result
+    texts = [_text(word) for word in words]
+    return [_text(program), *texts[1:]] if program else texts
 
 
 def _text(word: Any) -> str:
-    return (os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word))[:SHOWN]
+    return (os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word))[:WORD]
 
 
 # A worker that knows the proof's own kinds of jobs. It is started with -S, so that its audit hook is installed before
@@ -177,11 +173,9 @@ class Children:
 
     def start(self, name: str, job: str, asked: bool = False, **options: Any) -> Worker:
         program = [sys.executable, "-S", "-c", WORKER, str(self.witness(name))]
-        child = Worker(
-            job, options, name=name, program=program, environment=self.environment, place=self.logs, asked=asked
-        )
-        self.started.append(child)
-        return child
+        files: dict[str, Any] = {"environment": self.environment, "place": self.logs}
+        self.started.append(Worker(job, options, name=name, program=program, asked=asked, **files))
+        return self.started[-1]
 
     def run(self, name: str, job: str, **options: Any) -> Any:
         """The result of a job. Raises WorkerFailed if it fails."""
@@ -193,5 +187,6 @@ class Children:
 
     def end(self) -> None:
         """Ends those still running, with their own children."""
-        end(self.started)
+        for worker in self.started:
+            worker.end()
         self.watcher.stop()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.checks.code_check import run_check
-from wgpu_lora.data import UNTRAINED, Row, Tokenizer
-from wgpu_lora.demo.before_and_after import BATCH, NEW_TOKENS
+from wgpu_lora.data import UNTRAINED, Row
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
 from wgpu_lora.gpu.device import Device
@@ -24,13 +23,9 @@ from wgpu_lora.gpu.reference_values import as_float64, nmse
 from wgpu_lora.gpu.single_kernel import SingleKernel
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.infer import Generator
-from wgpu_lora.infer.answers import tokenizer_of
-from wgpu_lora.infer.named_adapters import adapters_on_device
 from wgpu_lora.memory_leases.ledger import device_key
-from wgpu_lora.models.loaded_model import LoadedModel, open_model
+from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.ops.matmul import matmul_nt
-from wgpu_lora.proof.heldout_rows import request_of, rows_of, shown
-from wgpu_lora.tokenizer.examples import Conversation
 from wgpu_lora.train.finetune import prepare_job, prepare_run
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -42,7 +37,7 @@ from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 from wgpu_lora.worker.job_kinds import KINDS
 from wgpu_lora.worker.job_process import EventWriter
 
-JOBS = ("devices", "generate", "answers", "clock", "gradients")
+JOBS = ("devices", "generate", "clock", "gradients")
 
 
 def register() -> None:
@@ -62,7 +57,7 @@ def devices(port: EventWriter, *, select: str | None, discrete: int = 0) -> dict
     """
     result = list_devices()
     try:
-        used = named(select) if select and result else by_default(result, max(AT_ONCE, discrete))
+        used = selected_devices(select) if select and result else default_devices(result, max(AT_ONCE, discrete))
     except UserError as error:
         return {"refused": str(error)}
     return {
@@ -75,16 +70,16 @@ def devices(port: EventWriter, *, select: str | None, discrete: int = 0) -> dict
     }
 
 
-def named(select: str) -> list[int]:
+def selected_devices(select: str) -> list[int]:
     indices = [choose(part.strip())[0].index for part in select.split(",")]
     if len(set(indices)) != len(indices):
         raise UserError(f"--devices {select} names a device twice: name each once.")
     return indices
 
 
-def by_default(found: list[DeviceInfo], count: int = AT_ONCE) -> list[int]:
+def default_devices(devices: list[DeviceInfo], count: int = AT_ONCE) -> list[int]:
     """The first devices of different hardware, discrete ones first: Windows lists a device once for each API."""
-    first = {device_key(info, found): info.index for info in reversed(found)}
+    first = {device_key(info, devices): info.index for info in reversed(devices)}
     return sorted(first.values())[:count]
 
 
@@ -101,29 +96,31 @@ def multiply(index: int) -> dict[str, Any]:
 
 
 PROMPTS, SHORT = 4, 48  # rows that are continued, by how many tokens
-KEPT = 16  # positions of each answer whose logits are kept whole
+POSITIONS = 16  # of each answer whose logits are saved
 
 
 def generate(port: EventWriter, *, options: dict[str, Any], device: int, arrays: str) -> dict[str, Any]:
     """Logits go to the .npz file `arrays`, one [positions, vocab] for each prompt; the rest is returned."""
-    args, model = opened(options, device)
+    args = TrainingArguments(**options)
+    model = open_model(args.model or "demo", device, args.base_dtype)
     heldout = prepare_run(args, model).heldout
     assert heldout, "a proof's recipe has held-out data"
-    prompts = [prompt_of_row(row) for row in heldout.rows[:PROMPTS]]
+    prompts = [prompt_of(row) for row in heldout.rows[:PROMPTS]]
     logits: list[list[np.ndarray]] = [[] for _ in prompts]
     gaps: list[list[float]] = [[] for _ in prompts]
     stop_ids = model.tokenizer.stop_ids if model.tokenizer else ()
-    with generator_for(model, prompts, SHORT) as generator:
+    capacity = min(max(map(len, prompts)) + SHORT, model.config.max_position_embeddings)
+    with Generator(model, None, capacity, len(prompts)) as generator:
 
-        def keep(sequence: int, token: int) -> None:
+        def on_token(sequence: int, token: int) -> None:
             row = generator.state.read_logits(model.device)[sequence]
             second, first = np.partition(row, -2)[-2:]
             gaps[sequence].append(float(first - second))
-            if len(logits[sequence]) < KEPT:
+            if len(logits[sequence]) < POSITIONS:
                 logits[sequence].append(row.copy())
 
-        result = generator.generate(prompts, None, SHORT, stop_ids=stop_ids, on_token=keep)
-    np.savez(arrays, *(np.array(kept) for kept in logits))  # arr_0, arr_1 ...
+        result = generator.generate(prompts, None, SHORT, stop_ids=stop_ids, on_token=on_token)
+    np.savez(arrays, *map(np.array, logits))  # arr_0, arr_1 ...
     linears = [item.weight for layer in model.decoder.layers for item in layer.linears.values()]
     decode = model.tokenizer.decode if model.tokenizer else str
     return {
@@ -133,55 +130,11 @@ def generate(port: EventWriter, *, options: dict[str, Any], device: int, arrays:
     }
 
 
-def answers(
-    port: EventWriter, *, options: dict[str, Any], device: int, adapter: str | None, allow_unconfined: bool = False
-) -> list[dict[str, Any]]:
-    """Answers every held-out request with an adapter, or without, and runs each answer against its unit check."""
-    args, model = opened(options, device)
-    tokenizer = tokenizer_of(model)
-    assert args.eval_data, "a proof's recipe has held-out data"
-    rows = list(rows_of(args.eval_data).values())
-    requests = [request for row in rows if (request := request_of(row))]
-    prompts = [prompt_of(request, tokenizer, args.template_kwargs()) for request in requests]
-    slots = [0 if adapter else None] * len(prompts)
-    with generator_for(model, prompts, NEW_TOKENS, adapter) as generator:
-        generated = generator.generate(prompts, slots, NEW_TOKENS, stop_ids=tokenizer.stop_ids)
-    result = []
-    for request, row, one in zip(requests, rows, generated, strict=True):
-        text = tokenizer.decode(one.token_ids)
-        verdict = run_check(text, row["check"], allow_unconfined=allow_unconfined)
-        result.append({"request": shown(request), "text": text, "passed": verdict.passed, **asdict(verdict)})
-    return result
-
-
-def opened(options: dict[str, Any], device: int) -> tuple[TrainingArguments, LoadedModel]:
-    args = TrainingArguments(**options)
-    return args, open_model(args.model or "demo", device, args.base_dtype)
-
-
-@contextmanager
-def generator_for(
-    model: LoadedModel, prompts: Sequence[Sequence[int]], new_tokens: int, adapter: str | None = None
-) -> Iterator[Generator]:
-    capacity = min(max(map(len, prompts)) + new_tokens, model.config.max_position_embeddings)
-    with (
-        adapters_on_device(model, [adapter] if adapter else []) as adapters,
-        Generator(model, adapters, capacity, min(BATCH, len(prompts))) as generator,
-    ):
-        yield generator
-
-
-def prompt_of_row(row: Row) -> list[int]:
+def prompt_of(row: Row) -> list[int]:
     """The tokens before the first that is trained, or half of a row that is trained on from its start."""
     trained = np.flatnonzero(row.labels != UNTRAINED)
     first = int(trained[0]) if trained.size else 0
     return row.input_ids[: first or max(1, len(row.input_ids) // 2)].tolist()
-
-
-def prompt_of(request: Conversation, tokenizer: Tokenizer, template_kwargs: dict[str, Any]) -> list[int]:
-    """Token ids that ask for the turn after a request's messages, as in training: a row's own kwargs take priority."""
-    kwargs = {**template_kwargs, **request.template_kwargs}
-    return tokenizer.encode(tokenizer.render(request.messages, request.tools, True, kwargs))
 
 
 REPEATS = 3  # of the timed step
@@ -260,34 +213,28 @@ def gradients(port: EventWriter, *, directory: str, device: int) -> dict[str, An
         centre = loss(adapter)
         recorded = session.adapters.read(session.device, 0, session.adapters.grads)  # before other runs add to them
         rng = np.random.default_rng(run.args.seed)
-
-        def direction_of(module: str, which: int) -> dict[str, Any]:
+        directions = []
+        # One module of each name, from first layer to last.
+        by_name: dict[str, list[str]] = {}
+        for module in session.adapters.modules(0):
+            by_name.setdefault(module.rpartition(".")[2], []).append(module)
+        shares = np.linspace(0, 1, len(by_name))
+        modules = [of[round(share * (len(of) - 1))] for share, of in zip(shares, by_name.values(), strict=True)]
+        for module, which in itertools.product(modules, (0, 1)):
             matrix, gradient = (of[module][which].astype(np.float64) for of in (adapter, recorded))
             direction = rng.standard_normal(matrix.shape)
             size = np.linalg.norm(matrix) or ZERO_SCALE * np.sqrt(matrix.size)
             direction *= size / np.linalg.norm(direction)
 
-            def moved(by: float) -> float:
-                a, b = adapter[module]
-                changed = (matrix + by * direction).astype(np.float32)
-                return loss({module: (a, changed) if which else (changed, b)})
+            def moved(by: float, module: str = module, which: int = which, to: np.ndarray = direction) -> float:
+                changed = list(adapter[module])
+                changed[which] = (changed[which] + by * to).astype(np.float32)
+                return loss({module: (changed[0], changed[1])})
 
             result = difference(moved, 2 * float((gradient * direction).sum()), centre)
             session.adapters.write(session.device, 0, {module: adapter[module]})
-            return {"matrix": f"{module}.{'AB'[which]}", **result}
-
-        modules = chosen(list(session.adapters.modules(0)))
-        directions = [direction_of(module, which) for module in modules for which in (0, 1)]
+            directions.append({"matrix": f"{module}.{'AB'[which]}", **result})
         return {"loss": centre, "rounding": ROUNDING, "directions": directions}
-
-
-def chosen(modules: Sequence[str]) -> list[str]:
-    """One module of each name, from first layer to last."""
-    by_name: dict[str, list[str]] = {}
-    for module in modules:
-        by_name.setdefault(module.rpartition(".")[2], []).append(module)
-    shares = np.linspace(0, 1, len(by_name))
-    return [of[round(share * (len(of) - 1))] for share, of in zip(shares, by_name.values(), strict=True)]
 
 
 def difference(loss: Callable[[float], float], slope: float, centre: float) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from wgpu_lora.bench.training_step import TRAINING, benchmark_option_names
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.json_files import to_json
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.attestation import claims
@@ -33,11 +34,10 @@ from wgpu_lora.protect.policies.template import policy_for
 from wgpu_lora.protect.runs import job, run
 from wgpu_lora.protect.sealed.files import seal_path
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SessionKeys, SigningKey, write_private
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.records import RunRecord
-from wgpu_lora.words import count_noun
 
 STABILITY: dict[str, Any] = {"compute_dtype": "bf16", "learning_rate": 5e-5, "max_grad_norm": 1.0}  # as published
 ROWS, SAVE_STEPS = 64, 50  # of a shape: rows of its data, and steps between checkpoints

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import count_noun
+from wgpu_lora.json_files import read_json
+from wgpu_lora.text import count_noun
 
 SCHEMA = "wgpu-lora-overhead/1"
 PUBLISHED = Path(__file__).with_name("published_overhead.json")

@@ -8,10 +8,10 @@ from typing import Any
 
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.report.finished_runs import SPEEDS, Run
+from wgpu_lora.text import duration, join_words
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.stop_reasons import OUTCOMES, STOP_TEXT
-from wgpu_lora.words import join_words
 
 OWN = ("output", "resume", "overwrite", "run_log", "report_to")  # options that do not affect what is trained
 ABSENT = "not recorded"
@@ -24,14 +24,6 @@ Rows = list[tuple[str, list[str]]]
 
 def number(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.4f}"
-
-
-def span(seconds: float) -> str:
-    """A duration: 9.7 s, 12 min 05 s, 3 h 12 min."""
-    if seconds < 100:
-        return f"{seconds:,.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
 def losses(run: Run) -> Facts:
@@ -52,7 +44,7 @@ def losses(run: Run) -> Facts:
 def costs(run: Run) -> Facts:
     state, device, speeds = run.record.state, run.record.environment.device, run.speeds()
     return {
-        "time": span(state.seconds),
+        "time": duration(state.seconds, 1),
         "trained tokens": f"{state.tokens:,}",
         "trained parameters": f"{run.record.trainable_parameters:,}",
         "peak device memory": format_bytes(run.record.memory.peak),
@@ -141,8 +133,8 @@ def summary(run: Run) -> str:
     result, cost = losses(run), costs(run)
     parts = [f"loss {number(state.last_loss)}"]
     if state.trained_eval_loss is not None:
-        seen = {"{} before": state.first_eval_loss, "best {}": state.best_eval_loss}
-        more = ", ".join(text.format(number(loss)) for text, loss in seen.items() if loss is not None)
+        losses_by_name = {"{} before": state.first_eval_loss, "best {}": state.best_eval_loss}
+        more = ", ".join(text.format(number(loss)) for text, loss in losses_by_name.items() if loss is not None)
         parts.append(f"held-out {number(state.trained_eval_loss)}" + (f" ({more})" if more else ""))
     speeds = ", ".join(f"{value:,.0f} {kind}" for kind, value in run.speeds().items())
     return (

@@ -11,14 +11,13 @@ import numpy as np
 from wgpu_lora.atomic import check_file, replace_file
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.report.comparison_tables import span
 from wgpu_lora.report.line_chart import Chart, Line, line_chart
 from wgpu_lora.report.page import TEMPLATES, render
 from wgpu_lora.report.run_charts import Bar
+from wgpu_lora.text import duration, percent
 from wgpu_lora.train.data_statistics import Choice, RowStatistics
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.train.time_estimate import Projection
-from wgpu_lora.words import percent
 
 BINS = 60  # of the histogram
 _BEGIN = b"<!doctype html>"
@@ -36,7 +35,7 @@ def check_page(page: Path) -> None:
 
 def write_page(
     page: Path,
-    found: RowStatistics,
+    statistics: RowStatistics,
     projection: Projection | None = None,
     price: float | None = None,
     larger: Sequence[Mapping[str, Any]] = (),
@@ -47,36 +46,36 @@ def write_page(
         UserError: it cannot be written, or would replace something else.
     """
     check_page(page)
-    replace_file(page, render_page(found, projection, price, larger).encode("utf-8", "replace"), flag("page"))
+    replace_file(page, render_page(statistics, projection, price, larger).encode("utf-8", "replace"), flag("page"))
     return page
 
 
 def render_page(
-    found: RowStatistics, projection: Projection | None, price: float | None, larger: Sequence[Mapping[str, Any]]
+    statistics: RowStatistics, projection: Projection | None, price: float | None, larger: Sequence[Mapping[str, Any]]
 ) -> str:
-    tokens = {name: f"{length:,}" for name, length in found.quantiles.items()}
-    most = max(found.formats.values(), default=1)
+    tokens = {name: f"{length:,}" for name, length in statistics.quantiles.items()}
+    most = max(statistics.formats.values(), default=1)
     facts = {
-        "rows": f"{len(found.lengths):,}",
-        "held-out rows": f"{found.heldout:,}",
-        "tokens": f"{found.total:,}",
-        "trained tokens": f"{found.trained:,} ({percent(found.trained / found.total)})",
+        "rows": f"{len(statistics.lengths):,}",
+        "held-out rows": f"{statistics.heldout:,}",
+        "tokens": f"{statistics.total:,}",
+        "trained tokens": f"{statistics.trained:,} ({percent(statistics.trained / statistics.total)})",
     }
-    if found.saved is not None:
-        facts["positions that packing saves"] = f"{found.saved:.1%}, at {found.own.max_length:,} tokens a row"
+    if statistics.saved is not None:
+        facts["positions that packing saves"] = f"{statistics.saved:.1%}, at {statistics.own.max_length:,} tokens a row"
     return render(
         TEMPLATES / "data.html.j2",
-        title=f"Rows of {Path(found.name).name}",
-        summary=found.summary,
+        title=f"Rows of {Path(statistics.name).name}",
+        summary=statistics.summary,
         facts_of=facts,
         quantiles=(list(tokens), [list(tokens.values())]),
-        lengths=_lengths(found),
-        formats=[Bar.of(name, f"{n:,}", most, [(n, 0, f"{name}: {n:,}")]) for name, n in found.formats.items()],
-        choices=[_row(choice) for choice in found.others],
-        own=_row(found.own),
-        steps=_by_length(found.others, "steps", lambda choice: float(choice.steps)),
-        padding=_by_length(found.others, "per cent", lambda choice: 100 * choice.padding),
-        cut=_cut(found),
+        lengths=_lengths(statistics),
+        formats=[Bar.of(name, f"{n:,}", most, [(n, 0, f"{name}: {n:,}")]) for name, n in statistics.formats.items()],
+        choices=[_row(choice) for choice in statistics.others],
+        own=_row(statistics.own),
+        steps=_by_length(statistics.others, "steps", lambda choice: float(choice.steps)),
+        padding=_by_length(statistics.others, "per cent", lambda choice: 100 * choice.padding),
+        cut=_cut(statistics),
         stages=_stages(projection),
         costs=_costs(projection, price),
         timed=projection.timed if projection else 0,
@@ -84,17 +83,17 @@ def render_page(
     )
 
 
-def _lengths(found: RowStatistics) -> Chart:
+def _lengths(statistics: RowStatistics) -> Chart:
     """A histogram of the lengths."""
-    counts, edges = np.histogram(found.lengths, bins=BINS, range=(0, max(1, found.lengths.max())))
+    counts, edges = np.histogram(statistics.lengths, bins=BINS, range=(0, max(1, statistics.lengths.max())))
     bars = zip(counts, edges[:-1], edges[1:], strict=True)
     points = [(float(x), float(y)) for n, a, b in bars for x, y in ((a, 0), (a, n), (b, n), (b, 0))]
     return line_chart([Line("rows", points)], "tokens of a row", "rows")
 
 
-def _cut(found: RowStatistics) -> Chart:
+def _cut(statistics: RowStatistics) -> Chart:
     """The share of the rows that each maximum length cuts."""
-    ordered, count = np.sort(found.lengths), len(found.lengths)
+    ordered, count = np.sort(statistics.lengths), len(statistics.lengths)
     lengths = np.unique(np.linspace(0, ordered[-1], 200).astype(int))
     points = [(float(n), 100 * float(count - np.searchsorted(ordered, n, side="right")) / count) for n in lengths]
     return line_chart([Line("rows cut", points)], "--max-length", "per cent of the rows")
@@ -125,7 +124,7 @@ def _stages(projection: Projection | None) -> list[Bar]:
         return []
     most = max(projection.stages.values())
     return [
-        Bar.of(stage, span(seconds), most, [(seconds, number, f"{stage}: {seconds:,.2f} s")])
+        Bar.of(stage, duration(seconds, 1), most, [(seconds, number, f"{stage}: {seconds:,.2f} s")])
         for number, (stage, seconds) in enumerate(projection.stages.items())
     ]
 
@@ -134,7 +133,7 @@ def _costs(projection: Projection | None, price: float | None) -> dict[str, str]
     if projection is None:
         return {}
     cost = {} if price is None else {"cost": f"{projection.cost(price):,.4g}, at {price:g} an hour"}
-    return {"whole run": span(projection.total), **cost}
+    return {"whole run": duration(projection.total, 1), **cost}
 
 
 def _larger(record: Mapping[str, Any], price: float | None) -> list[str]:
@@ -143,7 +142,7 @@ def _larger(record: Mapping[str, Any], price: float | None) -> list[str]:
     fits = {True: "yes", False: "no", None: "not known"}[record["fits"]]
     return [
         str(record["shape"]),
-        span(record["seconds"]),
+        duration(record["seconds"], 1),
         cost,
         "not possible" if peak is None else format_bytes(peak),
         fits,

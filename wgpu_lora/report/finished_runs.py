@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bench.step_profile import described
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag, setting
+from wgpu_lora.text import escape_unprintable
 from wgpu_lora.train.adapter_tasks import tasks_of_request
 from wgpu_lora.train.run.pipeline_state import MEMBER, home_of, read_pipeline_state
 from wgpu_lora.train.run.records import PIPELINE, RUN, RunRecord

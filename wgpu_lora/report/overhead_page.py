@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wgpu_lora.atomic import replace_file
-from wgpu_lora.bounded import read_json
+from wgpu_lora.json_files import read_json
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.overhead_results import LIMIT, ORDERS, PUBLISHED, Row, interpretation, read_rows
 from wgpu_lora.report.line_chart import Line, line_chart

@@ -28,7 +28,7 @@ def write_report(runs: Sequence[Run], output: Path) -> Path:
 
 def render_report(runs: Sequence[Run]) -> str:
     differing, alike = comparison_tables.compare(runs)
-    held = memory(runs)
+    groups = memory(runs)
     return render(
         TEMPLATES / "page.html.j2",
         title=f"Report of {runs[0].name}" if len(runs) == 1 else f"Report of {len(runs)} runs",
@@ -42,8 +42,8 @@ def render_report(runs: Sequence[Run]) -> str:
         axes=axes_of(runs),
         log=lengths_differ(runs),
         plots=plots(runs),
-        memory=list(held),
-        memory_rows=[(group, *(f"{size:,}" for size in sizes)) for group, sizes in held.items()],
+        memory=list(groups),
+        memory_rows=[(group, *(f"{size:,}" for size in sizes)) for group, sizes in groups.items()],
         memory_bars=memory_bars(runs),
         kernels=kernels(runs),
         advice=ADVICE,

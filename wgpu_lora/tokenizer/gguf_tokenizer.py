@@ -231,9 +231,9 @@ def _vocabulary(header: Header, vocab_size: int) -> _Vocabulary:
     ):
         # GGUF has Gemma's runs of ▁ as spaces. Texts with either are normalized to ▁ before they are looked for.
         runs = {id: _SPACE * len(token) for id, token in enumerate(tokens) if token.isspace() and set(token) == {" "}}
-        taken = set(tokens)
+        used = set(tokens)
         for id, run in runs.items():
-            tokens[id] = run if types[id] == _USER_DEFINED and run not in taken else tokens[id]
+            tokens[id] = run if types[id] == _USER_DEFINED and run not in used else tokens[id]
     ids: dict[str, int] = {}
     for id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind == _UNUSED or not token:

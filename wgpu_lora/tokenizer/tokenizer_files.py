@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import links_outside, parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
+from wgpu_lora.json_files import parse_object
+from wgpu_lora.paths import links_outside
 from wgpu_lora.tokenizer.tokenizer import Tokenizer
 
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"

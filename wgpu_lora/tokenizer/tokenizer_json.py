@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wgpu_lora.bounded import object_with_unique_keys
+from wgpu_lora.json_files import object_with_unique_keys
 
 _DROPOUT = "the tokenizer's dropout of merges is ignored: splitting is deterministic."
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_json
 
 MAX_TEMPLATE = 1 << 20
 ATTRIBUTES = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token

@@ -17,12 +17,11 @@ from typing import Any
 
 from platformdirs import user_data_dir
 
-from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.locks import lock_file
 from wgpu_lora.names.choices import RUN_STATUSES
 from wgpu_lora.process_identity import boot_id, host_id, process_start
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.typed_json import typed
 
@@ -39,9 +38,9 @@ def data_directory() -> Path:
     return Path(named) if named else Path(user_data_dir("wgpu-lora"))
 
 
-def run_log_enabled(asked: bool = True) -> bool:
+def run_log_enabled(requested: bool = True) -> bool:
     """Whether runs are logged: the user's choice, unless WGPU_LORA_NO_RUN_LOG turns it off everywhere."""
-    return asked and not os.environ.get("WGPU_LORA_NO_RUN_LOG")
+    return requested and not os.environ.get("WGPU_LORA_NO_RUN_LOG")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.text import duration
 from wgpu_lora.track.run_log import FAILED, KILLED, RunEntry
 
 COLUMNS = (
@@ -38,7 +39,7 @@ def cells(entry: RunEntry) -> tuple[str, ...]:
         entry.status,
         " -> ".join(shown) or NONE,
         NONE if losses.improvement is None else f"{losses.improvement:+.1f}%",
-        NONE if entry.seconds is None else span(entry.seconds),
+        NONE if entry.seconds is None else duration(entry.seconds, 1),
         NONE if entry.tokens is None else f"{entry.tokens:,}",
         entry.name + (f" ({entry.adapter})" if entry.adapter else ""),
         entry.goal or "",
@@ -66,14 +67,6 @@ def style(entry: RunEntry) -> str | None:
 
 def number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def span(seconds: float) -> str:
-    """A duration: 9.7 s, 12:05 min, 3:12:05 h."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> str:
@@ -104,8 +97,8 @@ def compared(before: RunEntry, after: RunEntry) -> list[tuple[str, str, str]]:
 
 
 def _origin(entry: RunEntry) -> dict[str, str]:
-    git, data, held = entry.git, entry.data, entry.eval_data
-    return _said(
+    git, data, heldout = entry.git, entry.data, entry.eval_data
+    return _known_values(
         {
             "id": entry.id,
             "date": entry.date,
@@ -123,8 +116,8 @@ def _origin(entry: RunEntry) -> dict[str, str]:
             "device": ", ".join(entry.device.get(key, "") for key in ("name", "driver", "backend")).strip(", "),
             "data": data and data.path,
             "data, SHA-256": data and data.digest,
-            "held-out data": held and held.path,
-            "held-out data, SHA-256": held and held.digest,
+            "held-out data": heldout and heldout.path,
+            "held-out data, SHA-256": heldout and heldout.digest,
         }
     )
 
@@ -132,13 +125,13 @@ def _origin(entry: RunEntry) -> dict[str, str]:
 def results(entry: RunEntry) -> dict[str, str]:
     losses = entry.losses
     better = losses.improvement
-    return {"status": entry.status} | _said(
+    return {"status": entry.status} | _known_values(
         {
             f"{losses.of} loss, initial": losses.initial,
             f"{losses.of} loss, best": losses.best,
             f"{losses.of} loss, final": losses.final,
             "improvement": None if better is None else f"{better:+.2f}%",
-            "time": None if entry.seconds is None else span(entry.seconds),
+            "time": None if entry.seconds is None else duration(entry.seconds, 1),
             "steps": entry.steps,
             "tokens": entry.tokens,
             **flat(entry.results),
@@ -164,10 +157,10 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 def _options(entry: RunEntry) -> dict[str, str]:
     config = {name: value for name, value in entry.config.items() if name not in OWN}
-    return _said({f"--{name.replace('_', '-')}": value for name, value in sorted(config.items())}, "{!s}")
+    return _known_values({f"--{name.replace('_', '-')}": value for name, value in sorted(config.items())}, "{!s}")
 
 
-def _said(values: Mapping[str, Any], form: str = "") -> dict[str, str]:
+def _known_values(values: Mapping[str, Any], form: str = "") -> dict[str, str]:
     """Without what is not known."""
     shown = {label: value for label, value in values.items() if value not in (None, "")}
     return {label: form.format(value) if form else number(value) for label, value in shown.items()}

@@ -58,16 +58,16 @@ def current_remarks() -> RunNotes:
 class Recording:
     """A run in the run log. A log that cannot be written costs a warning, and the run goes on.
 
-    entry: the run's first line. asked: whether the user wants it to be logged.
+    entry: the run's first line. requested: whether the user wants it to be logged.
     """
 
-    def __init__(self, entry: RunEntry, asked: bool = True):
+    def __init__(self, entry: RunEntry, requested: bool = True):
         self.entry = entry
-        self._log = RunLog() if run_log_enabled(asked) else None
+        self._log = RunLog() if run_log_enabled(requested) else None
         self._append(facts_of(entry))
 
     @classmethod
-    def of(cls, kind: str, name: str, asked: bool = True, resumed: str | None = None, **facts: Any) -> Recording:
+    def of(cls, kind: str, name: str, requested: bool = True, resumed: str | None = None, **facts: Any) -> Recording:
         """Begin a run in this process, now, with what is the same for all kinds.
 
         resumed: the id of the run that it continues.
@@ -86,7 +86,7 @@ class Recording:
             process=Process.this(),
             **facts,
         )
-        logged = asked and current.log
+        logged = requested and current.log
         return cls(replace(entry, git=git_state()) if run_log_enabled(logged) and "git" not in facts else entry, logged)
 
     def end(self, status: str, losses: Losses | None = None, **facts: Any) -> None:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import check_links, is_path, read_toml
 from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_toml
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.spelling import IN_FILE, flag, naming, with_renamed_options
+from wgpu_lora.paths import check_links, is_path
 from wgpu_lora.train.options.option_fields import DISTILLATION, PREFERENCES
 from wgpu_lora.train.options.training_arguments import PATHS, TrainingArguments, from_values
 from wgpu_lora.train.run.resume import resolve_recorded_path

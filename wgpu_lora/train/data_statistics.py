@@ -94,7 +94,7 @@ def row_statistics(args: TrainingArguments, model: LoadedModel) -> RowStatistics
     args, _ = fit_length(args, model.config.max_position_embeddings)
     formats = _counting(formats_of(objective_of(args)), counts)
     whole, heldout = read_rows(replace(args, max_length=_WHOLE), model, sources_of(args), formats)
-    own = packing_estimate(args, whole)
+    estimate = packing_estimate(args, whole)
     others = []
     for length in _lengths(whole, args.length, model.config.max_position_embeddings):
         for packing in (True, False):
@@ -109,7 +109,7 @@ def row_statistics(args: TrainingArguments, model: LoadedModel) -> RowStatistics
         lengths=np.array(whole.lengths),
         trained=whole.trained_tokens,
         heldout=len(heldout.rows) if heldout else 0,
-        own=own,
+        own=estimate,
         others=others,
     )
 
@@ -137,8 +137,8 @@ def packing_estimate(args: TrainingArguments, whole: TokenizedData) -> Choice:
 def padded_tokens(stream: DataStream, batches: Sequence[Sequence[int]]) -> int:
     """Positions of batches, whose programs are recorded for a few sizes."""
     sizes = stream.buckets()
-    needed = [sum(stream.lengths[sample] for sample in batch) for batch in batches]
-    return sum(next((size for size in sizes if size >= tokens), sizes[-1]) for tokens in needed)
+    lengths = [sum(stream.lengths[sample] for sample in batch) for batch in batches]
+    return sum(next((size for size in sizes if size >= tokens), sizes[-1]) for tokens in lengths)
 
 
 def _lengths(whole: TokenizedData, own: int, positions: int) -> list[int]:

@@ -171,9 +171,9 @@ class Job(Generic[Record]):
         full = getattr(error, "errno", None) in disk_space.FULL and self._needed
         mend = f"make room for {self._needed + disk_space.GROWTH:,} bytes there" if full else "fix that"
         state = self.newest_state()
-        kept = f"the newest complete state is {state}" if state else "there is no complete state yet"
+        newest = f"the newest complete state is {state}" if state else "there is no complete state yet"
         go_on = f"go on with {setting('resume', True)}" if state else "start again"
-        return StorageError(f"Writing to {where} failed ({reason(error)}), and {kept}: {mend} and {go_on}.")
+        return StorageError(f"Writing to {where} failed ({reason(error)}), and {newest}: {mend} and {go_on}.")
 
     def newest_state(self) -> Path | None:
         """The newest state on disk that the job can be resumed from."""

@@ -119,9 +119,9 @@ def from_weight(name: str, w: np.ndarray, rank: int, scaling: float, rng: np.ran
     """
     result, fits = NITER.fullmatch(name), min(rank, *w.shape)
     a, b = pissa(w, fits, scaling, rng, int(result[1])) if result else FROM_WEIGHT[name](w, fits, scaling, rng)
-    whole = np.zeros((rank, w.shape[1]), np.float32), np.zeros((w.shape[0], rank), np.float32)
-    whole[0][:fits], whole[1][:, :fits] = a, b
-    return whole
+    factors = np.zeros((rank, w.shape[1]), np.float32), np.zeros((w.shape[0], rank), np.float32)
+    factors[0][:fits], factors[1][:, :fits] = a, b
+    return factors
 
 
 def largest(w: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

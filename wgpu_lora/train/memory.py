@@ -13,9 +13,9 @@ from psutil import virtual_memory
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.adapter_modules import resolve_target_modules
 from wgpu_lora.names.spelling import flag, setting, settings
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT, base_format
-from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.memory_leases import Budget

@@ -8,11 +8,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Source, TokenizedData
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.json_files import read_json
 from wgpu_lora.memory_leases import claim
 from wgpu_lora.models.adapter_set import AdapterSet, SlotSpec
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
@@ -57,8 +57,10 @@ def objective_options(
     options = {"objective": chosen} | (trained if before == chosen else {})
     if given:
         return {name: value for name, value in options.items() if name not in (*TEACHER, "eval_teacher_cache")} | given
-    own = {name: value for name, value in options.items() if name != "eval_teacher_cache"}
-    return own | ({"teacher_cache": options["eval_teacher_cache"]} if options.get("eval_teacher_cache") else {})
+    objective_values = {name: value for name, value in options.items() if name != "eval_teacher_cache"}
+    return objective_values | (
+        {"teacher_cache": options["eval_teacher_cache"]} if options.get("eval_teacher_cache") else {}
+    )
 
 
 def reads(objective: str, source: Source) -> bool:
@@ -75,7 +77,7 @@ def _trained(adapter: Path) -> dict[str, Any]:
     for name in (RUN, METADATA):
         try:
             record = read_json(adapter / name)
-            recorded = _said(record.get("options"))
+            recorded = _recorded_objective(record.get("options"))
             for option in ("reference_adapter", *TEACHER, "eval_teacher_cache"):
                 if path := recorded.get(option):
                     recorded[option] = resolve_recorded_path(record.get("directory"), path)
@@ -86,13 +88,13 @@ def _trained(adapter: Path) -> dict[str, Any]:
     return {}
 
 
-def _said(options: Any) -> dict[str, Any]:
+def _recorded_objective(options: Any) -> dict[str, Any]:
     """The recorded objective and the options that it reads."""
     chosen = options.get("objective") if isinstance(options, dict) else None
     if not isinstance(chosen, str) or chosen not in OBJECTIVES:
         return {}
-    known = {item.name for item in fields(TrainingArguments)}
-    read = {item.name for item in fields(OBJECTIVES[chosen])} & known
+    option_names = {item.name for item in fields(TrainingArguments)}
+    read = {item.name for item in fields(OBJECTIVES[chosen])} & option_names
     return {name: options[name] for name in ("objective", "objective_args", *sorted(read)) if name in options}
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
-from wgpu_lora.bounded import is_name
 from wgpu_lora.data.validation_split import check_split
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import IN_FILE, flag, naming, setting
+from wgpu_lora.paths import is_name
 
 F32_TINY, F32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
 FOREVER = -1.0  # of --wait without a number
@@ -124,8 +124,8 @@ def require(fine: bool, name: str, rule: str, value: Any, hint: str = "") -> Non
 
 def kinds(item: Field[Any]) -> list[str]:
     """The types of an option, by name: ['float', 'None']."""
-    stated = item.type.__name__ if isinstance(item.type, type) else str(item.type)
-    return [part.strip() for part in stated.split("|")]
+    annotation = item.type.__name__ if isinstance(item.type, type) else str(item.type)
+    return [part.strip() for part in annotation.split("|")]
 
 
 T = TypeVar("T")
@@ -167,28 +167,28 @@ def format_args(values: Mapping[str, Any]) -> str:
 
 
 def _parse_args(kind: type, options: Any, selected_by: str) -> dict[str, Any]:
-    option, known = OWN_OPTIONS[selected_by], {item.name for item in fields(options)}
-    own = {item.name: item for item in fields(kind) if item.name not in known}
+    option, shared_names = OWN_OPTIONS[selected_by], {item.name for item in fields(options)}
+    options_by_name = {item.name: item for item in fields(kind) if item.name not in shared_names}
     result: dict[str, Any] = {}
     for part in filter(None, map(str.strip, (getattr(options, option) or "").split(","))):
         key, equals, text = (piece.strip() for piece in part.partition("="))
         name = key.replace("-", "_")
         if not equals:
             raise UserError(f"{flag(option)} must be NAME=VALUE, separated by commas, not {part!r:.80}.")
-        if name not in own:
-            chosen = setting(selected_by, getattr(options, selected_by))
-            advice = f"use {flag(name)}" if name in known else _listed(own.values())
-            raise UserError(f"{flag(option)}: {chosen} has no option {key!r:.80} of its own: {advice}.")
+        if name not in options_by_name:
+            selection = setting(selected_by, getattr(options, selected_by))
+            advice = f"use {flag(name)}" if name in shared_names else _listed(options_by_name.values())
+            raise UserError(f"{flag(option)}: {selection} has no option {key!r:.80} of its own: {advice}.")
         if name in result:
             raise UserError(f"{flag(option)} has {name!r} twice: leave one out.")
-        result[name] = _value(own[name], text, option)
+        result[name] = _value(options_by_name[name], text, option)
     return result
 
 
-def _listed(own: Collection[Field[Any]]) -> str:
+def _listed(options: Collection[Field[Any]]) -> str:
     """The choices, with the help of each."""
-    text = (f"{o.name} ({o.metadata.get('help', '').rstrip('.') or TYPES[kinds(o)[0]]}; {o.default})" for o in own)
-    return f"choose among {', '.join(text)}" if own else "it has none, so leave it out"
+    text = (f"{o.name} ({o.metadata.get('help', '').rstrip('.') or TYPES[kinds(o)[0]]}; {o.default})" for o in options)
+    return f"choose among {', '.join(text)}" if options else "it has none, so leave it out"
 
 
 def _value(item: Field[Any], text: str, option: str) -> Any:

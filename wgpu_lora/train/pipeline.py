@@ -149,7 +149,7 @@ def prepare_pipeline(
             )
     tokens = _batch_tokens(runs, schedule, batch_tokens)
     identity = _identity(args, schedule, tokens, tasks)
-    state.identity = _whole(state.identity)
+    state.identity = _full_identity(state.identity)
     if args.resume and state.identity != identity:
         raise UserError(
             f"{flag('resume')} needs the same adapters, schedule and options as the pipeline in {home}: "
@@ -244,7 +244,7 @@ def _identity(args: TrainingArguments, schedule: str, tokens: int, tasks: Sequen
     return {"schedule": schedule, "batch_tokens": tokens, "adapters": adapters, "options": _fixed(args)}
 
 
-def _whole(identity: dict[str, Any]) -> dict[str, Any]:
+def _full_identity(identity: dict[str, Any]) -> dict[str, Any]:
     """A recorded identity, with defaults for options that did not exist in the version that wrote it."""
     # Version 0.1.0 had an adapter's objective here, which is now one of the adapter's own options.
     adapters = [{k: v for k, v in adapter.items() if k != "objective"} for adapter in identity.get("adapters", [])]

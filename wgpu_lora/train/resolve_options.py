@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.assets import asset_dir
-from wgpu_lora.bounded import read_toml
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_toml
 from wgpu_lora.names.spelling import IN_FILE
 from wgpu_lora.train.options.training_arguments import OUTPUT, TrainingArguments, from_values, named
 

@@ -85,28 +85,28 @@ def project_time(job: Job[Any], events: Events = SILENT) -> Projection:
         run.place_initial(session)
         if run.reference:
             session.place_reference(run.slot, run.reference.matrices)
-        compilation, taken, reference = _take(job)
+        compilation, steps, reference = _take(job)
         heldout = _heldout(job)
     epoch = run.stream.epoch(0)
     total = run.stream.total_steps()
-    whole = padded_tokens(run.stream, [batch for step in epoch for batch in step]) * total / len(epoch)
-    spent = sum(seconds for _, seconds in taken)
-    samples = [sample for step, _ in taken for sample in step.samples]
-    timed = sum(padded_tokens(run.stream, step.micro_batches) for step, _ in taken)
-    training = args.target_seconds or spent / timed * whole
+    padded = padded_tokens(run.stream, [batch for step in epoch for batch in step]) * total / len(epoch)
+    spent = sum(seconds for _, seconds in steps)
+    samples = [sample for step, _ in steps for sample in step.samples]
+    timed = sum(padded_tokens(run.stream, step.micro_batches) for step, _ in steps)
+    training = args.target_seconds or spent / timed * padded
     compiling = {} if args.target_seconds else {COMPILATION: compilation}  # a target includes it
     stages = {PREPARATION: preparation, **compiling, TRAINING: training}
     if run.stream.objective.precomputes:
         stages[REFERENCE] = reference * sum(len(d.samples) for d in (run.stream.prepared, run.heldout) if d)
     if heldout:  # a target includes those between steps
         stages[HELDOUT] = heldout * (args.eval_on_start + 1 if args.target_seconds else _times(job, total, len(epoch)))
-    return Projection(stages, len(taken), spent, run.stream.processed_tokens(samples), len(samples))
+    return Projection(stages, len(steps), spent, run.stream.processed_tokens(samples), len(samples))
 
 
 def _take(job: Job[Any]) -> tuple[float, list[tuple[Step, float]], float]:
     """(seconds that compilation adds to the first steps, [(step, seconds) of the others], seconds to precompute the
     reference of a sample)."""
-    compiling, references, taken = list[float](), list[float](), list[tuple[Step, float]]()
+    compiling, references, steps = list[float](), list[float](), list[tuple[Step, float]]()
     built = job.session.built
     for number, step in enumerate(islice(job.run.stream.steps(), MOST)):
         before = len(built)
@@ -114,14 +114,14 @@ def _take(job: Job[Any]) -> tuple[float, list[tuple[Step, float]], float]:
         if number < WARMUP or len(built) > before:
             compiling.append(seconds)
         else:
-            taken.append((step, seconds))
+            steps.append((step, seconds))
             references.append(reference / len(step.samples))
-        if len(taken) == STEPS:
+        if len(steps) == STEPS:
             break
-    if not taken:
+    if not steps:
         raise UserError(f"No step could be timed, since each of the first {MOST} compiled kernels: this is a bug.")
-    each = sum(seconds for _, seconds in taken) / len(taken)
-    return max(0.0, sum(compiling) - len(compiling) * each), taken, sum(references) / len(references)
+    each = sum(seconds for _, seconds in steps) / len(steps)
+    return max(0.0, sum(compiling) - len(compiling) * each), steps, sum(references) / len(references)
 
 
 def _step(job: Job[Any], step: Step) -> tuple[float, float]:

@@ -12,9 +12,9 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.model_files import ModelFiles
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import ROWS_PER_BATCH, TrainingArguments
-from wgpu_lora.words import count_noun
 
 
 def sources_of(args: TrainingArguments, rows: Mapping[str, Source] | None = None) -> tuple[Source, Source | None]:
@@ -105,7 +105,7 @@ def default_batches(
         weight: batches per step, if not given, relative to an adapter of weight 1.
     """
     packing, rows, accumulation = args.batching
-    stated = args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps
+    sizes = args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps
     longest = args.length * members
     a_batch = rows * longest if packing else rows * sum(lengths) / len(lengths)  # tokens
 
@@ -115,17 +115,17 @@ def default_batches(
     what = "row" if members == 1 else "pair"
     note, small = "", f"since the data are small ({count_noun(len(lengths), what)}, {sum(lengths):,} tokens)"
     least = math.ceil(1 / weight)
-    if None in stated and few(accumulation):
-        if packing and stated[2] is None:
+    if None in sizes and few(accumulation):
+        if packing and sizes[2] is None:
             accumulation = next((n for n in (2, 1) if n >= least and not few(n)), least)
             packed = count_noun(max(1, round(accumulation * weight)), "packed batch", "packed batches")
             note = f"{packed} per step, {small}"
         if few(accumulation) and not args.packing:
             packing = False
-            rows, accumulation = _sizes(stated[1], stated[2], lengths, ROWS_PER_BATCH * longest, weight)
-            batches = accumulation if stated[2] else max(1, round(accumulation * weight))
+            rows, accumulation = _sizes(sizes[1], sizes[2], lengths, ROWS_PER_BATCH * longest, weight)
+            batches = accumulation if sizes[2] else max(1, round(accumulation * weight))
             note = f"{count_noun(min(rows * batches, len(lengths)), what)} per step, not packed, {small}"
-    if stated[2] is None:
+    if sizes[2] is None:
         accumulation = max(1, round(accumulation * weight))
     filled = replace(args, packing=packing, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
     return filled, note

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import MAX_JSON_BYTES, parse_object
 from wgpu_lora.names.aliases import real_names
-from wgpu_lora.typed_json import typed
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
+from wgpu_lora.typed_json import read_as, typed
 from wgpu_lora.worker.job_kinds import KINDS, Kind
 
 SCHEMA = 1  # of jobs and of events
 MANY = 30  # options that a message does not list
-KEYS = {"schema", "job", "options"}
+
+
+@dataclass(frozen=True)
+class JobFile:
+    job: str
+    schema: int = SCHEMA
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,20 +42,12 @@ def read_job(source: str) -> Job:
         UserError: it cannot be read, its kind is unknown, or it is from a newer version.
     """
     where = "The job on standard input" if source == "-" else f"The job {source}"
-    facts = parse_object(_bytes(source, where), where, cure="fix the job")
-    unknown = facts.keys() - KEYS
-    if unknown:
-        raise UserError(f"{where} has a key '{min(unknown)}': its keys are {', '.join(sorted(KEYS))}.")
-    schema, kind, options = facts.get("schema", SCHEMA), facts.get("job"), facts.get("options", {})
-    if type(schema) is not int or not 1 <= schema <= SCHEMA:
-        raise UserError(f"{where} has the schema {schema!r:.40}, but this version supports {SCHEMA}: update wgpu-lora.")
-    if kind is None:
-        raise UserError(f"{where} lacks 'job', its kind: choose one of {', '.join(KINDS)}.")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise UserError(f"{where} has an unknown kind {kind!r:.60}: choose one of {', '.join(KINDS)}.")
-    if not isinstance(options, dict):
-        raise UserError(f"{where} has 'options' that are not an object: give names and values.")
-    return Job(kind, options, where)
+    file = read_as(JobFile, parse_object(_bytes(source, where), where, cure="fix the job"), where)
+    if not 1 <= file.schema <= SCHEMA:
+        raise UserError(f"{where} has the schema {file.schema}, but this version supports {SCHEMA}: update wgpu-lora.")
+    if file.job not in KINDS:
+        raise UserError(f"{where} has an unknown kind {file.job!r:.60}: choose one of {', '.join(KINDS)}.")
+    return Job(file.job, file.options, where)
 
 
 def _bytes(source: str, where: str) -> bytes:
@@ -75,24 +73,24 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
     port, *parameters = inspect.signature(run).parameters.values()
     named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "where"}
     hints = get_type_hints(run)
-    known = [*named]
+    names = [*named]
     for options in (hints[p.name] for p in parameters if p.kind is p.VAR_KEYWORD):
         unchecked = job.options.keys() - {port.name, "where"}  # by names; the function does that
-        known += unchecked if options is Any else get_type_hints(*get_args(options))
+        names += unchecked if options is Any else get_type_hints(*get_args(options))
     many = f"{', '.join(named)} and the options in 'wgpu-lora {job.kind} --help-all'"
-    takes = ", ".join(known) if len(known) <= MANY else many
-    given = real_names(job.options, known, job.where, otherwise=f"the job {job.kind!r} takes {takes}.")
-    missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
+    takes = ", ".join(names) if len(names) <= MANY else many
+    values = real_names(job.options, names, job.where, otherwise=f"the job {job.kind!r} takes {takes}.")
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in values]
     if missing:
         raise UserError(
             f"{job.where} lacks {join_words([repr(name) for name in missing])}: the job {job.kind!r} requires it."
         )
-    for name in given.keys() & named.keys():
+    for name in values.keys() & named.keys():
         try:
-            given[name] = checked(named[name], hints[name], given[name])
+            values[name] = checked(named[name], hints[name], values[name])
         except ValueError as error:
             raise UserError(f"{job.where}: {error}.") from None
-    return {**given, "where": job.where} if "where" in hints else given
+    return {**values, "where": job.where} if "where" in hints else values
 
 
 def checked(parameter: inspect.Parameter, hint: Any, value: Any) -> Any:

@@ -21,7 +21,6 @@ KINDS: Registry[Kind] = Registry(
         "bench-training": "wgpu_lora.worker.kinds.bench_jobs:run_bench_training",
         "gradients": "wgpu_lora.worker.kinds.gradients:run",
         "heldout": "wgpu_lora.worker.kinds.heldout:run",
-        "step": "wgpu_lora.worker.kinds.step:run",
         "speed": "wgpu_lora.worker.kinds.speed:run",
         "teacher-cache": "wgpu_lora.worker.kinds.training_jobs:run_teacher_cache",
     }

@@ -14,14 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TextIO, get_type_hints
 
-from wgpu_lora.bounded import parse_object
 from wgpu_lora.closed_streams import discard_when_closed
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
+from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.names.spelling import IN_JSON, naming
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.text import join_words
 from wgpu_lora.train.run.stop_reasons import Requests
-from wgpu_lora.words import join_words
 from wgpu_lora.worker.job_file import SCHEMA, arguments, checked, read_job
 from wgpu_lora.worker.job_kinds import KINDS
 
@@ -29,12 +28,12 @@ ORPHANED = 129  # the exit code of a job whose parent is gone, as after SIGHUP
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The result of a job whose exit code may not be 0; `said` is the reason, for the user."""
+class JobResult:
+    """The result of a job whose exit code may not be 0; `reason` is for the user."""
 
     result: Any
     code: int
-    said: str
+    reason: str
 
 
 class EventWriter(Events):
@@ -88,11 +87,11 @@ def _answer(side: Any, line: str) -> dict[str, Any]:
     name = request.pop("request", None)
     if not isinstance(name, str) or name not in methods:
         raise UserError(f"The request {name!r:.60} is not known: choose one of {', '.join(methods)}.")
-    result: dict[str, Any] = methods[name](**_taken(name, methods[name], request))
+    result: dict[str, Any] = methods[name](**_checked_values(name, methods[name], request))
     return result
 
 
-def _taken(name: str, method: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
+def _checked_values(name: str, method: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
     """The values of a request, checked against the method's annotations."""
     hints, signature = get_type_hints(method), inspect.signature(method)
     try:
@@ -107,8 +106,8 @@ def _telling(name: str) -> Any:
 
     def tell(self: EventWriter, *values: Any) -> None:
         facts = dict(zip(names, values, strict=True))
-        whole = len(names) == 1 and is_dataclass(values[0]) and not isinstance(values[0], type)
-        self.emit(name, **(asdict(values[0]) if whole else facts))
+        as_one = len(names) == 1 and is_dataclass(values[0]) and not isinstance(values[0], type)
+        self.emit(name, **(asdict(values[0]) if as_one else facts))
 
     return tell
 
@@ -141,8 +140,8 @@ def work(source: str) -> int:
         except BaseException as error:
             port.emit("error", kind=type(error).__name__, message=_message(error))
             raise
-        ended = value if isinstance(value, Ended) else Ended(value, 0, "")
-        port.emit("result", code=ended.code, said=ended.said, result=ended.result)
+        ended = value if isinstance(value, JobResult) else JobResult(value, 0, "")
+        port.emit("result", code=ended.code, said=ended.reason, result=ended.result)
         return ended.code
 
 
@@ -158,13 +157,13 @@ def _only_events() -> Iterator[TextIO]:
     if sys.stdout is None:
         raise UserError("There is no standard output to write events to: connect it to a pipe or a file.")
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as kept:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
         os.dup2(2, 1)
         try:
-            yield discard_when_closed(kept)
+            yield discard_when_closed(output)
         finally:
             sys.stdout.flush()
-            os.dup2(kept.fileno(), 1)
+            os.dup2(output.fileno(), 1)
 
 
 class TrainingRequests(Requests):

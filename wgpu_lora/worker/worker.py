@@ -10,17 +10,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from wgpu_lora.child_process import ChildEnded, ChildProcess
 from wgpu_lora.worker.job_file import SCHEMA
 
 PROGRAM = (sys.executable, "-m", "wgpu_lora", "worker")
 GRACE = 5.0  # seconds between asking a process to end and killing it
+REASON = 300  # characters
 Event = dict[str, Any]
 
 
@@ -54,36 +54,38 @@ class Worker:
         asked: bool = False,
     ):
         self.name, self._timeout = name or job, timeout
-        self._own = None if place else tempfile.TemporaryDirectory(prefix="wgpu-lora-worker-")
-        place = place or Path(self._own.name if self._own else "")
+        self._temporary = None if place else tempfile.TemporaryDirectory(prefix="wgpu-lora-worker-")
+        place = place or Path(self._temporary.name if self._temporary else "")
         self.log, self.errors = place / f"{self.name}.jsonl", place / f"{self.name}.stderr.log"
         file = place / f"{self.name}.job.json"
         file.write_text(json.dumps({"schema": SCHEMA, "job": job, "options": options}, indent=1) + "\n")
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.last: Event = {}
         self._began = time.monotonic()
-        with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [*program, str(file)],
-                stdin=subprocess.PIPE if asked else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=os.environ | (environment or {}),
-            )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        try:
+            with self.errors.open("wb") as errors:
+                self._child = ChildProcess([*program, str(file)], environment=environment, stderr=errors)
+        except ChildEnded as error:
+            raise WorkerFailed(f"{self.name}: {error}", None) from None
+        self.process = self._child.popen
+        assert self.process.stdin
+        assert self.process.stdout
+        if not asked:
+            self.process.stdin.close()
+        output = os.dup(self.process.stdout.fileno())  # is read to its end, also after the child has been ended
+        self._reader = threading.Thread(target=self._read, args=(output,), daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stdout
-        with self.log.open("wb") as log:
-            for line in self.process.stdout:
+    def _read(self, output: int) -> None:
+        with self.log.open("wb") as log, os.fdopen(output, "rb") as lines:
+            for line in lines:
                 log.write(line)
                 log.flush()
                 with suppress(ValueError):  # cut off if it was killed
                     self._events.put(json.loads(line))
         self._events.put(None)
 
-    # -- hearing ---------------------------------------------------------------------------------------------------
+    # -- events and requests ---------------------------------------------------------------------------------------
 
     def events(self) -> Iterator[Event]:
         """The events as they happen. Raises WorkerFailed on a timeout, after ending the worker."""
@@ -91,9 +93,9 @@ class Worker:
             yield event
 
     def _next(self) -> Event | None:
-        left = None if self._timeout is None else self._began + self._timeout - time.monotonic()
+        seconds = None if self._timeout is None else self._began + self._timeout - time.monotonic()
         try:
-            event = self._events.get(timeout=None if left is None else max(left, 0))
+            event = self._events.get(timeout=None if seconds is None else max(seconds, 0))
         except queue.Empty:
             self.end()
             raise WorkerFailed(f"it took more than {self._timeout:,.0f} s", None) from None
@@ -106,10 +108,8 @@ class Worker:
 
     def request(self, request: str, **values: Any) -> None:
         """Send a request without waiting for its answer, which is one of the events."""
-        assert self.process.stdin
-        with suppress(OSError):  # if it has ended, its events say so
-            self.process.stdin.write((json.dumps({"request": request, **values}) + "\n").encode())
-            self.process.stdin.flush()
+        with suppress(ChildEnded):  # its events say so
+            self._child.send({"request": request, **values})
 
     def ask(self, request: str, **values: Any) -> Event:
         """Send a request and return the answer. Raises WorkerFailed if the worker ends or times out."""
@@ -142,27 +142,27 @@ class Worker:
 
     def failure_reason(self) -> str:
         """The reason of its end, as part of a sentence."""
-        told = self.last.get("message") or self.last.get("said")
-        if told:
-            return str(told)[:300]
+        message = self.last.get("message") or self.last.get("said")
+        if message:
+            return str(message)[:REASON]
         text = [line.strip() for line in self.errors.read_text(errors="replace").split("\n") if line.strip()]
-        return text[-1][:300] if text else "it said nothing"
+        return text[-1][:REASON] if text else "no message"
 
     def end(self) -> None:
-        """End it and its own children if it is still running."""
-        end([self])
+        """End it and its own children if it is still running: ask first, and kill them after a while."""
+        self._child.end(GRACE if self.running() else 0)
 
     def close(self) -> None:
         """Let a worker that takes requests finish, and end it if it does not."""
-        if self.process.stdin:
+        if self.process.stdin and not self.process.stdin.closed:
             with suppress(OSError):
                 self.process.stdin.close()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=60)
         self.end()
         self._reader.join()
-        if self._own:
-            self._own.cleanup()
+        if self._temporary:
+            self._temporary.cleanup()
 
     def __enter__(self) -> Worker:
         return self
@@ -171,21 +171,3 @@ class Worker:
         if exception[0] is not None:
             self.end()
         self.close()
-
-
-def end(workers: Iterable[Worker]) -> None:
-    """End the running ones with their children: ask first, and kill them after a while."""
-    processes: list[psutil.Process] = []
-    living = [worker.process for worker in workers if worker.running()]
-    for process in living:
-        with suppress(psutil.Error):
-            whole = psutil.Process(process.pid)
-            processes += [*whole.children(recursive=True), whole]
-    for one in processes:
-        with suppress(psutil.Error):
-            one.terminate()
-    for one in psutil.wait_procs(processes, GRACE)[1]:
-        with suppress(psutil.Error):
-            one.kill()
-    for process in living:
-        process.wait()

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import cffi
 import pytest
@@ -20,11 +19,9 @@ from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.cli import main
 from wgpu_lora.proof.checks import resuming_is_exact
 from wgpu_lora.proof.cuda_check import look_into, no_cuda, package_libraries
-from wgpu_lora.proof.heldout_rows import count_leaked_rows, request_of, shown
-from wgpu_lora.proof.proof_context import Check, Result
+from wgpu_lora.proof.proof_context import Check, Result, count_leaked_rows, request_of
 from wgpu_lora.proof.proof_run import carry_out, render
 from wgpu_lora.proof.watched_workers import EVENTS, Children, command_of, record_own_process
-from wgpu_lora.proof.worker_jobs import prompt_of
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.training_log import LOG
 
@@ -81,9 +78,9 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     try:
         children.run("child", "proof-devices", select="0")
         children.watcher.look()
-        for one in children.watcher.seen.values():
+        for one in children.watcher.records.values():
             one.looks = one.looks or 1
-        proof: Any = SimpleNamespace(children=children, devices=lambda: {"used": [0]})
+        proof: Any = SimpleNamespace(children=children, devices={"used": [0]})
         return carry_out(6, "no CUDA", no_cuda, proof)
     finally:
         children.end()
@@ -147,18 +144,11 @@ def test_held_out_rows_are_compared_by_what_they_say(tmp_path: Path) -> None:
     assert count_leaked_rows(DEMO_HELDOUT.with_name("train.jsonl"), DEMO_HELDOUT)[0] == 0
 
 
-def test_requests_are_all_before_the_last_answer_and_take_template_options() -> None:
+def test_requests_are_all_before_the_last_answer() -> None:
     turns = [("system", "S"), ("user", "u1"), ("assistant", "a1"), ("user", "u2"), ("assistant", "a2")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    request = request_of({"messages": messages})
-    assert request
-    assert shown(request) == "system: S\nuser: u1\nassistant: a1\nuser: u2"
-    assert request_of({"text": "x"}) is request_of({"messages": messages[2:3]}) is None
-    tokenizer: Any = Mock(encode=lambda text: [])
-    prompt_of(request, tokenizer, {"enable_thinking": False})
-    ((given, _, *options), _) = tokenizer.render.call_args
-    assert [message["content"] for message in given] == ["S", "u1", "a1", "u2"]
-    assert options == [True, {"enable_thinking": False}]
+    assert [message["content"] for message in request_of({"messages": messages})] == ["S", "u1", "a1", "u2"]
+    assert request_of({"text": "x"}) == request_of({"messages": messages[2:3]}) == []
 
 
 @pytest.mark.parametrize(("arguments", "status", "code"), [([], "not run", 0), (["--strict"], "not run", 1),

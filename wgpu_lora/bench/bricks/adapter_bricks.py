@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from wgpu_lora.bench.brick import Context, Extra, SessionWorkload, new_bytes
-from wgpu_lora.bench.reference_check import Checked, check
+from wgpu_lora.bench.reference_check import ReferenceErrors, check
 from wgpu_lora.bench.timing import Timings
 from wgpu_lora.bench.training_step import SlotStep, fill_with_random_state, largest
 from wgpu_lora.gpu.program import Program
@@ -34,14 +34,14 @@ class MultiAdapterStep(SessionWorkload):
         tokens = context.tokens
         # A row for every slot, of at least 5 tokens: with fewer, gradients of scores are mostly rounding errors.
         row = min(ROW, max(5, tokens // MANY))
-        whole = [row] * (tokens // row)
-        whole[-1] += tokens % row
+        lengths = [row] * (tokens // row)
+        lengths[-1] += tokens % row
         # Adapters, rows of a step, and steps per turn, where adapters take them one after another.
         cases = {
-            "alone": (1, whole, 1),
-            "together": (FEW, whole, 1),
-            "eight": (MANY, whole, 1),
-            "third_alone": (1, whole[: -(-len(whole) // FEW)], FEW),
+            "alone": (1, lengths, 1),
+            "together": (FEW, lengths, 1),
+            "eight": (MANY, lengths, 1),
+            "third_alone": (1, lengths[: -(-len(lengths) // FEW)], FEW),
             "short_alone": (1, [row], FEW),
             "short_together": (FEW, [row] * FEW, 1),
         }
@@ -55,12 +55,12 @@ class MultiAdapterStep(SessionWorkload):
             for name, (slots, rows, _) in cases.items()
         }
         self._times = {name: times for name, (_, _, times) in cases.items()}
-        pairs = sum(n * (n + 1) // 2 for n in whole)
-        self.keys = {"pairs": float(pairs), "trained": float(tokens - len(whole)), "slots": float(FEW)}
+        pairs = sum(n * (n + 1) // 2 for n in lengths)
+        self.keys = {"pairs": float(pairs), "trained": float(tokens - len(lengths)), "slots": float(FEW)}
         self.turns: list[dict[str, float]] = []  # tokens per second
 
-    def check(self, rng: np.random.Generator) -> Checked:
-        result = Checked()
+    def check(self, rng: np.random.Generator) -> ReferenceErrors:
+        result = ReferenceErrors()
         for step in self.steps.values():
             step.check(rng, result)
         return result
@@ -156,7 +156,7 @@ class MultiAdapterMemory(SessionWorkload):
             if session is not self._few:
                 session.close()
 
-    def check(self, rng: np.random.Generator) -> Checked:
+    def check(self, rng: np.random.Generator) -> ReferenceErrors:
         fill_with_random_state(self._few, rng)
         return check(self._few.optimizer.program)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from wgpu_lora.bench.brick import Context, Extra, SessionWorkload
-from wgpu_lora.bench.reference_check import Checked
+from wgpu_lora.bench.reference_check import ReferenceErrors
 from wgpu_lora.bench.timing import Timings, repeat
 from wgpu_lora.bench.training_step import SlotStep, fill_with_random_state
 
@@ -36,8 +36,8 @@ class DeviceSpeed(SessionWorkload):
         self.keys = {"step_tokens": tokens, "pairs": float(pairs), "trained": tokens - len(whole)}
         self.turns: list[dict[str, float]] = []  # seconds
 
-    def check(self, rng: np.random.Generator) -> Checked:
-        result = Checked()
+    def check(self, rng: np.random.Generator) -> ReferenceErrors:
+        result = ReferenceErrors()
         for step in self.steps.values():
             step.check(rng, result)
         return result

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.bench.brick import Context, Extra, Workload
-from wgpu_lora.bench.reference_check import Checked, check, fill_with_nan
+from wgpu_lora.bench.reference_check import ReferenceErrors, check, fill_with_nan
 from wgpu_lora.bench.timing import Timings, run_seconds
 from wgpu_lora.bench.training_step import adapter_set, fill_adapters
 from wgpu_lora.errors import UserError
@@ -93,11 +93,11 @@ class Serving(Workload):
             fill_adapters(context.device, adapters, self._rng)
         self._generator = Generator(context.model, adapters, self._capacity, self._sequences)
 
-    def check(self, rng: np.random.Generator) -> Checked:
+    def check(self, rng: np.random.Generator) -> ReferenceErrors:
         """Check a prefill step of the prompts and a decoding step after it, as the Generator recorded them."""
         assert self._generator is not None, "open() first"
         self._rng, device, recorded = rng, self._context.device, self._generator.programs
-        arena, state, batch, result = self._generator.arena, recorded.state, self._sequences, Checked()
+        arena, state, batch, result = self._generator.arena, recorded.state, self._sequences, ReferenceErrors()
         fitting = [step for step in recorded.prefill if step.tokens < 2 * batch * self._prompt]
         prefill = fitting[-1] if fitting else recorded.prefill[0]  # as the Generator chooses
         each, everyone = min(self._prompt, prefill.tokens // batch), np.arange(batch)
@@ -181,7 +181,7 @@ class Load(Workload):
     def open(self, choices: Choices = NO_CHOICES) -> None:
         pass
 
-    def check(self, rng: np.random.Generator) -> Checked | None:
+    def check(self, rng: np.random.Generator) -> ReferenceErrors | None:
         """Compare the smallest matrix with the base format's NumPy reference of the checkpoint's values.
 
         Of low-bit formats, whose tables can be fitted in several ways, the error must not be larger than its.
@@ -197,7 +197,7 @@ class Load(Workload):
         error = nmse(values, want)
         if isinstance(weight, LowBitWeight):
             error = max(0.0, nmse(values, source) - 1.01 * nmse(want, source))
-        result = Checked()
+        result = ReferenceErrors()
         result.add(error, name.removesuffix(".weight"), part=True)
         return result
 

@@ -9,7 +9,7 @@ import numpy as np
 from wgpu_lora.bench.brick import Context, Extra, SessionWorkload, Workload
 from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.recorded_brick import ProgramWorkload, normal
-from wgpu_lora.bench.reference_check import Checked
+from wgpu_lora.bench.reference_check import ReferenceErrors
 from wgpu_lora.bench.timing import Timings, run_seconds
 from wgpu_lora.bench.training_step import SlotStep, adapter_set, fill_adapters, fill_update
 from wgpu_lora.gpu.tensor import Tensor
@@ -91,8 +91,8 @@ class TrainStep(SessionWorkload):
         self._step = SlotStep(self._session, [(0, row) for row in rows])
         self.keys = {"pairs": float(sum(n * (n + 1) // 2 for n in rows)), "trained": float(self._step.trained)}
 
-    def check(self, rng: np.random.Generator) -> Checked:
-        return self._step.check(rng, Checked())
+    def check(self, rng: np.random.Generator) -> ReferenceErrors:
+        return self._step.check(rng, ReferenceErrors())
 
     def run(self) -> float:
         return run_seconds(self._step.run)
@@ -103,7 +103,7 @@ class TrainStep(SessionWorkload):
         if timer.clock == "timestamps":
             programs = self._session.programs()
             pairs = [(self.run(), sum(map(timer.run, programs))) for _ in range(DEVICE_RUNS)]  # alternating
-            whole, device_seconds = np.median(pairs, axis=0)
-            host_share = max(0.0, 1 - device_seconds / whole)  # due to noise, the part may be larger
+            total, device_seconds = np.median(pairs, axis=0)
+            host_share = max(0.0, 1 - device_seconds / total)  # due to noise, the part may be larger
             result |= {"device_seconds": float(device_seconds), "host_share": float(host_share)}
         return result

@@ -13,7 +13,7 @@ from wgpu_lora.export.gguf_export import FILE_TYPES, export_models
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 from wgpu_lora.models.model_files import config_of
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 
 @dataclass(frozen=True)

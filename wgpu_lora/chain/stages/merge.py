@@ -13,7 +13,7 @@ from wgpu_lora.export.adapter_merge import DTYPES, merge_adapter
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
 from wgpu_lora.models.model_files import config_of
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 
 @dataclass(frozen=True)

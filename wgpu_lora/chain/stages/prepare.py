@@ -12,7 +12,7 @@ from wgpu_lora.data.curation import Preparation, prepare_files
 from wgpu_lora.data.curation.curate import Progress
 from wgpu_lora.data.curation.curation_files import find_inputs
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Prepare(Stage):
         """Raise UserError if the inputs include the chain's own files, which change with every run."""
         result = find_inputs(self.inputs, Path("unwritten"), self.exclude)
         around = [name for name in self.inputs if Path(name).is_dir() and chain.is_relative_to(Path(name).resolve())]
-        own = [str(path) for path in result.paths if path is not None and path.resolve().parent == chain]
-        if around or own:
+        within = [str(path) for path in result.paths if path is not None and path.resolve().parent == chain]
+        if around or within:
             raise UserError(
-                f"{(around or own)[0]} includes what the chain writes: choose an --output elsewhere, or name the files."
+                f"{(around or within)[0]} includes what the chain writes: choose another --output, or name the files."
             )

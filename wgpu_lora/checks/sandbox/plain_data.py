@@ -178,5 +178,5 @@ class _Reader(_Bounded):
                 raise NotPlainError(f"a range of more than {MAX_VALUES:,}")
             return span
         if kind == "dict":
-            return {self.read(key, depth + 1): self.read(held, depth + 1) for key, held in content}
-        return CONTAINERS[kind](self.read(held, depth + 1) for held in content)
+            return {self.read(key, depth + 1): self.read(item, depth + 1) for key, item in content}
+        return CONTAINERS[kind](self.read(item, depth + 1) for item in content)

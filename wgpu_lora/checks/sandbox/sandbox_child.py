@@ -75,9 +75,9 @@ def _confine(config: dict[str, Any]) -> dict[str, Any]:
 def _limit(cpu: int, memory: int) -> list[str]:
     if resource is None:
         return []
-    wanted = {"CPU": cpu, "AS": memory, "NPROC": 0, "FSIZE": 0, "CORE": 0, "NOFILE": FILES, "MEMLOCK": 0, "MSGQUEUE": 0}
+    limits = {"CPU": cpu, "AS": memory, "NPROC": 0, "FSIZE": 0, "CORE": 0, "NOFILE": FILES, "MEMLOCK": 0, "MSGQUEUE": 0}
     done = []
-    for name, value in wanted.items():
+    for name, value in limits.items():
         with suppress(AttributeError, ValueError, OSError):
             kind = getattr(resource, f"RLIMIT_{name}")
             hard = resource.getrlimit(kind)[1]
@@ -263,15 +263,15 @@ def completed(prompt: str) -> str:
     return ""
 
 
-def _exception(said: str) -> Exception:
+def _exception(message: str) -> Exception:
     """An exception of the kind that the answer raised, if it is one of Python's; said: "Name: text"."""
-    kind = getattr(builtins, said.partition(":")[0], None)
+    kind = getattr(builtins, message.partition(":")[0], None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDING):
         try:
-            return kind(said.partition(": ")[2])
+            return kind(message.partition(": ")[2])
         except TypeError:  # UnicodeDecodeError has other arguments
             pass
-    return RuntimeError(said)
+    return RuntimeError(message)
 
 
 def _change(args: list[Any], after: list[Any]) -> None:

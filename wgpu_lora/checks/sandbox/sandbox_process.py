@@ -160,11 +160,11 @@ class SandboxProcess:
         searched = 0
         while (end := self._rest.find(b"\n", searched)) < 0:
             searched = len(self._rest)
-            left = self._deadline - time.monotonic()
+            seconds = self._deadline - time.monotonic()
             try:
-                if left <= 0:  # even if there is more to read
+                if seconds <= 0:  # even if there is more to read
                     raise queue.Empty
-                chunk = self._chunks.get(timeout=left)
+                chunk = self._chunks.get(timeout=seconds)
             except queue.Empty:
                 raise TimedOutError(f"no answer in {self._seconds:g} s") from None
             if not chunk:
@@ -241,13 +241,13 @@ class SandboxProcess:
 
     def _listen(self) -> None:
         assert self._popen.stdout
-        left = OUTPUT
-        while left > 0:
-            chunk = os.read(self._popen.stdout.fileno(), min(left, 1 << 16))
+        bytes_left = OUTPUT
+        while bytes_left > 0:
+            chunk = os.read(self._popen.stdout.fileno(), min(bytes_left, 1 << 16))
             self._chunks.put(chunk)
             if not chunk:
                 return
-            left -= len(chunk)
+            bytes_left -= len(chunk)
         self._flooded = True
         self._chunks.put(b"")
 
@@ -300,7 +300,7 @@ def modules_for(code: str) -> list[str]:
     """The modules that an answer may import: those whose names it contains."""
     words = set(re.findall(r"\w+", code))
     result = set(IMPORTABLE.split()) & words
-    result |= {needed for name in words & NEEDS.keys() for needed in NEEDS[name].split()}
+    result |= {module for name in words & NEEDS.keys() for module in NEEDS[name].split()}
     codecs = set(CODECS.split()) if words & {"encode", "decode", "encoding", "codecs"} else set()
     for name in re.findall(r"""['"]([\w .-]{2,40})['"]""", code):
         name = encodings.normalize_encoding(name.lower())

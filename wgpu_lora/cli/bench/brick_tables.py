@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from wgpu_lora.bench.brick_results import BROKEN, HOLDS, NOISY, Comparison, Result
 from wgpu_lora.bench.device_ceilings import Ceilings
-from wgpu_lora.words import count_noun, percent
+from wgpu_lora.text import count_noun, percent
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.result_comparison import Figure
@@ -34,7 +34,7 @@ def duration(seconds: float) -> str:
 
 def cells(result: Result) -> tuple[str, ...]:
     """One for each of COLUMNS."""
-    asked = result.budget["asked"]
+    share = result.budget["asked"]
     of_memory = result.budget["of"] == "bandwidth"
     return (
         result.label,
@@ -42,7 +42,7 @@ def cells(result: Result) -> tuple[str, ...]:
         f"{result.cv:.0%}",
         rate(result.gbs, "B/s") if of_memory else rate(result.gflops, "FLOP/s"),
         percent(result.budget["reached"]),
-        "none" if asked is None else percent(asked),
+        "none" if share is None else percent(share),
         VERDICTS[result.verdict],
     )
 

@@ -223,9 +223,9 @@ def bricks(
     from wgpu_lora.track.run_recorder import remarks
 
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
-    taken = {option for name in names for option in load_contract(name).options}
-    untuned = set() if "tune" in taken else {"retune"}
-    refuse_unused(ctx, set(OPTIONS) - taken | untuned, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
+    used = {option for name in names for option in load_contract(name).options}
+    untuned = set() if "tune" in used else {"retune"}
+    refuse_unused(ctx, set(OPTIONS) - used | untuned, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
     if retune and not tuning_enabled(tune):
         raise UserError("--retune does nothing with --no-tune or WGPU_LORA_NO_TUNE: leave one of them out.")
     sizes = {

@@ -12,8 +12,8 @@ from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.cli.parameters import BaseDtype, Device, Goal, InRunLog, Notes
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
+from wgpu_lora.text import count_noun
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.brick_results import Writer

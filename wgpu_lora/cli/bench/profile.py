@@ -124,37 +124,40 @@ def _arguments(ctx: typer.Context, record: RunRecord | None, sizes: dict[str, An
     return replace(record.options, **{"per_device_train_batch_size": rows, "max_length": tokens, **given})
 
 
-def _table(found: Profile, by_shape: bool) -> Any:
+def _table(profile: Profile, by_shape: bool) -> Any:
     from wgpu_lora.cli.bench.brick_tables import duration
 
     left = ("kernel", "shape") if by_shape else ("kernel",)
     rows = []
-    for group in found.groups(by_shape):
+    for group in profile.groups(by_shape):
         gflops = "" if group.gflops is None else f"{group.gflops:,.1f}"
         shape = [group.shape or ""] if by_shape else []
         rows.append((group.kernel, *shape, f"{group.calls:,}", duration(group.seconds), f"{group.share:.1%}", gflops))
     return table((*left, "calls", "time", "share", "GFLOP/s"), rows, left)
 
 
-def _summary(found: Profile) -> None:
+def _summary(profile: Profile) -> None:
     from wgpu_lora.cli.bench.brick_tables import duration
     from wgpu_lora.cli.finetune import speed
 
-    spread = f" (steps vary by {found.step_spread / found.step_seconds:.0%})" if found.rounds > 1 else ""
-    line("step", f"{duration(found.step_seconds)}{spread}, {speed(found.trained, found.tokens, found.step_seconds)}")
-    clock = "the device's timestamps" if found.clock == "timestamps" else "the host's clock, including waiting"
-    text = f"{duration(found.attributed_seconds)}, each call timed alone by {clock}; shares are of this sum"
-    line("kernels", text + ("" if found.attributed_share else "; together in a step they take less"))
-    line("the rest", _rest(found))
+    spread = f" (steps vary by {profile.step_spread / profile.step_seconds:.0%})" if profile.rounds > 1 else ""
+    line(
+        "step",
+        f"{duration(profile.step_seconds)}{spread}, {speed(profile.trained, profile.tokens, profile.step_seconds)}",
+    )
+    clock = "the device's timestamps" if profile.clock == "timestamps" else "the host's clock, including waiting"
+    text = f"{duration(profile.attributed_seconds)}, each call timed alone by {clock}; shares are of this sum"
+    line("kernels", text + ("" if profile.attributed_share else "; together in a step they take less"))
+    line("the rest", _rest(profile))
 
 
-def _rest(found: Profile) -> str:
+def _rest(profile: Profile) -> str:
     """How long the device waits for the host."""
     from wgpu_lora.cli.bench.brick_tables import duration
 
-    if found.host_share is not None:
-        idle = found.step_seconds - found.device_seconds
-        return f"{duration(idle)}, {found.host_share:.1%} of the step: the device waits for the host, or for data"
-    if found.clock == "host":
+    if profile.host_share is not None:
+        idle = profile.step_seconds - profile.device_seconds
+        return f"{duration(idle)}, {profile.host_share:.1%} of the step: the device waits for the host, or for data"
+    if profile.clock == "host":
         return "not known: this device has no timestamps to separate computing from waiting"
     return "too little to measure: less than the variation of the steps"

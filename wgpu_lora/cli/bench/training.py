@@ -15,8 +15,8 @@ from wgpu_lora.cli.finetune import speed
 from wgpu_lora.cli.parameters import Device, Goal, InRunLog, Notes, refuse_unused
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.run.stop_reasons import FINISHED
-from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.brick_results import Writer
@@ -157,10 +157,10 @@ def _show_summary(record: Record) -> None:
         line("passed" if record["gate"]["passed"] else "failed", gate_text(record["gate"]))
 
 
-def _show_pairs(found: Record) -> int:
+def _show_pairs(record: Record) -> int:
     from wgpu_lora.train.memory import format_bytes
 
-    pairs, fastest = found["pairs"], found["fastest"]
+    pairs, fastest = record["pairs"], record["fastest"]
     first = next((pair["samples_per_second"] for pair in pairs if pair["samples_per_second"]), None)
     rows = [
         (

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.cluster.options import (
     Address,
     ClusterToml,
@@ -23,15 +22,15 @@ from wgpu_lora.cli.cluster.options import (
     run_options,
     with_run_options,
 )
-from wgpu_lora.cli.console import console, duration, line, print_json
+from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.console import table as made_table
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig
 from wgpu_lora.cli.parameters import Json, is_given, option_parameter, training_options, warn_unused
 from wgpu_lora.cluster.spec.sweep_options import SWEEP, SweepOptions
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import program
+from wgpu_lora.text import count_noun, duration, escape_unprintable, percent
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import count_noun, percent
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.facts import DeviceView, RunView, Snapshot, TaskView

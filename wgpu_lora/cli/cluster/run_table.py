@@ -8,13 +8,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from wgpu_lora.bounded import escape_unprintable
-from wgpu_lora.cli.console import OFTEN, console, duration, is_terminal, line
+from wgpu_lora.cli.console import OFTEN, console, is_terminal, line
 from wgpu_lora.cli.console import table as made_table
 from wgpu_lora.cli.training_progress import Trend
 from wgpu_lora.cluster.client.follow import GOOD, Followed
 from wgpu_lora.cluster.facts import Line, Snapshot, TaskView
-from wgpu_lora.words import count_noun, join_words
+from wgpu_lora.text import count_noun, duration, escape_unprintable, join_words
 
 TREND = 10  # bars of a loss
 ROWS = 24  # without a terminal's height

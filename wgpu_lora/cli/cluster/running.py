@@ -25,7 +25,7 @@ from wgpu_lora.cluster.node.layout import cluster_root
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import program
 from wgpu_lora.signals import on_end_signal
-from wgpu_lora.words import count_noun, join_words
+from wgpu_lora.text import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.client.local import Local

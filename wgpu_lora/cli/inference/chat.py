@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, TensorBar, console, folded, is_terminal
 from wgpu_lora.cli.inference.line_reader import Reader, hide_typed_keys
 from wgpu_lora.cli.inference.sampling_options import (
@@ -33,8 +32,8 @@ from wgpu_lora.cli.inference.slash_commands import SlashCommands
 from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Model
 from wgpu_lora.errors import UserError
 from wgpu_lora.signals import ENDING, on_end_signal
+from wgpu_lora.text import escape_unprintable, join_words
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.chat import Chat

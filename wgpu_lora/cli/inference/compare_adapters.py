@@ -8,19 +8,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import console, is_terminal, line
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun, escape_unprintable
 
 if TYPE_CHECKING:
     from wgpu_lora.infer import Evaluation
     from wgpu_lora.infer.answers import Answer
 
 
-def as_rows(found: Mapping[str, Any], adapters: Mapping[str, Path]) -> list[dict[str, Any]]:
+def as_rows(results: Mapping[str, Any], adapters: Mapping[str, Path]) -> list[dict[str, Any]]:
     """Rows for JSON: each adapter's result with its name and directory; the base has none."""
     directories = {name: str(directory) for name, directory in adapters.items()}
-    return [{"name": name, "adapter": directories.get(name), **asdict(value)} for name, value in found.items()]
+    return [{"name": name, "adapter": directories.get(name), **asdict(value)} for name, value in results.items()]
 
 
 def show_answers(answers: Mapping[str, Answer]) -> None:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
 from wgpu_lora.cli.inference.compare_adapters import as_rows, show_losses
 from wgpu_lora.cli.inference.sampling_options import MaxNewTokens, Seed, TopP
@@ -31,9 +30,9 @@ from wgpu_lora.cli.parameters import (
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.choices import OVERFLOW
+from wgpu_lora.text import count_noun, escape_unprintable
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import count_noun
 
 OF_LOSSES = ("objective", "max_length", "on_overflow", "completion_only_loss", "skip_bad_rows", "teacher",
              "teacher_adapter", "teacher_cache")  # fmt: skip
@@ -128,14 +127,14 @@ def evaluate(
         refuse_unused(ctx, OF_LOSSES, "with --pass-at-k")
         from wgpu_lora.cli.inference.pass_at_k import evaluate_checks
 
-        chosen = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
+        sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
         return evaluate_checks(
             data,
             split,
             dataset_config,
             pass_at_k,
             samples,
-            {**chosen, "enable_thinking": enable_thinking},
+            {**sampling, "enable_thinking": enable_thinking},
             adapter or [],
             compare,
             model,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, TensorBar, is_terminal, print_json
 from wgpu_lora.cli.inference.compare_adapters import as_rows, show_answers
 from wgpu_lora.cli.inference.sampling_options import (
@@ -27,8 +26,8 @@ from wgpu_lora.cli.inference.sampling_options import (
 )
 from wgpu_lora.cli.parameters import Adapter, BaseDtype, Device, Json, Model, refuse_unused
 from wgpu_lora.errors import UserError
+from wgpu_lora.text import count_noun, escape_unprintable
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.words import count_noun
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.answers import Answer
@@ -114,11 +113,11 @@ def generate(
     from wgpu_lora.infer.named_adapters import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt_file import Request, kept_on_failure, read_requests, to_jsonl
     from wgpu_lora.infer.prompts import check_text, prompt_notes
+    from wgpu_lora.json_files import to_json
     from wgpu_lora.models.loaded_model import open_model
-    from wgpu_lora.strict_json import to_json
 
     # Check the options before anything is opened.
-    chosen = generation_options(settings, "The command line")
+    generation = generation_options(settings, "The command line")
     if batch_size is not None and batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, not {batch_size}.")
     if prompts:
@@ -141,11 +140,11 @@ def generate(
     slots = slots_of(adapters, compare) if several else {next(iter(adapters), BASE): 0 if adapters else None}
     opened = open_model(model_of(adapters, model), device, base_dtype)
     asked = [request.prompt for request in requests]
-    for note in prompt_notes(tokenizer_of(opened), asked, chosen.prompt_format, adapters.values()):
+    for note in prompt_notes(tokenizer_of(opened), asked, generation.prompt_format, adapters.values()):
         _note(note)
     with Bar("loading", opened.tensors_to_load()) as bar:
         if len(requests) == 1 and not (several or output or prompts):
-            _answer_one(opened, requests[0], adapters, chosen, as_json, bar)
+            _answer_one(opened, requests[0], adapters, generation, as_json, bar)
             return 0
         rows: list[dict[str, Any]] = []
         with kept_on_failure(output, lambda: rows, _note):
@@ -154,7 +153,7 @@ def generate(
                 asked,
                 adapters,
                 slots,
-                chosen,
+                generation,
                 batch=batch_size or (len(slots) if len(asked) == 1 else None),
                 events=_Collected(requests, several, rows, bar),
             )

@@ -8,10 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.cli.console import Bar, TensorBar, console, line, print_json, table
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import count_noun, join_words
+from wgpu_lora.text import count_noun, escape_unprintable, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.checks.pass_at_k import PassRates, Sample

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import count_noun, join_words
+from wgpu_lora.text import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.chat import Chat
@@ -45,7 +45,7 @@ class SlashCommands:
     def run(self, line: str) -> bool:
         """Run a command; returns False to leave the chat."""
         name, _, rest = line[1:].partition(" ")
-        known = {
+        commands = {
             "help": self._help,
             "adapter": self._adapter,
             "adapters": self._adapters,
@@ -59,11 +59,11 @@ class SlashCommands:
         }
         if name in ("exit", "quit", "bye", "q"):
             return False
-        if name not in known:
+        if name not in commands:
             raise UserError(f"There is no command /{name:.40}: /help lists them, and // starts a message with a slash.")
         if name in ("help", "adapters", "reset", "undo", "retry") and rest.strip():
             raise UserError(f"/{name} takes no argument, not {rest.strip()!r:.40}.")
-        known[name](rest.strip())
+        commands[name](rest.strip())
         return True
 
     def _help(self, rest: str) -> None:
@@ -187,8 +187,8 @@ class SlashCommands:
         self.chat.settings = replace(self.chat.settings, system=system)
         self.chat.reset(messages[:cut])
         self._saved.clear()
-        left = "" if cut == len(messages) else "; messages after the last answer are left out"
-        self.say(f"continuing from row {row} of {len(result):,}, {count_noun(cut, 'message')}{left}")
+        note = "" if cut == len(messages) else "; messages after the last answer are left out"
+        self.say(f"continuing from row {row} of {len(result):,}, {count_noun(cut, 'message')}{note}")
 
 
 def _shown(value: object) -> str:

@@ -13,7 +13,7 @@ from wgpu_lora.cli.console import console, line, print_json, table
 from wgpu_lora.cli.parameters import Device, Json
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.extra import check_libraries
-from wgpu_lora.words import count_noun, join_words
+from wgpu_lora.text import count_noun, join_words
 
 SHORT = 16  # hexadecimal digits of a digest
 

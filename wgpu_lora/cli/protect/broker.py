@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
+from wgpu_lora.text import escape_unprintable
 
 PolicyOption = Annotated[Path, typer.Option(metavar="FILE", help="policy.toml: what evidence must state.")]
 SigningOption = Annotated[Path, typer.Option(metavar="FILE", help="The broker's private key, which signs releases.")]

@@ -11,7 +11,7 @@ import typer
 from wgpu_lora.cli.console import is_terminal, line, print_json
 from wgpu_lora.cli.parameters import Json
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 
 def keygen(

@@ -9,7 +9,7 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster.client.asking import Asking
 from wgpu_lora.cluster.facts import TaskView
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import to_json
 
 FILE = "evaluations.jsonl"
 

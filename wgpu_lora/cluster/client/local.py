@@ -22,13 +22,12 @@ from filelock import Timeout
 from platformdirs import user_state_dir
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.launcher import processes
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.json_files import read_json, to_json
 from wgpu_lora.locks import lock_file
 from wgpu_lora.process_identity import boot_id
 from wgpu_lora.signals import end_signal_delayed
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.typed_json import typed
 
 SCHEMA = 1

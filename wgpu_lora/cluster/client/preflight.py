@@ -30,7 +30,7 @@ from wgpu_lora.cluster.placement.types import Place
 from wgpu_lora.cluster.spec.paths import HERE
 from wgpu_lora.cluster.spec.run_options import RunOptions
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import count_noun, join_words
+from wgpu_lora.text import count_noun, join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.spec.sweep_options import SweepOptions

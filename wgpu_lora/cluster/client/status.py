@@ -8,7 +8,7 @@ from wgpu_lora.cluster.client.asking import Asking
 from wgpu_lora.cluster.client.follow import snapshot_of
 from wgpu_lora.cluster.facts import DeviceView, RunView, Snapshot, to_plain
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 MOST = 5  # names that a sentence lists
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from wgpu_lora.cluster.client.asking import Asking
 from wgpu_lora.cluster.client.refusals import Refusals
 from wgpu_lora.cluster.facts import NodeFacts, Versions, from_plain
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.spec.file import ClusterFile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from wgpu_lora.cluster.coordinator import fleet, units
 from wgpu_lora.cluster.coordinator.state import State, UnitState
 from wgpu_lora.cluster.facts import Report
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 FAILURES = 3  # of a task in a row, without a newer copy
 KILLS = 10  # likewise, from outside: a machine that has too little memory kills for ever

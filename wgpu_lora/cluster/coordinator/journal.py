@@ -16,8 +16,8 @@ from wgpu_lora.cluster.coordinator.state import Requests, State
 from wgpu_lora.cluster.facts import RunRequest, from_plain
 from wgpu_lora.cluster.node.layout import NAME
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.json_files import to_json
 from wgpu_lora.locks import lock_file, sweep
-from wgpu_lora.strict_json import to_json
 
 VERSION = 1
 DIRECTORY = "coordinator"  # in the cluster's directory on its host

@@ -19,7 +19,7 @@ from wgpu_lora.cluster.facts import Copy, Report, Task, to_plain
 from wgpu_lora.cluster.node.evaluator import MEASURE_SECONDS
 from wgpu_lora.cluster.node.evaluator_actor import evaluation_device
 from wgpu_lora.cluster.node.plainly import accepted
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import to_json
 
 MOST = 100_000  # lines of a run that are told
 

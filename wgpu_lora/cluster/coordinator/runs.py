@@ -10,7 +10,7 @@ from wgpu_lora.cluster.coordinator.choosing import Refusals
 from wgpu_lora.cluster.coordinator.state import Requests, RunState, State, TaskState
 from wgpu_lora.cluster.facts import RunRequest
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import count_noun, join_words
+from wgpu_lora.text import count_noun, join_words
 
 MOST = 5  # names that a sentence lists
 RETAIN_SECONDS = 7 * 86400.0  # how long results wait for somebody to fetch them

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from wgpu_lora.cluster.coordinator.state import State, TaskState, UnitState
 from wgpu_lora.cluster.facts import Copy, Progress
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 ENDINGS = {"finished": "finished", "stopped": "stopped", "stopped early": "stopped", "failed": "failed"}
 

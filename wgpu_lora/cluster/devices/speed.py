@@ -13,11 +13,10 @@ from typing import Any
 from platformdirs import user_cache_dir
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.devices.versions import own_versions
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device_list import DeviceInfo, choose
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import read_json, to_json
 from wgpu_lora.typed_json import typed
 from wgpu_lora.worker.worker import Worker, WorkerFailed
 

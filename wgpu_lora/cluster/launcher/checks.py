@@ -17,7 +17,7 @@ from wgpu_lora.cluster.launcher.ssh import last_line, node_command, run
 from wgpu_lora.cluster.spec.file import ClusterFile
 from wgpu_lora.cluster.spec.hosts import HostSpec
 from wgpu_lora.errors import UserError
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 CHECK_SECONDS = 90.0  # a first start of Python there, and a digest of the package
 AT_ONCE = 16

@@ -18,7 +18,7 @@ from wgpu_lora.cluster.launcher.token import new_token, token_of
 from wgpu_lora.cluster.spec.file import ClusterFile
 from wgpu_lora.cluster.spec.hosts import HostSpec
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.words import count_noun, join_words
+from wgpu_lora.text import count_noun, join_words
 
 UP_SECONDS, DOWN_SECONDS, PORTS_SECONDS = 400.0, 180.0, 60.0
 RAY = [sys.executable, "-P", "-m", "ray.scripts.scripts"]

@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.facts import CacheStanding, from_plain, to_plain
 from wgpu_lora.cluster.node.ending import ending_of
 from wgpu_lora.cluster.node.layout import Layout
@@ -22,7 +21,7 @@ from wgpu_lora.cluster.node.sent import Sent
 from wgpu_lora.cluster.node.transfer import Unreachable
 from wgpu_lora.cluster.spec.sending import LARGEST_BYTES, LARGEST_FILES, Parcel, parcel
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import read_json, to_json
 from wgpu_lora.worker.worker import PROGRAM, Worker
 
 UNASKED_SECONDS = 600.0  # after which nobody wants a cache that is being made

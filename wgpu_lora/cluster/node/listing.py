@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wgpu_lora.bounded import is_path
 from wgpu_lora.cluster.facts import from_plain, to_plain
 from wgpu_lora.cluster.node.layout import ADAPTERS, checked_digest, checked_part
 from wgpu_lora.errors import UserError
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import to_json
+from wgpu_lora.paths import is_path
 from wgpu_lora.train.run.pipeline_state import MEMBER
 
 MAX_FILES = 20_000

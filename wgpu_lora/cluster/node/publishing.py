@@ -7,11 +7,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from wgpu_lora.bounded import is_path
 from wgpu_lora.cluster.node.listing import Listing, results_of
 from wgpu_lora.cluster.node.shelf import Shelf
 from wgpu_lora.cluster.node.transfer import fetch, same_files
 from wgpu_lora.errors import UserError
+from wgpu_lora.paths import is_path
 
 _LOCKS: dict[str, threading.Lock] = {}  # by directory that is published to
 _LOCKS_LOCK = threading.Lock()

@@ -9,14 +9,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from wgpu_lora.atomic import file_digest, replace_directory, write_bytes_atomic
-from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.facts import from_plain, to_plain
 from wgpu_lora.cluster.node.layout import checked_digest
 from wgpu_lora.cluster.node.shelf import PIECE, RESERVE, read_piece
 from wgpu_lora.cluster.spec.sending import Parcel, check_parcel
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.json_files import read_json, to_json
 from wgpu_lora.locks import lock_file
-from wgpu_lora.strict_json import to_json
 
 
 class Sent:

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from wgpu_lora.atomic import file_digest, sync_directory, write_bytes_atomic
-from wgpu_lora.bounded import read_json
 from wgpu_lora.cluster.facts import Copy, from_plain, to_plain
 from wgpu_lora.cluster.node.layout import Layout
 from wgpu_lora.cluster.node.listing import (
@@ -27,8 +26,8 @@ from wgpu_lora.cluster.node.listing import (
     plain_listing,
 )
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.json_files import read_json, to_json
 from wgpu_lora.locks import lock_file
-from wgpu_lora.strict_json import to_json
 
 SCHEMA = 1
 FENCE, COPY, BLOBS, INCOMING = "fence.json", "copy.json", "blobs", "incoming"

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.bounded import parse_object
 from wgpu_lora.cluster.node.layout import ADAPTERS, PIPELINE
 from wgpu_lora.cluster.node.listing import FileFacts, checked_path
 from wgpu_lora.cluster.node.shelf import link_or_copy
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import parse_object
 from wgpu_lora.train.finetune import LOCK
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.pipeline_state import read_pipeline_state

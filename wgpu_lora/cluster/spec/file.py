@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import read_toml
 from wgpu_lora.cluster.spec.hosts import HostSpec, check_apart, check_folder, check_key, check_python, check_user
 from wgpu_lora.cluster.spec.names import checked_name
 from wgpu_lora.cluster.spec.reading import check_keys, in_file, table_of
 from wgpu_lora.cluster.spec.run_options import RunOptions
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_toml
 
 OF_ALL_HOSTS = ("user", "ssh_key", "python")
 KEYS = ("name", "address", "port", *OF_ALL_HOSTS, "host", "data", "run", "options", "adapter", "recipe")

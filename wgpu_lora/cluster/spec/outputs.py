@@ -9,7 +9,7 @@ from pathlib import Path
 
 from wgpu_lora.cluster.facts import Task
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 LOCK, PROBE = ".lock", ".test"  # of the same length
 MOST = 3  # files that a sentence names

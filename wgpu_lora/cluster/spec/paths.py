@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from wgpu_lora.bounded import is_path
 from wgpu_lora.errors import UserError
+from wgpu_lora.paths import is_path
 from wgpu_lora.train.options.training_arguments import PATHS
 
 NODE_PATHS = "WGPU_LORA_CLUSTER_PATHS"  # of a node: a JSON object, folders of the others -> its own

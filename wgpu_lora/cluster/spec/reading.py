@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import nearest
 from wgpu_lora.names.spelling import IN_FILE, naming
+from wgpu_lora.text import join_words
 from wgpu_lora.typed_json import read_as
-from wgpu_lora.words import join_words
 
 T = TypeVar("T")
 

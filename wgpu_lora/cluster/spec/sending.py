@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.bounded import is_path
 from wgpu_lora.cluster.facts import Task
 from wgpu_lora.cluster.spec.paths import SENDABLE, SENT
 from wgpu_lora.errors import UserError
+from wgpu_lora.paths import is_path
 
 MOST_BYTES, MOST_FILES = 4 << 30, 1000  # of a parcel that a driver sends
 LARGEST_BYTES, LARGEST_FILES = 256 << 30, 20_000  # of one that a host takes: teacher caches may be large

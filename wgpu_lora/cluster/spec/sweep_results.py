@@ -12,7 +12,7 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster.facts import RunView, Snapshot, TaskView
 from wgpu_lora.cluster.spec.sweep import RESULTS
 from wgpu_lora.errors import UserError, reason
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import to_json
 
 VERSION = 1
 

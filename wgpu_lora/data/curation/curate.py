@@ -47,12 +47,12 @@ from wgpu_lora.data.row_formats import RowFormats
 from wgpu_lora.data.source import BadRow, NoRowsError, RowPlace
 from wgpu_lora.data.validation_split import row_key, validation_mask
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.strict_json import to_json
-from wgpu_lora.words import count_noun
+from wgpu_lora.text import count_noun
 
 _TOLD = 0.1  # seconds between calls of `watch`
-_SPOOL, _GROUPS, _SEEN = ".spool", ".groups", ".seen"  # temporary files
+_SPOOL, _SEEN = ".spool", ".seen"  # temporary files
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Curation:
         if isinstance(row, BadRow):
             self._reject(place, row.reason, row.content)
             return
-        given = row
+        original = row
         try:
             row, edited = self._edited(row)
             read = formats.read(row)
@@ -175,7 +175,7 @@ class Curation:
         except RecursionError:
             wrong = "nested too deeply to read; a row needs only a few levels."
         if wrong:
-            self._reject(place, wrong, given)
+            self._reject(place, wrong, original)
             return
         if repeated:
             first = self._place(repeated.source, repeated.number)
@@ -219,11 +219,11 @@ class Curation:
         return row_key(row_digest(b"group " + canonical(value)))
 
     def _reject(self, place: RowPlace, reason: str, row: Any) -> None:
-        told = {"file": self.counts.inputs[-1].name, **_at(place), "reason": reason}
+        record = {"file": self.counts.inputs[-1].name, **_at(place), "reason": reason}
         try:
-            text = to_json({**told, "content": row}, default=repr)
+            text = to_json({**record, "content": row}, default=repr)
         except RecursionError:  # too deep to be written
-            text = to_json({**told, "content": None})
+            text = to_json({**record, "content": None})
         self.rejected.add(text.encode() + b"\n")
         self.counts.reject(reason)
 
@@ -276,9 +276,9 @@ class Curation:
     def _refuse_nothing(self, what: str) -> None:
         counts = self.counts
         repeated = sum(counts.duplicates.values())
-        told = [f"{count:,} rejected: {reason}" for reason, count in counts.facts()["reasons"].items()][:5]
-        told += [f"{repeated:,} removed as duplicates"] if repeated else []
-        raise UserError(f"{what}, of {count_noun(counts.rows, 'row')}; nothing was written.", told)
+        reasons = [f"{count:,} rejected: {reason}" for reason, count in counts.facts()["reasons"].items()][:5]
+        reasons += [f"{repeated:,} removed as duplicates"] if repeated else []
+        raise UserError(f"{what}, of {count_noun(counts.rows, 'row')}; nothing was written.", reasons)
 
 
 def _at(place: RowPlace) -> dict[str, Any]:

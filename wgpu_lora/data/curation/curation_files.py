@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from wgpu_lora.atomic import check_new, check_not_around
-from wgpu_lora.bounded import check_name, check_path
 from wgpu_lora.data.compressed_files import bare_name
 from wgpu_lora.data.curation.row_edits import FILES, VALID
 from wgpu_lora.data.huggingface import is_hub_id, is_saved, load_splits
 from wgpu_lora.data.row_files import SUFFIXES, file_source
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.strict_json import to_json
-from wgpu_lora.words import count_noun, join_words
+from wgpu_lora.paths import check_name, check_path
+from wgpu_lora.text import count_noun, join_words
 
 REPORT, REJECTED, SCHEMA = "report.json", "rejected.jsonl", "wgpu-lora-data/1"
 _SHOWN = 5  # names in a note
@@ -47,7 +47,7 @@ def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ())
     Raises:
         UserError: a name leads to nothing, a file is not supported, or the output would replace an input.
     """
-    result, seen = Inputs(), dict[tuple[int, int], Path]()
+    result, paths = Inputs(), dict[tuple[int, int], Path]()
     place = output.resolve()
     for name in names:
         if not name.strip():
@@ -62,11 +62,11 @@ def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ())
                 raise UserError(f"{path} is in {output}, which would be written: choose another {flag('output')}.")
             status = path.stat()
             file = status.st_dev, status.st_ino
-            if file in seen:
-                same = "" if path == seen[file] else f" ({seen[file]} is the same file)"
+            if file in paths:
+                same = "" if path == paths[file] else f" ({paths[file]} is the same file)"
                 result.notes.append(f"{path} is given more than once{same}; it is read once")
                 continue
-            seen[file] = path
+            paths[file] = path
             result.sizes.append(status.st_size)
             result.paths.append(path)
             # Whatever is in an empty file, it has no format.
@@ -77,21 +77,21 @@ def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ())
     return result
 
 
-def _named(name: str, exclude: Sequence[str], found: Inputs) -> Iterator[Path | str]:
+def _named(name: str, exclude: Sequence[str], inputs: Inputs) -> Iterator[Path | str]:
     """The files of a name; a dataset as text."""
     path = Path(name)
     if path.is_dir():
         if is_saved(path):
             yield name
             return
-        yield from _in_folder(path, exclude, found)
+        yield from _in_folder(path, exclude, inputs)
         return
     if path.exists():
         if not matches(path, exclude):
             yield path
         return
     if glob.has_magic(name):
-        yield from _matching(name, exclude, found)
+        yield from _matching(name, exclude, inputs)
         return
     if is_hub_id(name):
         yield name
@@ -100,12 +100,12 @@ def _named(name: str, exclude: Sequence[str], found: Inputs) -> Iterator[Path | 
     raise UserError(f"{name} {wrong}: give files of rows, folders, or patterns such as 'data/*.jsonl'.")
 
 
-def _matching(pattern: str, exclude: Sequence[str], found: Inputs) -> Iterator[Path]:
+def _matching(pattern: str, exclude: Sequence[str], inputs: Inputs) -> Iterator[Path]:
     """The files that match a pattern, and those in folders that match it, unless it names files by **."""
     others, number = [], 0
     for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
         if path.is_dir() and "**" not in pattern:
-            yield from _in_folder(path, exclude, found)
+            yield from _in_folder(path, exclude, inputs)
             number += 1
         elif _is_known(path) and not matches(path, exclude):
             yield path
@@ -114,10 +114,10 @@ def _matching(pattern: str, exclude: Sequence[str], found: Inputs) -> Iterator[P
             others.append(str(path))
     if not number:
         raise UserError(f"No file of rows matches {pattern!r}: check the pattern.")
-    _note_others(others, f"that match {pattern!r}", found)
+    _note_others(others, f"that match {pattern!r}", inputs)
 
 
-def _in_folder(folder: Path, exclude: Sequence[str], found: Inputs) -> Iterator[Path]:
+def _in_folder(folder: Path, exclude: Sequence[str], inputs: Inputs) -> Iterator[Path]:
     others: list[str] = []
     walked: set[tuple[int, int]] = set()
     for place, folders, files in os.walk(folder, followlinks=True, onerror=_unreadable):
@@ -129,7 +129,7 @@ def _in_folder(folder: Path, exclude: Sequence[str], found: Inputs) -> Iterator[
         walked.add((status.st_dev, status.st_ino))
         own = is_result(here)
         if own and here != folder:
-            found.notes.append(f"{here} was written by 'data prepare' and is left out; name it to read it")
+            inputs.notes.append(f"{here} was written by 'data prepare' and is left out; name it to read it")
             folders.clear()
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -141,17 +141,17 @@ def _in_folder(folder: Path, exclude: Sequence[str], found: Inputs) -> Iterator[
                 yield path
             else:
                 others.append(str(path.relative_to(folder)))
-    _note_others(others, f"in {folder}", found)
+    _note_others(others, f"in {folder}", inputs)
 
 
 def _is_known(path: Path) -> bool:
     return bare_name(path).suffix.lower() in SUFFIXES and path.is_file()
 
 
-def _note_others(others: Sequence[str], where: str, found: Inputs) -> None:
+def _note_others(others: Sequence[str], where: str, inputs: Inputs) -> None:
     if others:
         shown = join_words(others[:_SHOWN], max(0, len(others) - _SHOWN))
-        found.notes.append(f"{count_noun(len(others), 'file')} {where} without the suffix of a format: {shown}")
+        inputs.notes.append(f"{count_noun(len(others), 'file')} {where} without the suffix of a format: {shown}")
 
 
 def _unreadable(error: OSError) -> None:
@@ -163,11 +163,11 @@ def matches(path: str | Path, patterns: Sequence[str]) -> bool:
     return any(fnmatch(str(path), pattern) or fnmatch(Path(path).name, pattern) for pattern in patterns)
 
 
-def _add_dataset(name: str, found: Inputs) -> None:
+def _add_dataset(name: str, inputs: Inputs) -> None:
     for source in load_splits(name, None, None).values():
-        found.sources.append(source)
-        found.paths.append(None)
-        found.sizes.append(0)
+        inputs.sources.append(source)
+        inputs.paths.append(None)
+        inputs.sizes.append(0)
 
 
 def is_result(folder: Path) -> bool:

@@ -45,8 +45,8 @@ class Preparation:
             )
         if self.near_duplicates is not None:
             if not MIN_SIMILARITY <= self.near_duplicates <= 1:
-                given = setting("near_duplicates", self.near_duplicates)
-                raise UserError(f"{given} must be a similarity from {MIN_SIMILARITY} to 1, such as 0.8.")
+                option_text = setting("near_duplicates", self.near_duplicates)
+                raise UserError(f"{option_text} must be a similarity from {MIN_SIMILARITY} to 1, such as 0.8.")
             if self.duplicates == "keep":
                 raise UserError(
                     f"{setting('duplicates', 'keep')} keeps what {flag('near_duplicates')} removes: leave one out."

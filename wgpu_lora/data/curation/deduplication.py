@@ -34,9 +34,9 @@ class Duplicate(NamedTuple):
 class Duplicates:
     """The rows so far; `seen` is None if duplicates are kept."""
 
-    def __init__(self, options: Preparation, seen: SeenContents | None, near: NearDuplicates | None) -> None:
+    def __init__(self, options: Preparation, contents: SeenContents | None, near: NearDuplicates | None) -> None:
         self._exactly = options.duplicates == "exact"
-        self._seen, self._near = seen, near
+        self._seen, self._near = contents, near
 
     def add(self, read: Read, source: int, number: int) -> Duplicate | None:
         """Add a row; None unless it repeats another."""
@@ -74,11 +74,12 @@ def parts_of(read: Read) -> list[str]:
     """The texts that a row consists of. Other columns, such as an id, are not part of its content."""
     parts = [read.kind, str(read.sample.value)]
     for example in read.sample.examples:
-        parts += _parts(example)
+        parts += example_parts(example)
     return parts
 
 
-def _parts(example: Example) -> list[str]:
+def example_parts(example: Example) -> list[str]:
+    """The texts of an example, and what is trained of it."""
     match example:
         case Conversation():
             return _conversation(example)

@@ -14,6 +14,7 @@ from wgpu_lora.data.preference_formats import LABELLED, PAIRS
 from wgpu_lora.data.row_formats import Fields, RowFormat, RowFormats
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.text import join_words
 from wgpu_lora.tokenizer.examples import (
     Alpaca,
     Completion,
@@ -26,7 +27,6 @@ from wgpu_lora.tokenizer.examples import (
 )
 from wgpu_lora.tokenizer.reasoning import FIELDS, mark_of, without_thinking
 from wgpu_lora.tokenizer.tokenizer import MAX_TEXT
-from wgpu_lora.words import join_words
 
 _SYSTEM = ("system", "developer")
 _ASSISTANT = ("assistant", "gpt")
@@ -147,8 +147,8 @@ def _is_trained(example: Example) -> bool:
 
 
 def _thinking_off(example: Example, thinks: bool | None) -> bool:
-    own = example.template_kwargs.get("enable_thinking") if isinstance(example, Conversation) else None
-    return (thinks if own is None else own) is False
+    enable_thinking = example.template_kwargs.get("enable_thinking") if isinstance(example, Conversation) else None
+    return (thinks if enable_thinking is None else enable_thinking) is False
 
 
 def characters(example: Example) -> int:
@@ -174,17 +174,17 @@ def _texts(example: Example) -> list[str]:
             return []
 
 
-def json_row(row: Row, needed: Collection[str]) -> tuple[Row, list[str]]:
+def json_row(row: Row, columns: Collection[str]) -> tuple[Row, list[str]]:
     """The row as JSON has it, and the columns that were dropped, such as images.
 
-    needed: columns that the formats read; their values are checked when they are read.
+    columns: columns that the formats read; their values are checked when they are read.
     """
     result, dropped = {}, []
     for name, value in row.items():
         try:
             result[name] = json.loads(json.dumps(value, default=_text))
         except (TypeError, ValueError):
-            if name not in needed:
+            if name not in columns:
                 dropped.append(name)
     return result, dropped
 

@@ -116,8 +116,8 @@ def delta_pairs(
         here, at = slice(start, stop), start % CHUNK
         dots = sum(np.einsum("ihd,jhd->hij", a[here], b[here]) for a, b in pairs)
         ratio = decays[here, None, :, 0] - decays[None, here, :, 0]
-        seen = lower(stop - start, strict)[..., None]
-        value = np.where(seen, dots.transpose(1, 2, 0) * np.exp(np.where(seen, ratio, 0)), 0) * betas[here, None, :, 0]
+        mask = lower(stop - start, strict)[..., None]
+        value = np.where(mask, dots.transpose(1, 2, 0) * np.exp(np.where(mask, ratio, 0)), 0) * betas[here, None, :, 0]
         result[here, :, at : at + stop - start] = (-value if negative else value).transpose(0, 2, 1)
     return result
 

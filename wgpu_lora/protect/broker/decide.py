@@ -13,7 +13,6 @@ from typing import Any, NoReturn, Self
 
 from filelock import FileLock, Timeout
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import lock_file
 from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
@@ -28,6 +27,7 @@ from wgpu_lora.protect.policies.fields import shown
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.policies.result import Failure
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey
+from wgpu_lora.text import escape_unprintable
 
 MAX_NONCES = 1000  # open at the same time
 NONCE_BYTES = 32

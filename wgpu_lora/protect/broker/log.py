@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.protect.evidence import envelope
 from wgpu_lora.protect.evidence.chain import (
     MAX_LINE_BYTES,
@@ -20,7 +21,6 @@ from wgpu_lora.protect.evidence.chain import (
     read_lines,
 )
 from wgpu_lora.protect.sealed.keys import SigningKey
-from wgpu_lora.strict_json import to_json
 
 KIND = "https://example.org/wgpu-lora/broker-decision/v1"
 HEAD = "https://example.org/wgpu-lora/broker-head/v1"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.policies.result import Failure
+from wgpu_lora.text import escape_unprintable
 
 LONGEST, MOST = 200, 20  # characters of a value, and failures, in a log or an answer
 

@@ -18,7 +18,7 @@ from wgpu_lora.protect.evidence.chain import DamagedError, Entry
 from wgpu_lora.protect.evidence.log import NAME, read_log
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import PublicKey
-from wgpu_lora.words import join_words
+from wgpu_lora.text import join_words
 
 SIGNED = "its last session signed that the run"
 ENDED = {

@@ -6,12 +6,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.protect.checking.findings import Findings, digest_in, digest_of, small_file
 from wgpu_lora.protect.checking.sessions import ENDS, Session
 from wgpu_lora.protect.evidence import envelope, signing, statement
 from wgpu_lora.protect.evidence.log import CLEANUP, CLEANUP_KIND, NAME
-from wgpu_lora.words import join_words
+from wgpu_lora.text import escape_unprintable, join_words
 
 # Stages whose subjects the run itself sealed.
 MADE = ("started", "checkpoint", "evaluated", "finished", "failed", "interrupted")

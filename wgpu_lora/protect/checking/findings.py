@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.bounded import escape_unprintable, is_path, links_outside
 from wgpu_lora.errors import UserError
+from wgpu_lora.paths import is_path, links_outside
 from wgpu_lora.protect.evidence.chain import read_bytes
+from wgpu_lora.text import escape_unprintable
 
 MAX_SHOWN = 70  # characters of a value in a message
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from wgpu_lora.atomic import sync_directory
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.protect.evidence import envelope
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
-from wgpu_lora.strict_json import to_json
 
 MAX_LINE_BYTES = 1 << 20
 MAX_LOG_BYTES = 64 << 20

@@ -17,9 +17,10 @@ from in_toto_attestation.v1.statement import STATEMENT_TYPE_URI, Statement
 from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import UnverifiedSignatureError, VerificationError
 
-from wgpu_lora.bounded import MAX_JSON_BYTES, escape_unprintable, parse_object
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import MAX_JSON_BYTES, parse_object
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
+from wgpu_lora.text import escape_unprintable
 
 STATEMENT = "application/vnd.in-toto+json"
 MAX_BYTES = MAX_JSON_BYTES  # of an envelope; evidence takes 0.2 MB

@@ -30,10 +30,10 @@ from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.protect.evidence import anchors, envelope
 from wgpu_lora.protect.evidence.chain import Chain, Entry, read_bytes, read_lines
 from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
-from wgpu_lora.strict_json import to_json
 
 NAME = "evidence.jsonl"
 CLEANUP = "cleanup.json"

@@ -17,10 +17,10 @@ from pathlib import Path
 from model_signing import verifying
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.evidence import envelope
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
+from wgpu_lora.text import escape_unprintable
 
 NAME = "model.sig"
 KIND = "https://model_signing/signature/v1.0"

@@ -13,8 +13,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from pyrage import RecipientError
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.protect.sealed.streams import parse_recipient
+from wgpu_lora.text import escape_unprintable
 from wgpu_lora.typed_json import Check, Positive, Text, typed
 
 MOST = 10_000  # items of a list or a table

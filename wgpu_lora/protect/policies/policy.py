@@ -14,13 +14,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import escape_unprintable, parse_toml, toml_bytes
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import parse_toml, toml_bytes
 from wgpu_lora.protect.policies import fields
 from wgpu_lora.protect.policies.fields import Field, WrongValue
 from wgpu_lora.protect.policies.rules import RULES
+from wgpu_lora.text import escape_unprintable, join_words
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.words import join_words
 
 DAY = 86_400
 MOST_NAMED = 20  # names in a message

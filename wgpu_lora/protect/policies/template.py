@@ -11,12 +11,12 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.protect.attestation import tpm
 from wgpu_lora.protect.policies.appraisal import failures_of
 from wgpu_lora.protect.policies.fields import DIGEST, WrongValue
 from wgpu_lora.protect.policies.policy import KINDS
 from wgpu_lora.protect.policies.rules import RULES
+from wgpu_lora.text import escape_unprintable
 
 # Variables with which others' code runs inside the trainer.
 FORBIDDEN = ("LD_PRELOAD", "LD_AUDIT", "LD_LIBRARY_PATH", "DYLD_*", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONHOME")

@@ -24,15 +24,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from wgpu_lora.assets import asset_dir
-from wgpu_lora.bounded import check_path, escape_unprintable, is_name, parse_toml, toml_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
+from wgpu_lora.json_files import parse_toml, to_json, toml_bytes
 from wgpu_lora.names.spelling import IN_FILE, flag, naming
+from wgpu_lora.paths import check_path, is_name
 from wgpu_lora.protect.runs.inputs import BESIDE, model_facts, sealed_facts
 from wgpu_lora.protect.sealed.files import ARCHIVE
 from wgpu_lora.protect.sealed.keys import PublicKey
 from wgpu_lora.protect.sealed.streams import parse_recipients
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.text import escape_unprintable
 from wgpu_lora.train.options.training_arguments import (
     CHANGEABLE_ON_RESUME,
     PATHS,

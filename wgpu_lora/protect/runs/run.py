@@ -14,12 +14,12 @@ from typing import Any
 
 from filelock import Timeout
 
-from wgpu_lora.bounded import read_bytes
 from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.data.row_counts import SKIPPED, skipped_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, EventForwarder, Events
 from wgpu_lora.gpu.buffer_wipe import Wiper
+from wgpu_lora.json_files import read_bytes
 from wgpu_lora.locks import check_output, lock_file
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag
@@ -35,11 +35,11 @@ from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.keys import SessionKeys
 from wgpu_lora.protect.sealed.streams import TamperedError, unseal_bytes
 from wgpu_lora.signals import on_end_signal
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.resume import check_output_free
-from wgpu_lora.words import count_noun
 
 LOCK = ".session.lock"
 Watch = Callable[[FinetuneJob], AbstractContextManager[Events]]

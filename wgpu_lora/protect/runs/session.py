@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import read_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import program
+from wgpu_lora.json_files import read_bytes
 from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.attestation.claims import attest, base_facts, gather, load_evidence, read_evidence

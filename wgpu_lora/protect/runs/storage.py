@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import sync_directory, write_bytes_atomic
-from wgpu_lora.bounded import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.row_counts import SKIPPED
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.locks import sweep
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.evidence.log import EvidenceLog

@@ -11,8 +11,9 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from wgpu_lora.bounded import escape_unprintable, is_path
 from wgpu_lora.errors import UserError
+from wgpu_lora.paths import is_path
+from wgpu_lora.text import escape_unprintable
 
 BLOCK = tarfile.BLOCKSIZE  # 512 bytes: members are padded to it, and two of zeros end an archive
 END = bytes(2 * BLOCK)

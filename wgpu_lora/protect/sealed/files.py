@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from wgpu_lora.atomic import check_new, file_digest, new_directory, new_file, write_new_bytes
-from wgpu_lora.bounded import check_path, read_json
 from wgpu_lora.errors import UserError, reason
+from wgpu_lora.json_files import read_json
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.paths import check_path
 from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.keys import DataKey
 from wgpu_lora.protect.sealed.streams import Reader, parse_recipients, seal_stream, unseal_stream

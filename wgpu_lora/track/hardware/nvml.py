@@ -28,7 +28,7 @@ def find(info: DeviceInfo) -> ReadStatus | None:
     except nvml.NVMLError:
         return None
 
-    def asked(function: str, *arguments: Any) -> Any:
+    def query(function: str, *arguments: Any) -> Any:
         """The answer of NVML; None if the card does not support the query."""
         try:
             return getattr(nvml, function)(*arguments)
@@ -36,31 +36,31 @@ def find(info: DeviceInfo) -> ReadStatus | None:
             return None
 
     pci = info.device_id << 16 | VENDOR
-    alike = [card for card in cards if getattr(asked("nvmlDeviceGetPciInfo", card), "pciDeviceId", None) == pci]
-    alike = alike or [card for card in cards if _name(asked("nvmlDeviceGetName", card)) == info.name]
+    alike = [card for card in cards if getattr(query("nvmlDeviceGetPciInfo", card), "pciDeviceId", None) == pci]
+    alike = alike or [card for card in cards if _name(query("nvmlDeviceGetName", card)) == info.name]
     if len(alike) > 1:
-        alike = [card for card in alike if os.getpid() in _processes(asked, card)]
+        alike = [card for card in alike if os.getpid() in _processes(query, card)]
     if len(alike) != 1:
         return None
     (card,) = alike
-    return lambda: read(asked, card)
+    return lambda: read(query, card)
 
 
-def read(asked: Callable[..., Any], card: Any) -> Status:
-    use, memory = asked("nvmlDeviceGetUtilizationRates", card), asked("nvmlDeviceGetMemoryInfo", card)
-    limit = asked("nvmlDeviceGetEnforcedPowerLimit", card)
+def read(query: Callable[..., Any], card: Any) -> Status:
+    use, memory = query("nvmlDeviceGetUtilizationRates", card), query("nvmlDeviceGetMemoryInfo", card)
+    limit = query("nvmlDeviceGetEnforcedPowerLimit", card)
     return Status(
-        temperature=asked("nvmlDeviceGetTemperature", card, TEMPERATURE_GPU),
+        temperature=query("nvmlDeviceGetTemperature", card, TEMPERATURE_GPU),
         busy=None if use is None else use.gpu,
-        power=scaled(asked("nvmlDeviceGetPowerUsage", card), 1e-3),
+        power=scaled(query("nvmlDeviceGetPowerUsage", card), 1e-3),
         power_limit=scaled(limit, 1e-3),
         memory=None if memory is None else memory.used / GIB,
     )
 
 
-def _processes(asked: Callable[..., Any], card: Any) -> set[int]:
+def _processes(query: Callable[..., Any], card: Any) -> set[int]:
     kinds = ("Graphics", "Compute")
-    result = [asked(f"nvmlDeviceGet{kind}RunningProcesses", card) or [] for kind in kinds]
+    result = [query(f"nvmlDeviceGet{kind}RunningProcesses", card) or [] for kind in kinds]
     return {one.pid for some in result for one in some}
 
 

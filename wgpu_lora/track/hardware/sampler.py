@@ -67,12 +67,12 @@ class Sampler:
     def warning(self) -> str:
         """A sentence, once, if the device has been fully in use for SPAN seconds at a low power; else empty."""
         samples = list(self._samples)
-        held = 0.0
+        seconds = 0.0
         for sample in reversed(samples):
             if not held_back(sample.status):
                 break
-            held = samples[-1].at - sample.at
-        if self._warned or held < SPAN:
+            seconds = samples[-1].at - sample.at
+        if self._warned or seconds < SPAN:
             return ""
         self._warned = True
         status = samples[-1].status

@@ -79,9 +79,9 @@ class PriorityValLoss:
 
         patient = max(live, key=waiting)
         worst = max(live, key=lambda run: (relative_loss(run), waiting(run)))
-        chosen = patient if waiting(patient) >= PATIENCE * len(live) else worst
-        self.waited = {str(s.slot): 0 if s is chosen else waiting(s) + 1 for s in live}
-        return [chosen.slot]
+        slot = patient if waiting(patient) >= PATIENCE * len(live) else worst
+        self.waited = {str(s.slot): 0 if s is slot else waiting(s) + 1 for s in live}
+        return [slot.slot]
 
 
 POLICIES: dict[str, type[Any]] = {

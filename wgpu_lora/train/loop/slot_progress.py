@@ -62,8 +62,8 @@ class SlotProgress:
     def previous_batches(self) -> list[list[Group]]:
         """The groups of the previous step; none before the first."""
         stream, state = self.run.stream, self.run.state
-        taken = stream.step_before(state.epoch, state.index)
-        return stream.groups(taken, self.run.slot) if taken else []
+        step = stream.step_before(state.epoch, state.index)
+        return stream.groups(step, self.run.slot) if step else []
 
     def begin(self) -> None:
         """Begin the next step."""

@@ -94,9 +94,9 @@ class Trainer:
 
         for progress in self.all:
             run, state = progress.run, progress.run.state
-            wanted = run.args.eval_on_start or self.policy.eval_steps
+            evaluates = run.args.eval_on_start or self.policy.eval_steps
             new = run.heldout and not state.step and state.first_eval_loss is None and not progress.ended
-            if wanted and new:
+            if evaluates and new:
                 with suppress(_Interrupted):  # it is measured when the run is resumed
                     self._write(partial(progress.measure_start, _Interruptible(self)))
 
@@ -113,20 +113,20 @@ class Trainer:
         """Take one optimizer step of the slots that the policy chooses; one that would diverge is not updated."""
         device, optimizer = self.session.device, self.session.optimizer
         slots = self.policy.choose([p.run for p in live])
-        chosen = [p for p in live if p.run.slot in slots]
+        stepping = [p for p in live if p.run.slot in slots]
         begin = time.perf_counter()
-        for progress in chosen:
+        for progress in stepping:
             progress.begin()
         if self.sharing:
-            self.sharing.accumulate(self.session, chosen[0].run, chosen[0].step)
+            self.sharing.accumulate(self.session, stepping[0].run, stepping[0].step)
         else:
-            self._accumulate(self._batches(chosen))
-        updates = {p.run.slot: p.update() for p in chosen}
+            self._accumulate(self._batches(stepping))
+        updates = {p.run.slot: p.update() for p in stepping}
         reports = optimizer.apply(device, updates)
         seconds = time.perf_counter() - begin
-        tokens = sum(p.trained_tokens for p in chosen)
+        tokens = sum(p.trained_tokens for p in stepping)
         self.step += 1
-        advanced = [progress for progress in chosen if reports[progress.run.slot].applied]
+        advanced = [progress for progress in stepping if reports[progress.run.slot].applied]
         for progress in advanced:  # all of them first, since held-out losses overwrite the step's totals
             slot = progress.run.slot
             progress.advance(reports[slot], updates[slot], seconds * progress.trained_tokens / tokens)
@@ -134,7 +134,7 @@ class Trainer:
                 progress.note(self.sharing.facts())
         for progress in advanced:
             self._after_step(progress)
-        bad = [progress for progress in chosen if not reports[progress.run.slot].applied]
+        bad = [progress for progress in stepping if not reports[progress.run.slot].applied]
         reasons = {p.run.slot: "diverged" if reports[p.run.slot].diverged else "non-finite" for p in bad}
         for progress in bad:
             progress.write_pending()
@@ -184,9 +184,9 @@ class Trainer:
         for groups in self.session.with_kl_estimate(batches):
             self.session.accumulate(groups)
 
-    def _batches(self, chosen: list[SlotProgress]) -> list[list[Group]]:
+    def _batches(self, stepping: list[SlotProgress]) -> list[list[Group]]:
         """The groups of a step: a run's own batches, or those of several slots packed together."""
-        return self._packed([batch for progress in chosen for batch in progress.micro_batches()])
+        return self._packed([batch for progress in stepping for batch in progress.micro_batches()])
 
     def _packed(self, batches: list[list[Group]]) -> list[list[Group]]:
         if len(self.all) == 1:

@@ -88,10 +88,10 @@ class CPO(Pairs):
         one_loss(self.loss_type, LOSSES, "cpo")
 
     def idle(self) -> dict[str, str]:
-        chosen = one_loss(self.loss_type, LOSSES, "cpo")
-        unused = ["simpo_gamma"] if chosen != "simpo" else []
-        unused += ["label_smoothing"] if chosen not in ("sigmoid", "simpo") else []
-        return dict.fromkeys(unused, unused_by(chosen))
+        loss = one_loss(self.loss_type, LOSSES, "cpo")
+        unused = ["simpo_gamma"] if loss != "simpo" else []
+        unused += ["label_smoothing"] if loss not in ("sigmoid", "simpo") else []
+        return dict.fromkeys(unused, unused_by(loss))
 
     def kernel(self) -> Kernel:
         return cpo_scores
@@ -104,5 +104,5 @@ class CPO(Pairs):
     def constants(self) -> dict[str, Any]:
         loss_type = one_loss(self.loss_type, LOSSES, "cpo")
         options = {"gamma": self.simpo_gamma, "alpha": self.cpo_alpha, "label_smoothing": self.label_smoothing}
-        chosen = {name: loss_type == name for name in ("hinge", "ipo", "simpo")}
-        return {"beta": self.beta, **options, "mean": loss_type in MEANS, **chosen}
+        flags = {name: loss_type == name for name in ("hinge", "ipo", "simpo")}
+        return {"beta": self.beta, **options, "mean": loss_type in MEANS, **flags}

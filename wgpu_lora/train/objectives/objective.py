@@ -116,9 +116,9 @@ class Scoring:
             return persistent(shape, dtype, "workspace", f"{name} [{tokens}]")
 
         values = make("token values", tokens, dtype="f32") if objective.has_labels else None
-        own = make("token weights", tokens, dtype="f32"), make("token ranges", slots, 2)
+        tensors = make("token weights", tokens, dtype="f32"), make("token ranges", slots, 2)
         if objective.unit == "token":
-            return cls(*own, values=values, teacher=declared_teacher(make, tokens, objective.support))
+            return cls(*tensors, values=values, teacher=declared_teacher(make, tokens, objective.support))
         members = objective.rows_per_sample
         size = max(1, tokens // (members + 1))  # a prompt of one token at least, and one for each answer
         groups = GroupTensors(
@@ -130,7 +130,7 @@ class Scoring:
             ranges=make("group ranges", slots, 2),
             reference=make("reference", size, members, dtype="f32") if objective.reference else None,
         )
-        return cls(*own, groups, values)
+        return cls(*tensors, groups, values)
 
     @property
     def loss_ranges(self) -> Tensor:

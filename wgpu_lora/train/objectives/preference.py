@@ -96,13 +96,13 @@ def unused_by(loss_type: str) -> str:
 
 def one_loss(loss_type: str | None, allowed: Mapping[str, str] | Sequence[str], objective: str) -> str:
     """The loss type of an objective that takes one; the first by default. Raises UserError."""
-    chosen = loss_type or next(iter(allowed))
-    if chosen not in allowed:
+    loss = loss_type or next(iter(allowed))
+    if loss not in allowed:
         raise UserError(
             f"{flag('loss_type')} must be one of {', '.join(allowed)} for {setting('objective', objective)}, not "
-            f"{chosen!s:.80}."
+            f"{loss!s:.80}."
         )
-    return chosen
+    return loss
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ def record_weights(
     size, members, _ = groups.members.shape
     weights = rec.temp(tuple(shape), name="weights")
     rec.dispatch(fill, weights, size=weights.size)
-    given: dict[str, Any] = {"size": size, "count": members, "ld_alpha": ld_alpha}
-    rec.dispatch(member_weights, slopes, groups.members, groups.starts, weights, **given)
+    constants: dict[str, Any] = {"size": size, "count": members, "ld_alpha": ld_alpha}
+    rec.dispatch(member_weights, slopes, groups.members, groups.starts, weights, **constants)
     return weights
 
 

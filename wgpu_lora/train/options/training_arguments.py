@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import is_path
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.spelling import Naming, flag, naming, setting
+from wgpu_lora.paths import is_path
 from wgpu_lora.tokenizer.chat_template import check_date, template_kwargs
 from wgpu_lora.track.trackers import trackers_of
 from wgpu_lora.train.init_methods import check_initialisation
@@ -114,17 +114,17 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
 
     def _check_trained(self) -> None:
         """Raise UserError for options that contradict what is trained; of the MLP alone, `target_modules` is that."""
-        stated = setting("train", self.train)
+        train = setting("train", self.train)
         if self.train == "mlp":
             if self.target_modules not in ("all-linear", "mlp"):
                 raise UserError(
-                    f"{stated} contradicts {setting('target_modules', self.target_modules)}: leave one of them out."
+                    f"{train} contradicts {setting('target_modules', self.target_modules)}: leave one of them out."
                 )
             object.__setattr__(self, "target_modules", "mlp")
         for name in ("init_adapter", "reference_adapter"):
             if self.train == "quant-scales" and getattr(self, name):
                 raise UserError(
-                    f"{stated} trains the base itself, so {flag(name)} cannot be used: merge the adapter first, or "
+                    f"{train} trains the base itself, so {flag(name)} cannot be used: merge the adapter first, or "
                     "leave it out."
                 )
 
@@ -187,7 +187,7 @@ def from_values(
     Raises:
         UserError: a name is unknown (the nearest one is suggested) or given twice, or a value is invalid.
     """
-    known = {f.name: f for f in fields(TrainingArguments)}
+    fields_by_name = {f.name: f for f in fields(TrainingArguments)}
     if names is not None:
         with naming(names):
             try:
@@ -195,7 +195,9 @@ def from_values(
             except UserError as error:
                 text = str(error)
                 raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
-    given = {name: _typed(name, value, kinds(known[name]), where) for name, value in named(values, where).items()}
+    given = {
+        name: _typed(name, value, kinds(fields_by_name[name]), where) for name, value in named(values, where).items()
+    }
     base = base or TrainingArguments()
     for selected_by, own in OWN_OPTIONS.items():  # those of another objective or optimizer do not apply
         if given.get(selected_by, getattr(base, selected_by)) != getattr(base, selected_by):

@@ -42,13 +42,13 @@ def idle_options(args: TrainingArguments) -> list[tuple[str, str]]:
     else:
         say(("num_train_epochs",), by_steps, f"{setting('max_steps', args.max_steps)} overrides it")
     scales = args.train == "quant-scales"
-    stated = setting("train", args.train)
+    option_text = setting("train", args.train)
     say(
         ("lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "loraplus_lr_ratio"),
         scales,
-        f"{stated} trains no adapter",
+        f"{option_text} trains no adapter",
     )
-    say(("snap_steps", "rounded_from"), not scales, f"{stated} rounds nothing")
+    say(("snap_steps", "rounded_from"), not scales, f"{option_text} rounds nothing")
     say(
         ("save_total_limit",),
         not (args.save_steps or args.save_minutes),

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
 from wgpu_lora.formats.peft_config import AdapterConfig
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.json_files import read_json
 from wgpu_lora.models.adapter_modules import (
     ALL,
     read_adapter_for,
@@ -197,11 +197,11 @@ def halve_rank(config: AdapterConfig, alpha: float) -> AdapterConfig:
 
 def split_offset(matrices: Matrices) -> tuple[Matrices, Matrices]:
     """The trained factors, and the offset's: (A, B) and (A0, -B0) by module."""
-    own, rest = {}, {}
+    trained, rest = {}, {}
     for module, (a, b, *_) in matrices.items():
         rank = len(a) // 2
-        own[module], rest[module] = (a[:rank], b[:, :rank]), (a[rank:], b[:, rank:])
-    return own, rest
+        trained[module], rest[module] = (a[:rank], b[:, :rank]), (a[rank:], b[:, rank:])
+    return trained, rest
 
 
 def to_peft(device: Device, adapters: AdapterSet, slot: int, config: AdapterConfig) -> tuple[Matrices, AdapterConfig]:

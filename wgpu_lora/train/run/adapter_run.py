@@ -17,8 +17,8 @@ from wgpu_lora.data.row_counts import SKIPPED, skipped_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.formats.model_cards import CARD
+from wgpu_lora.json_files import to_json
 from wgpu_lora.names.spelling import flag, setting
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.options.training_arguments import CHANGEABLE_ON_RESUME, LENGTH_OPTIONS, TrainingArguments
 from wgpu_lora.train.run import run_checkpoint, training_log
@@ -292,12 +292,12 @@ class AdapterRun:
         last = [root / run_checkpoint.LAST] if storage.has(root / run_checkpoint.LAST) else []
         steps = [place for _, place in run_checkpoint.list_checkpoints(root / run_checkpoint.STEPS, storage=storage)]
         places = [*last, *run_checkpoint.results_of(root, storage), *steps]
-        kept = [
+        states = [
             (read_state(place, storage)[0], place)
             for place in places
             if not run_checkpoint.checkpoint_damage(place, storage)
         ]
-        sound = [(state, place) for state, place in kept if state.step < self.state.step]
+        sound = [(state, place) for state, place in states if state.step < self.state.step]
         if sound:
             self.state, place = max(sound, key=lambda pair: pair[0].step)
             run_checkpoint.restore(place, session, self.slot, self.subject, storage)
@@ -311,7 +311,7 @@ class AdapterRun:
                 last_eval_loss=first,
             )
             self._place_first(session)
-        for state, place in kept:
+        for state, place in states:
             if state.step > self.state.step and place.name != run_checkpoint.LAST:  # the pipeline replaces that one
                 storage.remove(place)
 
@@ -370,7 +370,7 @@ class AdapterRun:
             "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
             "options": self.args.as_dict(),
             "data": {"prompt_format": self.stream.prepared.prompt_format},
-            **({"run": own} if (own := origin_of(self.directory)) else {}),
+            **({"run": origin} if (origin := origin_of(self.directory)) else {}),
             "directory": os.getcwd(),  # base of the relative paths in the options
             "digests": {
                 "rows": self.stream.rows_digest(),

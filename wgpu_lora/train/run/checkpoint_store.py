@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from wgpu_lora.atomic import file_digest, new_directory, write_bytes_atomic
-from wgpu_lora.bounded import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.data import Tokenizer
+from wgpu_lora.json_files import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.tokenizer.tokenizer_files import write_tokenizer
 
 EVIDENCE = "evidence.jsonl"  # the log that a protected run has in its directory

@@ -33,18 +33,18 @@ def reserve(session: Session, runs: Sequence[AdapterRun]) -> int:
     """
     model = session.model
     tokenizer = sum(map(len, tokenizer_files(model.path, model.tokenizer).values())) if model.tokenizer else 0
-    disks, states, needed = [run.directory.stat().st_dev for run in runs], list[int](), Counter[int]()
+    disks, states, sizes = [run.directory.stat().st_dev for run in runs], list[int](), Counter[int]()
     for run, disk in zip(runs, disks, strict=True):
         files, copies = run.checkpoint_files(session), 2 if run.heldout else 1  # best/ is a complete state, too
         states.append(copies * (sum(len(data) + BLOCK for data in files.values()) + GROWTH))
         models = 2 if run.args.train == "quant-scales" else 0  # in f16 and f32
-        needed[disk] += states[-1] + sum(len(files[name]) for name in run.subject.files) + BESIDE
-        needed[disk] += copies * (tokenizer + models * session.memory().groups["base"])  # of the last and the best
-    whole = needed[disks[0]]
+        sizes[disk] += states[-1] + sum(len(files[name]) for name in run.subject.files) + BESIDE
+        sizes[disk] += copies * (tokenizer + models * session.memory().groups["base"])  # of the last and the best
+    whole = sizes[disks[0]]
     for run, disk, size in zip(runs, disks, states, strict=True):
         free = shutil.disk_usage(run.directory).free
         try:
-            if free < needed[disk]:
+            if free < sizes[disk]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with (run.directory / RESERVE).open("wb") as file:
                 if hasattr(os, "posix_fallocate"):
@@ -55,9 +55,9 @@ def reserve(session: Session, runs: Sequence[AdapterRun]) -> int:
             if error.errno in FULL:  # or a quota, which the free space does not tell
                 raise StorageError(
                     f"The disk of {run.directory} has {free:,} bytes free, but a checkpoint and the results of the run "
-                    f"need {needed[disk]:,} ({error.strerror}): make room there, or choose another {flag('output')}."
+                    f"need {sizes[disk]:,} ({error.strerror}): make room there, or choose another {flag('output')}."
                 ) from None
-        needed[disk] -= size
+        sizes[disk] -= size
     return whole
 
 

@@ -85,9 +85,9 @@ wgpu-lora generate --model {place}/last-f16 --prompt "..."
 def card(record: RunRecord, auto_class: str = ModelConfig.AUTO_CLASS) -> str:
     """The text of the card. auto_class: of transformers, which loads the base."""
     options, environment = record.options, record.environment
-    stated, device = options.model or "demo", environment.device
-    base = hub_id(stated)
-    name = base or Path(stated).name
+    model, device = options.model or "demo", environment.device
+    base = hub_id(model)
+    name = base or Path(model).name
     unused = {*OWN, *(name for name, _ in idle_options(options))}
     stated_options = replace(options, learning_rate=options.rate).as_dict()
     used = {name: value for name, value in stated_options.items() if name not in unused and value is not None}
@@ -101,7 +101,7 @@ Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
 
 ## Use
 
-{_use(stated, name, record, auto_class)}
+{_use(model, name, record, auto_class)}
 
 ## Data
 
@@ -121,13 +121,13 @@ Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
 """
 
 
-def _use(stated: str, name: str, record: RunRecord, auto_class: str) -> str:
+def _use(model: str, name: str, record: RunRecord, auto_class: str) -> str:
     """How to load the adapter; the directory of a local base model is left for the reader to complete."""
     adapter = record.directory.resolve().name
     if record.options.train == "quant-scales":
         return USE_BASE.format(place=shlex.quote(adapter))
-    place = stated if hub_id(stated) else "path/to/wgpu_lora/demo/model" if stated == "demo" else f"path/to/{name}"
-    base = "demo" if stated == "demo" else place
+    place = model if hub_id(model) else "path/to/wgpu_lora/demo/model" if model == "demo" else f"path/to/{name}"
+    base = "demo" if model == "demo" else place
     text = USE + (GGUF if place.lower().endswith(".gguf") else PEFT)
     text = text.format(base=shlex.quote(base), place=place, adapter=adapter, auto_class=auto_class)
     if record.data.prompt_format == "alpaca":

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import is_path, read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_json, to_json
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.paths import is_path
 from wgpu_lora.train.run.run_state import SCHEMA, STATE, NewerSchemaError, schema_of
 from wgpu_lora.typed_json import Count, typed
 
@@ -95,9 +95,9 @@ def read_pipeline_state(directory: Path) -> PipelineState:
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     """The most relevant difference between two identities, as text."""
-    then, given = ([adapter["name"] for adapter in of.get("adapters", [])] for of in (before, now))
-    if then != given:
-        return f"its adapters were {', '.join(then)}, not {', '.join(given)}"
+    then, current = ([adapter["name"] for adapter in of.get("adapters", [])] for of in (before, now))
+    if then != current:
+        return f"its adapters were {', '.join(then)}, not {', '.join(current)}"
     for old, new in zip(before["adapters"], now["adapters"], strict=True):
         result = next((key for key in new if old.get(key) != new[key]), None)
         if result:
@@ -108,15 +108,15 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     return f"{flag(name)} was {flat_before.get(name)!r}, not {flat_now.get(name)!r}"
 
 
-def _digest(said: Mapping[str, Any]) -> str:
-    return hashlib.sha256(to_json(said).encode()).hexdigest()
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(to_json(values).encode()).hexdigest()
 
 
-def _is_state(said: Mapping[str, Any]) -> bool:
+def _is_state(values: Mapping[str, Any]) -> bool:
     try:
-        request = typed(PipelineState, said, unknown="refuse").request
+        request = typed(PipelineState, values, unknown="refuse").request
     except ValueError:
         return False
     kinds = {"options": dict, "schedule": str, "batch_tokens": int, "directory": str, "adapters": list}
-    whole = set(said) == {f.name for f in fields(PipelineState)}
-    return whole and all(isinstance(request.get(name), kind) for name, kind in kinds.items())
+    complete = set(values) == {f.name for f in fields(PipelineState)}
+    return complete and all(isinstance(request.get(name), kind) for name, kind in kinds.items())

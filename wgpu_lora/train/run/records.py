@@ -11,8 +11,8 @@ from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import to_json
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -282,8 +282,8 @@ def _of_options(facts: dict[str, Any], *names: str) -> dict[str, Any]:
     options = facts.get("options")
     if not isinstance(options, dict):
         return {}
-    own = {name: options[name] for name in names if name in options}
-    return own | {"options": {name: value for name, value in options.items() if name not in own}}
+    values = {name: options[name] for name in names if name in options}
+    return values | {"options": {name: value for name, value in options.items() if name not in values}}
 
 
 def _write(path: Path, facts: dict[str, Any]) -> None:

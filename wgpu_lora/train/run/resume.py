@@ -10,6 +10,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import any_option, flag, setting
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.lr_schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.options.training_arguments import (
     CHANGEABLE_ON_RESUME,
@@ -24,7 +25,6 @@ from wgpu_lora.train.run.pipeline_state import MEMBER, home_of, read_pipeline_st
 from wgpu_lora.train.run.records import PIPELINE, RUN, check_registered
 from wgpu_lora.train.run.run_state import STATE, RunState, step_budget
 from wgpu_lora.train.session.data_stream import DataStream
-from wgpu_lora.words import count_noun
 
 UNTIMED_STEPS = 100  # assumed by a timed run's schedule until steps have been timed
 MAY_CHANGE = sorted((CHANGEABLE_ON_RESUME | set(LENGTH_OPTIONS)) - {"resume", "overwrite"})
@@ -60,16 +60,18 @@ def merge_resumed_options(
         raise UserError(f"The record of the run in {directory} has no options: start again in another directory.")
     check_registered(options, directory)
     before = replace(from_values(options, f"The record of the run in {directory}"), overwrite=False)
-    asked = from_values({name: value for name, value in given.items() if value is not None}, where, before)
-    for name, value in asdict(asked).items():
+    requested = from_values({name: value for name, value in given.items() if value is not None}, where, before)
+    for name, value in asdict(requested).items():
         if name not in CHANGEABLE_ON_RESUME and name not in LENGTH_OPTIONS and value != getattr(before, name):
             raise option_changed_error(name, getattr(before, name), value)
-    if asked.num_train_epochs != before.num_train_epochs and asked.max_steps == before.max_steps:
-        asked = replace(asked, max_steps=-1)  # it would override the new number of epochs
+    if requested.num_train_epochs != before.num_train_epochs and requested.max_steps == before.max_steps:
+        requested = replace(requested, max_steps=-1)  # it would override the new number of epochs
     moved: dict[str, Any] = {
-        name: resolve_recorded_path(began_in, getattr(asked, name)) for name in PATHS if name not in {*given, "output"}
+        name: resolve_recorded_path(began_in, getattr(requested, name))
+        for name in PATHS
+        if name not in {*given, "output"}
     }
-    return replace(asked, resume=True, output=str(directory), **moved)
+    return replace(requested, resume=True, output=str(directory), **moved)
 
 
 def resolve_recorded_path(began_in: Any, path: Any) -> Any:
@@ -139,49 +141,55 @@ def resumed_total_steps(state: RunState, planned: TrainingArguments, stream: Dat
         return step_budget(state, args, state.step_seconds) if state.step_seconds else state.step + UNTIMED_STEPS
     total = stream.total_steps()
     if total < state.step:
-        asked = " and ".join(setting(name, getattr(args, name)) for name in changed)
+        settings = " and ".join(setting(name, getattr(args, name)) for name in changed)
         raise UserError(
             f"The run in {args.directory} has already taken {count_noun(state.step, 'step')}, more than the {total:,} "
             "of "
-            f"{asked}: give a larger value."
+            f"{settings}: give a larger value."
         )
     return total
 
 
 def resume_note(
-    state: RunState, planned: TrainingArguments, stream: DataStream, own: Sequence[str] = (), extensible: bool = True
+    state: RunState,
+    planned: TrainingArguments,
+    stream: DataStream,
+    option_notes: Sequence[str] = (),
+    extensible: bool = True,
 ) -> str:
     """A note on how a resumed run goes on, for the user.
 
     Args:
         extensible: whether a finished run can be continued with other options.
-        own: options of PLAN that the adapters file sets for it, which override those of all adapters.
+        option_notes: options of PLAN that the adapters file sets for it, which override those of all adapters.
 
     Raises:
         UserError: as `resumed_total_steps`.
     """
     args, total = stream.args, resumed_total_steps(state, planned, stream)
     if args.target_seconds:
-        left = args.target_seconds - state.elapsed_seconds
-        if left < state.step_seconds / 2 or 0 < args.max_steps <= state.step:
+        remaining = args.target_seconds - state.elapsed_seconds
+        if remaining < state.step_seconds / 2 or 0 < args.max_steps <= state.step:
             return "already finished" + (f"; a larger {flag('target_seconds')} extends it" if extensible else "")
-        text = f"continues after step {state.step:,}, for {left:,.1f} s more"
+        text = f"continues after step {state.step:,}, for {remaining:,.1f} s more"
         if args.target_seconds == planned.target_seconds or LR_SCHEDULES[args.lr_scheduler_type].decay is None:
             return text
         return f"{text}: the {args.lr_scheduler_type} schedule is now that of {args.target_seconds:g} s"
     text = f"continues after step {state.step:,} of {state.total_steps:,}"
     if total == state.total_steps:
         more = any_option("num_train_epochs", "max_steps")
-        if own:
-            names = " or ".join(repr("epochs" if name == LENGTH_OPTIONS[0] else name) for name in own)
+        if option_notes:
+            names = " or ".join(repr("epochs" if name == LENGTH_OPTIONS[0] else name) for name in option_notes)
             more = f"{names} in the adapters file"
         done = "already finished" + (f"; a larger {more} extends it" if extensible else "")
         return done if state.step >= total else text
     text += f", up to {total:,} steps"
     kind = args.lr_scheduler_type
     if args.lr_scheduler_restart:
-        left = total - state.step
-        rate = learning_rate(kind, args.rate, 0, left, warmup_steps(left, args.warmup_ratio, args.warmup_steps))
+        remaining = total - state.step
+        rate = learning_rate(
+            kind, args.rate, 0, remaining, warmup_steps(remaining, args.warmup_ratio, args.warmup_steps)
+        )
         return f"{text}: the {kind} schedule starts anew, so the next learning rate is {rate:.2e}"
     warm = [warmup_steps(count, args.warmup_ratio, args.warmup_steps) for count in (state.total_steps, total)]
     schedule = LR_SCHEDULES[kind]

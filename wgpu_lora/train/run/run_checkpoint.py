@@ -15,13 +15,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.bounded import parse_object, read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.peft_adapter import CONFIG, WEIGHTS
+from wgpu_lora.json_files import parse_object, read_json, to_json
 from wgpu_lora.locks import sweep
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.optimizers import name_of
 from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.run_state import SCHEMA, STATE, NewerSchemaError, RunState, read_state, schema_of
@@ -51,8 +50,8 @@ def checkpoint_files(
     facts: `identity` (see AdapterRun) and `metadata`.
     """
     files = subject.checkpoint_files(session, slot)
-    kept = {"optim": name_of(session.optimizer.rule)}
-    files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot), kept)
+    metadata = {"optim": name_of(session.optimizer.rule)}
+    files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot), metadata)
     files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
     files[STATE] = to_json({"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1).encode()
     files[MANIFEST] = manifest_of(files)
@@ -83,8 +82,8 @@ def latest_checkpoint(run: Path, storage: CheckpointStore = PLAIN_FILES) -> Path
     steps among the numbered ones and best/. A protected run has numbered ones only, which its evidence names."""
     if storage.has(run / LAST):
         return run / LAST
-    kept, best = list_checkpoints(run / STEPS, storage=storage), run / BEST
-    step, place = kept[-1] if kept else (-1, None)
+    steps, best = list_checkpoints(run / STEPS, storage=storage), run / BEST
+    step, place = steps[-1] if steps else (-1, None)
     if storage is not PLAIN_FILES or not storage.has(best):
         return place
     try:
@@ -169,8 +168,8 @@ def check(directory: Path, storage: CheckpointStore = PLAIN_FILES) -> tuple[RunS
     if wrong:
         raise damaged_checkpoint_error(directory, wrong, storage)
     run = run_of(directory)
-    own = origin_of(run)
-    if own and storage is PLAIN_FILES and read_metadata(directory).get("run") != own:
+    origin = origin_of(run)
+    if origin and storage is PLAIN_FILES and read_metadata(directory).get("run") != origin:
         raise UserError(
             f"The checkpoint {directory} is of another run than {run}: remove it to continue this run from its own, or "
             f"resume the other one in its directory."
@@ -231,9 +230,9 @@ def restore(
             directory, f"{OPTIMIZER} does not match this run: it has values of type {error}", storage
         ) from None
     state = {current_state_name(name, session.model.config.lora_modules): values for name, values in state.items()}
-    wrong, own = session.optimizer.state.fault(slot, state), name_of(session.optimizer.rule)
-    if optim not in (None, own):  # though it may be in the same form, as those of lion and muon
-        wrong = f"it holds the state of {optim!r:.40}, not of {own!r}"
+    wrong, optimizer = session.optimizer.state.fault(slot, state), name_of(session.optimizer.rule)
+    if optim not in (None, optimizer):  # though it may be in the same form, as those of lion and muon
+        wrong = f"it holds the state of {optim!r:.40}, not of {optimizer!r}"
     if wrong:
         raise damaged_checkpoint_error(directory, f"{OPTIMIZER} does not match this run: {wrong}", storage)
     try:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.json_files import parse_object
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.typed_json import Count, FromJson, Seconds, typed
@@ -112,8 +112,8 @@ def _is_identity(value: Any) -> bool:
 def step_budget(state: RunState, args: TrainingArguments, each: float) -> int:
     """The total steps of a timed run whose remaining ones take `each` seconds."""
     assert args.target_seconds
-    left = max(0.0, args.target_seconds - state.elapsed_seconds)
-    total = min(state.step + round(left / max(each, 1e-9)), MOST)
+    seconds_left = max(0.0, args.target_seconds - state.elapsed_seconds)
+    total = min(state.step + round(seconds_left / max(each, 1e-9)), MOST)
     return min(total, args.max_steps) if args.max_steps > 0 else total
 
 

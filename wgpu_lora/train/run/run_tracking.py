@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import read_json
 from wgpu_lora.data import TokenizedData
 from wgpu_lora.errors import DeviceWarning, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.device_list import DeviceInfo
+from wgpu_lora.json_files import read_json
 from wgpu_lora.track.hardware.sampler import Sampler
 from wgpu_lora.track.run_log import (
     FAILED,
@@ -211,7 +211,7 @@ def with_log(entry: RunEntry) -> RunEntry:
     if entry.status != KILLED or not path or logged_id(path.parent) != entry.id or not path.is_file():
         return entry
     lines = read_log(path)
-    held = _losses(lines, "eval_loss", HELD_OUT)
-    result = held if held.final is not None else _losses(lines, "loss", TRAINING)
+    heldout = _losses(lines, "eval_loss", HELD_OUT)
+    result = heldout if heldout.final is not None else _losses(lines, "loss", TRAINING)
     last = lines[-1] if lines else {}
     return replace(entry, losses=result, steps=last.get("step"), tokens=last.get("tokens"), seconds=last.get("seconds"))

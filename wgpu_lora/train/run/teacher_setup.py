@@ -14,10 +14,10 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, EventForwarder, Events
 from wgpu_lora.gpu.device_errors import with_option_advice
 from wgpu_lora.infer.named_adapters import adapters_on_device
+from wgpu_lora.json_files import to_json
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.models.model_files import ModelFiles
 from wgpu_lora.names.spelling import flag, naming, setting, with_renamed_options
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.tokenizer.chat_template import now
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.adapter_init import frozen_adapter
@@ -51,31 +51,31 @@ def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher |
         raise UserError(
             f"The teacher {args.teacher} has another tokenizer than {student.name}: use a teacher with the same."
         )
-    kept = args.teacher_top_k
-    if kept > theirs:
+    top_k = args.teacher_top_k
+    if top_k > theirs:
         raise UserError(
-            f"{setting('teacher_top_k', kept)} is more than the teacher's vocabulary of {theirs:,}: lower it."
+            f"{setting('teacher_top_k', top_k)} is more than the teacher's vocabulary of {theirs:,}: lower it."
         )
-    if MOST < kept < theirs:
-        raise UserError(f"{setting('teacher_top_k', kept)} is more than {MOST:,}: lower it.")
-    random = 0 if args.temperature == 1 else min(RANDOM, theirs - kept)
+    if MOST < top_k < theirs:
+        raise UserError(f"{setting('teacher_top_k', top_k)} is more than {MOST:,}: lower it.")
+    random = 0 if args.temperature == 1 else min(RANDOM, theirs - top_k)
     adapter = None
     if args.teacher_adapter:
         result = frozen_adapter(args.teacher_adapter, model.config)
         adapter = result.spec, result.matrices, result.digest
-    return LiveTeacher(model, TopK(kept, random, args.seed), args.temperature, adapter)
+    return LiveTeacher(model, TopK(top_k, random, args.seed), args.temperature, adapter)
 
 
 def _opened(args: TrainingArguments, student: LoadedModel) -> LoadedModel:
     """The teacher, which keeps the base format that it is stored in. If the student is stored in one, or its
     constants are trained, it has the default format: in the student's, it would be as rounded as the student is."""
     rounded = student.config.packed or args.train == "quant-scales"
-    wanted = DEFAULT_FORMAT if rounded else student.decoder.base_dtype
+    base_dtype = DEFAULT_FORMAT if rounded else student.decoder.base_dtype
     with naming(with_renamed_options({"base_dtype": "teacher_base_dtype"})):
         model = open_model(args.teacher or "", student.device, args.teacher_base_dtype or DEFAULT_FORMAT)
-        if args.teacher_base_dtype or model.config.packed or wanted == DEFAULT_FORMAT:
+        if args.teacher_base_dtype or model.config.packed or base_dtype == DEFAULT_FORMAT:
             return model
-        return open_model(args.teacher or "", student.device, wanted)
+        return open_model(args.teacher or "", student.device, base_dtype)
 
 
 def with_cached_length(args: TrainingArguments) -> TrainingArguments:
@@ -106,13 +106,13 @@ def check_caches(
     if args.objective != "kd" or args.teacher_cache is None:
         return None
     caches = [(args, prepared)]
-    own, split = args.eval_teacher_cache, args.validation_split is not None
-    if heldout and not (own or split):
+    eval_cache, split = args.eval_teacher_cache, args.validation_split is not None
+    if heldout and not (eval_cache or split):
         raise UserError(
             f"The held-out rows {heldout.path} need a teacher cache of their own: give {flag('eval_teacher_cache')}, "
             f"or hold out rows of {flag('data')} with {flag('validation_split')}."
         )
-    if own and (split or not heldout):
+    if eval_cache and (split or not heldout):
         text = setting("validation_split", args.validation_split)
         why = f"with {text} they are in {flag('teacher_cache')}" if split else "there are none"
         raise UserError(f"{flag('eval_teacher_cache')} is for held-out rows of their own, but {why}: leave it out.")
@@ -216,13 +216,13 @@ def write_caches(run: AdapterRun, student: LoadedModel, output: Path, events: Ev
     ):
         before, total = 0, sum(len(plan.rows) for plan in plans.values())
         for name, plan in plans.items():
-            told = _Together(before, total, events)
-            write_cache(places[name], plan, done[name], live.model, adapters, run.args.compute_dtype, told)
+            receivers = _SummedRows(before, total, events)
+            write_cache(places[name], plan, done[name], live.model, adapters, run.args.compute_dtype, receivers)
             before += len(plan.rows)
     return {name: str(place) for name, place in places.items()}
 
 
-class _Together(EventForwarder):
+class _SummedRows(EventForwarder):
     """Counts the rows of all caches together."""
 
     def __init__(self, before: int, total: int, events: Events):

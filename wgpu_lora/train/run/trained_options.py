@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Row, TokenizedData
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_json
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.train.option_types import check
 from wgpu_lora.train.options.training_arguments import LENGTH, TrainingArguments
@@ -44,9 +44,9 @@ def fit_length(args: TrainingArguments, positions: int) -> tuple[TrainingArgumen
         UserError: max_length was given and is larger.
     """
     if args.max_length is None:
-        chosen = min(LENGTH, positions)
-        note = f"rows of at most {chosen:,} tokens, the number of positions of this model" if chosen < LENGTH else ""
-        return replace(args, max_length=chosen), note
+        length = min(LENGTH, positions)
+        note = f"rows of at most {length:,} tokens, the number of positions of this model" if length < LENGTH else ""
+        return replace(args, max_length=length), note
     _refuse_longer(args.max_length, positions)
     return args, ""
 
@@ -58,18 +58,18 @@ def shortened(prepared: TokenizedData, args: TrainingArguments) -> TokenizedData
     def cut(row: Row) -> Row:
         return replace(row, input_ids=row.input_ids[:length], labels=row.labels[:length])
 
-    kept = {}
+    rows_by_sample = {}
     for number, rows in enumerate(prepared.samples):
         shorter = [cut(row) for row in rows]
-        whole = all(row.trained_tokens for row in shorter)
-        if whole and not (drop and any(len(row.input_ids) > length for row in rows)):
-            kept[number] = shorter
-    if not kept:
+        all_trained = all(row.trained_tokens for row in shorter)
+        if all_trained and not (drop and any(len(row.input_ids) > length for row in rows)):
+            rows_by_sample[number] = shorter
+    if not rows_by_sample:
         raise UserError(f"{setting('max_length', length)} leaves no row with trained tokens: raise it.")
-    values = tuple(prepared.values[number] for number in kept) if prepared.values else ()
-    left = [row for rows in kept.values() for row in rows]
-    keys = prepared.keys[[*kept]] if len(prepared.keys) else prepared.keys
-    return replace(prepared, rows=left, values=values, max_length=length, keys=keys)
+    values = tuple(prepared.values[number] for number in rows_by_sample) if prepared.values else ()
+    remaining = [row for rows in rows_by_sample.values() for row in rows]
+    keys = prepared.keys[[*rows_by_sample]] if len(prepared.keys) else prepared.keys
+    return replace(prepared, rows=remaining, values=values, max_length=length, keys=keys)
 
 
 def evaluation_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> EvaluationRowOptions:

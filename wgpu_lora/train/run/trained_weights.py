@@ -23,6 +23,7 @@ from wgpu_lora.models.loaded_model import LoadedModel
 from wgpu_lora.models.quant_constants import ConstantWeight, QuantConstants, quant_constants
 from wgpu_lora.names.spelling import setting
 from wgpu_lora.ops.gradient_norm import MAX_PARAMETER
+from wgpu_lora.text import count_noun
 from wgpu_lora.train.init_methods import DEFAULT
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
@@ -32,7 +33,6 @@ from wgpu_lora.train.run.resume import resolve_recorded_path
 from wgpu_lora.train.run.run_checkpoint import ADAPTER_FILES, CONSTANT_FILES, CheckpointError
 from wgpu_lora.train.session.session import Session
 from wgpu_lora.weights.base import Packed
-from wgpu_lora.words import count_noun
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class TrainableAdapter:
         plain = all(entry.dtype == "F32" for entry in header.values())
         if set(matrices) != set(adapters.modules(slot)) or not plain:
             raise CheckpointError(f"{WEIGHTS} does not have the modules or the dtype of this run")
-        own, offset = from_peft(matrices, adapters, slot)
-        adapters.write(session.device, slot, own)
+        factors, offset = from_peft(matrices, adapters, slot)
+        adapters.write(session.device, slot, factors)
         if offset and adapters.offset:
             adapters.offset.write(session.device, slot, offset)
 
@@ -136,12 +136,14 @@ class TrainableQuantScales:
     def of(cls, args: TrainingArguments, model: LoadedModel) -> TrainableQuantScales:
         """Raises UserError if none of the targeted matrices has tables or scales to train."""
         matrices = dict(model.decoder.matrices())
-        chosen = {
+        matrices_by_module = {
             module: matrices[f"{module}.weight"] for module in resolve_target_modules(args.target_modules, model.config)
         }
-        result = {module: own for module, weight in chosen.items() if (own := quant_constants(weight))}
+        result = {
+            module: constants for module, weight in matrices_by_module.items() if (constants := quant_constants(weight))
+        }
         if not result:
-            formats = " and ".join(dict.fromkeys(weight.format.upper() for weight in chosen.values()))
+            formats = " and ".join(dict.fromkeys(weight.format.upper() for weight in matrices_by_module.values()))
             advice = setting("base_dtype", "lut2")
             raise UserError(
                 f"{setting('train', args.train)} needs a base with lookup tables or group scales, but the linear "
@@ -184,8 +186,8 @@ class TrainableQuantScales:
 
     def last_steps(self, total: int) -> int:
         """Those that read constants rounded to f16."""
-        given = self.args.snap_steps
-        return min(total, given) if given is not None else -(-total // SNAPPED_SHARE)
+        snap_steps = self.args.snap_steps
+        return min(total, snap_steps) if snap_steps is not None else -(-total // SNAPPED_SHARE)
 
     def before_step(self, session: Session, ending: bool) -> None:
         self._set(session).snap(session.device, ending)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_list import native_version
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.json_files import parse_object, to_json
 from wgpu_lora.track.secret_masking import masked
 from wgpu_lora.train.run.checkpoint_store import PLAIN_FILES, CheckpointStore
 from wgpu_lora.train.run.records import Environment, UsedDevice
@@ -37,8 +36,8 @@ class Log:
         if resume_step is not None and path.is_file():
             lines = _lines(path)
             self.damaged = sum(entry is None for _, entry in lines[:-1])  # a crash may have cut the last one
-            kept = [line + b"\n" for line, entry in lines if entry and entry["step"] <= resume_step]
-            write_bytes_atomic(path, b"".join(kept))
+            earlier = [line + b"\n" for line, entry in lines if entry and entry["step"] <= resume_step]
+            write_bytes_atomic(path, b"".join(earlier))
         elif path.exists():
             path.unlink()
 
@@ -68,9 +67,9 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     except UserError:
         return None
     kinds = set(entry)
-    whole = kinds >= NEEDED and kinds & {"loss", "eval_loss"} and type(entry["step"]) is int
-    whole = whole and ("loss" in kinds or entry["step"] == 0) and all(map(is_number, entry.values()))
-    return entry if whole else None
+    valid = kinds >= NEEDED and kinds & {"loss", "eval_loss"} and type(entry["step"]) is int
+    valid = valid and ("loss" in kinds or entry["step"] == 0) and all(map(is_number, entry.values()))
+    return entry if valid else None
 
 
 def environment(device: Device) -> Environment:

@@ -78,11 +78,11 @@ class DataStream:
         return self._total
 
     def _count_steps(self) -> int:
-        whole = math.floor(self.args.num_train_epochs)
-        part = self.args.num_train_epochs - whole
-        total = sum(len(self.epoch(e)) for e in range(whole))
+        epochs = math.floor(self.args.num_train_epochs)
+        part = self.args.num_train_epochs - epochs
+        total = sum(len(self.epoch(e)) for e in range(epochs))
         # 3.2 epochs of 30 steps are 96, though 3.2 - 3 is more than a fifth in binary.
-        return max(1, total + (math.ceil(round(part * len(self.epoch(whole)), 6)) if part else 0))
+        return max(1, total + (math.ceil(round(part * len(self.epoch(epochs)), 6)) if part else 0))
 
     def steps(self, epoch: int = 0, index: int = 0) -> Iterator[Step]:
         """Steps from a position on, without end; the caller decides when to stop."""
@@ -156,8 +156,8 @@ class DataStream:
             return replace(result, kl_row=self._mismatched(sample, before[sample], slot)) if mismatched else result
 
         mismatched = self.objective.needs_kl_rows
-        chosen = [[sample for sample in batch if only is None or sample in only] for batch in batches]
-        return [[group(sample) for sample in batch] for batch in chosen if batch]
+        selected = [[sample for sample in batch if only is None or sample in only] for batch in batches]
+        return [[group(sample) for sample in batch] for batch in selected if batch]
 
     def group(self, sample: int, weight: float, slot: int, epoch: int | None = None) -> Group:
         """A sample as a group of a batch; `epoch` keys its dropout, None turns dropout off."""
@@ -177,11 +177,11 @@ class DataStream:
 
     def _mismatched(self, sample: int, other: int, slot: int) -> Segment:
         """The prompt of a sample with the answer of another, cut to the maximum length."""
-        asked, answered = self.prepared.samples[sample][0], self.prepared.samples[other][0]
-        prompt, behind = prompt_tokens(asked.labels), prompt_tokens(answered.labels)
+        question, answered = self.prepared.samples[sample][0], self.prepared.samples[other][0]
+        prompt, behind = prompt_tokens(question.labels), prompt_tokens(answered.labels)
         length = self.args.length
-        ids = np.concatenate([asked.input_ids[:prompt], answered.input_ids[behind:]])[:length]
-        labels = np.concatenate([asked.labels[:prompt], answered.labels[behind:]])[:length]
+        ids = np.concatenate([question.input_ids[:prompt], answered.input_ids[behind:]])[:length]
+        labels = np.concatenate([question.labels[:prompt], answered.labels[behind:]])[:length]
         return Segment(ids, labels, slot)
 
     @cached_property
@@ -257,5 +257,9 @@ def _rounded(tokens: int) -> int:
 
 def heldout_options(args: TrainingArguments) -> TrainingArguments:
     """The options of a stream of held-out rows."""
-    own = args.eval_teacher_cache
-    return replace(args, teacher_cache=own, eval_teacher_cache=None) if args.objective == "kd" and own else args
+    eval_cache = args.eval_teacher_cache
+    return (
+        replace(args, teacher_cache=eval_cache, eval_teacher_cache=None)
+        if args.objective == "kd" and eval_cache
+        else args
+    )

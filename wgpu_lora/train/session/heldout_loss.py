@@ -26,9 +26,9 @@ def heldout_loss(
     packed = pack(stream.lengths, range(len(stream.lengths)), batch.tokens)
     for together, groups in zip(packed, session.with_kl_estimate(stream.heldout_groups(packed, slot)), strict=True):
         session.begin()
-        known = session.with_targets(groups)
-        stream.references |= {i: g.reference for i, g in zip(together, known, strict=True) if g.reference}
-        batch.upload(known)
+        with_targets = session.with_targets(groups)
+        stream.references |= {i: g.reference for i, g in zip(together, with_targets, strict=True) if g.reference}
+        batch.upload(with_targets)
         batch.program.run()
         # Summed in float64: a float32 total over many batches would lose precision.
         sums["loss"] += session.totals.read_loss(session.device, slot)

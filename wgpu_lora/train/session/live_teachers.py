@@ -40,8 +40,8 @@ class LiveTeacher:
     def digest(self) -> str:
         """SHA-256 of what its logits depend on."""
         adapter = self.adapter[2] if self.adapter else ""
-        whole = [self.model.checkpoint.digest(), self.model.config.digest(), adapter]
-        return hashlib.sha256("\n".join(whole).encode()).hexdigest()
+        parts = [self.model.checkpoint.digest(), self.model.config.digest(), adapter]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _key(model: LoadedModel) -> Key:
@@ -96,8 +96,8 @@ class Teachers:
 
     def base_bytes(self, loaded: bool | None = None) -> int:
         """Bytes of the weights that are not the student's; of those that are on the device, if `loaded`."""
-        chosen = [model for model in self.models if model.weights_loaded or not loaded]
-        return sum(storage.nbytes for storage in {s for model in chosen for s in model.decoder.storages()})
+        models = [model for model in self.models if model.weights_loaded or not loaded]
+        return sum(storage.nbytes for storage in {s for model in models for s in model.decoder.storages()})
 
     def staging_bytes(self) -> int:
         """Bytes that loading needs beside the weights, at most."""
@@ -129,23 +129,23 @@ class Teachers:
 
     def with_teacher_logits(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with what their teachers say, if they have one and it is not known."""
-        known = list(groups)
+        result = list(groups)
         for one in self.groups:
-            asked = [i for i, group in enumerate(groups) if group.slot in one.slots and group.teacher is None]
-            if not asked:
+            indices = [i for i, group in enumerate(groups) if group.slot in one.slots and group.teacher is None]
+            if not indices:
                 continue
-            segments = [groups[i].segments[0] for i in asked]
+            segments = [groups[i].segments[0] for i in indices]
             supports = one.teacher.supports(
                 [replace(segment, slot=one.slots[segment.slot or 0]) for segment in segments],
-                [groups[i].index for i in asked],
+                [groups[i].index for i in indices],
             )
-            for i, support in zip(asked, supports, strict=True):
+            for i, support in zip(indices, supports, strict=True):
                 temperature = self._taught[groups[i].slot].temperature
                 rows = teacher_rows(
                     support, target_ids(groups[i].segments[0].labels), one.teacher.vocab_size, temperature
                 )
-                known[i] = replace(groups[i], teacher=rows)
-        return known
+                result[i] = replace(groups[i], teacher=rows)
+        return result
 
 
 class _Group:

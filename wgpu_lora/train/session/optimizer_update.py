@@ -125,9 +125,9 @@ class Optimizer:
 
     def settings(self, updates: Mapping[int, SlotUpdate]) -> dict[Tensor, np.ndarray]:
         """Inputs of the update program; slots that are not in `updates` take no step."""
-        asked = [updates.get(slot) for slot in range(self.slots)]
-        hyper = [row for update in asked for row in (self._hyper(update) if update else (None, None))]
-        clips = [u and Clip(u.args.max_grad_norm) for u in asked]
+        by_slot = [updates.get(slot) for slot in range(self.slots)]
+        hyper = [row for update in by_slot for row in (self._hyper(update) if update else (None, None))]
+        clips = [u and Clip(u.args.max_grad_norm) for u in by_slot]
         return {self.hyper: struct_array(self.rule.Hyper, hyper), self.clips: struct_array(Clip, clips)}
 
     def _hyper(self, update: SlotUpdate) -> tuple[Any, Any]:

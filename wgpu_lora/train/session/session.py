@@ -81,18 +81,18 @@ class Session:
         self.device = device = model.device
         if saving.offload:
             device.check_host_buffers()
-        chosen = objectives or [objective_of(TrainingArguments())] * trained.slots
-        self.totals = Totals(chosen)
+        slot_objectives = objectives or [objective_of(TrainingArguments())] * trained.slots
+        self.totals = Totals(slot_objectives)
         self.optimizer = Optimizer(device, trained, self.totals.loss, optim)
         self.tables = Tables.declare(model.config.tables(), positions)
 
         def batch(tokens: int, **options: Any) -> Batch:
             shared = self.totals, self.tables
-            return Batch(model, trained, tokens, chosen, *shared, compute_dtype=compute_dtype, **options)
+            return Batch(model, trained, tokens, slot_objectives, *shared, compute_dtype=compute_dtype, **options)
 
         self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute, saving=saving) for tokens in buckets}
         self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
-        self._objectives = chosen
+        self._objectives = slot_objectives
         self._record_scorers(references or {}, mismatched)
         frozen = isinstance(trained, AdapterSet)
         self.norms = Norms(model, trained) if isinstance(trained, AdapterSet) and trained.gains else None
@@ -132,11 +132,11 @@ class Session:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def programs(self) -> list[Program]:
-        own = [batch.program for batch in self.steps.values()]
+        programs = [batch.program for batch in self.steps.values()]
         frozen = [program for scorer in self._scorers() for program in scorer.programs()]
-        own += [self.norms.program] if self.norms else []
+        programs += [self.norms.program] if self.norms else []
         frozen += self.teachers.programs()
-        return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else []), *frozen]
+        return [*programs, self.optimizer.program, *([self.heldout.program] if self.heldout else []), *frozen]
 
     def storages(self) -> set[Storage]:
         result = self.model.decoder.storages() | self.trained.storages() | self.optimizer.storages()
@@ -219,10 +219,10 @@ class Session:
     def with_reference_logprobs(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the log-probabilities of their answers under their reference, if they need them."""
         open = [i for i, g in enumerate(groups) if self._objectives[g.slot].reference and g.reference is None]
-        known = list(groups)
+        result = list(groups)
         for i, logprobs in zip(open, self._frozen_logprobs([groups[i].segments for i in open]), strict=True):
-            known[i] = replace(groups[i], reference=self._objectives[groups[i].slot].sums(logprobs))
-        return known
+            result[i] = replace(groups[i], reference=self._objectives[groups[i].slot].sums(logprobs))
+        return result
 
     def with_kl_estimate(self, batches: Sequence[Sequence[Group]]) -> list[list[Group]]:
         """The batches of a step with what `Objective.estimate` makes of their mismatched rows, by slot."""
@@ -252,9 +252,10 @@ class Session:
         """Free what only the reference passes need, if no step has any: all references have been precomputed."""
         live = [o for o in self._objectives if o.reference and (o.needs_kl_rows or not o.precomputes)]
         if self.frozen and not live:
-            held = self.references.storages() if self.references else set()
+            storages = self.references.storages() if self.references else set()
             release(
-                self.device, (self.frozen.storages() | held) - self.model.decoder.storages() - self.tables.storages()
+                self.device,
+                (self.frozen.storages() | storages) - self.model.decoder.storages() - self.tables.storages(),
             )
 
     def place_initial(self, slot: int, matrices: Matrices) -> None:

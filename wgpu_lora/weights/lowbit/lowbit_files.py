@@ -73,14 +73,14 @@ class LowBitFiles:
             kind = f"stored as {result.name}" if result else "not stored in any scheme"
             raise UserError(f"{where} is {kind}, but config.json states {stated.name}: copy the model again.")
         out, size_in = shape
-        wanted = {
+        expected = {
             name: (out, row_bytes(size_in, result.bits)),
             name + TABLE: (out, table_size(result.bits)),
             name + SCALES: (scale_count(size_in, result.bits, result.group), out),
         }
         for part in _parts(tensors, name):
-            if tensors.shape(part) != wanted[part]:
-                has, asks = list(tensors.shape(part)), list(wanted[part])
+            if tensors.shape(part) != expected[part]:
+                has, asks = list(tensors.shape(part)), list(expected[part])
                 raise UserError(
                     f"{part} in {tensors.directory} has shape {has}, but {result.name} of {size_in:,} inputs asks for "
                     f"{asks}: copy the model again."

@@ -67,8 +67,8 @@ def suffix(group: int) -> str:
     return "-row" if group == ROW else "" if group == DEFAULT_GROUP else f"-g{group}"
 
 
-def _group(found: re.Match[str]) -> int:
-    return ROW if found["row"] else int(found["group"] or DEFAULT_GROUP)
+def _group(match: re.Match[str]) -> int:
+    return ROW if match["row"] else int(match["group"] or DEFAULT_GROUP)
 
 
 def format_of(name: str) -> Scheme | Mix:

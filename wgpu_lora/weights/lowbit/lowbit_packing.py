@@ -78,8 +78,8 @@ def pack_lowbit(
             if own:
                 scales[:, first : first + rows] = read(device, own).T
     result = [values if values.size else None for values in (tables, scales)]
-    held = all((np.abs(values) <= LARGEST).all() for values in result if values is not None)
-    if not held and np.isfinite(source.read_f32(name)).all():  # models.audit reports values that are not finite
+    finite = all((np.abs(values) <= LARGEST).all() for values in result if values is not None)
+    if not finite and np.isfinite(source.read_f32(name)).all():  # models.audit reports values that are not finite
         raise UserError(f"{name} has values that f16 cannot hold: quantise this model to nf4 instead.")
     return result[0], result[1]
 

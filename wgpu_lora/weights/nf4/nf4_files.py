@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import parse_object
 from wgpu_lora.weights.base import Packed, StoredTensors
 from wgpu_lora.weights.nf4.nf4_reference import BLOCK, DYNAMIC_CODE, NAME, NESTED_BLOCK, NF4_CODE, PARTS, decode_parts
 
@@ -53,10 +53,10 @@ class BitsAndBytesNF4:
     def check(self, tensors: StoredTensors, name: str, shape: tuple[int, ...], base_format: str) -> None:
         state, nested = self._state(tensors, name), _is_nested(tensors, name)
         size, where = prod(shape), f"{name} in {tensors.directory}"
-        wanted = {"quant_type": NAME, "blocksize": BLOCK, "shape": list(shape)}
+        expected = {"quant_type": NAME, "blocksize": BLOCK, "shape": list(shape)}
         if nested:
-            wanted |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
-        for key, value in wanted.items():
+            expected |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
+        for key, value in expected.items():
             if state.get(key) != value:
                 raise UserError(f"{where} is packed with {key} {state.get(key)!r}, not {value!r}: use another model.")
         blocks = -(-size // BLOCK)

@@ -15,7 +15,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tuner import tuning_enabled
 from wgpu_lora.models.published_shapes import shape_config
 from wgpu_lora.train.run.stop_reasons import FINISHED
-from wgpu_lora.worker.job_process import Ended, EventWriter
+from wgpu_lora.worker.job_process import EventWriter, JobResult
 
 
 def run_bench(
@@ -32,24 +32,24 @@ def run_bench(
     tune: bool = True,
     device: str | int | None = None,
     time_limit: float | None = None,
-) -> Ended:
+) -> JobResult:
     """bricks: names, all that the model has if omitted. The exit code is 1 if a contract is broken."""
     if shape and model:
         raise UserError("'shape' and 'model' are both given: leave one of them out.")
     names = brick_names() if bricks is None else bricks
-    taken = {option for name in names for option in load_contract(name).options}
+    used = {option for name in names for option in load_contract(name).options}
     sizes: dict[str, Any] = {"tokens": tokens, "rank": rank, "base_dtype": base_dtype, "compute_dtype": compute_dtype}
-    given = {name: value for name, value in {**sizes, "layers": layers}.items() if value is not None}
-    idle = sorted((given.keys() & set(OPTIONS)) - taken)
+    options = {name: value for name, value in {**sizes, "layers": layers}.items() if value is not None}
+    idle = sorted((options.keys() & set(OPTIONS)) - used)
     if idle:
         raise UserError(f"'{idle[0]}' does nothing with the bricks {', '.join(names)}: leave it out.")
     if shape:
         shape_config(shape, layers)
     opened = Device(device)
-    given.pop("layers", None)
-    context = Context.of(opened, shape, model, layers, tune=tuning_enabled(tune), **given)
+    options.pop("layers", None)
+    context = Context.of(opened, shape, model, layers, tune=tuning_enabled(tune), **options)
     _, broken = bench(context, bricks_of(context.config) if bricks is None else names, time_limit, port)
-    return Ended({"broken": broken}, int(bool(broken)), "; ".join(broken))
+    return JobResult({"broken": broken}, int(bool(broken)), "; ".join(broken))
 
 
 OWN = ("port", "where", "repeat", "recipe", "shape", "layers")  # parameters that are not options of a training run
@@ -75,9 +75,9 @@ def run_bench_training(
     max_steps: int | None = None,
     epochs: float | None = None,
     device: str | int | None = None,
-) -> Ended:
+) -> JobResult:
     """The options are those of the command `bench training`. The exit code is 1 if a run did not finish."""
     options: dict[str, Any] = {name: value for name, value in locals().items() if name not in OWN}
     result = run_training(Work(recipe, shape, layers, training_options(options), where), repeat, port)
     reasons = [run["stop_reason"] for run in result["runs"] if run["stop_reason"] not in FINISHED]
-    return Ended(result["summary"], int(bool(reasons)), f"a run ended: {reasons[0]}" if reasons else "")
+    return JobResult(result["summary"], int(bool(reasons)), f"a run ended: {reasons[0]}" if reasons else "")

@@ -17,16 +17,16 @@ from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.session.data_stream import heldout_options
-from wgpu_lora.worker.job_process import Ended, EventWriter
+from wgpu_lora.worker.job_process import EventWriter, JobResult
 
 # An adapter says these itself, also where its file is of another form than training's (PiSSA has twice the rank).
 OF_ADAPTERS = ("lora_r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "init_lora_weights", "init_adapter")
 
 
-def run(port: EventWriter, *, where: str, device: str | int | None = None) -> Ended:
+def run(port: EventWriter, *, where: str, device: str | int | None = None) -> JobResult:
     """Answers the request `measure`, any number of them, as JSON lines on standard input."""
     port.answer(SimpleNamespace(measure=_Measuring(port, Device(device), where).measure))
-    return Ended({}, 0, "")
+    return JobResult({}, 0, "")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 from wgpu_lora.api import answer, evaluate, load
 from wgpu_lora.infer.generation_options import AnswerOptions, generation_options
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
-from wgpu_lora.worker.job_process import Ended, EventWriter
+from wgpu_lora.worker.job_process import EventWriter, JobResult
 
 
 def run_evaluate(
@@ -33,7 +33,7 @@ def run_evaluate(
     teacher_adapter: str | None = None,
     teacher_cache: str | None = None,
     turns: bool = False,
-) -> Ended:
+) -> JobResult:
     """The result includes the device's facts. The exit code is 1 if the loss is not finite.
 
     turns: wait for requests (`prepare`, `evaluate`) as JSON lines on standard input, any number of them.
@@ -68,10 +68,10 @@ def run_evaluate(
 
     if turns:
         port.answer(SimpleNamespace(prepare=prepare, evaluate=measure))
-        return Ended({}, 0, "")
+        return JobResult({}, 0, "")
     result = measure()
     finite = math.isfinite(result["loss"])
-    return Ended(result, int(not finite), "" if finite else "the loss is not finite")
+    return JobResult(result, int(not finite), "" if finite else "the loss is not finite")
 
 
 def run_generate(

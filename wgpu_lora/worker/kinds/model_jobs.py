@@ -16,9 +16,9 @@ from wgpu_lora.data import Source, split_python_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.json_files import to_json
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.strict_json import to_json
 from wgpu_lora.track.trackers import check_libraries
 from wgpu_lora.train.adapter_tasks import split_options
 from wgpu_lora.train.data_parallel.leader import check_shared

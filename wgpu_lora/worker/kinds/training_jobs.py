@@ -22,7 +22,7 @@ from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.resolve_options import resolve_options
 from wgpu_lora.train.run.stop_reasons import STOP_TEXT, exit_code
 from wgpu_lora.train.run.teacher_setup import write_caches
-from wgpu_lora.worker.job_process import Ended, EventWriter, TrainingRequests
+from wgpu_lora.worker.job_process import EventWriter, JobResult, TrainingRequests
 from wgpu_lora.worker.kinds.gradients import connected
 
 
@@ -34,15 +34,15 @@ def run_finetune(
     helpers: list[str] | None = None,
     requests: bool = False,
     **options: Unpack[TrainingOptions],
-) -> Ended:
+) -> JobResult:
     """A run that fails or is interrupted has a result too; the exit code is that of the command.
 
     helpers: sockets over which other devices are asked for parts of the steps (see the job `gradients`).
     requests: answer `stop` and `end` while it runs, JSON lines on standard input, whose end kills the process at once.
     """
-    asked = TrainingRequests()
+    training_requests = TrainingRequests()
     if requests:
-        port.listen(asked.side())
+        port.listen(training_requests.side())
     texts, rows = split_python_rows({name: path_as_text(value, name, where) for name, value in options.items()})
     args, _ = resolve_options(texts, recipe, where)
     for note in unused_options(texts, args):
@@ -54,9 +54,9 @@ def run_finetune(
                 closing(DataParallelLeader([connected(link) for link in helpers], code_digest()))
             )
         job = prepare_job(args, rows=rows, sharing=sharing)
-        job.requests = asked
+        job.requests = training_requests
         record = job.train(port)
-    return Ended(record.to_json(), exit_code(record.stop_reason, record.signal), STOP_TEXT[record.stop_reason])
+    return JobResult(record.to_json(), exit_code(record.stop_reason, record.signal), STOP_TEXT[record.stop_reason])
 
 
 def run_pipeline(
@@ -68,22 +68,22 @@ def run_pipeline(
     batch_tokens: int | None = None,
     requests: bool = False,
     **options: Unpack[TrainingOptions],
-) -> Ended:
+) -> JobResult:
     """adapters: tables as in an adapters file; `options` are those of adapters without their own. requests: as for
     `finetune`. The exit code is the highest of the adapters'."""
     texts, shared = split_python_rows({name: path_as_text(value, name, where) for name, value in options.items()})
     tasks = [adapter_task(values, f"{where}: adapter {number}", shared) for number, values in enumerate(adapters, 1)]
     tasks = named_apart(tasks)
-    asked = TrainingRequests([task.name for task in tasks])
+    training_requests = TrainingRequests([task.name for task in tasks])
     if requests:
-        port.listen(asked.side())
+        port.listen(training_requests.side())
     args, _ = resolve_options(texts, None, where, demo=False, beside=tasks[0].checkpoint)
     job = prepare_pipeline(args, tasks, schedule, batch_tokens)
-    job.requests = asked
+    job.requests = training_requests
     record = job.train(port)
     codes = [exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters]
     text = "; ".join(f"{adapter.name}: {STOP_TEXT[adapter.stop_reason]}" for adapter in record.adapters)
-    return Ended(record.to_json(), max(codes), text)
+    return JobResult(record.to_json(), max(codes), text)
 
 
 def run_teacher_cache(

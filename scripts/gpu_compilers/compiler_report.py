@@ -1,0 +1,178 @@
+"""What the compilers made of the kernels: tables, JSON, and predictions for `make bench-gpu`.
+
+`make gpu-compilers GPUS='--default-only --predictions scripts/gpu_compilers/predictions.json'` writes those of the
+default tilings to a small file, to be put beside measurements of a GPU of the same kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from scripts.gpu_compilers.compiler_run import Answers, Row
+from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.bench.brick_results import commit
+from wgpu_lora.gpu.device import Device
+
+PREDICTIONS = "wgpu-lora-predictions/1"
+FILE = Path(__file__).with_name("predictions.json")
+FIGURES = ("registers", "spilled", "occupancy", "instructions")
+AMD, NVIDIA = 0x1002, 0x10DE
+GENERATIONS = {  # parts of the names that drivers give AMD's GPUs; RDNA2's units are those of RDNA1
+    "rdna4": ("RX 9", "AI PRO R9", "GFX12", "NAVI4"),
+    "rdna3": ("RX 7", "PRO W7", "GFX11", "NAVI3", "780M", "760M", "890M", "880M", "8060S", "8050S"),
+    "rdna1": ("RX 5", "RX 6", "PRO W5", "PRO W6", "GFX10", "NAVI1", "NAVI2", "680M", "660M"),
+}
+Predicted = dict[str, Any]
+SCHEMA = "wgpu-lora-gpu-compilers/1"
+WORST = 3  # kernels named in the summary
+
+
+def to_json(answers: Sequence[Answers], selection: dict[str, Any]) -> dict[str, Any]:
+    return {"schema": SCHEMA, "wanted": selection, "devices": [one.to_json() for one in answers]}
+
+
+def label(row: Row) -> str:
+    """A pipeline in words: the kernel, what it is compiled for, and the tiling."""
+    words = [str(v) for n, v in row.call["constants"].items() if n in ("a_type", "b_type", "form", "dim")]
+    return " ".join([row.call["kernel"], *words])
+
+
+def tiling(row: Row) -> str:
+    t = row.tiling
+    return f"{t.family} {t.rows}x{t.cols}, span {t.span}" + (", 64-bit loads" if t.wide else "")
+
+
+def weight(row: Row) -> tuple[int, int, int]:
+    """What the worst have most of."""
+    c = row.compiled
+    return (1 << 30, 0, 0) if c is None else (c.spilled, c.scratch, c.registers)
+
+
+def summary(answers: Sequence[Answers]) -> Table:
+    """A line for each GPU and subgroup size."""
+    table = Table(title="Compiled, not run", title_justify="left", box=None, pad_edge=False)
+    table.add_column("GPU", overflow="fold")
+    for name in ("subgroup", "pipelines", "default spills", "offered spills"):
+        table.add_column(name, justify="right")
+    table.add_column("worst (values spilled)", overflow="fold")
+    for one in answers:
+        bad = [row for row in one.rows if row.spills]
+        worst = sorted(bad, key=weight, reverse=True)[:WORST]
+        table.add_row(
+            one.gpu.title,
+            str(one.subgroup_size),
+            str(len(one.rows)),
+            str(sum(row.call["default"] for row in bad)),
+            str(len(bad)),
+            Text("\n".join(f"{label(row)}, {tiling(row)}: {amount(row)}" for row in worst) or "none"),
+        )
+    return table
+
+
+def amount(row: Row) -> str:
+    c = row.compiled
+    return row.error if c is None else f"{c.scratch} bytes of arrays" if c.scratch and not c.spilled else str(c.spilled)
+
+
+def details(one: Answers) -> Table:
+    """A line for each compute pipeline, the worst first."""
+    title = f"{one.gpu.title}, subgroups of {one.subgroup_size}: {one.device}, {one.driver}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("kernel", "tiling"):
+        table.add_column(name, overflow="fold")
+    columns = (
+        "registers",
+        "spilled",
+        f"{one.gpu.occupancy[0]}, of {one.most}",
+        "shared bytes",
+        "instructions",
+        "inner loop",
+        "multiply-adds",
+    )
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in sorted(one.rows, key=weight, reverse=True):
+        c = row.compiled
+        kernel = Text(label(row), style="red" if row.spills else "")
+        where = tiling(row) + (" (default)" if row.call["default"] else "")
+        if c is None:
+            table.add_row(kernel, where, "-", row.error)
+            continue
+        loop = (
+            ("", "") if c.loop is None else (str(c.loop.instructions), f"{c.loop.share:.0%} ({c.loop.multiply_adds})")
+        )
+        figures = (c.registers, amount(row), c.occupancy, c.shared, c.instructions)
+        table.add_row(kernel, where, *map(str, figures), *loop)
+    return table
+
+
+def show(answers: Sequence[Answers], every: bool) -> None:
+    parts: list[Any] = [details(one) for one in answers] if every else []
+    console = Console(width=None if Console().is_terminal else 160, highlight=False)
+    console.print(Group(*parts, summary(answers)))
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+def key(call: Mapping[str, Any]) -> str:
+    """A compute pipeline (`Call.to_json`), as its kernel and a digest of all that is compiled into it."""
+    compiled = [call[name] for name in ("constants", "bindings", "tiling")]
+    digest = hashlib.sha256(json.dumps(compiled, sort_keys=True).encode()).hexdigest()
+    return f"{call['kernel']} {digest[:12]}"
+
+
+def predictions_json(answers: Sequence[Answers]) -> Predicted:
+    """The figures of every default tiling, by pipeline; FIGURES, or null where the compiler gave up."""
+    devices = []
+    for one in answers:
+        rows = {
+            key(row.call): row.compiled and [getattr(row.compiled, name) for name in FIGURES]
+            for row in one.rows
+            if row.call["default"]
+        }
+        devices.append({**one.to_json(), "title": one.gpu.title, "kernels": rows})
+    return {"schema": PREDICTIONS, "commit": commit(), "figures": FIGURES, "devices": devices}
+
+
+def nearest(device: Device, predicted: Predicted) -> Predicted | None:
+    """The predictions for the GPU and subgroup size most like a device; None for a device of another vendor."""
+    gpu = kind_of(device.info.vendor_id, device.info.name)
+    found = [one for one in predicted["devices"] if one["gpu"] == gpu]
+    size = device.capabilities.subgroup_size
+    return min(found, key=lambda one: abs(one["subgroup_size"] - size), default=None)
+
+
+def kind_of(vendor: int, name: str) -> str | None:
+    """The GPU of `GPUS` that a device is most like: of AMD's RDNA3, unless its name tells the generation."""
+    if vendor == AMD:
+        parts = ((gpu, part) for gpu, parts in GENERATIONS.items() for part in parts)
+        return next((gpu for gpu, part in parts if part in name.upper()), "rdna3")
+    return "ada" if vendor == NVIDIA else "m1" if "Apple" in name else None
+
+
+def figures(one: Predicted | None, calls: Iterable[Mapping[str, Any]]) -> list[Predicted | None]:
+    """The prediction for each pipeline by name; None if it was not compiled."""
+    known = one["kernels"] if one else {}
+    values = (known.get(key(call)) for call in calls)
+    return [value and dict(zip(FIGURES, value, strict=True)) for value in values]
+
+
+def read_predictions(file: Path = FILE) -> Predicted:
+    """The file's content, or no devices if it is missing."""
+    return json.loads(file.read_text()) if file.is_file() else {"devices": []}
+
+
+def write_predictions(file: Path, predicted: Predicted) -> None:
+    """A line for each device, so that changes can be read."""
+    rest = {name: value for name, value in predicted.items() if name != "devices"}
+    devices = ",\n".join(json.dumps(one) for one in predicted["devices"])
+    write_bytes_atomic(file, f'{json.dumps(rest)[:-1]}, "devices": [\n{devices}\n]}}\n'.encode())

@@ -1,0 +1,243 @@
+"""The compute pipelines of one layer of a named shape, each once, by the programs that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from wgpu_lora.bench.training_step import TrainingStep, adapter_set
+from wgpu_lora.distill.teacher import Teacher, TopK
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import Tensor, persistent
+from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.infer.generation_programs import Programs
+from wgpu_lora.models.batch_inputs import Tables
+from wgpu_lora.models.blocks.transformer_block import Transformer
+from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.models.model_config import ModelConfig
+from wgpu_lora.models.published_shapes import shape_config
+from wgpu_lora.models.quant_constants import QuantConstants, quant_constants
+from wgpu_lora.models.synthetic_models import synthetic_model
+from wgpu_lora.ops.linear import input_squares
+from wgpu_lora.train.objectives.kd import KD
+from wgpu_lora.train.optimizers import OPTIMIZERS, optimizer_of
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.session.optimizer_update import Optimizer
+from wgpu_lora.train.session.session import Session
+from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
+from wgpu_lora.weights.lowbit.lowbit import LowBitWeight
+from wgpu_lora.weights.lowbit.lowbit_layout import scale_count, table_size
+from wgpu_lora.weights.lowbit.lowbit_packing import record_packing
+
+CACHED = 1024  # tokens of the cache
+HEADS_OF = "llama-3.2-1b"  # whose attention is recorded with other sizes of heads
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to compile: shapes by name, attention of these sizes of heads, and for a training step its options.
+
+    candidates: whether to compile every tiling that the tuner may choose, or only the default.
+    kernels: parts of names, () for all. tiling: is compiled beside a matching kernel's own, if it is tuned.
+    """
+
+    shapes: tuple[str, ...] = ()
+    head_dims: tuple[int, ...] = ()
+    tokens: int = 512
+    rank: int = 16
+    compute_dtype: str = "f32"
+    candidates: bool = True
+    kernels: tuple[str, ...] = ()
+    tiling: dict[str, Any] | None = None
+    activation_dtype: str = "f32"
+    base_dtype: str = DEFAULT_FORMAT
+
+
+@dataclass
+class Call:
+    """A compute pipeline, and what uses it. default: whether it is used where nothing was tuned."""
+
+    kernel: Kernel
+    present: tuple[str, ...]
+    constants: dict[str, Any]
+    tiling: Tiling
+    default: bool
+    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, distillation, prefill and so on
+
+    def to_json(self) -> dict[str, Any]:
+        compiled_in = self.kernel.compiled_in(self.constants)
+        return {
+            "kernel": self.kernel.name,
+            "constants": {name: value for name, value in compiled_in.items() if not isinstance(value, float)},
+            "bindings": list(self.present),
+            "tiling": self.tiling.to_json(),
+            "default": self.default,
+            "used_by": self.used_by,
+        }
+
+
+def calls(selection: Selection, device: Device) -> list[Call]:
+    """All different compute pipelines, each once. Nothing is allocated on the device."""
+    found: dict[Any, Call] = {}
+    for shape, step, program in _programs(selection, device):
+        for dispatch in program.dispatches:
+            for tiling in _tilings(dispatch, device, selection):
+                compiled_in = dispatch.kernel.compiled_in(dispatch.constants)
+                key = dispatch.kernel.name, dispatch.present, tuple(sorted(compiled_in.items())), tiling
+                default = tiling == dispatch.tiling
+                of = dispatch.kernel, dispatch.present, dispatch.constants, tiling, default
+                call = found.setdefault(key, Call(*of))
+                call.default = call.default or default
+                steps = call.used_by.setdefault(shape, [])
+                if step not in steps:
+                    steps.append(step)
+    return list(found.values())
+
+
+def _tilings(dispatch: Dispatch, device: Device, selection: Selection) -> list[Tiling]:
+    kernel = dispatch.kernel
+    if selection.kernels and not any(part in kernel.name for part in selection.kernels):
+        return []
+    offered: Sequence[Tiling] = [dispatch.tiling]
+    if kernel.tuning and not dispatch.fixed:
+        if selection.candidates:
+            offered = kernel.tilings(device.capabilities, dispatch.constants)
+        if selection.tiling:
+            offered = [*offered, Tiling.from_json(selection.tiling)]
+    return list(offered)
+
+
+def _programs(selection: Selection, device: Device) -> Iterator[tuple[str, str, Program]]:
+    for shape in selection.shapes:
+        for step, program in steps_of(shape_config(shape, 1), selection, device):
+            yield shape, step, program
+    for dim in selection.head_dims:
+        config = shape_config(HEADS_OF, 1)
+        assert isinstance(config, Transformer)
+        config = replace(config, head_dim=dim)
+        for step, program in steps_of(config, selection, device):
+            program.dispatches = [one for one in program.dispatches if one.kernel.name.startswith("attention_")]
+            yield f"head_dim {dim}", step, program
+
+
+# -- the programs of a layer -------------------------------------------------------------------------------------------
+
+
+def steps_of(config: ModelConfig, selection: Selection, device: Device) -> Iterator[tuple[str, Program]]:
+    """(what it is for, program) of each. Nothing is allocated."""
+    model = synthetic_model(config, device, selection.base_dtype)
+    for step, record in STEPS.items():
+        for program in record(model, selection):
+            yield step, program
+
+
+def _arguments(selection: Selection) -> TrainingArguments:
+    return TrainingArguments(
+        per_device_train_batch_size=1,
+        max_length=selection.tokens,
+        lora_r=selection.rank,
+        compute_dtype=selection.compute_dtype,
+        activation_dtype=selection.activation_dtype,
+        offload_activations=True,  # the kernel that copies, too
+    )
+
+
+def _training(model: LoadedModel, selection: Selection) -> list[Program]:
+    return TrainingStep(model, _arguments(selection)).session.programs()
+
+
+def _dora(model: LoadedModel, selection: Selection) -> list[Program]:
+    return TrainingStep(model, replace(_arguments(selection), use_dora=True, lora_dropout=0.1)).session.programs()
+
+
+def _distillation(model: LoadedModel, selection: Selection) -> list[Program]:
+    objective = KD(teacher="demo", temperature=2.0, hard_full_weight=0.5)
+    adapters = adapter_set(model.config, model.device, selection.rank)
+    session = Session(model, adapters, [selection.tokens], positions=selection.tokens, objectives=[objective])
+    return [batch.program for batch in session.steps.values()]
+
+
+def _constants(model: LoadedModel, selection: Selection) -> list[Program]:
+    """Training of the base's constants, if it has any."""
+    by_module = {name.removesuffix(".weight"): quant_constants(weight) for name, weight in model.decoder.matrices()}
+    weights = {module: weight for module, weight in by_module.items() if weight}
+    if not weights:
+        return []
+    constants = QuantConstants.declare(weights, model.device.max_binding)
+    return Session(model, constants, [selection.tokens], positions=selection.tokens).programs()
+
+
+def _loading(model: LoadedModel, selection: Selection) -> list[Program]:
+    """The quantisation of low-bit matrices, with calibration."""
+    weights = [weight for weight in model.decoder.weights() if isinstance(weight, LowBitWeight)]
+    if not weights:
+        return []
+    rows, cols = selection.tokens, weights[0].in_features
+    calibration = Program(model.device, "calibration")
+    x, squares = (persistent(shape, "f32", "workspace", "inputs") for shape in ((rows, cols), (cols,)))
+    count = persistent((1,), "u32", "workspace", "count")
+    calibration.dispatch(input_squares, x, count, squares, rows=rows, first=0, cols=cols)
+    return [calibration, *(_fit(weight, model.device) for weight in weights)]
+
+
+def _fit(weight: LowBitWeight, device: Device) -> Program:
+    program, (out, size_in) = Program(device, "pack"), weight.shape
+    bits, group = weight.scheme.bits, weight.scheme.group
+
+    def scratch(*shape: int) -> Tensor | None:
+        return persistent(shape, "f32", "workspace", "scratch") if all(shape) else None
+
+    w, importance = scratch(out, size_in), scratch(size_in)
+    assert w
+    constants = scratch(out, table_size(bits)), scratch(out, scale_count(size_in, bits, group))
+    record_packing(program, w, weight.codes, *constants, importance, first=0, out=out, bits=bits, group=group)
+    return program
+
+
+def _generation(model: LoadedModel, selection: Selection) -> Programs:
+    adapters = adapter_set(model.config, model.device, selection.rank)
+    return Programs.record(model.device, model.decoder, adapters, 1, CACHED, (selection.tokens,))
+
+
+def _prefill(model: LoadedModel, selection: Selection) -> list[Program]:
+    return [step.program for step in _generation(model, selection).prefill]
+
+
+def _decode(model: LoadedModel, selection: Selection) -> list[Program]:
+    programs = _generation(model, selection)
+    return [programs.decode.program, programs.head, programs.kept]
+
+
+def _teacher(model: LoadedModel, selection: Selection) -> list[Program]:
+    tables = Tables.declare(model.config.tables(), selection.tokens)
+    return list(Teacher(model, None, (selection.tokens,), tables, TopK(), selection.compute_dtype).programs())
+
+
+def _updates(model: LoadedModel, selection: Selection) -> list[Program]:
+    """Of the other optimizers, for the first shape only: sizes make no difference to them."""
+    if not selection.shapes or model.config != shape_config(selection.shapes[0], 1):
+        return []
+    adapters, loss = (
+        adapter_set(model.config, model.device, selection.rank),
+        persistent((1,), "f32", "optimizer", "loss"),
+    )
+    optim_args = {"sgd": "momentum=0.9"}
+    runs = [TrainingArguments(optim=name, optim_args=optim_args.get(name)) for name in OPTIMIZERS if name != "adamw"]
+    return [Optimizer(model.device, adapters, loss, optimizer_of(args)).program for args in runs]
+
+
+STEPS: dict[str, Callable[[LoadedModel, Selection], list[Program]]] = {
+    "loading": _loading,
+    "training": _training,
+    "DoRA": _dora,
+    "other optimizers": _updates,
+    "quant-scales": _constants,
+    "distillation": _distillation,
+    "prefill": _prefill,
+    "decode": _decode,
+    "teacher": _teacher,
+}
