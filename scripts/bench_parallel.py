@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import Client
 from pathlib import Path
 
-from wgpu_lora.assets import DEMO_TRAIN
 from wgpu_lora.cluster.parallel.process import LocalHelper
 from wgpu_lora.cluster.parallel.relay import Relay
+
+from wgpu_lora.assets import DEMO_TRAIN
 from wgpu_lora.train.data_parallel import gradient_messages
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader, StepPart
 from wgpu_lora.train.data_parallel.remote_worker import RemoteWorker

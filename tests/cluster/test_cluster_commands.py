@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.fake_cluster import device_facts, node_facts, snapshot, task_view
+from wgpu_lora.cluster.client import local
 
 from wgpu_lora.cli import main
 from wgpu_lora.cli.cluster.cluster_commands import show
-from wgpu_lora.cluster.client import local
-from wgpu_lora.cluster.client.status import as_json
+from wgpu_lora.cluster.run_status import as_json
 
 
 @pytest.fixture(autouse=True)

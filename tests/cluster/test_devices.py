@@ -13,13 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from wgpu_lora.cluster.devices import keys, listing, probe
 
 from wgpu_lora.cli import main
-from wgpu_lora.cluster.devices import keys, listing, probe
-from wgpu_lora.cluster.devices.keys import resource_key
-from wgpu_lora.cluster.devices.probe import node_devices, plan_class
-from wgpu_lora.cluster.devices.resources import advertised
-from wgpu_lora.cluster.devices.speed import Speed
+from wgpu_lora.cluster.device_resources import Speed, advertised, node_devices, plan_class, resource_key
 from wgpu_lora.gpu.device_list import DeviceInfo
 from wgpu_lora.memory_leases import DeviceMemory, Ledger, LedgerEntry, device_key
 

@@ -14,21 +14,20 @@ from pathlib import Path
 import psutil
 import pytest
 from support.fake_cluster import FakeCluster, snapshot, task_view
+from wgpu_lora.cluster.client import local
 
 from wgpu_lora.cli.cluster import running
-from wgpu_lora.cluster.client import local
-from wgpu_lora.cluster.client.connect import Target
-from wgpu_lora.cluster.client.local import Local
-from wgpu_lora.cluster.client.users import end_unused, using
-from wgpu_lora.cluster.facts import RunRequest, Sweep, Task
+from wgpu_lora.cluster.cluster_connection import Target
+from wgpu_lora.cluster.cluster_file import RunOptions
 from wgpu_lora.cluster.launcher.processes import MARK
-from wgpu_lora.cluster.spec.run_options import RunOptions
+from wgpu_lora.cluster.local_ray import Local, end_unused, using
+from wgpu_lora.cluster.messages import RunRequest, Sweep, Task
 from wgpu_lora.errors import UserError
 from wgpu_lora.process_identity import boot_id
 from wgpu_lora.strict_json import to_json
 
 USER = """
-from wgpu_lora.cluster.client.users import using
+from wgpu_lora.cluster.local_ray import using
 with using():
     print("using", flush=True)
     input()

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from support.cli import QWEN2, SMALL, write_rows
-
 from wgpu_lora.cluster.parallel import process
 from wgpu_lora.cluster.parallel.line import Line
 from wgpu_lora.cluster.parallel.process import LocalHelper, Lost, Refused
 from wgpu_lora.cluster.parallel.relay import Relay
+
 from wgpu_lora.train.data_parallel.gradient_messages import LOST, message, read_message
 
 

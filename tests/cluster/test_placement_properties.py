@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from wgpu_lora.cluster.placement.place import place
 from wgpu_lora.cluster.placement.simulation.bound import lower_bound
 from wgpu_lora.cluster.placement.simulation.measured import Measured
 from wgpu_lora.cluster.placement.simulation.run import Outcome, simulate
 from wgpu_lora.cluster.placement.simulation.scenario import Scenario, draw
-from wgpu_lora.cluster.placement.types import JOINS, MOST_JOINED, Place, Placement, Waiting
+
+from wgpu_lora.cluster.placement import place
+from wgpu_lora.cluster.placement_field import JOINS, MOST_JOINED, Place, Placement, Waiting
 
 CLASSES = ("x", "y")
 ids = st.integers(0, 7).map("d{}".format)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.bench import mini
+from wgpu_lora.cluster.devices import speed
 
 from wgpu_lora.bench.bricks import WORKLOADS
-from wgpu_lora.cluster.devices import speed
-from wgpu_lora.cluster.devices.speed import Speed, cached, measured
+from wgpu_lora.cluster.device_resources import Speed, cached, measured
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_list import DeviceInfo

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-
-from wgpu_lora.cluster.node.layout import Layout
 from wgpu_lora.cluster.node.sent import Sent
-from wgpu_lora.cluster.node.tidying import KEEP_SECONDS, tidy
-from wgpu_lora.cluster.spec.sending import parcel
+
+from wgpu_lora.cluster.cluster_paths import Layout
+from wgpu_lora.cluster.data_upload import parcel
+from wgpu_lora.cluster.host_actor import KEEP_SECONDS, tidy
 
 
 def _made(path: Path) -> Path:

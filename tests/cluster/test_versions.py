@@ -7,12 +7,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from wgpu_lora.cluster.devices import versions
 
 from wgpu_lora import assets
 from wgpu_lora.assets import PACKAGE, package_files
-from wgpu_lora.cluster.devices import versions
-from wgpu_lora.cluster.devices.versions import difference, own_versions
-from wgpu_lora.cluster.facts import Versions
+from wgpu_lora.cluster.messages import Versions
+from wgpu_lora.cluster.node_versions import difference, own_versions
 
 OURS = Versions("0.1.0", "a" * 64, "b" * 64, "3.11.7", "2.60.0", "0.32.0 (wgpu-native 29.0.1.1)")
 

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wgpu_lora.cluster.client.bridge import ClusterGone
-from wgpu_lora.cluster.facts import (
+from wgpu_lora.cluster.cluster_connection import ClusterGone
+from wgpu_lora.cluster.messages import (
     DeviceFacts,
     DeviceView,
     NodeFacts,

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from wgpu_lora.worker.kinds.gradients import prepare_worker, serve_gradients
+
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
@@ -16,7 +18,6 @@ from wgpu_lora.train.data_parallel import gradient_messages
 from wgpu_lora.train.data_parallel.gradient_messages import message
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.worker.kinds.gradients import prepare_worker, serve_gradients
 
 Reply = Callable[[bytes], bytes]
 

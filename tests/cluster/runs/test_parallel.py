@@ -17,8 +17,8 @@ from support.hosts import Host, Hosts, namespaces_allowed, until
 from support.units import order, task
 from test_node import Cluster, cluster, gone  # noqa: F401
 
-from wgpu_lora.cluster.facts import Order
-from wgpu_lora.cluster.node.layout import ADAPTERS, Layout, cluster_root
+from wgpu_lora.cluster.cluster_paths import ADAPTERS, Layout, cluster_root
+from wgpu_lora.cluster.messages import Order
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import from_values
 from wgpu_lora.train.run.records import RunRecord

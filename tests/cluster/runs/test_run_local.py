@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from support.cli import QWEN2, ROWS, flags, write_rows
-
 from wgpu_lora.cluster.client import local
 
 SECONDS = 300.0  # of one command

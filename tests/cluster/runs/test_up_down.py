@@ -31,7 +31,7 @@ import os, subprocess, sys
 from pathlib import Path
 from wgpu_lora.cluster.launcher.token import authentication
 from wgpu_lora.cluster.launcher.tunnel import tunnel
-from wgpu_lora.cluster.spec.file import read_cluster_file
+from wgpu_lora.cluster.cluster_file import read_cluster_file
 spec = read_cluster_file(Path(sys.argv[1]))
 with tunnel(spec) as address:
     subprocess.run([sys.executable, "-c", sys.argv[2], address], env=os.environ | authentication(spec), check=True)
