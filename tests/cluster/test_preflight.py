@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 from support.fake_cluster import VERSIONS, FakeCluster, device_facts, node_facts
-from wgpu_lora.cluster.devices import versions
 
 from wgpu_lora.cli.cluster import running
+from wgpu_lora.cluster import node_versions
 from wgpu_lora.cluster.cluster_connection import Target
 from wgpu_lora.cluster.cluster_file import RunOptions, read_cluster_file
-from wgpu_lora.cluster.messages import RunRequest, RunRequirements, Task, from_plain, to_plain
+from wgpu_lora.cluster.messages import RunRequest, Task, from_plain, to_plain
 from wgpu_lora.cluster.preflight import MOST_SAID, missing_hosts, request_of, surveyed
 from wgpu_lora.cluster.sweep import SweepOptions
 from wgpu_lora.errors import UserError
+from wgpu_lora.train.memory import RunRequirements
 
 ALPHA = node_facts("alpha", device_facts("10.0.0.5", 0, "NVIDIA A"), device_facts("10.0.0.5", 1, "NVIDIA B"))
 BETA = node_facts("beta", device_facts("10.0.0.4", 0, "AMD", plan_class="q", budget=2 << 30))
@@ -39,7 +40,7 @@ def test_a_request_has_the_plans_of_every_class() -> None:
     assert (found.name, found.mirror_steps, found.data_parallel) == ("mine", 7, 1)
     assert {name: set(plans) for name, plans in found.plans.items()} == {"a": {"p", "q"}, "b": {"p", "q"}}
     planned = [call for call in cluster.calls if call[1] == "plan"]
-    assert [call[0] for call in planned] == ["host:id-alpha", "host:id-beta"]  # once for each class
+    assert [call[0] for call in planned] == ["id-alpha", "id-beta"]  # once for each class
     assert "@" in found.by
 
 
@@ -71,7 +72,7 @@ def test_a_host_that_has_died_since_up(
     (tmp_path / "lab.toml").write_text('name = "lab"\n' + tables)
     file = read_cluster_file(tmp_path / "lab.toml")
     assert missing_hosts([ALPHA, BETA], file) == ["gone.lab (10.0.0.9)"]  # beta is reached by another address here
-    monkeypatch.setattr(versions, "own_versions", lambda: VERSIONS)
+    monkeypatch.setattr(node_versions, "own_versions", lambda: VERSIONS)
     running._request(
         FakeCluster([ALPHA, BETA]), Target(None, file, tmp_path / "lab.toml"), [task()], RunOptions(), None
     )
@@ -106,8 +107,10 @@ def test_data_is_sent_if_asked_for(tmp_path: Path) -> None:
     cluster = FakeCluster([ALPHA, BETA], lacking={"beta": {str(data)}})
     found = requested(cluster, task(data=str(data)), send_data=True)
     assert found.tasks[0].options["data"].startswith("sent:")
-    assert sorted(key.split()[0] for key in cluster.sent) == ["alpha", "beta"]  # a task may move to any of them
+    assert sorted(host for host, _ in cluster.sent) == ["alpha", "beta"]  # a task may move to any of them
     assert set(cluster.sent.values()) == {b"{}\n"}
+    (parcel,) = found.parcels
+    assert cluster.placed == [("alpha", parcel), ("beta", parcel)]
 
 
 def test_models_are_not_sent(tmp_path: Path) -> None:

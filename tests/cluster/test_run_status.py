@@ -14,7 +14,7 @@ from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot
 from wgpu_lora.cli.cluster.cluster_commands import show
 from wgpu_lora.cli.cluster.run_table import Table, report
 from wgpu_lora.cluster.cluster_connection import ClusterGone
-from wgpu_lora.cluster.messages import Line, Snapshot, Sweep
+from wgpu_lora.cluster.messages import EventLine, Snapshot, Sweep
 from wgpu_lora.cluster.run_status import PATIENCE, Followed, follow
 from wgpu_lora.errors import UserError
 
@@ -39,7 +39,7 @@ class Seen:
     def __init__(self) -> None:
         self.snapshots: list[Snapshot] = []
         self.gone: list[float] = []
-        self.fetches: list[tuple[str, int, int]] = []
+        self.fetches: list[str] = []
         self.unwritten: list[tuple[str, str]] = []
 
     def shown(self, snapshot: Snapshot) -> None:
@@ -48,8 +48,8 @@ class Seen:
     def away(self, seconds: float) -> None:
         self.gone.append(seconds)
 
-    def fetching(self, task: str, done: int, total: int) -> None:
-        self.fetches.append((task, done, total))
+    def fetching(self, task: str) -> None:
+        self.fetches.append(task)
 
     def kept(self, task: str, why: str) -> None:
         self.unwritten.append((task, why))
@@ -76,7 +76,7 @@ def test_results_are_fetched_as_they_end(tmp_path: Path) -> None:
     assert (tmp_path / "a/x").read_bytes() == b"1"
     assert (tmp_path / "b/y").read_bytes() == b"2"
     assert found.code == 0
-    assert ("a", 1, 1) in seen.fetches
+    assert seen.fetches == ["a", "b"]
     assert [len(s.tasks) for s in seen.snapshots] == [2, 2, 2]
 
 
@@ -116,7 +116,7 @@ def test_a_result_on_a_host_that_is_away_is_waited_for(tmp_path: Path) -> None:
     assert clock.now > 5
 
 
-def test_a_restarted_coordinator_is_waited_for() -> None:
+def test_a_restarted_controller_is_waited_for() -> None:
     cluster = FakeCluster(snapshots=[None] * 5 + [snapshot(task_view("a", "stopped", fetched=True), over=True)])
     seen = Seen()
     assert followed(cluster, seen).code == 0
@@ -141,10 +141,10 @@ def test_an_unknown_run_is_refused() -> None:
 def test_lines_for_pipes(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table("r")
     running = task_view("a", step=2, loss=1.5, eval_loss=2.0, tokens_per_second=1234.0, device=DEVICE.id)
-    event = Line(1.0, "a moves to beta")
+    event = EventLine(1.0, "a moves to beta")
     table.shown(snapshot(running, nodes=(NODE,), events=[event]))
     table.shown(snapshot(replace(running, progress=replace(running.progress, step=3)), nodes=(NODE,), events=[event]))
-    table.shown(snapshot(replace(running, state="failed", said="no luck"), nodes=(NODE,), events=[event]))
+    table.shown(snapshot(replace(running, state="failed", reason="no luck"), nodes=(NODE,), events=[event]))
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("event ")
     assert said[0].endswith("a moves to beta")
@@ -176,8 +176,8 @@ AWAY = "its results are not in /mnt/lab/a yet: /mnt/lab/a exists already, with o
 
 
 def test_a_result_that_cannot_be_put_in_place_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    waits = task_view("a", "finished", 10, said=AWAY)
-    placed = task_view("b", "finished", 10, fetched=True, said="of no interest any more")
+    waits = task_view("a", "finished", 10, reason=AWAY)
+    placed = task_view("b", "finished", 10, fetched=True, reason="of no interest any more")
     seen = snapshot(waits, placed, nodes=(NODE,))
     assert f"a: {AWAY[:50]}" in rendered(Table("r").table(seen))
     for show_it in (Table("r").shown, lambda seen: report(Followed(seen)), show):
@@ -189,8 +189,8 @@ def test_a_result_that_cannot_be_put_in_place_is_explained(capsys: pytest.Captur
 
 def test_a_helper_that_refuses_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     why = "10.0.0.5: the rows differ from those of the leader"
-    running = [task_view(name, said=why, device=DEVICE.id) for name in ("a", "b", "c")]
-    many = [task_view(f"waits-{number}", "pending", said=f"reason {number}") for number in range(100)]
+    running = [task_view(name, reason=why, device=DEVICE.id) for name in ("a", "b", "c")]
+    many = [task_view(f"waits-{number}", "pending", reason=f"reason {number}") for number in range(100)]
     seen = snapshot(*many, *running, nodes=(NODE,))
     assert f"a and 2 others: {why}" in " ".join(rendered(Table("r").table(seen)).split())  # lines may be broken
     Table("r").shown(seen)
@@ -220,7 +220,7 @@ def test_a_terminal_gets_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", out)
     with Table("r") as table:
         table.shown(snapshot(task_view("a", loss=1.0), nodes=(NODE,)))
-        table.fetching("a", 10, 20)
+        table.fetching("a")
         table.away(30)
     assert "a" in out.getvalue()
     assert "no answer from the cluster for 30 s" in out.getvalue()
@@ -229,7 +229,7 @@ def test_a_terminal_gets_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_end_is_a_leaderboard(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tasks = (
         task_view("worse", "finished", 10, loss=1.0, eval_loss=3.0, output=str(tmp_path / "worse")),
-        task_view("gone", "failed", said="the loss is not finite", output=str(tmp_path / "gone")),
+        task_view("gone", "failed", reason="the loss is not finite", output=str(tmp_path / "gone")),
         task_view("better", "finished", 10, loss=1.0, eval_loss=2.0, attempts=2, output=str(tmp_path / "better")),
     )
     report(Followed(snapshot(*tasks, over=True), {"worse": "the disk is full"}))
