@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import shlex
+import os
+import re
 import socket
-import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import ray
 from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot, task_view
-from wgpu_lora.cluster.client import connect, local
 
+from wgpu_lora.cluster import cluster_connection, host_actor, local_ray, run_controller
 from wgpu_lora.cluster.cluster_connection import (
-    Bridge,
+    Cluster,
     ClusterGone,
-    NotConnected,
     Target,
     connected,
-    endpoint,
     explained,
     target,
 )
@@ -34,7 +34,7 @@ from wgpu_lora.process_identity import boot_id
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No Ray of the user, and no address in the environment."""
-    monkeypatch.setenv(local.DIRECTORY, str(tmp_path / "state"))
+    monkeypatch.setenv(local_ray.DIRECTORY, str(tmp_path / "state"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return tmp_path / "state"
 
@@ -93,68 +93,63 @@ def test_a_cluster_file_without_a_place(tmp_path: Path) -> None:
     ids=["token", "version", "none", "client", "no-node", "other"],
 )
 def test_what_ray_says_is_a_sentence(said: str, why: str) -> None:
-    import re
-
     found = explained(said, "h:1")
     assert re.search(why, found)
     assert found.endswith(".")
     assert "\n" not in found
 
 
-# -- the process that speaks with Ray ----------------------------------------------------------------------------------
+# -- calls of actors ---------------------------------------------------------------------------------------------------
 
 
-def test_a_child_that_dies_is_a_cluster_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with Bridge() as bridge:
-        with pytest.raises(NotConnected):
-            bridge.connect("auto")
-        with pytest.raises(ClusterGone, match="connection to the cluster is lost"):
-            bridge.coordinator("snapshot", None)
+class RemoteError(ray.exceptions.RayTaskError):
+    """As Ray raises what an actor's method has raised."""
+
+    def __init__(self, cause: Exception):
+        self.cause, self.traceback_str = cause, repr(cause)
 
 
-CHILD = """
-import os, sys, time
-from wgpu_lora.cluster.client.bridge_child import receive, send
-source, sink = os.fdopen(0, "rb"), os.fdopen(1, "wb")
-while True:
-    header, _ = receive(source)
-    time.sleep(header.get("args", [0])[0])
-    send(sink, {"value": header["number"], "number": header["number"]})
-"""
+@pytest.mark.parametrize(
+    ("raised", "error", "said"),
+    [
+        (RemoteError(UserError("No run 'x' is known: look.")), UserError, "No run 'x' is known"),
+        (RemoteError(ConnectionError("the host is away")), ConnectionError, "the host is away"),
+        (RemoteError(KeyError("fault")), RemoteError, "fault"),
+        (ray.exceptions.GetTimeoutError("late"), ClusterGone, r"does not answer \(late\): see whether"),
+        (ray.exceptions.ActorDiedError(), ClusterGone, "does not answer"),
+        (RuntimeError("one\n[2026-11-23 07:17:37,223 W 1 1] x.cc:1: closed."), ClusterGone, r"\(closed\)"),
+    ],
+)
+def test_what_a_call_raises(monkeypatch: pytest.MonkeyPatch, raised: Exception, error: type, said: str) -> None:
+    def get(reference: object, timeout: float) -> None:
+        assert timeout == 3
+        raise raised
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(run_controller, "run_controller", lambda: Mock())
+    monkeypatch.setattr(host_actor, "host_actor", lambda node: Mock())
+    cluster = Cluster.__new__(Cluster)
+    for call in (partial(cluster.controller, "results", "x"), partial(cluster.host, "node", "pid")):
+        with pytest.raises(error, match=said) as found:
+            call(seconds=3)
+        assert type(found.value) is error
 
 
-def test_late_answers_are_not_taken_for_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(CHILD)}\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    with Bridge() as bridge:
-        assert bridge.coordinator("first", 0) == 1
-        get = bridge._answers.get
-
-        def interrupted(timeout: float) -> None:
-            raise KeyboardInterrupt
-
-        bridge._answers = SimpleNamespace(get=interrupted, put=bridge._answers.put)  # type: ignore[assignment]
-        with pytest.raises(KeyboardInterrupt):
-            bridge.coordinator("second", 0)
-        bridge._answers.get = get  # type: ignore[method-assign]
-        assert bridge.coordinator("third", 0) == 3
+def test_a_store_of_a_host_or_of_the_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, calls = Cluster.__new__(Cluster), []
+    monkeypatch.setattr(cluster, "host", lambda *arguments: calls.append(arguments) or [])
+    cluster.store("node").missing("r/a", ["d"])
+    cluster.store("node", "s3://bucket")._call("piece", "r/a", "d", 0)
+    assert calls == [("node", "missing", "r/a", ["d"]), ("node", "piece", "r/a", "d", 0, "s3://bucket")]
 
 
-def test_a_failed_client_server_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
+def test_a_connection_that_ray_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        raise ConnectionError("ray client connection timeout")
 
-    def fails(self: Bridge, address: str) -> None:
-        tried.append(address)
-        if len(tried) < 2:
-            raise NotConnected("ConnectionAbortedError: Starting Ray client server failed. See ray_client_server.err")
-
-    monkeypatch.setattr(Bridge, "connect", fails)
-    monkeypatch.setattr(connect, "_probe", lambda address: None)
-    with connected(Target("ray://h:1")):
-        assert tried == ["ray://h:1"] * 2
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(UserError, match="h:1 answers, but not as a Ray client server"):
+        Cluster("h:1")
 
 
 # -- what a killed Ray left --------------------------------------------------------------------------------------------
@@ -172,28 +167,34 @@ def test_what_a_killed_ray_left_is_removed(alone: Path, tmp_path: Path) -> None:
     place.mkdir()
     (place / "token").write_text("t")
     file = recorded(alone, place)
-    assert local.found() is None
+    assert local_ray.running_ray() is None
     assert not file.exists()
     assert not place.exists()
 
 
 def test_the_own_ray_has_its_own_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
-    ray = Local("127.0.0.1:1", str(tmp_path / "wgl-x"), boot_id())
-    found = processes.environment(ray.environment)
-    assert "RAY_AUTH_TOKEN" not in found  # which goes before the path
-    assert found["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "wgl-x/token")
-    monkeypatch.setattr(connect.local, "found", lambda: ray)
-    with endpoint(Target(here=True)) as end, Bridge(end.environment) as bridge:
-        said = Path(f"/proc/{bridge._process.pid}/environ")
-        assert not said.exists() or b"RAY_AUTH_TOKEN=" not in said.read_bytes()
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    local = Local("127.0.0.1:1", str(tmp_path / "wgl-x"), boot_id())
+    assert "RAY_AUTH_TOKEN" not in processes.environment(local.environment)  # which goes before the path
+    joined = Mock(side_effect=lambda address: Mock(environment=dict(os.environ)))
+    monkeypatch.setattr(local_ray, "running_ray", lambda: local)
+    monkeypatch.setattr(cluster_connection, "_probe", lambda address: None)
+    monkeypatch.setattr(cluster_connection, "Cluster", joined)
+    with connected(Target(here=True)) as cluster:
+        assert "RAY_AUTH_TOKEN" not in cluster.environment
+        assert cluster.environment["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "wgl-x/token")
+    joined.assert_called_once_with("127.0.0.1:1")
+    cluster.close.assert_called_once_with()
+    assert os.environ["RAY_AUTH_TOKEN"] == "of another cluster"
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
 
 
 @pytest.mark.parametrize("name", ["home", "wgl-x"])
 def test_other_directories_are_left_alone(alone: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()  # without a token: not ours, whatever the record says
     recorded(alone, tmp_path / name)
-    assert local.found() is None
+    assert local_ray.running_ray() is None
     assert (tmp_path / name).is_dir()
 
 
@@ -201,8 +202,8 @@ def test_other_directories_are_left_alone(alone: Path, tmp_path: Path, name: str
 def test_a_damaged_record_is_dropped(alone: Path, text: str) -> None:
     alone.mkdir()
     (alone / "local.json").write_text(text)
-    assert local.found() is None
-    assert local.end_local() is None
+    assert local_ray.running_ray() is None
+    assert local_ray.end_local() is None
 
 
 # -- runs and devices by name ------------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from wgpu_lora.cluster.spec import sending
 
-from wgpu_lora.cluster.cluster_paths import NODE_PATHS, node_paths, on_node
-from wgpu_lora.cluster.data_upload import Parcel, ParcelFile, check_parcel, parcel, sendable, with_sent
-from wgpu_lora.cluster.messages import Task, from_plain, to_plain
+from wgpu_lora.cluster import data_upload
+from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, FolderStore
+from wgpu_lora.cluster.cluster_paths import NODE_PATHS, ROOT, node_paths, on_node, sent_directory
+from wgpu_lora.cluster.data_upload import checked_parcel, parcel, place_parcel, send_data
+from wgpu_lora.cluster.messages import Parcel, StoredFile, Task, from_plain, to_plain
 from wgpu_lora.errors import UserError
 
 
@@ -26,7 +27,8 @@ def test_folders_that_a_node_has_elsewhere() -> None:
             node_paths({NODE_PATHS: wrong})
 
 
-def test_data_are_sent_by_content(tmp_path: Path) -> None:
+def test_data_are_sent_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ROOT, str(tmp_path / "host"))
     folder = tmp_path / "rows"
     folder.mkdir()
     (folder / "train.jsonl").write_text("a\n")
@@ -39,11 +41,17 @@ def test_data_are_sent_by_content(tmp_path: Path) -> None:
     assert from_plain(Parcel, json.loads(json.dumps(to_plain(whole)))) == whole
     assert parcel(str(folder)) == whole
     tasks = [Task("a", {"data": str(folder), "model": str(folder), "lora_r": 1}, "/o/a")]
-    assert sendable(tasks, [str(folder), "/elsewhere"]) == [str(folder)]
-    (sent,) = with_sent(tasks, {str(folder): whole})
+    host = FolderStore(tmp_path / "host/checkpoints")
+    (sent,), parcels = send_data([(host, "h")], tasks, [str(folder), "/elsewhere"])
+    assert parcels == {str(folder): whole}
     assert sent.options["model"] == str(folder)  # only data are sent
-    there = on_node(sent.options, {}, Path("/shelf"))
-    assert there["data"] == f"/shelf/{whole.digest}/rows"
+    there = on_node(sent.options, {}, sent_directory())["data"]
+    for _ in range(2):  # what is there stays
+        assert str(place_parcel([host], whole)) == there
+    assert [(Path(there) / file).read_text() for file in ("train.jsonl", "valid.jsonl")] == ["a\n", "b\n"]
+    with pytest.raises(DamagedCheckpoint, match="one.jsonl cannot be read"):
+        place_parcel([], one)
+    assert not (sent_directory() / one.digest).exists()
     (folder / "train.jsonl").write_text("c\n")
     assert parcel(str(folder)).digest != whole.digest
 
@@ -62,7 +70,7 @@ def test_what_is_not_sent(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("a")
     assert [file.digest for file in parcel(str(tmp_path)).files] == [parcel(str(tmp_path / "a")).files[0].digest] * 2
     with pytest.raises(UserError, match="has 3 bytes in 1 files, too much to send"):
-        parcel(str(tmp_path / "a"), most_bytes=2)
+        parcel(str(tmp_path / "a"), max_bytes=2)
 
 
 @pytest.mark.parametrize(
@@ -70,28 +78,28 @@ def test_what_is_not_sent(tmp_path: Path) -> None:
 )
 def test_parcels_that_lead_elsewhere_are_refused(path: str) -> None:
     with pytest.raises(UserError, match="cannot be sent"):
-        check_parcel(made(ParcelFile(path, "0" * 64, 1)))
+        checked_parcel(made(StoredFile(path, "0" * 64, 1)))
 
 
 def test_parcels_whose_list_does_not_hold_are_refused() -> None:
-    good = made(ParcelFile("a/x", "0" * 64, 1))
-    check_parcel(good)
+    good = made(StoredFile("a/x", "0" * 64, 1))
+    checked_parcel(good)
     for wrong in (
         replace(good, digest="0" * 64),
         replace(good, files=[]),
-        made(ParcelFile("a/x", "0" * 64, -1)),
-        made(ParcelFile("a/x", "0" * 63 + "g", 1)),
-        made(ParcelFile("a/x", "0" * 64, sending.LARGEST_BYTES + 1)),
-        made(ParcelFile("a/x", "0" * 64, 1), ParcelFile("a/X", "0" * 64, 1)),
+        made(StoredFile("a/x", "0" * 64, -1)),
+        made(StoredFile("a/x", "0" * 63 + "g", 1)),
+        made(StoredFile("a/x", "0" * 64, data_upload.MAX_CACHE_BYTES + 1)),
+        made(StoredFile("a/x", "0" * 64, 1), StoredFile("a/X", "0" * 64, 1)),
     ):
         with pytest.raises(UserError, match="cannot be sent"):
-            check_parcel(wrong)
+            checked_parcel(wrong)
 
 
-def made(*files: ParcelFile) -> Parcel:
-    return Parcel(sending._digest_of(files), "a", list(files))
+def made(*files: StoredFile) -> Parcel:
+    return Parcel(data_upload._digest(files), "a", list(files))
 
 
 @pytest.mark.parametrize("value", ["sent:xyz/a", f"sent:{'0' * 64}/..", f"sent:{'0' * 64}/a/b", f"sent:{'0' * 64}/"])
 def test_wrong_names_of_what_was_sent_stay_texts(value: str) -> None:
-    assert on_node({"data": value}, {}, Path("/shelf")) == {"data": value}
+    assert on_node({"data": value}, {}, Path("/sent")) == {"data": value}

@@ -12,7 +12,7 @@ from support.fake_cluster import FakeCluster
 from wgpu_lora.cluster.cluster_file import read_cluster_file
 from wgpu_lora.cluster.cluster_tasks import gather_tasks
 from wgpu_lora.cluster.messages import Task
-from wgpu_lora.cluster.run_results import fetch_ended
+from wgpu_lora.cluster.run_results import fetch_results
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.train.options.training_arguments import from_values
@@ -179,7 +179,7 @@ def test_the_longest_name_that_is_accepted_can_be_fetched(here: Path) -> None:
         except UserError:
             break
         found = FakeCluster(files={"a": {"x": b"1"}})
-        assert not fetch_ended(found, "r", {"a": task.output}).wrong
+        assert not fetch_results(found, "r", {"a": task.output}, lambda task: None).failed
     assert length == 241  # the file system's 255, without what hidden names have more
 
 

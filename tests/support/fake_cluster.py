@@ -110,7 +110,13 @@ class FakeCluster:
 
     def _results(self, run: str) -> Any:
         return [
-            {"task": task, "unit": UNIT, "nodes": ["id-h"], "storage": None, "files": list(map(to_plain, stored(files)))}
+            {
+                "task": task,
+                "unit": UNIT,
+                "nodes": ["id-h"],
+                "storage": None,
+                "files": list(map(to_plain, stored(files))),
+            }
             for task, files in self.files.items()
             if task not in self.fetched
         ]

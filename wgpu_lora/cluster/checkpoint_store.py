@@ -7,12 +7,13 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Protocol
 
 import fsspec
 
 from wgpu_lora.atomic import file_digest
+from wgpu_lora.bounded import is_path
 from wgpu_lora.cluster.cluster_paths import unit_parts
 from wgpu_lora.cluster.messages import StoredFile
 from wgpu_lora.errors import StorageError, reason
@@ -188,15 +189,28 @@ def store_files(stores: Sequence[Store], unit: str, directory: Path, files: Sequ
 
 
 def restore_files(stores: Iterable[Store], unit: str, files: Sequence[StoredFile], directory: Path) -> None:
-    """Make a directory of files, each from the first store that has it.
+    """Make a directory of files, each from the first store that has it; it is complete, or not there.
 
     Raises:
-        DamagedCheckpoint: no store has a file with its digest.
+        DamagedCheckpoint: no store has a file with its digest, or a path leads out of the directory.
     """
-    stores, whole = list(stores), directory.with_name(f".{directory.name}.restoring")
+    whole = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(whole, ignore_errors=True)
+    try:
+        _read_files(list(stores), unit, files, whole)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        whole.mkdir(exist_ok=True)
+        whole.rename(directory)
+    finally:
+        shutil.rmtree(whole, ignore_errors=True)
+
+
+def _read_files(stores: Sequence[Store], unit: str, files: Sequence[StoredFile], directory: Path) -> None:
     for file in files:
-        target = whole / file.path
+        if not is_plain_path(file.path):
+            raise DamagedCheckpoint(f"The checkpoint of {unit} has a file {file.path!a:.80}, which leads elsewhere.")
+        target = directory / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         why = "no host has it"
         for store in stores:
@@ -210,10 +224,12 @@ def restore_files(stores: Iterable[Store], unit: str, files: Sequence[StoredFile
             why = "it has another digest"
         else:
             raise DamagedCheckpoint(f"The checkpoint of {unit} is incomplete: {file.path} cannot be read ({why}).")
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    whole.mkdir(exist_ok=True)
-    whole.rename(directory)
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether a relative path stays below its folder, on any system."""
+    plain = is_path(path) and path.isprintable() and "\\" not in path and not PureWindowsPath(path).drive
+    return plain and not {"", ".", ".."} & set(path.split("/"))
 
 
 def _digest(path: Path) -> str:

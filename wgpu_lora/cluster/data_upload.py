@@ -10,8 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.bounded import is_path
-from wgpu_lora.cluster.checkpoint_store import Store, restore_files, store_files
+from wgpu_lora.cluster.checkpoint_store import Store, is_plain_path, restore_files, store_files
 from wgpu_lora.cluster.cluster_paths import DIGEST, SENDABLE, sent_directory
 from wgpu_lora.cluster.messages import Parcel, StoredFile, Task
 from wgpu_lora.errors import UserError
@@ -92,9 +91,7 @@ def checked_parcel(parcel: Parcel) -> Parcel:
 
 
 def _is_inside(path: str, name: str) -> bool:
-    parts = path.split("/")
-    plain = is_path(path) and path.isprintable() and "\\" not in path
-    return plain and parts[0] == name and not {"", ".", ".."} & set(parts)
+    return is_plain_path(path) and path.split("/")[0] == name
 
 
 def place_parcel(stores: Sequence[Store], parcel: Parcel) -> Path:
