@@ -49,7 +49,7 @@ def test_data_are_sent_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for _ in range(2):  # what is there stays
         assert str(place_parcel([host], whole)) == there
     assert [(Path(there) / file).read_text() for file in ("train.jsonl", "valid.jsonl")] == ["a\n", "b\n"]
-    with pytest.raises(DamagedCheckpoint, match="one.jsonl cannot be read"):
+    with pytest.raises(DamagedCheckpoint, match=r"one\.jsonl cannot be read"):
         place_parcel([], one)
     assert not (sent_directory() / one.digest).exists()
     (folder / "train.jsonl").write_text("c\n")
