@@ -6,17 +6,19 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
+from wgpu_lora.cluster.cluster_paths import cluster_root
 from wgpu_lora.cluster.messages import DeviceFacts
 from wgpu_lora.cluster.node_versions import own_versions
 from wgpu_lora.errors import UserError
@@ -38,7 +40,8 @@ def devices_here() -> list[DeviceInfo]:
     return _ONE_THREAD.submit(list_devices).result()
 
 
-PREFIX = "webgpu:"  # of the resources in Ray
+PREFIX = "webgpu:"  # of the resources in Ray, one per device
+DEVICE = "webgpu"  # the resource of which a node has as many as devices
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA = 0x10DE
 
@@ -154,8 +157,9 @@ def _said(entry: LedgerEntry) -> str:
 
 
 def advertised(devices: Iterable[DeviceFacts]) -> dict[str, float]:
-    """What a node says it has, for `ray start --resources`: one of each device."""
-    return {device.key: 1.0 for device in devices}
+    """The resources of a node for `ray start --resources`: one of each device, and as many `webgpu`."""
+    keys = [device.key for device in devices]
+    return {**dict.fromkeys(keys, 1.0), **({DEVICE: float(len(keys))} if keys else {})}
 
 
 SCHEMA = 1  # of the files, and of what the brick measures
@@ -227,6 +231,34 @@ def _file(info: DeviceInfo) -> Path:
     root = Path(os.environ.get("WGPU_LORA_CACHE_DIR") or user_cache_dir("wgpu-lora")) / "speed"
     slug = re.sub(r"[^a-z0-9]+", "-", info.name.lower()).strip("-")[:40]
     return root / f"{slug}-{hashlib.sha256(to_json(_identity(info)).encode()).hexdigest()[:12]}.json"
+
+
+@contextmanager
+def hold_device(key: str) -> Iterator[bool]:
+    """Mark a device of this host as used by a training; whether no other one has marked it."""
+    folder = cluster_root() / "devices"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / f"{re.sub(r'[^A-Za-z0-9-]', '-', key)}.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+@contextmanager
+def hold_any_device() -> Iterator[int]:
+    """The number of a device of this host that no training has marked. Raises UserError if there is none."""
+    for device in node_devices(""):
+        with hold_device(device.key) as is_free:
+            if is_free:
+                yield device.index
+                return
+    raise UserError("No device of this host is free: look at 'wgpu-lora cluster status'.")
 
 
 def device_index(key: str) -> int | None:

@@ -32,8 +32,9 @@ from wgpu_lora.cluster.cluster_paths import (
 )
 from wgpu_lora.cluster.data_upload import place_parcel
 from wgpu_lora.cluster.device_resources import devices_here, measured, node_devices
-from wgpu_lora.cluster.messages import NAMESPACE, SENT, NodeFacts, Parcel, Task, Versions, to_plain
+from wgpu_lora.cluster.messages import NAMESPACE, SENT, NodeFacts, Parcel, StoredFile, Task, Versions, to_plain
 from wgpu_lora.cluster.node_versions import own_versions
+from wgpu_lora.cluster.run_results import fetch
 from wgpu_lora.cluster.task_outputs import check_outputs
 from wgpu_lora.errors import UserError
 from wgpu_lora.worker.worker import Worker, WorkerFailed
@@ -127,6 +128,21 @@ class HostActor:
         for parcel in parcels:
             shutil.rmtree(sent_directory() / parcel.digest, ignore_errors=True)
             self._store.keep(parcel.unit, ())
+
+    def publish(
+        self, unit: str, task: str, files: list[StoredFile], output: str, shared: str, storage: str | None
+    ) -> None:
+        """Write a result from the checkpoints of this host, or the storage, to a directory in a shared folder.
+
+        Raises:
+            UserError: the folder is not there, or the directory is not allowed, has other files, or cannot be written.
+        """
+        if wrong := refused_path(output, allowed_roots()):
+            raise UserError(f"The output directory {output} of {task} {wrong}: choose another.")
+        if not Path(shared).is_dir():
+            raise UserError(f"The result of {task} cannot be written: this host has no {shared}: mount it there.")
+        store = FolderStore(f"{storage.rstrip('/')}/checkpoints") if storage else self._store
+        fetch([store], unit, task, files, Path(output))
 
     def pid(self) -> int:
         return os.getpid()

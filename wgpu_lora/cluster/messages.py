@@ -244,7 +244,6 @@ class Order:
     hosts: list[str] = field(default_factory=list)
     mirrors: list[str] = field(default_factory=list)
     storage: str | None = None
-    shared: str | None = None
     replicas: list[str] = field(default_factory=list)
     heldout_elsewhere: bool = False
     parcels: list[Parcel] = field(default_factory=list)

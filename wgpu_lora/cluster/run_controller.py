@@ -23,6 +23,7 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster import run_queue, run_state
 from wgpu_lora.cluster.cluster_paths import ADAPTERS
 from wgpu_lora.cluster.data_parallel import ReplicaActor
+from wgpu_lora.cluster.device_resources import DEVICE
 from wgpu_lora.cluster.evaluation_actor import EvaluationActor
 from wgpu_lora.cluster.host_actor import call_host, living_nodes, on_this_node
 from wgpu_lora.cluster.messages import (
@@ -33,13 +34,14 @@ from wgpu_lora.cluster.messages import (
     Parcel,
     Report,
     RunRequest,
+    StoredFile,
     Task,
     from_plain,
     to_plain,
 )
 from wgpu_lora.cluster.node_versions import difference, own_versions
 from wgpu_lora.cluster.placement import place
-from wgpu_lora.cluster.run_state import CacheState, ClusterState, UnitState
+from wgpu_lora.cluster.run_state import CacheState, ClusterState, TaskState, UnitState
 from wgpu_lora.cluster.state_file import read_state_file, state_bytes, state_file
 from wgpu_lora.cluster.training_actor import TrainingActor
 from wgpu_lora.errors import UserError, reason
@@ -50,8 +52,10 @@ LOCK = "lock"
 HEAD = "node:__internal_head__"  # the resource that Ray gives the head alone
 TURN_SECONDS, SURVEY_SECONDS = 1.0, 10.0
 POLL_SECONDS = 5.0  # that a turn waits for reports
+HUNG_SECONDS = 60.0  # without a report, after which an actor is taken for lost
 START_SECONDS = 120.0  # that a training actor may take to start
 MEASURE_SECONDS = 300.0
+PUBLISH_SECONDS, RETRY_SECONDS = 600.0, 15.0  # that writing a result may take, and before it is tried again
 MISSES = 3  # surveys in a row that a node may miss while Ray takes it for alive
 KEEP_SECONDS = 86400.0  # how long runs are shown that are over
 IDLE_SECONDS = 60.0  # without a run, after which the actors of hosts and evaluations are ended
@@ -69,7 +73,7 @@ class RunController:
         self._node, self._lock, self._wake = node, threading.RLock(), threading.Event()
         self._start, self._monotonic = time.time(), time.monotonic()
         self._actors: dict[str, Any] = {}  # training actors by unit
-        self._reports: dict[str, Any] = {}  # the report that a unit's actor was asked for
+        self._reports: dict[str, tuple[Any, float]] = {}  # the report that a unit's actor was asked for, and when
         self._beside: dict[str, Future[Any]] = {}  # work that is done once at a time, by name
         self._pool = ThreadPoolExecutor(CALLS, thread_name_prefix="beside")
         self._queue, self._saved, self._surveyed, self._used = run_queue.Queue(), b"", 0.0, self.now()
@@ -192,27 +196,48 @@ class RunController:
         with self._lock:
             if run not in self._state.requests:
                 raise UserError(f"No run '{run}' is known: 'wgpu-lora cluster status' lists all runs.")
-            request, found = self._state.requests[run], []
+            found = []
             for task in self._state.tasks_of(run):
-                commit = self._state.units[task.unit].commit if task.unit in self._state.units else None
-                if not task.over or not task.results or task.fetched or commit is None:
-                    continue
-                nodes = [node for host in commit.hosts if (node := self._state.node_at(host))]
-                if not nodes and not request.storage:
-                    task.reason = f"its results are on {', '.join(commit.hosts)}, which is away"
-                    continue
-                start = f"{ADAPTERS}/{task.name}/"
-                files = [replace(f, path=f.path.removeprefix(start)) for f in commit.files if f.path.startswith(start)]
-                found.append(
-                    {
-                        "task": task.name,
-                        "unit": task.unit,
-                        "nodes": nodes or [self._node],
-                        "storage": request.storage,
-                        "files": [to_plain(file) for file in files],
-                    }
-                )
+                if task.over and task.results and not task.fetched and (place := self._result(task)):
+                    nodes, files = place
+                    storage = self._state.requests[run].storage
+                    plain = [to_plain(file) for file in files]
+                    found.append(
+                        {"task": task.name, "unit": task.unit, "nodes": nodes, "storage": storage, "files": plain}
+                    )
             return found
+
+    def _result(self, task: TaskState) -> tuple[list[str], list[StoredFile]] | None:
+        """The nodes that can read a task's result, and its files; None if these nodes are away."""
+        commit = self._state.units[task.unit].commit
+        if commit is None:
+            return None
+        nodes = [node for host in commit.hosts if (node := self._state.node_at(host))]
+        if not nodes and commit.hosts:
+            task.reason = f"its results are on {', '.join(commit.hosts)}, which is away"
+            return None
+        start = f"{ADAPTERS}/{task.name}/"
+        files = [replace(f, path=f.path.removeprefix(start)) for f in commit.files if f.path.startswith(start)]
+        return nodes or [self._node], files
+
+    def _publish(self, task: TaskState) -> None:
+        """Write a result to the shared folder, by a host that has it."""
+        with self._lock:
+            request, place = self._state.requests[task.run], self._result(task)
+            output = next(one.output for one in request.tasks if one.name == task.name)
+        if place is None:
+            return
+        (node, *_), files = place
+        try:
+            arguments = task.unit, task.name, files, output, request.shared, request.storage
+            call_host(node, "publish", *arguments, seconds=PUBLISH_SECONDS)
+        except (ConnectionError, UserError) as error:
+            task.reason = f"its results are not in {output} yet: {error}"
+            time.sleep(RETRY_SECONDS)
+            return
+        with self._lock:
+            task.reason = "" if task.state == "finished" else task.reason
+        self.fetched(task.run, task.name)
 
     def fetched(self, run: str, task: str) -> None:
         """A driver has the results of a task."""
@@ -276,6 +301,9 @@ class RunController:
         self._start_units()
         self._save()
         with self._lock:
+            for task in self._state.tasks.values():
+                if task.results and not task.fetched and self._state.requests[task.run].shared:
+                    self._do_beside(f"publish {task.id}", self._publish, task)
             for run in run_state.forgettable_runs(self._state, self.now()):
                 if self.now() - self._state.runs[run].ended > KEEP_SECONDS:
                     self._forget(run)
@@ -396,8 +424,8 @@ class RunController:
     @staticmethod
     def _actor_options(name: str, device: run_state.DeviceState, jobs: int) -> dict[str, Any]:
         advertised = {key for node in ray.nodes() if node["NodeID"] == device.node for key in node["Resources"]}
-        key = device.facts.key
-        return on_this_node(name, device.node, resources={key: 1.0 / jobs} if key in advertised else {})
+        resources = {key: 1.0 / jobs for key in (device.facts.key, DEVICE) if key in advertised}
+        return on_this_node(name, device.node, resources=resources)
 
     def _find_actors(self) -> None:
         """The actors of units that an earlier controller has started."""
@@ -414,8 +442,8 @@ class RunController:
         with self._lock:
             for unit in self._state.placed():
                 if (actor := self._actors.get(unit.id)) and unit.id not in self._reports:
-                    self._reports[unit.id] = actor.report.remote()
-            references = {reference: unit for unit, reference in self._reports.items()}
+                    self._reports[unit.id] = actor.report.remote(), self.now()
+            references = {reference: unit for unit, (reference, _) in self._reports.items()}
         if not references:
             return
         ready, _ = ray.wait(list(references), num_returns=len(references), timeout=POLL_SECONDS)
@@ -431,13 +459,14 @@ class RunController:
                 continue
             self._take_report(unit_id, report)
         with self._lock:
+            now = self.now()
             late = [
-                unit.id
+                unit
                 for unit in self._state.placed()
-                if not unit.started and self.now() - unit.placed_at > START_SECONDS
+                if now - self._reports.get(unit.id, (None, now))[1] > (HUNG_SECONDS if unit.started else START_SECONDS)
             ]
-        for unit_id in late:
-            self._lost(unit_id, f"its actor has not started within {START_SECONDS:.0f} s")
+        for unit in late:
+            self._lost(unit.id, "its actor does not answer" if unit.started else "its actor has not started")
 
     def _take_report(self, unit_id: str, report: Report) -> None:
         with self._lock:

@@ -300,7 +300,6 @@ def order_of(state: ClusterState, unit: UnitState, head: str) -> Order:
         hosts=[node for host in hosts if (node := state.node_at(host))],
         mirrors=_mirrors(state, unit.devices[0], head) if request.storage is None else [],
         storage=request.storage,
-        shared=request.shared,
         heldout_elsewhere=request.eval_device is not None,
         parcels=[*request.parcels, *(parcel for cache in caches for parcel in cache.parcels.values())],
     )

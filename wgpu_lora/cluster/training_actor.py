@@ -9,35 +9,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from wgpu_lora.atomic import replace_directory
 from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, FolderStore, Store, restore_files, store_files
 from wgpu_lora.cluster.cluster_paths import (
     ADAPTERS,
     PIPELINE,
-    allowed_roots,
     checked_part,
     checkpoints_directory,
     options_here,
     parcels_of,
-    refused_path,
     unit_directory,
 )
 from wgpu_lora.cluster.data_upload import place_parcel
-from wgpu_lora.cluster.device_resources import device_index
+from wgpu_lora.cluster.device_resources import device_index, hold_device
 from wgpu_lora.cluster.host_actor import host_store, own_environment
 from wgpu_lora.cluster.messages import Commit, Order, Report, Task
 from wgpu_lora.cluster.unit_progress import UnitProgress
 from wgpu_lora.cluster.unit_snapshot import ChangedMeanwhile, Snapshots
-from wgpu_lora.errors import StorageError, UserError, reason
-from wgpu_lora.locks import lock_file
+from wgpu_lora.errors import StorageError, UserError
 from wgpu_lora.train.adapter_tasks import split_options
-from wgpu_lora.train.run.pipeline_state import MEMBER
 from wgpu_lora.worker.job_process import EventWriter
 from wgpu_lora.worker.kinds.training_jobs import prepare_adapters, prepare_finetune
 
@@ -129,6 +123,7 @@ class TrainingActor:
         events = _ActorEvents(self)
         resume = order.resume is not None
         with ExitStack() as stack:
+            stack.enter_context(hold_device(order.key))
             if len(tasks) == 1:
                 output = self._directory / ADAPTERS / checked_part(tasks[0].name)
                 options = {**tasks[0].options, "device": index, "output": str(output)} | (
@@ -265,23 +260,7 @@ class TrainingActor:
             if time.monotonic() > until:  # what another actor would train again is worth waiting for
                 raise StorageError(self._problem or "The results could not be stored.")
             time.sleep(RETRY_SECONDS)
-        if whole and self._order.shared:
-            self._publish(until)
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _publish(self, until: float) -> None:
-        """Write the results of all tasks to the shared folder. Raises StorageError if that fails for long."""
-        for task in self._order.tasks:
-            while True:
-                try:
-                    publish(self._directory / ADAPTERS / task.name, Path(task.output), self._order.shared or "/")
-                    break
-                except StorageError as error:
-                    self._problem = f"{task.name}: {error}"
-                    if time.monotonic() > until:
-                        raise
-                    time.sleep(RETRY_SECONDS)
-            self._problem = ""
 
 
 class _ActorEvents(EventWriter):
@@ -301,35 +280,6 @@ class _ActorEvents(EventWriter):
     def step(self, result: Any) -> bool | None:
         super().step(result)
         return self._actor._cancelled.is_set() or None
-
-
-def publish(source: Path, target: Path, shared: str) -> None:
-    """Copy a result to a directory in a shared folder. It is complete, or not there; the second time changes nothing.
-
-    Raises:
-        StorageError: the shared folder is not there, or the path may not be used, has other files, or cannot be
-            written.
-    """
-    if wrong := refused_path(str(target), allowed_roots()):
-        raise StorageError(f"The result cannot be written: {target} {wrong}; choose another output.")
-    if not Path(shared).is_dir():
-        raise StorageError(f"The result cannot be written: this host has no shared folder {shared}; mount it.")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with lock_file(target.with_name(f".{target.name}.publish.lock"), PATIENCE):
-            if (target / "run.json").is_file() and (target / "run.json").read_bytes() == (
-                source / "run.json"
-            ).read_bytes():
-                return
-            if target.is_dir() and any(target.iterdir()):
-                raise StorageError(f"The result cannot be written to {target}, which has other files: move them away.")
-            hidden = target.with_name(f".{target.name}.tmp")
-            shutil.rmtree(hidden, ignore_errors=True)
-            # The record of a pipeline is not copied with one adapter, which is a run that can be extended by itself.
-            shutil.copytree(source, hidden, ignore=shutil.ignore_patterns(MEMBER, ".lock"))
-            replace_directory(hidden, target)
-    except OSError as error:
-        raise StorageError(f"The result cannot be written to {target} ({reason(error)}): make room there.") from None
 
 
 def own_address() -> str:

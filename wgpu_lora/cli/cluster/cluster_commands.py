@@ -311,8 +311,8 @@ def _sweep(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values
     from wgpu_lora.cli.cluster.running import run_tasks
     from wgpu_lora.cluster.cluster_connection import target
     from wgpu_lora.cluster.cluster_tasks import shared_arguments
-    from wgpu_lora.cluster.coordinator.asha import check_tune
     from wgpu_lora.cluster.sweep import grid_of, sweep_tasks
+    from wgpu_lora.cluster.tune_sweep import check_tune
 
     sweep = SweepOptions(**{name: values[name] for name in OWN if is_given(ctx, name)})
     if sweep.scheduler == "asha":

@@ -13,10 +13,10 @@ from wgpu_lora.cli.console import line
 from wgpu_lora.cluster import local_ray as local
 from wgpu_lora.cluster.cluster_connection import Cluster, ClusterGone, Target, connected
 from wgpu_lora.cluster.local_ray import end_unused, using
-from wgpu_lora.cluster.messages import RunRequest, Task, to_plain
-from wgpu_lora.cluster.preflight import check_here, listed_hosts, missing_hosts, request_of, surveyed
+from wgpu_lora.cluster.messages import NodeFacts, RunRequest, Task, from_plain, to_plain
+from wgpu_lora.cluster.preflight import SURVEY_SECONDS, check_here, listed_hosts, missing_hosts, request_of, surveyed
 from wgpu_lora.cluster.run_results import write_evaluations
-from wgpu_lora.cluster.run_status import chosen_run, follow, snapshot_of
+from wgpu_lora.cluster.run_status import Followed, chosen_run, follow, snapshot_of
 from wgpu_lora.cluster.state_file import unfinished_runs
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import program
@@ -54,6 +54,8 @@ def run_tasks(
     if what.here:
         check_here(tasks)
     with _here(what, dashboard) as ray, connected(what) as cluster:
+        if sweep and sweep.scheduler != "none":
+            return _tune(cluster, _request(cluster, what, tasks, options, sweep), detach)
         try:
             run = submit(cluster, _request(cluster, what, tasks, options, sweep), what, ray)
         except BaseException:
@@ -65,6 +67,19 @@ def run_tasks(
             say_how(what, run)
             return 0
         return follow_run(cluster, what, run, fetches=options.shared is None)
+
+
+def _tune(cluster: Cluster, request: RunRequest, detach: bool) -> int:
+    """A sweep by Ray Tune, in the foreground; the exit code. The same command goes on with one that was interrupted."""
+    from wgpu_lora.cluster.tune_sweep import run_tune, tune_storage
+
+    if detach:
+        raise UserError("--detach is for sweeps without a scheduler: Ray Tune runs in the foreground.")
+    nodes = [from_plain(NodeFacts, node) for node in cluster.controller("nodes", seconds=SURVEY_SECONDS)]
+    line("sweep", f"{request.name}: {count_noun(len(request.tasks), 'trial')} of Ray Tune")
+    followed = Followed(run_tune(request, tune_storage(request, nodes)))
+    report(followed)
+    return followed.code
 
 
 def attach_to(what: Target, name: str | None) -> int:
