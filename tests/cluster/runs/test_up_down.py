@@ -100,11 +100,11 @@ labels = {{ rack = "a'b" }}
     write_rows(tmp_path / "rows.jsonl", ROWS)
     options = {**SMALL, "model": QWEN2, "data": tmp_path / "rows.jsonl", "output": tmp_path / "out", "max_steps": 10**6}
     run = here.start([sys.executable, "-m", "wgpu_lora", "cluster", "run", "-f", file, *flags(**options)])
-    until(lambda: running(head, "ray::Coordinator"), 300)
+    until(lambda: running(head, "ray::RunController"), 300)
     assert running(here, "ssh ")
     here.signal(run, signal.SIGKILL)
     until(lambda: not running(here, "ssh "), 60)  # the tunnel ends with its process
-    assert running(head, "ray::Coordinator")  # until the cluster is down
+    assert running(head, "ray::RunController")  # until the cluster is down
 
     worker.run(["pkill", "-KILL", "raylet"])  # in its own process namespace
     assert "started" in wgpu_lora(here, "up", "-f", file).stdout
