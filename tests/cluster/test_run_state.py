@@ -281,6 +281,7 @@ def test_memory_speeds_and_absence() -> None:
     lab.survey("b")
     assert [device.out for device in lab.state.devices.values()] == ["gone", ""]
     run_state.lose_unit(lab.state, unit, "its node was lost", lab.now)
+    assert lab.state.devices[A].free == BUDGET  # the survey counted its bytes as free already
     assert lab.start()[0].devices == [B]
     lab.finish(unit)
     lab.survey("b")
@@ -290,6 +291,17 @@ def test_memory_speeds_and_absence() -> None:
         7.0,
         [(B, "id-b", lab.state.devices[B].facts.key)],
     )
+
+
+def test_a_device_on_which_no_actor_starts_is_not_tried_again_at_once() -> None:
+    lab = Lab(request("one"), nodes="a")
+    (unit,) = lab.start()
+    run_state.lose_unit(lab.state, unit, "its actor has not started", lab.now)
+    assert lab.start() == []
+    lab.now += NO_ROOM_SECONDS + 1
+    lab.report(lab.start()[0], 0)
+    run_state.lose_unit(lab.state, unit, "its process ended", lab.now)
+    assert lab.start() == [unit]
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------
@@ -318,6 +330,24 @@ def test_a_pipeline_that_cannot_go_on_is_split(ended: str, committed: bool) -> N
     assert units["one"].generation == unit.generation  # its id goes on
     assert {task.alone for task in lab.state.tasks_of("r")} == {ended == "refused" or committed}
     assert {task.progress.step for task in lab.state.tasks_of("r")} == {0}
+
+
+@pytest.mark.parametrize("end", ["no room", "death"])
+def test_a_pipeline_without_a_checkpoint_is_split_without_its_cancelled_tasks(end: str) -> None:
+    lab = Lab(request("one", "two", "three", join="always"), nodes="a")
+    (unit,) = lab.start()
+    run_state.cancel_run(lab.state, "r", "two", lab.now)
+    if end == "death":
+        run_state.lose_unit(lab.state, unit, "its process ended", lab.now)
+    else:
+        lab.report(unit, 0, end)
+    assert {task.name: task.state for task in lab.state.tasks_of("r")} == {
+        "one": "moving",
+        "two": "cancelled",
+        "three": "moving",
+    }
+    lab.now += NO_ROOM_SECONDS + 1
+    assert len(lab.start()[0].tasks) == (2 if end == "death" else 1)  # what had no room is not joined again
 
 
 def test_a_task_of_a_pipeline_may_end_before_the_others() -> None:
