@@ -10,13 +10,13 @@ from support.fake_cluster import device_facts, node_facts, snapshot, task_view
 
 from wgpu_lora.cli import main
 from wgpu_lora.cli.cluster.cluster_commands import show
-from wgpu_lora.cluster.client import local
-from wgpu_lora.cluster.client.status import as_json
+from wgpu_lora.cluster import local_ray
+from wgpu_lora.cluster.run_status import as_json
 
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(local.DIRECTORY, str(tmp_path / "state"))
+    monkeypatch.setenv(local_ray.DIRECTORY, str(tmp_path / "state"))
     monkeypatch.setenv("WGPU_LORA_CLUSTER_DIR", str(tmp_path / "cluster"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -55,7 +55,7 @@ def test_refusals(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> 
     assert said in err
     assert len(err.splitlines()) == 1
     assert "Traceback" not in out + err
-    assert local.found() is None
+    assert local_ray.running_ray() is None
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,11 +15,8 @@ from typing import Any
 import pytest
 
 from wgpu_lora.cli import main
-from wgpu_lora.cluster.devices import keys, listing, probe
-from wgpu_lora.cluster.devices.keys import resource_key
-from wgpu_lora.cluster.devices.probe import node_devices, plan_class
-from wgpu_lora.cluster.devices.resources import advertised
-from wgpu_lora.cluster.devices.speed import Speed
+from wgpu_lora.cluster import device_resources
+from wgpu_lora.cluster.device_resources import Speed, advertised, node_devices, plan_class, resource_key
 from wgpu_lora.gpu.device_list import DeviceInfo
 from wgpu_lora.memory_leases import DeviceMemory, Ledger, LedgerEntry, device_key
 
@@ -106,9 +103,9 @@ def test_equal_cards_are_numbered_and_a_card_that_is_hidden_is_not_confused(tmp_
 
 
 def test_a_device_that_two_backends_list_is_one(tmp_path: Path, nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "PCI", cards(tmp_path, (0x10DE, 0x2330)))
+    monkeypatch.setattr(device_resources, "PCI", cards(tmp_path, (0x10DE, 0x2330)))
     infos = listed(NVIDIA, replace(NVIDIA, backend="D3D12", driver="other"), CPU)
-    monkeypatch.setattr(probe, "devices_here", lambda: infos)
+    monkeypatch.setattr(device_resources, "devices_here", lambda: infos)
     found = node_devices("10.0.0.1")
     assert [(one.index, one.backend) for one in found] == [(0, "Vulkan"), (2, "Vulkan")]
     assert len(set(named(infos, tmp_path))) == 2
@@ -131,8 +128,8 @@ def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceInfo:
     (info,) = infos = listed(CPU)
     monkeypatch.setenv("WGPU_LORA_SHARE_DIR", str(tmp_path / "share"))
     monkeypatch.setenv("WGPU_LORA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "devices_here", lambda: infos)
-    monkeypatch.setattr(probe, "device_memory", lambda info: DeviceMemory(1000, "a test", 500))
+    monkeypatch.setattr(device_resources, "devices_here", lambda: infos)
+    monkeypatch.setattr(device_resources, "device_memory", lambda info: DeviceMemory(1000, "a test", 500))
     monkeypatch.setattr(
         "wgpu_lora.memory_leases.memory_budget.device_memory", lambda info: DeviceMemory(1000, "a test", 500)
     )
@@ -150,7 +147,7 @@ def test_leases_are_held_and_what_is_free_is_the_least(cpu: DeviceInfo, monkeypa
             LedgerEntry.of_this_process(999, "queued"),
             replace(LedgerEntry.of_this_process(70, "of a dead process", holds=True), started=1),
         ]
-    monkeypatch.setattr(probe, "cached", lambda info: Speed(120.0, 1.5))
+    monkeypatch.setattr(device_resources, "cached", lambda info: Speed(120.0, 1.5))
     (now,) = node_devices("10.0.0.1")
     assert (now.held, now.free, now.speed, now.joined_speedup) == (250, 350, 120.0, 1.5)
     (lease,) = now.leases
@@ -167,10 +164,11 @@ def test_a_damaged_ledger_leaves_nothing_free(cpu: DeviceInfo) -> None:
     assert "wgpu-lora share repair" in found.leases[0]
 
 
-def test_resources_are_one_of_each(cpu: DeviceInfo, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resources_are_one_of_each_and_their_number(cpu: DeviceInfo, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "resources"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said == advertised(node_devices("anywhere")) == {"webgpu:software-llvmpipe-0": 1.0}
+    assert said == advertised(node_devices("anywhere")) == {"webgpu:software-llvmpipe-0": 1.0, "webgpu": 1.0}
+    assert advertised([]) == {}
 
 
 def test_the_devices_here_are_found() -> None:
@@ -181,8 +179,8 @@ def test_the_devices_here_are_found() -> None:
 
 
 def test_devices_are_listed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "list_devices", lambda: [threading.get_ident()])
+    monkeypatch.setattr(device_resources, "list_devices", lambda: [threading.get_ident()])
     with ThreadPoolExecutor(4) as pool:
-        found = {number for made in pool.map(lambda _: listing.devices_here(), range(16)) for number in made}
+        found = {number for made in pool.map(lambda _: device_resources.devices_here(), range(16)) for number in made}
     assert len(found) == 1
     assert threading.get_ident() not in found

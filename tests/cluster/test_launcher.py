@@ -11,13 +11,13 @@ import pytest
 import yaml
 from support.fake_ssh import FakeSsh, cluster_file, good
 
+from wgpu_lora.cluster.cluster_file import HostSpec
 from wgpu_lora.cluster.launcher import commands
 from wgpu_lora.cluster.launcher.checks import answered, check_here, check_hosts
 from wgpu_lora.cluster.launcher.config import ports_of, write_host
 from wgpu_lora.cluster.launcher.files import folder_of
 from wgpu_lora.cluster.launcher.ssh import quoted, refusal
 from wgpu_lora.cluster.launcher.token import authentication, new_token
-from wgpu_lora.cluster.spec.hosts import HostSpec
 from wgpu_lora.errors import UserError
 
 ONE, TWO = 'host = "one"\naddress = "10.9.0.1"', 'host = "two"\naddress = "10.9.0.2"'

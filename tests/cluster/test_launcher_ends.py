@@ -137,7 +137,7 @@ def test_the_tunnel_ends_with_a_process_that_is_killed(fake: FakeSsh, tmp_path: 
     fake.program("ssh", FORWARDS)
     code = (
         "import sys, time; from pathlib import Path; from wgpu_lora.cluster.launcher.tunnel import tunnel\n"
-        "from wgpu_lora.cluster.spec.file import read_cluster_file\n"
+        "from wgpu_lora.cluster.cluster_file import read_cluster_file\n"
         "with tunnel(read_cluster_file(Path(sys.argv[1]))) as address: print(address, flush=True); time.sleep(600)"
     )
     spec = cluster_file(tmp_path, ONE)

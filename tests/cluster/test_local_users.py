@@ -16,19 +16,18 @@ import pytest
 from support.fake_cluster import FakeCluster, snapshot, task_view
 
 from wgpu_lora.cli.cluster import running
-from wgpu_lora.cluster.client import local
-from wgpu_lora.cluster.client.connect import Target
-from wgpu_lora.cluster.client.local import Local
-from wgpu_lora.cluster.client.users import end_unused, using
-from wgpu_lora.cluster.facts import RunRequest, Sweep, Task
+from wgpu_lora.cluster import local_ray
+from wgpu_lora.cluster.cluster_connection import Target
+from wgpu_lora.cluster.cluster_file import RunOptions
 from wgpu_lora.cluster.launcher.processes import MARK
-from wgpu_lora.cluster.spec.run_options import RunOptions
+from wgpu_lora.cluster.local_ray import Local, end_unused, using
+from wgpu_lora.cluster.messages import RunRequest, Sweep, Task
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import to_json
 from wgpu_lora.process_identity import boot_id
 
 USER = """
-from wgpu_lora.cluster.client.users import using
+from wgpu_lora.cluster.local_ray import using
 with using():
     print("using", flush=True)
     input()
@@ -37,7 +36,7 @@ with using():
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(local.DIRECTORY, str(tmp_path / "state"))
+    monkeypatch.setenv(local_ray.DIRECTORY, str(tmp_path / "state"))
     monkeypatch.setenv("WGPU_LORA_CLUSTER_DIR", str(tmp_path / "cluster"))
     (tmp_path / "state").mkdir()
     return tmp_path / "state"
@@ -52,7 +51,7 @@ def ray(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Local:
     made = Local("127.0.0.1:1", str(place), boot_id())
     (state / "local.json").write_text(to_json(asdict(made)))
     monkeypatch.setattr(Local, "alive", lambda self: Path(self.place).is_dir())
-    monkeypatch.setattr(local, "_answers", lambda one: True)
+    monkeypatch.setattr(local_ray, "_answers", lambda one: True)
     return made
 
 
@@ -69,12 +68,12 @@ def test_the_last_program_ends_it(ray: Local) -> None:
     with using():
         process = another()
         end_unused(lambda: True)
-        assert local.found() == ray
+        assert local_ray.running_ray() == ray
         process.communicate("\n")
         end_unused(lambda: False)
-        assert local.found() == ray
+        assert local_ray.running_ray() == ray
         end_unused(lambda: True)
-    assert local.found() is None
+    assert local_ray.running_ray() is None
     assert not Path(ray.place).exists()
 
 
@@ -84,7 +83,7 @@ def test_a_killed_program_counts_no_more(ray: Local) -> None:
     process.wait()
     with using():
         end_unused(lambda: True)
-    assert local.found() is None
+    assert local_ray.running_ray() is None
 
 
 def test_a_start_that_was_killed_leaves_no_process(state: Path, tmp_path: Path) -> None:
@@ -94,14 +93,14 @@ def test_a_start_that_was_killed_leaves_no_process(state: Path, tmp_path: Path) 
     began = Local("", str(place), boot_id())
     (state / "local.json").write_text(to_json(asdict(began)))
     with subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: f"{began.mark}/1"}) as process:
-        assert local.found() is None
+        assert local_ray.running_ray() is None
         assert process.wait(60) != 0
     assert not place.exists()
 
 
 def test_a_clock_that_is_set_ends_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     living = Local("127.0.0.1:1", str(tmp_path / "wgl-z"), boot_id())
-    monkeypatch.setattr(local.processes, "running", lambda mark: "1")
+    monkeypatch.setattr(local_ray.processes, "running", lambda mark: "1")
     monkeypatch.setattr(time, "time", lambda: 0.0)
     monkeypatch.setattr(psutil, "boot_time", lambda: 86400.0)  # which is computed from the clock
     assert living.alive()
@@ -110,29 +109,29 @@ def test_a_clock_that_is_set_ends_no_ray(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_state_directory_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(local.DIRECTORY, str(tmp_path / "file"))
+    monkeypatch.setenv(local_ray.DIRECTORY, str(tmp_path / "file"))
     with pytest.raises(UserError, match="cannot be used"):
-        local.found()
+        local_ray.running_ray()
 
 
 @pytest.mark.parametrize(("joined", "over", "stays"), [(False, False, False), (True, False, True), (True, True, False)])
 def test_a_refused_run_ends_what_nobody_else_uses(
     ray: Local, monkeypatch: pytest.MonkeyPatch, joined: bool, over: bool, stays: bool
 ) -> None:
-    join = local.started
+    join = local_ray.start_ray
 
     def refused(*arguments: object) -> str:
         if joined:  # by another program, which has left already
             assert join(dict) == (ray, False)
         raise UserError("The run is refused.")
 
-    monkeypatch.setattr(local, "started", lambda resources, dashboard: (ray, True))
+    monkeypatch.setattr(local_ray, "start_ray", lambda resources, dashboard: (ray, True))
     monkeypatch.setattr(running, "connected", lambda what: nullcontext())
     monkeypatch.setattr(running, "_request", refused)
     monkeypatch.setattr(running, "_all_done", lambda cluster: over)
     with pytest.raises(UserError, match="is refused"):
         running.run_tasks(Target(here=True), [], RunOptions())
-    assert (local.found() is not None) == stays
+    assert (local_ray.running_ray() is not None) == stays
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -140,16 +139,16 @@ def test_a_signal_during_submission_leaves_the_accepted_run(
     ray: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
     class Accepting:
-        def coordinator(self, method: str, *args: object, seconds: float) -> dict[str, str]:
+        def controller(self, method: str, *arguments: object, seconds: float) -> str:
             assert method == "submit"
             signal.raise_signal(number)
-            return {"run": "mine"}
+            return "mine"
 
     def ended(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(number, ended)  # as a program that is told to end leaves its blocks
-    monkeypatch.setattr(local, "started", lambda resources, dashboard: (ray, True))
+    monkeypatch.setattr(local_ray, "start_ray", lambda resources, dashboard: (ray, True))
     monkeypatch.setattr(running, "connected", lambda what: nullcontext(Accepting()))
     monkeypatch.setattr(running, "_request", lambda *given: RunRequest("mine", [], {}))
     try:
@@ -157,7 +156,7 @@ def test_a_signal_during_submission_leaves_the_accepted_run(
             running.run_tasks(Target(here=True), [], RunOptions())
     finally:
         signal.signal(number, before)
-    assert local.found() == ray
+    assert local_ray.running_ray() == ray
     said = capsys.readouterr().out
     assert "mine is accepted, and goes on" in said
     assert "cluster attach mine --local" in said
@@ -172,11 +171,11 @@ def test_a_sweep_json_that_cannot_be_written_leaves_no_ray(
     swept = replace(done, runs=[replace(done.runs[0], sweep=Sweep("loss"))])
     with pytest.raises(UserError, match=r"sweep\.json cannot be written \(.*\): mend that for other sweeps"):
         running.follow_run(FakeCluster(snapshots=[swept]), Target(here=True), "r", fetches=True)
-    assert local.found() is None
+    assert local_ray.running_ray() is None
 
 
 def test_data_is_looked_for_before_ray_is_started(tmp_path: Path) -> None:
     lacking = Task("a", {"data": str(tmp_path / "no.jsonl")}, str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"no\.jsonl of a cannot be used, since it does not exist"):
         running.run_tasks(Target(here=True), [lacking], RunOptions())
-    assert local.found() is None
+    assert local_ray.running_ray() is None

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from wgpu_lora.cluster.placement.place import place
-from wgpu_lora.cluster.placement.refuse import refusal
-from wgpu_lora.cluster.placement.types import MOST_JOINED, Place, Placement, Waiting
+from wgpu_lora.cluster.placement import place, refusal
+from wgpu_lora.cluster.placement_field import MOST_JOINED, Place, Placement, Waiting
 
 GIB = 2**30
 

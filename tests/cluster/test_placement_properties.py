@@ -1,22 +1,16 @@
-"""What holds of every placement, and of every simulated cluster."""
+"""Properties of every placement."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wgpu_lora.cluster.placement.place import place
-from wgpu_lora.cluster.placement.simulation.bound import lower_bound
-from wgpu_lora.cluster.placement.simulation.measured import Measured
-from wgpu_lora.cluster.placement.simulation.run import Outcome, simulate
-from wgpu_lora.cluster.placement.simulation.scenario import Scenario, draw
-from wgpu_lora.cluster.placement.types import JOINS, MOST_JOINED, Place, Placement, Waiting
+from wgpu_lora.cluster.placement import place
+from wgpu_lora.cluster.placement_field import JOINS, MOST_JOINED, Place, Placement, Waiting
 
 CLASSES = ("x", "y")
 ids = st.integers(0, 7).map("d{}".format)
@@ -120,57 +114,6 @@ def test_idle_clusters_start_something(waiting, places):
         for device in idle
     )
     assert bool(place(single, idle)) == fits
-
-
-KINDS = [Measured(f"kind{number}", 100.0 * 2**number, 1 + 0.1 * number, 0.9, 1.1) for number in range(4)]
-
-
-@settings(max_examples=8, deadline=None)
-@given(
-    st.integers(1, 30),
-    st.integers(1, 9),
-    st.integers(0, 1000),
-    st.sampled_from(JOINS),
-    st.sampled_from((0.0, 2.0, 10.0)),
-)
-def test_every_simulated_cluster_trains_everything_once(adapters, devices, seed, join, crashes):
-    scenario = Scenario(adapters, devices, crashes=crashes, outages=crashes / 4, join=join, seed=seed)
-    outcome = simulate(scenario, KINDS)
-    drawn = draw(scenario, KINDS)
-    memory = {one.id: one.memory for one in drawn.machines}
-    ended = Counter(name for span in outcome.spans for name in span.ended)
-    assert ended == {one.task: 1 for one in drawn.tasks}
-    assert all(span.needed <= memory[span.device] for span in outcome.spans)
-    _check_apart(outcome, lambda span: [span.device])
-    _check_apart(outcome, lambda span: list(span.tasks))
-    for machine in drawn.machines:  # nothing runs while its host is down
-        for begin, end in machine.outages:
-            assert not any(s.device == machine.id and s.begin < end and s.end > begin for s in outcome.spans)
-    assert outcome.makespan >= outcome.bound * (1 - 1e-9)
-    again = simulate(scenario, KINDS)
-    assert (again.makespan, again.spans, again.lost) == (outcome.makespan, outcome.spans, outcome.lost)
-
-
-def _check_apart(outcome: Outcome, of) -> None:
-    """Nothing is used twice at the same time."""
-    spans: dict[str, list] = {}
-    for span in outcome.spans:
-        for name in of(span):
-            spans.setdefault(name, []).append(span)
-    for found in spans.values():
-        found.sort(key=lambda span: (span.begin, span.end))
-        assert all(before.end <= after.begin for before, after in pairwise(found))
-
-
-def test_the_bound_is_what_an_ideal_cluster_takes():
-    scenario = Scenario(1, 1, crashes=0, outages=0, loading=0)
-    exact = [Measured("exact", 100.0, 1.0, 1.0, 1.0)]
-    outcome = simulate(scenario, exact)
-    assert outcome.makespan == pytest.approx(outcome.bound)
-    drawn = draw(scenario, exact)
-    down = replace(drawn.machines[0], outages=((10.0, 60.0),))
-    assert lower_bound(drawn.tasks, [down], "never") == pytest.approx(outcome.bound + 50)
-    assert lower_bound(drawn.tasks * 2, [down], "never") == pytest.approx(2 * outcome.bound + 50)
 
 
 def test_a_placement_is_equal_by_what_it_says():

@@ -14,8 +14,8 @@ import pytest
 from support.bench import mini
 
 from wgpu_lora.bench.bricks import WORKLOADS
-from wgpu_lora.cluster.devices import speed
-from wgpu_lora.cluster.devices.speed import Speed, cached, measured
+from wgpu_lora.cluster import device_resources
+from wgpu_lora.cluster.device_resources import Speed, cached, measured
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_list import DeviceInfo
@@ -53,7 +53,7 @@ class FakeWorker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeWorker]:
     monkeypatch.setenv("WGPU_LORA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(speed, "Worker", FakeWorker)
+    monkeypatch.setattr(device_resources, "Worker", FakeWorker)
     FakeWorker.results, FakeWorker.asked = [], []
     return FakeWorker
 
@@ -74,8 +74,8 @@ def test_a_speed_is_measured_once_for_a_device_driver_and_shaders(
         assert cached(replace(INFO, **other)) is None
     assert measured(INFO, again=True).tokens_per_second == 200.0
     assert cached(INFO) == Speed(200.0, 1.25)
-    versions = speed.own_versions()
-    monkeypatch.setattr(speed, "own_versions", lambda: replace(versions, shaders="other"))
+    versions = device_resources.own_versions()
+    monkeypatch.setattr(device_resources, "own_versions", lambda: replace(versions, shaders="other"))
     assert cached(INFO) is None
     assert measured(INFO).tokens_per_second == 300.0
 

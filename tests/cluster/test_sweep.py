@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wgpu_lora.cluster.facts import Progress, RunRequirements, RunView, Snapshot, Sweep, Task, TaskView
-from wgpu_lora.cluster.spec.sweep import Grid, grid_of, planned, sweep_tasks
-from wgpu_lora.cluster.spec.sweep_options import SweepOptions
-from wgpu_lora.cluster.spec.sweep_results import ranked, write_results
+from wgpu_lora.cluster.messages import Progress, RunRequirements, RunView, Snapshot, Sweep, Task, TaskView
+from wgpu_lora.cluster.sweep import Grid, SweepOptions, grid_of, planned, ranked, sweep_tasks, write_results
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.train.options.training_arguments import TrainingArguments

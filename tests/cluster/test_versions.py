@@ -10,9 +10,9 @@ import pytest
 
 from wgpu_lora import assets
 from wgpu_lora.assets import PACKAGE, package_files
-from wgpu_lora.cluster.devices import versions
-from wgpu_lora.cluster.devices.versions import difference, own_versions
-from wgpu_lora.cluster.facts import Versions
+from wgpu_lora.cluster import node_versions
+from wgpu_lora.cluster.messages import Versions
+from wgpu_lora.cluster.node_versions import difference, own_versions
 
 OURS = Versions("0.1.0", "a" * 64, "b" * 64, "3.11.7", "2.60.0", "0.32.0 (wgpu-native 29.0.1.1)")
 
@@ -50,7 +50,7 @@ def test_the_digests_are_of_all_code_and_all_shaders(tmp_path: Path, monkeypatch
     (package / "cli" / "__pycache__").mkdir()
     (package / "cli" / "__pycache__" / "x.py").write_text("compiled")
     monkeypatch.setattr(assets, "asset_dir", lambda name: tmp_path / name)
-    monkeypatch.setattr(versions, "package_files", lambda: package_files(package))
+    monkeypatch.setattr(node_versions, "package_files", lambda: package_files(package))
     found = own_versions.__wrapped__
     assert found() == own  # wherever it is
     shader = next(path for path in (tmp_path / "shaders").rglob("*.wgsl"))

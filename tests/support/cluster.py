@@ -10,7 +10,8 @@ from typing import Any
 from wgpu_lora.cluster.coordinator.board import Board
 from wgpu_lora.cluster.coordinator.state import State, TaskState
 from wgpu_lora.cluster.coordinator.sweeping import Schedulers
-from wgpu_lora.cluster.facts import (
+
+from wgpu_lora.cluster.messages import (
     Answer,
     Copy,
     DeviceFacts,

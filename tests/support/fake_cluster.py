@@ -1,29 +1,33 @@
-"""A cluster that a driver's calls can be tested with: a coordinator and hosts as plain values, without Ray."""
+"""A cluster that a driver's calls can be tested with: a controller and hosts as plain values, without Ray."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wgpu_lora.cluster.client.bridge import ClusterGone
-from wgpu_lora.cluster.facts import (
+from wgpu_lora.cluster import checkpoint_store
+from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, HostStore
+from wgpu_lora.cluster.cluster_connection import ClusterGone
+from wgpu_lora.cluster.messages import (
     DeviceFacts,
     DeviceView,
     NodeFacts,
+    Parcel,
     Progress,
-    RunRequirements,
     RunView,
     Snapshot,
+    StoredFile,
+    Task,
     TaskView,
     Versions,
     to_plain,
 )
 from wgpu_lora.errors import UserError
+from wgpu_lora.train.memory import RunRequirements
 
 VERSIONS = Versions("1.0", "c" * 64, "5" * 64, "3.11.7", "2.60.0", "0.30")
-UNIT, DIGEST = "r/a", "d" * 64
+UNIT = "r/a"
 
 
 def device_facts(address: str, index: int = 0, name: str = "llvmpipe", **more: Any) -> DeviceFacts:
@@ -47,80 +51,103 @@ def snapshot(*tasks: TaskView, over: bool = False, nodes: tuple[NodeFacts, ...] 
 
 @dataclass
 class FakeCluster:
-    """Answers as the actors do.
+    """Answers as `cluster_connection.Cluster` does.
 
     Attributes:
-        snapshots: one after the other; the last one stays. None is a coordinator that does not answer.
-        files: contents of results, by task and path. damaged: paths that arrive with other bytes.
+        snapshots: one after the other; the last one stays. None is a controller that does not answer.
+        files: contents of results, by task and path. damaged: paths that arrive with other bytes. absent: paths that
+            no host has.
         lacking: paths that hosts cannot read, by the host's name.
-        plans: by task. refused: why a submitted run is.
+        plans: by task.
+        calls: the actor, the method and the arguments of each.
+        sent: contents by host and digest. placed: parcels by host.
     """
 
     nodes: list[NodeFacts] = field(default_factory=list)
     snapshots: list[Snapshot | None] = field(default_factory=list)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)
     lacking: dict[str, set[str]] = field(default_factory=dict)
     plans: dict[str, RunRequirements] = field(default_factory=dict)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     fetched: set[str] = field(default_factory=set)
-    sent: dict[str, bytes] = field(default_factory=dict)
-    breaks_after: int | None = None  # reads
+    sent: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    placed: list[tuple[str, Parcel]] = field(default_factory=list)
+    breaks_after: int | None = None  # pieces
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
-    def coordinator(self, method: str, *args: Any, seconds: float = 0) -> Any:
-        return self.call("coordinator", method, *args)
+    def controller(self, method: str, *arguments: Any, seconds: float = 0) -> Any:
+        self.calls.append(("controller", method, *arguments))
+        return getattr(self, f"_{method}")(*arguments)
 
-    def call(self, actor: str, method: str, *args: Any, data: bytes | None = None, seconds: float = 0) -> Any:
-        self.calls.append((actor, method, *args))
-        json.dumps(args)
-        host = actor.removeprefix("host:id-")
-        return getattr(self, f"_{method}")(host, *args, *([data] if data is not None else []))
+    def host(self, node: str, method: str, *arguments: Any, seconds: float = 0) -> Any:
+        self.calls.append((node, method, *arguments))
+        return getattr(self, f"_{method}")(node.removeprefix("id-"), *arguments)
 
-    def _evaluations(self, _: str, run: str) -> Any:
+    def store(self, node: str, storage: str | None = None) -> HostStore:
+        more = [storage] if storage else []
+        return HostStore(lambda method, *arguments: self.host(node, method, *arguments, *more))
+
+    def close(self) -> None: ...
+
+    # -- the controller --------------------------------------------------------------------------------------------
+
+    def _evaluations(self, run: str) -> Any:
         return self.evaluations
 
-    def _nodes(self, _: str) -> Any:
+    def _nodes(self) -> Any:
         return [to_plain(node) for node in self.nodes]
 
-    def _snapshot(self, _: str, run: str | None) -> Any:
-        seen = self.snapshots.pop(0) if len(self.snapshots) > 1 else self.snapshots[0]
-        if seen is None:
+    def _snapshot(self, run: str | None) -> Any:
+        snapshot = self.snapshots.pop(0) if len(self.snapshots) > 1 else self.snapshots[0]
+        if snapshot is None:
             raise ClusterGone("The cluster does not answer: see whether its head is running.")
-        if run is not None and all(one.name != run for one in seen.runs):
+        if run is not None and all(one.name != run for one in snapshot.runs):
             raise UserError(f"No run {run}.")
-        tasks = [replace(one, fetched=one.fetched or one.name in self.fetched) for one in seen.tasks]
-        return to_plain(replace(seen, tasks=tasks))
+        tasks = [replace(one, fetched=one.fetched or one.name in self.fetched) for one in snapshot.tasks]
+        return to_plain(replace(snapshot, tasks=tasks))
 
-    def _results(self, _: str, run: str) -> Any:
+    def _results(self, run: str) -> Any:
         return [
-            {"task": task, "unit": UNIT, "digest": DIGEST, "host": "h", "files": listing(files)}
+            {
+                "task": task,
+                "unit": UNIT,
+                "nodes": ["id-h"],
+                "storage": None,
+                "files": list(map(to_plain, stored(files))),
+            }
             for task, files in self.files.items()
             if task not in self.fetched
         ]
 
-    def _fetched(self, _: str, run: str, task: str) -> None:
+    def _fetched(self, run: str, task: str) -> None:
         self.fetched.add(task)
 
-    def _read(self, _: str, unit: str, digest: str, path: str, offset: int, size: int) -> bytes:
+    # -- hosts -----------------------------------------------------------------------------------------------------
+
+    def _piece(self, host: str, unit: str, digest: str, offset: int, storage: str | None = None) -> bytes:
         if self.breaks_after is not None:
             self.breaks_after -= 1
             if self.breaks_after < 0:
                 raise ClusterGone("The cluster does not answer: see whether its head is running.")
-        assert (unit, digest) == (UNIT, DIGEST)
-        _, task, inside = path.split("/", 2)
-        data = self.files[task][inside][offset : offset + size]
-        return bytes(len(data)) if inside in self.damaged else data
+        assert unit == UNIT
+        for files in self.files.values():
+            for path, data in files.items():
+                if hashlib.sha256(data).hexdigest() == digest and path not in self.absent:
+                    piece = data[offset : offset + checkpoint_store.PIECE]
+                    return bytes(len(piece)) if path in self.damaged else piece
+        raise DamagedCheckpoint(f"{digest[:12]} is missing")
 
     def _check_paths(self, host: str, paths: list[str]) -> dict[str, str]:
         return {path: "it does not exist there" for path in paths if path in self.lacking.get(host, ())}
 
-    def _check_outputs(self, host: str, tasks: list[dict[str, Any]]) -> None:
+    def _check_outputs(self, host: str, tasks: list[Task]) -> None:
         for task in tasks:
-            if task["output"] in self.lacking.get(host, ()):
-                raise UserError(f"The output directory {task['output']} is in use.")
+            if task.output in self.lacking.get(host, ()):
+                raise UserError(f"The output directory {task.output} is in use.")
 
-    def _plan(self, _: str, tasks: list[dict[str, Any]], index: int, joined: None, shared: bool, cached: bool) -> Any:
+    def _plan(self, host: str, tasks: list[dict[str, Any]], index: int, shared: bool, cached: bool) -> Any:
         usual = RunRequirements(needed=1 << 20, base="b", work=10, steps=10)
         plans = {one["name"]: to_plain(self.plans.get(one["name"], usual)) for one in tasks}
         taught = {
@@ -128,27 +155,23 @@ class FakeCluster:
             for one in tasks
             if cached and "teacher" in one["options"]
         }
-        return {"tasks": plans, "joined": [], "taught": taught}
+        return {"tasks": plans, "taught": taught}
 
-    def _sent(self, host: str, digest: str) -> bool:
-        return False
+    def _missing(self, host: str, unit: str, digests: list[str]) -> list[str]:
+        return [digest for digest in digests if (host, digest) not in self.sent]
 
-    def _begin_sent(self, host: str, parcel: dict[str, Any]) -> dict[str, int]:
-        return {file["digest"]: 0 for file in parcel["files"]}
-
-    def _put_sent(self, host: str, parcel: str, digest: str, offset: int, data: bytes) -> None:
-        before = self.sent.get(f"{host} {digest}", b"")
+    def _append(self, host: str, unit: str, digest: str, offset: int, data: bytes, size: int) -> None:
+        before = self.sent.get((host, digest), b"")
         assert offset == len(before)
-        self.sent[f"{host} {digest}"] = before + data
+        self.sent[host, digest] = before + data
 
-    def _commit_sent(self, host: str, parcel: dict[str, Any]) -> str:
-        for file in parcel["files"]:
-            assert hashlib.sha256(self.sent[f"{host} {file['digest']}"]).hexdigest() == file["digest"]
+    def _place(self, host: str, parcel: Parcel) -> str:
+        for file in parcel.files:
+            assert hashlib.sha256(self.sent[host, file.digest]).hexdigest() == file.digest
+        self.placed.append((host, parcel))
         return "/there"
 
 
-def listing(files: dict[str, bytes]) -> list[dict[str, Any]]:
-    """Files as a coordinator lists them."""
-    return [
-        {"path": path, "digest": hashlib.sha256(data).hexdigest(), "size": len(data)} for path, data in files.items()
-    ]
+def stored(files: dict[str, bytes]) -> list[StoredFile]:
+    """Files as a commit lists them."""
+    return [StoredFile(path, hashlib.sha256(data).hexdigest(), len(data)) for path, data in files.items()]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.cluster.facts import to_plain
-from wgpu_lora.cluster.spec.file import ClusterFile, read_cluster_file
+from wgpu_lora.cluster.cluster_file import ClusterFile, read_cluster_file
+from wgpu_lora.cluster.messages import to_plain
 
 # Prints what the file HOST.out has, fails as HOST.code says with HOST.err, and notes its arguments.
 _SSH = """#!/bin/sh
@@ -57,7 +57,7 @@ class FakeSsh:
 
 def good(address: str, running: str | None = None, **versions: str) -> dict[str, Any]:
     """What `launcher.node check` answers on a host where all is well."""
-    from wgpu_lora.cluster.devices.versions import own_versions
+    from wgpu_lora.cluster.node_versions import own_versions
 
     return {"versions": {**to_plain(own_versions()), **versions}, "addresses": ["127.0.0.1", address], "rsync": True,
             "running": running}  # fmt: skip

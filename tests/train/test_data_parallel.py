@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from support.events import hearing
 from support.models import save_golden_adapter
 from support.sampling import sample
-from support.sharing import LocalLink, Reply, helped
+from support.sharing import Reply, replicas
 from support.sources import written
 from support.training import golden_arguments, model_dir, random_rows
 
@@ -23,7 +24,7 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft_adapter import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
-from wgpu_lora.train.data_parallel import gradient_messages
+from wgpu_lora.train.data_parallel import gradient_messages, remote_worker
 from wgpu_lora.train.data_parallel.leader import (
     KEPT,
     SETTLING,
@@ -43,7 +44,7 @@ Case = Callable[[Path], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def helpers_device() -> Device:
+def replicas_device() -> Device:
     return Device()
 
 
@@ -119,10 +120,10 @@ OFTEN = ("dropout", "dpo, precomputed", "kto")
 
 @pytest.mark.parametrize("case", sample(list(CASES), 1 / 4, OFTEN.__contains__))
 def test_parts_sum_to_the_gradients_of_one_device(
-    device: Device, helpers_device: Device, tmp_path: Path, case: str
+    device: Device, replicas_device: Device, tmp_path: Path, case: str
 ) -> None:
     args = arguments(tmp_path, case)
-    with helped(args, 2 if case == "dropout" else 1, helpers_device) as (sharing, links):
+    with replicas(args, 2 if case == "dropout" else 1, replicas_device) as (sharing, links):
         job = prepared(device, args, sharing)
         job.session.allocate()
         job.run.prepare_directory()
@@ -131,8 +132,8 @@ def test_parts_sum_to_the_gradients_of_one_device(
         alone = sums(job, DataParallelLeader([]))
         together = sums(job, sharing)
         job.session.close()
-    assert not any(link.refused for link in links)
-    assert sum(link.asked for link in links) >= 2
+    assert not any(link.refusal for link in links)
+    assert sum(link.questions for link in links) >= 2
     for found, expected in zip(together, alone, strict=True):
         assert_close(found, expected, case)
 
@@ -181,13 +182,13 @@ def shares(record: RunRecord) -> list[list[float]]:
 
 
 def test_a_shared_run_ends_as_alone_and_resumes(
-    device: Device, helpers_device: Device, tmp_path: Path, alone: RunRecord
+    device: Device, replicas_device: Device, tmp_path: Path, alone: RunRecord
 ) -> None:
     """Its first four steps have equal shares, so that they give the same bytes twice."""
     args = whole(tmp_path, "run")
     first = []
     for output in ("again", "run"):
-        with helped(args, 1, helpers_device) as (sharing, _):
+        with replicas(args, 1, replicas_device) as (sharing, _):
             first.append(
                 trained(
                     device,
@@ -197,24 +198,25 @@ def test_a_shared_run_ends_as_alone_and_resumes(
                 )
             )
     assert first[0].adapter_sha256 == first[1].adapter_sha256
-    with helped(args, 1, helpers_device) as (sharing, links):
+    with replicas(args, 1, replicas_device) as (sharing, links):
         record = trained(device, replace(args, resume=True), sharing)
     assert_same_run(record, alone)
-    assert links[0].asked == 2
+    assert links[0].questions == 2
     assert all(len(one) == 2 and sum(one) == pytest.approx(1, abs=1e-3) for one in shares(record))
 
 
-def test_what_a_helper_does_not_compute_its_leader_does(
-    device: Device, helpers_device: Device, tmp_path: Path, alone: RunRecord
+def test_what_a_replica_does_not_compute_its_leader_does(
+    device: Device, replicas_device: Device, tmp_path: Path, alone: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first helper is lost at its second part and comes back; the second one's values are not finite."""
+    """The first replica is lost at its second part and comes back; the second one's values are not finite."""
+    monkeypatch.setattr(remote_worker, "RETRY_SECONDS", 0.0)
     asked = dict.fromkeys((1, 2), 0)
 
     def wrong(number: int, reply: Reply) -> Reply:
         def answer(question: bytes) -> bytes:
             asked[number] += 1
             if (number, asked[number]) == (1, 2):
-                return gradient_messages.message({"say": gradient_messages.LOST})
+                raise ConnectionError("its process has ended")
             said, arrays = gradient_messages.read_message(reply(question))
             if number == 2:
                 arrays["sums 0"] = np.where(np.arange(arrays["sums 0"].size) == 7, np.nan, arrays["sums 0"])
@@ -224,7 +226,7 @@ def test_what_a_helper_does_not_compute_its_leader_does(
 
     args = whole(tmp_path, "run")
     with (
-        helped(args, 2, helpers_device, wrong) as (sharing, _),
+        replicas(args, 2, replicas_device, wrong) as (sharing, _),
         pytest.warns(UserWarning, match="helper 2 .* answers with values that are not finite"),
     ):
         record = trained(device, args, sharing)
@@ -234,14 +236,14 @@ def test_what_a_helper_does_not_compute_its_leader_does(
     assert asked == {1: 6, 2: 1}
 
 
-def test_helpers_of_another_run_refuse_and_the_leader_goes_on(
-    device: Device, helpers_device: Device, tmp_path: Path, alone: RunRecord
+def test_replicas_of_another_run_refuse_and_the_leader_goes_on(
+    device: Device, replicas_device: Device, tmp_path: Path, alone: RunRecord
 ) -> None:
     args = whole(tmp_path, "run")
     other = replace(args, data=str(random_rows(tmp_path / "others.jsonl", 9, VOCAB, seed=5)))
-    with helped(other, 1, helpers_device) as (sharing, links):
+    with replicas(other, 1, replicas_device) as (sharing, links):
         record = trained(device, args, sharing)
-    assert "This machine does not have the rows of the leader" in links[0].refused
+    assert "This machine does not have the rows of the leader" in links[0].refusal
     assert_same_run(record, alone)
     assert shares(record) == [[1.0]] * 6
 
@@ -251,10 +253,7 @@ def test_scales_of_a_base_are_not_shared() -> None:
         check_shared(TrainingArguments(train="quant-scales"))
 
 
-# -- shares and helpers ------------------------------------------------------------------------------------------------
-
-
-# -- how steps are divided among devices, and what these tell each other -----------------------------------------------
+# -- how steps are divided among devices, and their messages -----------------------------------------------------------
 
 
 def test_parts_follow_each_other_and_their_shares(rng: np.random.Generator) -> None:
@@ -288,27 +287,59 @@ def test_shares_follow_speeds_and_are_kept() -> None:
     assert found.patience(2, 100, own=1.0) == 40
 
 
-def test_a_late_helper_is_not_asked_before_it_has_answered() -> None:
-    gate = threading.Event()
+class ManualLink:
+    """A link whose futures a test completes."""
 
-    def slow(question: bytes) -> bytes:
-        gate.wait(60)
-        return gradient_messages.message({"say": "part"})
+    def __init__(self) -> None:
+        self.loaded, self.answered = Future[Any](), Future[bytes]()
 
-    helper, end = RemoteWorker(LocalLink(slow)), time.monotonic() + 60
-    while not helper.ready() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert helper.new
-    helper.ask(b"", 10)
-    assert helper.answer(0.0) is None
-    assert not helper.ready()
-    gate.set()
-    end = time.monotonic() + 60
-    while not helper.ready() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert helper.late
-    assert not helper.new
-    helper.close()
+    def ready(self) -> Future[Any]:
+        return self.loaded
+
+    def compute(self, question: bytes) -> Future[bytes]:
+        return self.answered
+
+
+def test_a_late_replica_is_not_asked_before_it_has_answered() -> None:
+    link = ManualLink()
+    replica = RemoteWorker(link)
+    assert not replica.ready()  # it loads its model
+    link.loaded.set_result(None)
+    assert replica.ready()
+    assert replica.new
+    replica.ask(b"", 10)
+    assert replica.answer(0.0) is None
+    assert not replica.ready()
+    link.answered.set_result(gradient_messages.message({"say": "part"}))
+    assert replica.ready()
+    assert replica.late
+    assert not replica.new
+
+
+@pytest.mark.parametrize("fault", ["loading", "computing", "no message"])
+def test_a_lost_replica_is_tried_again_and_is_new_then(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    link = ManualLink()
+    replica = RemoteWorker(link)
+    if fault == "loading":
+        link.loaded.set_exception(ConnectionError("there is no such actor"))
+    else:
+        link.loaded.set_result(None)
+        assert replica.ready()
+        replica.ask(b"", 10)
+        if fault == "computing":
+            link.answered.set_exception(ConnectionError("its process has ended"))
+        else:
+            link.answered.set_result(b"zork")
+        assert replica.answer(60.0) is None
+    assert not replica.ready()
+    assert replica.problem
+    later = time.monotonic() + remote_worker.RETRY_SECONDS
+    monkeypatch.setattr(remote_worker, "time", SimpleNamespace(monotonic=lambda: later))
+    link.loaded = Future()
+    assert not replica.ready()
+    link.loaded.set_result(None)
+    assert replica.ready()
+    assert replica.new
 
 
 def test_messages_are_checked() -> None:

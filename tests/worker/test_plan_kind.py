@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
-from wgpu_lora.cluster.facts import RunRequirements, from_plain
+from wgpu_lora.cluster.messages import RunRequirements, from_plain
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import loaded_model

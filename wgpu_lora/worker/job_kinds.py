@@ -19,8 +19,6 @@ KINDS: Registry[Kind] = Registry(
         "import": "wgpu_lora.worker.kinds.model_jobs:run_import",
         "bench": "wgpu_lora.worker.kinds.bench_jobs:run_bench",
         "bench-training": "wgpu_lora.worker.kinds.bench_jobs:run_bench_training",
-        "gradients": "wgpu_lora.worker.kinds.gradients:run",
-        "heldout": "wgpu_lora.worker.kinds.heldout:run",
         "speed": "wgpu_lora.worker.kinds.speed:run",
         "teacher-cache": "wgpu_lora.worker.kinds.training_jobs:run_teacher_cache",
     }

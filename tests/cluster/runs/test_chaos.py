@@ -39,7 +39,7 @@ KINDS = ("worker",) * 6 + ("node", "network")
 
 def workers(host: Host) -> list[int]:
     """Processes that train on a host."""
-    return [pid for pid, line in host.processes().items() if line.endswith(("finetune.job.json", "pipeline.job.json"))]
+    return [pid for pid, line in host.processes().items() if line.startswith("ray::TrainingActor")]
 
 
 def harm(hosts: Hosts, random: Random, kinds: Sequence[str]) -> str | None:
@@ -82,7 +82,7 @@ def test_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     named = [word for rows, output in zip(data, outputs, strict=True) for word in ("--adapters", f"{rows}:{output}")]
     with hosts_here(3, shared=tmp_path) as hosts:
         for host in hosts:
-            host.start_node(env={"WGPU_LORA_CLUSTER_LEASE": "6"})
+            host.start_node()
         until(lambda: len(status(hosts)["devices"]) == 3, 300)
         said = ["--name", "chaos", "--mirror-steps", "20", "--join", "never", "--detach"]
         cluster(hosts, "run", *said, *named, *flags(**OPTIONS))

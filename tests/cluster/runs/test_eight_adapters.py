@@ -41,7 +41,7 @@ for options in json.loads(sys.argv[1]):
 """
 
 
-MEASURE = "from wgpu_lora.cluster.devices.speed import measured; print(measured(0))"
+MEASURE = "from wgpu_lora.cluster.device_resources import measured; print(measured(0))"
 # A program of somebody at the machine, which has all of a device's memory.
 HOLD = """
 import time

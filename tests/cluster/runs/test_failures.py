@@ -1,89 +1,40 @@
-"""Failures at three hosts with fake workers: no step is lost from a log or in it twice, whatever dies."""
+"""Ray on the head's machine starts again, and its controller goes on from its state."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from support.fake_workers import Lab
-from support.hosts import Hosts, namespaces_allowed, until
+from support.cli import flags
+from support.cluster_runs import cluster, rows_of, status
+from support.hosts import hosts_here, until
 
-pytestmark = pytest.mark.skipif(not namespaces_allowed(), reason="namespaces cannot be made here")
+from wgpu_lora.train.run.training_log import LOG, read_log
 
-PACE = 0.3  # seconds per step
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with Hosts(3, shared=tmp_path_factory.mktemp("lab")) as hosts:
-        made = Lab(hosts)
-        yield made
-        made.end_driver()
-
-
-def kill(pids: list[int]) -> None:
-    assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+STEPS = 300
+OPTIONS = {
+    "model": "demo",
+    "max_length": 16,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "lora_r": 4,
+    "logging_steps": 1,
+    "max_steps": STEPS,
+}
 
 
-def test_actors_that_are_killed_at_once(lab: Lab) -> None:
-    names = ["a0", "a1", "a2"]
-    assert lab.submit("actors", *(lab.task(name, steps=60, pace=PACE) for name in names)) == {"run": "actors"}
-    first, second, third = (lab.placed("actors", name, 4) for name in names)
-    assert {first, second, third} == {0, 1, 2}
-    kill(lab.workers(first))
-    kill(lab.actors(second, "Device"))
-    kill(lab.actors(third, "Host"))
-    kill(lab.actors(0, "Coordinator"))
-    seen = lab.over("actors")
-    assert {view.state for view in seen.values()} == {"finished"}, lab.said("actors")
-    for name in names:
-        assert lab.steps("actors", name) == list(range(1, 61))
-    assert len({result["host"] for result in lab.results("actors").values()}) == 1  # the head's
-
-
-def test_a_stopped_device_and_a_cut_network_publish_one_result_each(lab: Lab, tmp_path: Path) -> None:
-    out = lab.hosts.shared / "published"
-    out.mkdir()
-    tasks = [replace(lab.task(name, steps=80, pace=PACE), output=str(out / name)) for name in ("b0", "b1")]
-    lab.submit("stopped", *tasks, shared=str(out))
-    away = next(name for name in ("b0", "b1") if lab.placed("stopped", name, 4))
-    where = lab.placed("stopped", away)
-    old, device = lab.workers(where), lab.actors(where, "Device")
-    for pid in device:
-        os.kill(pid, signal.SIGSTOP)
-    until(lambda: lab.views("stopped")[away].attempts == 2, 90)
-    for pid in device:
-        os.kill(pid, signal.SIGCONT)
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in old), 30)
-    lab.placed("stopped", away, 4)
-    lab.hosts[where].partition()
-    time.sleep(4)  # less than Ray takes to notice
-    lab.hosts[where].heal()
-    seen = lab.over("stopped")
-    assert {view.state for view in seen.values()} == {"finished"}, lab.said("stopped")
-    until(lambda: all(view.fetched for view in lab.views("stopped").values()), 60)
-    for task in tasks:
-        lines = Path(task.output, "log.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == list(range(1, 81))
-
-
-def test_the_heads_ray_starts_again_and_goes_on_from_its_journal(lab: Lab) -> None:
-    lab.submit("head", *(lab.task(name, steps=60, pace=PACE) for name in ("c0", "c1")))
-    for name in ("c0", "c1"):
-        lab.placed("head", name, 8)
-    lab.end_driver()
-    for host in lab.hosts:
-        host.restart_node()
-    seen = lab.over("head", 180)
-    assert {view.state for view in seen.values()} == {"finished"}, lab.said("head")
-    for name in ("c0", "c1"):
-        assert lab.steps("head", name) == list(range(1, 61))
-        assert seen[name].attempts == 2
+def test_the_heads_ray_starts_again(tmp_path: Path) -> None:
+    outputs = [tmp_path / name for name in ("one", "two")]
+    named = [word for n, output in enumerate(outputs) for word in ("--adapters", f"{rows_of(tmp_path, n)}:{output}")]
+    with hosts_here(2, shared=tmp_path) as hosts:
+        hosts.start_nodes()
+        until(lambda: len(status(hosts)["devices"]) == 2, 300)
+        words = ["--name", "head", "--mirror-steps", "20", "--join", "never", "--detach"]
+        cluster(hosts, "run", *words, *named, *flags(**OPTIONS))
+        until(lambda: all(task["progress"]["step"] > 40 for task in status(hosts)["tasks"]), 300)
+        for host in hosts:
+            host.restart_node()
+        cluster(hosts, "attach", "head")
+        tasks = status(hosts)["tasks"]
+    assert [(task["state"], task["attempts"]) for task in tasks] == [("finished", 2)] * 2
+    for output in outputs:
+        assert [line["step"] for line in read_log(output / LOG)] == list(range(1, STEPS + 1))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.cli import QWEN2, ROWS, flags, write_rows
 
-from wgpu_lora.cluster.client import local
+from wgpu_lora.cluster import local_ray as local
 
 SECONDS = 300.0  # of one command
 SMALL = {"model": QWEN2, "max_length": 16, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
@@ -82,7 +82,7 @@ def test_a_run_leaves_its_result_and_no_process(commands: Commands) -> None:
     assert record["stop_reason"] == "max steps"
     assert (place / "out/a/adapter_model.safetensors").is_file()
     assert not [path for path in (place / "out").iterdir() if path.name.startswith(".")]
-    assert local.found() is None
+    assert local.running_ray() is None
     assert not (place / "state/local.json").exists()
 
 
@@ -117,26 +117,26 @@ def test_jobs_go_on_without_a_driver(commands: Commands) -> None:
     assert said.count("cancelled") >= 2
     for name in ("a", "b"):  # what was trained until then is here, and can be continued
         assert list((commands.place / "out" / name).rglob("adapter_model.safetensors"))
-    assert local.found() is None
+    assert local.running_ray() is None
 
 
 def test_other_machines_reach_nothing(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)  # of another cluster; Ray takes it before that of a file
     commands.environment["RAY_AUTH_TOKEN"] = "f" * 64
-    running, _ = local.started(lambda: {"webgpu:x": 1})
+    running, _ = local.start_ray(lambda: {"webgpu:x": 1})
     assert commands.status()["nodes"][0]["address"] == local.HERE  # the coordinator and the host's actor run
     from wgpu_lora.cluster.launcher import processes
 
     found = processes.listening(running.mark)
-    assert {"gcs_server", "raylet", "ray.util.client.server", "ray::Coordinator"} <= {one["process"] for one in found}
+    assert {"gcs_server", "raylet", "ray.util.client.server", "ray::RunController"} <= {one["process"] for one in found}
     assert {one["address"] for one in found} == {local.HERE}
 
 
 def test_a_ray_that_was_killed_is_forgotten(commands: Commands) -> None:
-    running, fresh = local.started(lambda: {"webgpu:x": 1})
+    running, fresh = local.start_ray(lambda: {"webgpu:x": 1})
     assert fresh
     assert oct(Path(running.place, "token").stat().st_mode)[-3:] == "600"
-    assert local.started(dict) == (running, False)
+    assert local.start_ray(dict) == (running, False)
     from wgpu_lora.cluster.launcher import processes
 
     for process in processes.of_cluster(running.mark).values():

@@ -1,4 +1,4 @@
-"""A sweep on this machine, whole: a grid in one pipeline, poor adapters ended by ASHA, and the list of results."""
+"""A sweep on this machine, whole: a poor adapter is ended by Ray Tune's ASHA, and the results are listed."""
 
 from __future__ import annotations
 
@@ -44,23 +44,19 @@ def test_a_grid_is_trained_and_listed_the_best_first(tmp_path: Path, environment
     (tmp_path / "rows/train.jsonl").write_text("\n".join(rows))
     (tmp_path / "rows/valid.jsonl").write_text("\n".join(rows[:4]))
     words = ("sweep", "--local", "--data", "rows", "--model", "demo", "--max-length", "64", "--max-steps", "16")
-    words += ("--param", "lora_r=4,8", "--param", "learning_rate=1e-6,2e-3", "--output", "out", "--join", "always")
-    words += ("--scheduler", "asha", "--grace-period", "4", "--reduction-factor", "2", "--mirror-steps", "8")
+    words += ("--param", "learning_rate=2e-3,1e-6", "--output", "out")
+    words += ("--scheduler", "asha", "--grace-period", "4", "--reduction-factor", "2")
     done = wgpu_lora(environment, tmp_path, *words)
     assert done.returncode == 0, done.stdout + done.stderr
 
     found = json.loads((tmp_path / "out/sweep.json").read_text())
     trials = found["adapters"]
     assert found["over"]
-    assert sorted(json.dumps(trial["params"]) for trial in trials) == sorted(
-        json.dumps({"lora_r": r, "learning_rate": rate}) for r in (4, 8) for rate in (1e-6, 2e-3)
-    )
+    assert [trial["params"] for trial in trials] == [{"learning_rate": 2e-3}, {"learning_rate": 1e-6}]
     assert [trial["value"] for trial in trials] == sorted(trial["value"] for trial in trials)
-    assert trials[0]["params"]["learning_rate"] == 2e-3
     assert (trials[0]["state"], trials[0]["step"]) == ("finished", 16)
-    poor = [trial for trial in trials if trial["params"]["learning_rate"] == 1e-6]
-    assert [trial["state"] for trial in poor] == ["stopped", "stopped"]
-    assert all(4 <= trial["step"] < 16 for trial in poor)
+    assert trials[1]["state"] == "stopped"
+    assert 4 <= trials[1]["step"] < 16
     for trial in trials:  # the ended ones keep their results, too
         directory = Path(trial["output"])
         assert directory.parent == tmp_path / "out"

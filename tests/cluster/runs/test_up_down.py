@@ -31,7 +31,7 @@ import os, subprocess, sys
 from pathlib import Path
 from wgpu_lora.cluster.launcher.token import authentication
 from wgpu_lora.cluster.launcher.tunnel import tunnel
-from wgpu_lora.cluster.spec.file import read_cluster_file
+from wgpu_lora.cluster.cluster_file import read_cluster_file
 spec = read_cluster_file(Path(sys.argv[1]))
 with tunnel(spec) as address:
     subprocess.run([sys.executable, "-c", sys.argv[2], address], env=os.environ | authentication(spec), check=True)
@@ -100,11 +100,11 @@ labels = {{ rack = "a'b" }}
     write_rows(tmp_path / "rows.jsonl", ROWS)
     options = {**SMALL, "model": QWEN2, "data": tmp_path / "rows.jsonl", "output": tmp_path / "out", "max_steps": 10**6}
     run = here.start([sys.executable, "-m", "wgpu_lora", "cluster", "run", "-f", file, *flags(**options)])
-    until(lambda: running(head, "ray::Coordinator"), 300)
+    until(lambda: running(head, "ray::RunController"), 300)
     assert running(here, "ssh ")
     here.signal(run, signal.SIGKILL)
     until(lambda: not running(here, "ssh "), 60)  # the tunnel ends with its process
-    assert running(head, "ray::Coordinator")  # until the cluster is down
+    assert running(head, "ray::RunController")  # until the cluster is down
 
     worker.run(["pkill", "-KILL", "raylet"])  # in its own process namespace
     assert "started" in wgpu_lora(here, "up", "-f", file).stdout

@@ -12,7 +12,6 @@ from wgpu_lora.cli.cluster.cluster_commands import (
     release,
     resources,
     run,
-    simulate,
     status,
     sweep,
     up,
@@ -45,4 +44,3 @@ cluster.command(cls=Command)(cancel)
 cluster.command(cls=Command)(release)
 cluster.command(cls=Command)(down)
 cluster.command(cls=Command)(resources)
-cluster.command(cls=Command)(simulate)

@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -26,15 +25,14 @@ from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.console import table as made_table
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig
 from wgpu_lora.cli.parameters import Json, is_given, option_parameter, training_options, warn_unused
-from wgpu_lora.cluster.spec.sweep_options import SWEEP, SweepOptions
+from wgpu_lora.cluster.sweep import SWEEP, SweepOptions
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import program
-from wgpu_lora.text import count_noun, duration, escape_unprintable, percent
+from wgpu_lora.text import escape_unprintable
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
-    from wgpu_lora.cluster.facts import DeviceView, RunView, Snapshot, TaskView
-    from wgpu_lora.cluster.placement.simulation.run import Outcome
+    from wgpu_lora.cluster.messages import DeviceView, RunView, Snapshot, TaskView
 
 
 Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Name of the run; needed only if several go on.")]
@@ -46,7 +44,7 @@ def attach(run: Run = None, address: Address = None, file: ClusterToml = None, l
 
     check_ray()
     from wgpu_lora.cli.cluster.running import attach_to
-    from wgpu_lora.cluster.client.connect import target
+    from wgpu_lora.cluster.cluster_connection import target
 
     return attach_to(target(address, file, local), run)
 
@@ -61,16 +59,16 @@ def status(address: Address = None, file: ClusterToml = None, local: Here = Fals
     from wgpu_lora.cluster.extra import check_ray
 
     check_ray()
-    from wgpu_lora.cluster.client import status as facts
-    from wgpu_lora.cluster.client.connect import connected, target
-    from wgpu_lora.cluster.client.follow import snapshot_of
-    from wgpu_lora.cluster.client.survey import SURVEY_SECONDS
+    from wgpu_lora.cluster.cluster_connection import connected, target
+    from wgpu_lora.cluster.preflight import SURVEY_SECONDS
+    from wgpu_lora.cluster.run_status import as_json as plain
+    from wgpu_lora.cluster.run_status import snapshot_of
 
     with connected(target(address, file, local)) as cluster:
-        cluster.coordinator("nodes", seconds=SURVEY_SECONDS)  # as they are now
+        cluster.controller("nodes", seconds=SURVEY_SECONDS)  # as they are now
         seen = snapshot_of(cluster)
     if as_json:
-        print_json(facts.as_json(seen))
+        print_json(plain(seen))
     else:
         show(seen)
     return 0
@@ -169,10 +167,10 @@ def cancel(
     from wgpu_lora.cluster.extra import check_ray
 
     check_ray()
-    from wgpu_lora.cluster.client.connect import connected, target
+    from wgpu_lora.cluster.cluster_connection import connected, target
 
     with connected(target(address, file, local)) as cluster:
-        cluster.coordinator("cancel", run, task)
+        cluster.controller("cancel", run, task)
     line("cancelled", f"{run}, {task}" if task else run)
     return 0
 
@@ -187,14 +185,13 @@ def release(
     from wgpu_lora.cluster.extra import check_ray
 
     check_ray()
-    from wgpu_lora.cluster.client.connect import connected, target
-    from wgpu_lora.cluster.client.follow import snapshot_of
-    from wgpu_lora.cluster.client.status import chosen_device, place_of
+    from wgpu_lora.cluster.cluster_connection import connected, target
+    from wgpu_lora.cluster.run_status import chosen_device, place_of, snapshot_of
 
     with connected(target(address, file, local)) as cluster:
         seen = snapshot_of(cluster)
         result = chosen_device(seen, device)
-        cluster.coordinator("release", result.facts.id)
+        cluster.controller("release", result.facts.id)
     line("released", f"{place_of(seen, result)}, {result.facts.name}")
     return 0
 
@@ -205,8 +202,7 @@ def resources() -> None:
     A node that is started by hand belongs to the cluster with its devices by:
     ray start --address HOST:PORT --resources "$(wgpu-lora cluster resources)"
     """
-    from wgpu_lora.cluster.devices.probe import node_devices
-    from wgpu_lora.cluster.devices.resources import advertised
+    from wgpu_lora.cluster.device_resources import advertised, node_devices
 
     print_json(advertised(node_devices("")))
 
@@ -219,9 +215,9 @@ def up(file: File) -> None:
 
     It is started by SSH, where it does not run yet. docs/cluster-hosts.md describes what the hosts need.
     """
+    from wgpu_lora.cluster.cluster_file import read_cluster_file
     from wgpu_lora.cluster.extra import check_ray
     from wgpu_lora.cluster.launcher.commands import up
-    from wgpu_lora.cluster.spec.file import read_cluster_file
 
     check_ray()
     up(read_cluster_file(file), line)
@@ -229,89 +225,22 @@ def up(file: File) -> None:
 
 def down(file: ClusterToml = None, local: Here = False) -> None:
     """End Ray and all jobs on the hosts of a cluster file, or on this machine. Checkpoints and results stay."""
-    from wgpu_lora.cluster.client.local import end_local
-    from wgpu_lora.cluster.coordinator.journal import DIRECTORY, unfinished
+    from wgpu_lora.cluster.cluster_file import read_cluster_file
     from wgpu_lora.cluster.extra import check_ray
     from wgpu_lora.cluster.launcher.commands import down
-    from wgpu_lora.cluster.node.layout import cluster_root
-    from wgpu_lora.cluster.spec.file import read_cluster_file
+    from wgpu_lora.cluster.local_ray import end_local
+    from wgpu_lora.cluster.state_file import unfinished_runs
 
     if local is (file is not None):
         raise UserError("Give either -f cluster.toml or --local: the cluster to end.")
     if file is None:
         ended = end_local()
         line("ended", "Ray on this machine" if ended else "nothing: Ray does not run on this machine")
-        if ended and (left := unfinished(cluster_root() / DIRECTORY)):
+        if ended and (left := unfinished_runs()):
             line("unfinished", f"{', '.join(left)}: '{program()} cluster attach --local' goes on")
         return
     check_ray()
     down(read_cluster_file(file), line)
-
-
-def simulate(
-    adapters: Annotated[int, typer.Option("--adapters", min=1, max=100_000, help="Adapters to train.")] = 1000,
-    devices: Annotated[int, typer.Option("--devices", min=1, max=10_000, help="Devices, of all kinds in turn.")] = 64,
-    bench: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--bench",
-            metavar="FILE",
-            help="Result file of 'bench --brick device_speed --json' on a kind of device; may be given several "
-            "times. Default: lavapipe, as measured, and devices that are 2, 4 and 8 times as fast.",
-        ),
-    ] = None,
-    crashes: Annotated[
-        float, typer.Option("--crashes", min=0, max=1000, help="Crashes per day, of each device's worker.")
-    ] = 2.0,
-    outages: Annotated[
-        float, typer.Option("--outages", min=0, max=50, help="Outages per day, of each host of four devices.")
-    ] = 0.5,
-    join: Annotated[
-        Literal["auto", "always", "never"], typer.Option("--join", help="Whether tasks of one base are joined.")
-    ] = "auto",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of what is drawn.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Simulate a cluster with the placement that clusters use.
-
-    Adapters, memory and failures are drawn; speeds are measured. Prints how long all adapters take, and the time before
-    which no placement can have ended them.
-    """
-    from wgpu_lora.cluster.placement.simulation.measured import read_measured
-    from wgpu_lora.cluster.placement.simulation.run import simulate as simulated
-    from wgpu_lora.cluster.placement.simulation.scenario import Scenario
-
-    kinds = read_measured(bench or [])
-    scenario = Scenario(adapters, devices, crashes=crashes, outages=outages, join=join, seed=seed)
-    outcome = simulated(scenario, kinds)
-    if as_json:
-        print_json(_facts(outcome))
-        return
-    for kind in kinds:
-        line("kind", f"{kind.name}: {kind.speed:,.0f} tokens/s, {kind.joined_speedup:.2f} times as many in pipelines")
-    line("makespan", duration(outcome.makespan))
-    line("bound", f"{duration(outcome.bound)}, before which no placement can have ended all of them")
-    line("ratio", f"{outcome.makespan / outcome.bound:.3f}")
-    again = f"{percent(outcome.lost_share)} of the tokens trained again"
-    line("failures", f"{count_noun(outcome.failures, 'unit')} moved, {again}")
-    line("joined", f"{count_noun(outcome.joined, 'placement')} of adapters in pipelines")
-    middle, longest = median(outcome.decisions) * 1e3, max(outcome.decisions) * 1e3
-    count = len(outcome.decisions)
-    line("decisions", f"{count:,}, median {middle:.1f} ms, longest {longest:.1f} ms of processor time")
-
-
-def _facts(outcome: Outcome) -> dict[str, float]:
-    return {
-        "makespan_seconds": outcome.makespan,
-        "bound_seconds": outcome.bound,
-        "ratio": outcome.makespan / outcome.bound,
-        "failures": outcome.failures,
-        "lost_share": outcome.lost_share,
-        "joined": outcome.joined,
-        "decisions": len(outcome.decisions),
-        "decision_median_seconds": median(outcome.decisions),
-        "decision_longest_seconds": max(outcome.decisions),
-    }
 
 
 def _run(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int:
@@ -319,8 +248,8 @@ def _run(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: 
 
     check_ray()
     from wgpu_lora.cli.cluster.running import run_tasks
-    from wgpu_lora.cluster.client.connect import target
-    from wgpu_lora.cluster.spec.tasks import gather_tasks, shared_arguments
+    from wgpu_lora.cluster.cluster_connection import target
+    from wgpu_lora.cluster.cluster_tasks import gather_tasks, shared_arguments
 
     what = target(values["address"], values["file"], values["local"])
     options = run_options(ctx, values, what.file)
@@ -380,10 +309,10 @@ def _sweep(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values
 
     check_ray()
     from wgpu_lora.cli.cluster.running import run_tasks
-    from wgpu_lora.cluster.client.connect import target
-    from wgpu_lora.cluster.coordinator.asha import check_tune
-    from wgpu_lora.cluster.spec.sweep import grid_of, sweep_tasks
-    from wgpu_lora.cluster.spec.tasks import shared_arguments
+    from wgpu_lora.cluster.cluster_connection import target
+    from wgpu_lora.cluster.cluster_tasks import shared_arguments
+    from wgpu_lora.cluster.sweep import grid_of, sweep_tasks
+    from wgpu_lora.cluster.tune_sweep import check_tune
 
     sweep = SweepOptions(**{name: values[name] for name in OWN if is_given(ctx, name)})
     if sweep.scheduler == "asha":

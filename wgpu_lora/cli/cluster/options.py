@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from wgpu_lora.cli.parameters import TrainingCommand, is_given, option_parameter
-from wgpu_lora.cluster.spec.run_options import CLUSTER, RunOptions
+from wgpu_lora.cluster.cluster_file import CLUSTER, RunOptions
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
 
 if TYPE_CHECKING:
-    from wgpu_lora.cluster.spec.file import ClusterFile
+    from wgpu_lora.cluster.cluster_file import ClusterFile
 
 Address = Annotated[
     str | None,

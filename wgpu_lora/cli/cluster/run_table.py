@@ -11,8 +11,8 @@ from typing import Any
 from wgpu_lora.cli.console import OFTEN, console, is_terminal, line
 from wgpu_lora.cli.console import table as made_table
 from wgpu_lora.cli.training_progress import Trend
-from wgpu_lora.cluster.client.follow import GOOD, Followed
-from wgpu_lora.cluster.facts import Line, Snapshot, TaskView
+from wgpu_lora.cluster.messages import EventLine, Snapshot, TaskView
+from wgpu_lora.cluster.run_status import GOOD, Followed
 from wgpu_lora.text import count_noun, duration, escape_unprintable, join_words
 
 TREND = 10  # bars of a loss
@@ -73,9 +73,8 @@ class Table:
             self._below = f"no answer from the cluster for {duration(seconds)}"
             self._show()
 
-    def fetching(self, task: str, done: int, total: int) -> None:
-        share = f"{done / total:.0%}" if total else "100%"
-        self._below = f"fetching {task}: {share} of {total / 1e6:,.1f} MB" if done < total else ""
+    def fetching(self, task: str) -> None:
+        self._below = f"fetching {task}"
         self._show()
 
     # -- for terminals -----------------------------------------------------------------------------------------------
@@ -138,7 +137,7 @@ class Table:
             self._said[task.name] = (task.state, text, now)
             line(task.state, text)
 
-    def _new_events(self, events: Sequence[Line]) -> list[Line]:
+    def _new_events(self, events: Sequence[EventLine]) -> list[EventLine]:
         """Those that were not shown; several may have the same time."""
         now, known = self._event, self._at_that_time
         new = [e for e in events if e.time > now or (e.time == now and e.text not in known)]
@@ -148,7 +147,7 @@ class Table:
             self._at_that_time.add(event.text)
         return new
 
-    def _tell(self, events: Sequence[Line]) -> None:
+    def _tell(self, events: Sequence[EventLine]) -> None:
         for event in events:
             clock = time.strftime("%H:%M:%S", time.localtime(event.time))
             self._print("event", f"{clock} {escape_unprintable(event.text)}")
@@ -222,7 +221,7 @@ def kept(task: str, why: str) -> str:
 
 def report(followed: Followed) -> None:
     """Print how the tasks ended, the best first, and what went wrong."""
-    from wgpu_lora.cluster.spec.sweep_results import ranked, value_of, write_results
+    from wgpu_lora.cluster.sweep import ranked, value_of, write_results
 
     snapshot = followed.snapshot
     run = next((one for one in snapshot.runs if any(task.run == one.name for task in followed.tasks)), None)
@@ -267,7 +266,7 @@ REASON_ORDER = ("finished", "stopped", "running", "failed", "moving", "starting"
 def why_of(task: TaskView) -> str:
     """What is said of a task: why it failed or waits, why a helper of it does not help, or why its result is not yet
     where it belongs; "" if there is nothing to say, or not any more."""
-    return "" if task.fetched and task.state in GOOD else escape_unprintable(task.said)
+    return "" if task.fetched and task.state in GOOD else escape_unprintable(task.reason)
 
 
 def reasons(tasks: Iterable[TaskView]) -> list[tuple[str, str]]:

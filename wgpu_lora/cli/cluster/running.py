@@ -10,27 +10,23 @@ from typing import TYPE_CHECKING
 
 from wgpu_lora.cli.cluster.run_table import Table, report
 from wgpu_lora.cli.console import line
-from wgpu_lora.cluster.client import local
-from wgpu_lora.cluster.client.bridge import Bridge, ClusterGone
-from wgpu_lora.cluster.client.connect import Target, connected
-from wgpu_lora.cluster.client.evaluated import write_evaluations
-from wgpu_lora.cluster.client.follow import follow, snapshot_of
-from wgpu_lora.cluster.client.preflight import check_here, request_of
-from wgpu_lora.cluster.client.status import chosen_run
-from wgpu_lora.cluster.client.survey import listed_hosts, missing_hosts, surveyed
-from wgpu_lora.cluster.client.users import end_unused, using
-from wgpu_lora.cluster.coordinator.journal import DIRECTORY, unfinished
-from wgpu_lora.cluster.facts import RunRequest, Task, to_plain
-from wgpu_lora.cluster.node.layout import cluster_root
+from wgpu_lora.cluster import local_ray as local
+from wgpu_lora.cluster.cluster_connection import Cluster, ClusterGone, Target, connected
+from wgpu_lora.cluster.local_ray import end_unused, using
+from wgpu_lora.cluster.messages import NodeFacts, RunRequest, Task, from_plain, to_plain
+from wgpu_lora.cluster.preflight import SURVEY_SECONDS, check_here, listed_hosts, missing_hosts, request_of, surveyed
+from wgpu_lora.cluster.run_results import write_evaluations
+from wgpu_lora.cluster.run_status import Followed, chosen_run, follow, snapshot_of
+from wgpu_lora.cluster.state_file import unfinished_runs
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import program
 from wgpu_lora.signals import on_end_signal
 from wgpu_lora.text import count_noun, join_words
 
 if TYPE_CHECKING:
-    from wgpu_lora.cluster.client.local import Local
-    from wgpu_lora.cluster.spec.run_options import RunOptions
-    from wgpu_lora.cluster.spec.sweep_options import SweepOptions
+    from wgpu_lora.cluster.cluster_file import RunOptions
+    from wgpu_lora.cluster.local_ray import Local
+    from wgpu_lora.cluster.sweep import SweepOptions
 
 SUBMIT_SECONDS = 120.0
 MOST = 3  # runs that a line names
@@ -58,6 +54,8 @@ def run_tasks(
     if what.here:
         check_here(tasks)
     with _here(what, dashboard) as ray, connected(what) as cluster:
+        if sweep and sweep.scheduler != "none":
+            return _tune(cluster, _request(cluster, what, tasks, options, sweep), detach)
         try:
             run = submit(cluster, _request(cluster, what, tasks, options, sweep), what, ray)
         except BaseException:
@@ -71,6 +69,19 @@ def run_tasks(
         return follow_run(cluster, what, run, fetches=options.shared is None)
 
 
+def _tune(cluster: Cluster, request: RunRequest, detach: bool) -> int:
+    """A sweep by Ray Tune, in the foreground; the exit code. The same command goes on with one that was interrupted."""
+    from wgpu_lora.cluster.tune_sweep import run_tune, tune_storage
+
+    if detach:
+        raise UserError("--detach is for sweeps without a scheduler: Ray Tune runs in the foreground.")
+    nodes = [from_plain(NodeFacts, node) for node in cluster.controller("nodes", seconds=SURVEY_SECONDS)]
+    line("sweep", f"{request.name}: {count_noun(len(request.tasks), 'trial')} of Ray Tune")
+    followed = Followed(run_tune(request, tune_storage(request, nodes)))
+    report(followed)
+    return followed.code
+
+
 def attach_to(what: Target, name: str | None) -> int:
     """Come back to a run; returns the exit code.
 
@@ -82,7 +93,7 @@ def attach_to(what: Target, name: str | None) -> int:
     Raises:
         UserError: there is no such run, or the cluster cannot be reached.
     """
-    starts = what.here and (local.found() is not None or unfinished(cluster_root() / DIRECTORY))
+    starts = what.here and (local.running_ray() is not None or unfinished_runs())
     with _here(what) if starts else nullcontext(HereRay()) as ray, connected(what) as cluster:
         run = chosen_run(cluster, name)
         ray.accepted = True
@@ -90,10 +101,10 @@ def attach_to(what: Target, name: str | None) -> int:
 
 
 def _request(
-    cluster: Bridge, what: Target, tasks: Sequence[Task], options: RunOptions, sweep: SweepOptions | None
+    cluster: Cluster, what: Target, tasks: Sequence[Task], options: RunOptions, sweep: SweepOptions | None
 ) -> RunRequest:
     """What to ask the coordinator for, which has been checked on the cluster. Raises UserError if it is refused."""
-    from wgpu_lora.cluster.devices.versions import own_versions
+    from wgpu_lora.cluster.node_versions import own_versions
 
     nodes = surveyed(cluster, own_versions(), what.here)
     devices = sum(len(node.devices) for node in nodes)
@@ -104,7 +115,7 @@ def _request(
     return request_of(cluster, nodes, tasks, options, sweep)
 
 
-def submit(cluster: Bridge, request: RunRequest, what: Target, ray: HereRay) -> str:
+def submit(cluster: Cluster, request: RunRequest, what: Target, ray: HereRay) -> str:
     """The name of the accepted run; from then on, Ray of this machine is left to it.
 
     An interruption meanwhile is obeyed afterwards, when it is known what happened and said how to come back.
@@ -114,7 +125,7 @@ def submit(cluster: Bridge, request: RunRequest, what: Target, ray: HereRay) -> 
     """
     signals: list[int] = []
     with on_end_signal(signals.append):
-        run = str(cluster.coordinator("submit", to_plain(request), seconds=SUBMIT_SECONDS)["run"])
+        run = str(cluster.controller("submit", to_plain(request), seconds=SUBMIT_SECONDS))
         ray.accepted = True
     if signals:
         line("detached", f"{run} is accepted, and goes on")
@@ -123,7 +134,7 @@ def submit(cluster: Bridge, request: RunRequest, what: Target, ray: HereRay) -> 
     return run
 
 
-def follow_run(cluster: Bridge, what: Target, run: str, *, fetches: bool) -> int:
+def follow_run(cluster: Cluster, what: Target, run: str, *, fetches: bool) -> int:
     """Show a run until it is over, and fetch its results; returns the exit code.
 
     Raises:
@@ -175,7 +186,7 @@ def _here(what: Target, dashboard: bool = False) -> Iterator[HereRay]:
         yield HereRay()
         return
     with using():
-        ray = HereRay(local.started(_devices_here, dashboard=dashboard)[0])
+        ray = HereRay(local.start_ray(_devices_here, dashboard=dashboard)[0])
         try:
             yield ray
         finally:
@@ -185,11 +196,10 @@ def _here(what: Target, dashboard: bool = False) -> Iterator[HereRay]:
 
 def _devices_here() -> dict[str, float]:
     """The resources that Ray is started with."""
-    from wgpu_lora.cluster.devices.probe import node_devices
-    from wgpu_lora.cluster.devices.resources import advertised
+    from wgpu_lora.cluster.device_resources import advertised, node_devices
 
     line("ray", "starting on this machine")
-    if left := unfinished(cluster_root() / DIRECTORY):
+    if left := unfinished_runs():
         line(
             "goes on",
             f"{join_words(left[:MOST], max(0, len(left) - MOST))}, of a Ray that was ended here: see 'attach'",
@@ -197,7 +207,7 @@ def _devices_here() -> dict[str, float]:
     return advertised(node_devices(""))
 
 
-def _all_done(cluster: Bridge) -> bool:
+def _all_done(cluster: Cluster) -> bool:
     """Whether no run of the cluster goes on, or has results that nobody has fetched."""
     try:
         seen = snapshot_of(cluster)

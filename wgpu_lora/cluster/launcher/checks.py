@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from wgpu_lora.cluster.facts import Versions, from_plain
+from wgpu_lora.cluster.cluster_file import ClusterFile, HostSpec
 from wgpu_lora.cluster.launcher.config import address_of
 from wgpu_lora.cluster.launcher.files import on_host
 from wgpu_lora.cluster.launcher.ssh import last_line, node_command, run
-from wgpu_lora.cluster.spec.file import ClusterFile
-from wgpu_lora.cluster.spec.hosts import HostSpec
+from wgpu_lora.cluster.messages import Versions, from_plain
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun
 
@@ -104,7 +103,7 @@ def for_all(hosts: Sequence[HostSpec], work: Any, failed: str) -> list[Any]:
 
 
 def _check(spec: ClusterFile, host: HostSpec) -> Checked:
-    from wgpu_lora.cluster.devices.versions import difference, own_versions
+    from wgpu_lora.cluster.node_versions import difference, own_versions
 
     said = ask(host, on_host(spec.name, host), "check", CHECK_SECONDS)
     try:

@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
+from wgpu_lora.cluster.cluster_file import ClusterFile, HostSpec
 from wgpu_lora.cluster.launcher.checks import Checked, answered, ask, check_here, check_hosts, for_all
 from wgpu_lora.cluster.launcher.config import address_of, ports_of, write_host
 from wgpu_lora.cluster.launcher.files import folder_of, forget, on_host
 from wgpu_lora.cluster.launcher.ssh import last_line, shown
 from wgpu_lora.cluster.launcher.token import new_token, token_of
-from wgpu_lora.cluster.spec.file import ClusterFile
-from wgpu_lora.cluster.spec.hosts import HostSpec
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.text import count_noun, join_words
 

@@ -13,10 +13,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.cluster.cluster_file import ClusterFile, HostSpec
 from wgpu_lora.cluster.launcher.files import PRIVATE_FOLDER, on_host, write_private
 from wgpu_lora.cluster.launcher.ssh import node_command, user_of
-from wgpu_lora.cluster.spec.file import ClusterFile
-from wgpu_lora.cluster.spec.hosts import HostSpec
 from wgpu_lora.errors import UserError
 
 PROVIDER = "wgpu_lora.cluster.launcher.provider.HostProvider"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 
-from wgpu_lora.cluster.spec.hosts import HostSpec
+from wgpu_lora.cluster.cluster_file import HostSpec
 from wgpu_lora.errors import UserError, reason
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.cluster.facts import to_plain
 from wgpu_lora.cluster.launcher import processes
+from wgpu_lora.cluster.messages import to_plain
 from wgpu_lora.errors import UserError
 
 PATHS = "WGPU_LORA_CLUSTER_PATHS"
@@ -29,7 +29,7 @@ FILES = 65536  # that a process may have open
 
 def check(folder: Path) -> dict[str, Any]:
     """Before anything is started: versions, addresses, and whether a node of this cluster runs."""
-    from wgpu_lora.cluster.devices.versions import own_versions
+    from wgpu_lora.cluster.node_versions import own_versions
 
     return {
         "versions": to_plain(own_versions()),

@@ -15,10 +15,10 @@ from typing import Any
 from ray.autoscaler.command_runner import CommandRunnerInterface
 from ray.autoscaler.node_provider import NodeProvider
 
+from wgpu_lora.cluster.cluster_file import HostSpec
 from wgpu_lora.cluster.launcher.checks import ask
 from wgpu_lora.cluster.launcher.files import write_private
 from wgpu_lora.cluster.launcher.ssh import ssh
-from wgpu_lora.cluster.spec.hosts import HostSpec
 from wgpu_lora.errors import UserError
 
 OF_RAYS_AUTOSCALER = "~/ray_bootstrap_config.yaml"  # it would replace that of another cluster of this user

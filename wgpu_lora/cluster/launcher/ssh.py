@@ -6,7 +6,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 
-from wgpu_lora.cluster.spec.hosts import HostSpec
+from wgpu_lora.cluster.cluster_file import HostSpec
 from wgpu_lora.errors import UserError
 
 CONNECT_SECONDS = 10

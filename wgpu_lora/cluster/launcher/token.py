@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 
+from wgpu_lora.cluster.cluster_file import ClusterFile
 from wgpu_lora.cluster.launcher.files import on_host
 from wgpu_lora.cluster.launcher.ssh import quoted, run
-from wgpu_lora.cluster.spec.file import ClusterFile
 from wgpu_lora.errors import UserError
 
 _TOKEN = re.compile(r"[0-9a-f]{64}")

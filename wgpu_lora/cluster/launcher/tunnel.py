@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from wgpu_lora.cluster.cluster_file import ClusterFile
 from wgpu_lora.cluster.launcher.config import address_of, ports_of
 from wgpu_lora.cluster.launcher.ssh import refusal, ssh
-from wgpu_lora.cluster.spec.file import ClusterFile
 from wgpu_lora.errors import UserError
 
 SECONDS = 30.0

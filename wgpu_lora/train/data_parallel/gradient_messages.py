@@ -16,7 +16,6 @@ from wgpu_lora.train.session.session import Session
 
 Arrays = Mapping[str, np.ndarray]
 SAID = "said"  # the entry of the metadata that has a message's JSON values
-LOST = "lost"  # how whoever passes messages on says that the other side has gone, for now
 
 
 def message(said: Mapping[str, Any], arrays: Arrays | None = None) -> bytes:

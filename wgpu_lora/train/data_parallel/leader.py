@@ -89,10 +89,6 @@ class DataParallelLeader:
         self._barred: set[int] = set()  # helpers whose values cannot be used
         self._took: dict[int, float] = {}  # each member's share of the last step
 
-    def close(self) -> None:
-        for helper in self._helpers.values():
-            helper.close()
-
     def facts(self) -> dict[str, float]:
         """Of the last step, for the log: the share of its tokens that each member computed."""
         return {f"share/{member}": round(share, 4) for member, share in self._took.items()}

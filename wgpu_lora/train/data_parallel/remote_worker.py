@@ -1,110 +1,85 @@
-"""A helper of a data-parallel run, as its leader sees it: asked for parts of steps, and waited for within bounds."""
+"""A replica of a data-parallel run, as its leader sees it: asked for parts of steps, and waited for within bounds."""
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from wgpu_lora.train.data_parallel.gradient_messages import LOST, Arrays, read_message
+from wgpu_lora.train.data_parallel.gradient_messages import Arrays, read_message
+
+RETRY_SECONDS = 5.0  # before a replica that was lost is tried again
 
 
 class Link(Protocol):
-    """A connection that passes whole messages; those of multiprocessing.connection are."""
+    """A way to a replica."""
 
-    def send_bytes(self, data: bytes, /) -> None: ...
+    def ready(self) -> Future[Any]:
+        """Done once the replica has loaded its model; fails if it cannot."""
 
-    def recv_bytes(self) -> bytes:
-        """Blocks; raises EOFError once the other side has closed it."""
-
-    def close(self) -> None: ...
+    def compute(self, question: bytes) -> Future[bytes]:
+        """The answer to a question; fails if the replica is lost."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a helper says about a part, and the seconds from the question to it."""
+    """The gradients and totals of a part, and the seconds from the question to them."""
 
-    said: dict[str, Any]
     arrays: Arrays
     seconds: float
 
 
 class RemoteWorker:
-    """A helper at the other end of a link. A thread of its own sends and receives, so that nobody waits for it who does
-    not want to."""
+    """A replica at the other end of a link.
+
+    Attributes:
+        tokens: of the part that it was last asked for. late: the last answer to a part that the leader had computed
+            itself by then. new: it has come since it was last asked, so that it does not know the run yet.
+        problem: why it was lost.
+    """
 
     def __init__(self, link: Link):
-        self._link = link
-        self._questions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: it was lost
-        self._here = threading.Event()
-        self._known = 0  # how often it had come when it was last asked
-        self._times = 0  # how often it has come
-        self._open = 0  # questions that are not answered yet
-        self.tokens = 0  # of the part that it was last asked for
-        self.late: Answer | None = None  # the last answer to a part that the leader had computed itself by then
-        self._thread = threading.Thread(target=self._talk, name="helper", daemon=True)
-        self._thread.start()
-
-    def _talk(self) -> None:
-        try:
-            while True:
-                here = read_message(self._link.recv_bytes())[0].get("say") != LOST
-                if here:
-                    self._times += 1
-                    self._here.set()
-                while self._here.is_set():
-                    question = self._questions.get()
-                    if question is None:
-                        return
-                    self._answers.put(self._asked(question))
-        except (EOFError, OSError, ValueError):
-            pass  # it is lost for good, as below
-        finally:
-            self._here.clear()
-            self._answers.put(None)
-            self._link.close()
-
-    def _asked(self, question: bytes) -> Answer | None:
-        begin = time.monotonic()
-        self._link.send_bytes(question)
-        header, arrays = read_message(self._link.recv_bytes())
-        if header.get("say") == LOST:
-            self._here.clear()
-            return None
-        return Answer(header, arrays, time.monotonic() - begin)
-
-    # -- the leader's side -----------------------------------------------------------------------------------------
+        self._link, self._coming = link, link.ready()
+        self._again: float | None = None  # when it is tried again
+        self._answer: Future[bytes] | None = None
+        self._begin = 0.0
+        self.tokens, self.new = 0, True
+        self.late: Answer | None = None
+        self.problem = ""
 
     def ready(self) -> bool:
         """Whether it may be asked: it is there, and has answered everything."""
-        while self._open and not self._answers.empty():
-            self.late = self._answers.get()
-            self._open -= 1
-        return self._here.is_set() and not self._open
-
-    @property
-    def new(self) -> bool:
-        """Whether it has come anew since it was last asked, so that it does not know the run yet."""
-        return self._times != self._known
+        if self._answer is not None and self._answer.done():
+            self.late = self._take()
+        if self._again is not None and time.monotonic() >= self._again:
+            self._coming, self._again, self.new = self._link.ready(), None, True
+        if self._again is None and self._coming.done() and (error := self._coming.exception()):
+            self._lose(error)
+        return self._again is None and self._coming.done() and self._answer is None
 
     def ask(self, question: bytes, tokens: int) -> None:
-        """Ask a helper that is ready for a part of so many tokens; returns at once."""
-        self._known, self.tokens = self._times, tokens
-        self._open += 1
-        self._questions.put(question)
+        """Ask a replica that is ready for a part of so many tokens; returns at once."""
+        self.new, self.tokens, self._begin = False, tokens, time.monotonic()
+        self._answer = self._link.compute(question)
 
     def answer(self, seconds: float) -> Answer | None:
-        """The answer to the only open question; None if it is late, or the helper was lost."""
+        """The answer to the only open question; None if it is late, or the replica was lost."""
+        assert self._answer is not None
         try:
-            result = self._answers.get(timeout=max(0.0, seconds))
-        except queue.Empty:
+            self._answer.exception(timeout=max(0.0, seconds))
+        except TimeoutError:
             return None
-        self._open -= 1
-        return result
+        return self._take()
 
-    def close(self) -> None:
-        """Hang up, as soon as nothing is being computed."""
-        self._questions.put(None)
+    def _take(self) -> Answer | None:
+        answer, self._answer = self._answer, None
+        assert answer is not None
+        try:
+            return Answer(read_message(answer.result())[1], time.monotonic() - self._begin)
+        except Exception as error:  # of whatever carries messages, and ValueError: it is not a message
+            self._lose(error)
+            return None
+
+    def _lose(self, error: BaseException) -> None:
+        self.problem, self._again = str(error), time.monotonic() + RETRY_SECONDS

@@ -1,0 +1,205 @@
+"""Paths: where a host keeps what belongs to a cluster, and paths of options as each machine has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from platformdirs import user_cache_dir
+
+from wgpu_lora.cluster.messages import SENT
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.paths import is_path
+from wgpu_lora.train.options.training_arguments import PATHS
+
+ROOT = "WGPU_LORA_CLUSTER_DIR"
+ADAPTERS, PIPELINE = "adapters", "pipeline"  # in a unit's directory
+NAME = re.compile(r"(?!\.)[A-Za-z0-9._=,+-]{1,200}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def cluster_root() -> Path:
+    """The directory of this host: WGPU_LORA_CLUSTER_DIR, else in the user's cache."""
+    return Path(os.environ.get(ROOT) or Path(user_cache_dir("wgpu-lora")) / "cluster").absolute()
+
+
+def checked_part(text: object) -> str:
+    """A name that becomes a directory. Raises UserError."""
+    if not isinstance(text, str) or not NAME.fullmatch(text):
+        raise UserError(f"{text!a:.80} cannot be the name of a run or a task: use letters, digits, '.', '_' and '-'.")
+    return text
+
+
+def checked_digest(text: object) -> str:
+    """A SHA-256 in hexadecimal. Raises UserError."""
+    if not isinstance(text, str) or not DIGEST.fullmatch(text):
+        raise UserError(f"{text!a:.80} is not a SHA-256: it must have 64 hexadecimal digits.")
+    return text
+
+
+def unit_parts(unit: object) -> tuple[str, str]:
+    """The run and the first task of a unit, `<run>/<first task>`. Raises UserError."""
+    run, slash, task = str(unit).partition("/")
+    if not slash:
+        raise UserError(f"{unit!a:.80} cannot be the name of a unit: it must be RUN/TASK.")
+    return checked_part(run), checked_part(task)
+
+
+def unit_directory(unit: str) -> Path:
+    """The directory of this host in which a unit is trained, a directory per generation."""
+    return Path(cluster_root(), "units", *unit_parts(unit))
+
+
+def checkpoints_directory() -> Path:
+    """The folder of this host's store."""
+    return cluster_root() / "checkpoints"
+
+
+def sent_directory() -> Path:
+    """The folder of files that drivers have sent."""
+    return cluster_root() / "sent"
+
+
+NODE_PATHS = "WGPU_LORA_CLUSTER_PATHS"  # of a node: a JSON object, folders of the others -> its own
+DATA = ("data", "eval_data", "teacher_cache", "eval_teacher_cache")  # whose relative paths `[data] root` is for
+SENDABLE = ("data", "eval_data")  # small enough to be sent, and compared by content when a run is resumed
+HERE = tuple(name for name in PATHS if name != "output")
+_SENT = re.compile(rf"{SENT}([0-9a-f]{{64}})/([^/\0]{{1,255}})")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def for_nodes(options: Mapping[str, Any], root: str | None = None) -> dict[str, Any]:
+    """Options with the paths that they have on all machines: absolute, unless they are names of the hub or `demo`.
+
+    Args:
+        root: the folder that relative paths of data refer to; None: the working directory, as other paths do.
+    """
+    return {
+        name: _absolute(name, value, root) if name in HERE and isinstance(value, str) else value
+        for name, value in options.items()
+    }
+
+
+def _absolute(name: str, text: str, root: str | None) -> str:
+    if text == "demo" or text.startswith(SENT):
+        return text
+    if root and name in DATA:
+        return text if is_hub_id(text, root) else str(PurePosixPath(root) / text)
+    if is_hub_id(text, "."):
+        return text
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def is_hub_id(text: str, folder: str) -> bool:
+    """Whether a text is OWNER/NAME, and no file here."""
+    plain = Path(text).suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet", ".gz", ".gguf")
+    return bool(_HUB_ID.fullmatch(text)) and plain and not Path(folder, text).exists()
+
+
+def node_paths(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The folders that this node has elsewhere than the others.
+
+    Raises:
+        UserError: the variable is not what `cluster up` sets.
+    """
+    said = environment.get(NODE_PATHS)
+    if not said:
+        return {}
+    try:
+        found = json.loads(said)
+        good = isinstance(found, dict) and all(isinstance(v, str) and is_path(v) for v in found.values())
+    except (ValueError, RecursionError):
+        good = False
+    if not good:
+        raise UserError(f"{NODE_PATHS} is {said!a:.80}, but must be a JSON object of folders: start the node again.")
+    return dict(found)
+
+
+def on_node(options: Mapping[str, Any], paths: Mapping[str, str], sent: Path) -> dict[str, Any]:
+    """Options of a task with the paths that they have on a node.
+
+    Args:
+        paths: its folders that others have elsewhere, as `node_paths`. sent: the folder of what drivers have sent.
+    """
+    found = dict(options)
+    for name in HERE:
+        value = found.get(name)
+        if isinstance(value, str):
+            found[name] = _there(value, paths, sent)
+    return found
+
+
+def _there(text: str, paths: Mapping[str, str], sent: Path) -> str:
+    parcel = sent_name(text)
+    if parcel:
+        return str(sent / parcel[0] / parcel[1])
+    if text.startswith("/"):
+        path = PurePosixPath(text)
+        for folder in sorted(paths, key=len, reverse=True):
+            if path.is_relative_to(folder):
+                return str(PurePosixPath(paths[folder]) / path.relative_to(folder))
+    return text
+
+
+def sent_name(text: str) -> tuple[str, str] | None:
+    """The digest and the name of what has been sent, if the value of an option is that."""
+    found = _SENT.fullmatch(text)
+    return (found[1], found[2]) if found and found[2] not in (".", "..") else None
+
+
+ROOTS = "WGPU_LORA_CLUSTER_ROOTS"  # directories that jobs may read and publish to, separated as in PATH
+
+
+def allowed_roots() -> list[Path]:
+    """The directories that jobs of a cluster are confined to on this host; none: all that the user may read."""
+    return [Path(text).resolve() for text in os.environ.get(ROOTS, "").split(os.pathsep) if text.strip()]
+
+
+def refused_path(text: str, roots: Sequence[Path]) -> str | None:
+    """Why a path may not be used on this host, as part of a sentence; None if it may be."""
+    if not is_path(text) or not os.path.isabs(text):
+        return "is not an absolute path"
+    real = Path(os.path.realpath(text))
+    if roots and not any(real.is_relative_to(root) for root in roots):
+        return f"is outside {', '.join(map(str, roots))}, which {ROOTS} allows"
+    return None
+
+
+def unreadable(path: str, roots: Sequence[Path]) -> str | None:
+    """Why a path cannot be read on this host, as part of a sentence; None if it can be."""
+    if wrong := refused_path(path, roots):
+        return wrong
+    if not os.path.exists(path):
+        return "does not exist"
+    return None if os.access(path, os.R_OK) else "cannot be read"
+
+
+def options_here(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the paths of this host.
+
+    Raises:
+        UserError: a path is outside the folders that jobs may read here, or begins with `~`.
+    """
+    there, roots = on_node(options, node_paths(), sent_directory()), allowed_roots()
+    for name in HERE:
+        value = there.get(name)
+        if not isinstance(value, str) or sent_name(str(options[name])):
+            continue
+        if value.startswith("~"):  # drivers say whole paths; whoever opens it would look into a home directory
+            raise UserError(
+                f"{flag(name)} {value} begins with '~', which each machine has elsewhere: give a whole path."
+            )
+        if roots and value != "demo" and not is_hub_id(value, ".") and (wrong := refused_path(value, roots)):
+            raise UserError(f"{flag(name)} {value} {wrong}: use a path that this host allows.")
+    return there
+
+
+def parcels_of(options: Mapping[str, Any]) -> list[str]:
+    """The digests of sent data that options name."""
+    names = (sent_name(options[name]) for name in HERE if isinstance(options.get(name), str))
+    return [found[0] for found in names if found]

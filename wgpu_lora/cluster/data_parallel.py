@@ -1,0 +1,76 @@
+"""One adapter on several devices: the replicas of a training actor are actors that compute parts of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import ray
+
+from wgpu_lora.chain.chain_run import code_digest
+from wgpu_lora.cluster.cluster_paths import options_here
+from wgpu_lora.cluster.device_resources import device_index
+from wgpu_lora.cluster.host_actor import own_environment
+from wgpu_lora.cluster.messages import NAMESPACE
+from wgpu_lora.data import split_python_rows
+from wgpu_lora.errors import UserError
+from wgpu_lora.train.data_parallel.leader import DataParallelLeader
+from wgpu_lora.train.data_parallel.replica import prepare_worker, serve_gradients
+from wgpu_lora.train.resolve_options import resolve_options
+
+
+class ReplicaActor:
+    """Holds a device and computes parts of the steps of a run. Ray starts it again if it dies.
+
+    Args:
+        key: of the device. options: of the run, as its training actor has them.
+    """
+
+    def __init__(self, key: str, options: dict[str, Any]):
+        own_environment()
+        self._stack = ExitStack()
+        index = device_index(key)
+        if index is None:
+            raise UserError(f"There is no device {key} on this host any more: look at 'wgpu-lora cluster status'.")
+        own = {name: value for name, value in options_here(options).items() if value is not None}
+        texts, rows = split_python_rows({**own, "device": index})
+        args, _ = resolve_options(texts, None, "a replica")
+        job = prepare_worker(args, rows=rows)
+        self._worker = self._stack.enter_context(serve_gradients(job, code=code_digest()))
+
+    def ready(self) -> None:
+        """Returns once the model is loaded."""
+
+    def compute(self, question: bytes) -> bytes:
+        """The gradients and totals of a part of a step, see `DataParallelWorker.answer`."""
+        return self._worker.answer(question)
+
+
+class _ActorLink:
+    def __init__(self, name: str):
+        self._name = name
+
+    def _actor(self) -> Any:
+        return ray.get_actor(self._name, namespace=NAMESPACE)
+
+    def ready(self) -> Future[Any]:
+        return self._future("ready")
+
+    def compute(self, question: bytes) -> Future[bytes]:
+        return self._future("compute", question)
+
+    def _future(self, method: str, *arguments: Any) -> Future[Any]:
+        try:
+            future: Future[Any] = getattr(self._actor(), method).remote(*arguments).future()
+        except ValueError as error:  # there is no such actor, for now
+            future = Future()
+            future.set_exception(ConnectionError(str(error)))
+        return future
+
+
+@contextmanager
+def leader_of(replicas: Sequence[str]) -> Iterator[DataParallelLeader]:
+    """Shares steps with the actors of these names."""
+    yield DataParallelLeader([_ActorLink(name) for name in replicas], code_digest())

@@ -1,0 +1,65 @@
+"""What must agree on all machines of a cluster, so that an adapter can move between them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from wgpu_lora.assets import combined, package_files
+from wgpu_lora.atomic import file_digest
+from wgpu_lora.cluster.messages import Versions
+from wgpu_lora.gpu.device_list import native_version
+from wgpu_lora.installation import NAME
+
+SHOWN = 12  # characters of a digest in a message
+
+
+@cache
+def own_versions() -> Versions:
+    """Those of this process, read once. Raises OSError if a file of the package cannot be read."""
+    files = package_files()
+    return Versions(
+        package=_version(NAME),
+        code=_digest((name, path) for name, path in files.items() if name.endswith(".py")),
+        shaders=_digest((name, path) for name, path in files.items() if name.startswith("shaders/")),
+        python=platform.python_version(),
+        ray=_version("ray"),
+        wgpu=f"{_version('wgpu')} (wgpu-native {native_version()})",
+    )
+
+
+def difference(ours: Versions, theirs: Versions) -> str | None:
+    """The first thing that differs on another machine, as part of a sentence such as "its Python is 3.12.1, not
+    3.11.7"; None if nothing does."""
+    minor = tuple(one.python.rpartition(".")[0] for one in (ours, theirs))
+    if minor[0] != minor[1]:
+        return f"its Python is {theirs.python}, not {ours.python}"
+    for name, mine, other in (
+        (NAME, ours.package, theirs.package),
+        ("Ray", ours.ray, theirs.ray),
+        ("wgpu", ours.wgpu, theirs.wgpu),
+    ):
+        if mine != other:
+            return f"its {name} is {other or 'missing'}, not {mine or 'missing'}"
+    for what, mine, other in (("code", ours.code, theirs.code), ("shaders", ours.shaders, theirs.shaders)):
+        if mine != other:
+            return (
+                f"its {NAME} {theirs.package} has other {what} (SHA-256 {other[:SHOWN]}..., not {mine[:SHOWN]}...), "
+                "though the versions are equal"
+            )
+    return None
+
+
+def _digest(files: Iterable[tuple[str, Path]]) -> str:
+    return combined({name: file_digest(path) for name, path in files})
+
+
+def _version(name: str) -> str:
+    """The installed version of a distribution; '' if there is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,683 @@
+"""The actor that decides for all runs of a cluster: what starts where, what is resumed, and what has ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+from filelock import Timeout
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.cluster import run_queue, run_state
+from wgpu_lora.cluster.cluster_paths import ADAPTERS
+from wgpu_lora.cluster.data_parallel import ReplicaActor
+from wgpu_lora.cluster.device_resources import DEVICE
+from wgpu_lora.cluster.evaluation_actor import EvaluationActor
+from wgpu_lora.cluster.host_actor import call_host, living_nodes, on_this_node
+from wgpu_lora.cluster.messages import (
+    CONTROLLER,
+    NAMESPACE,
+    Commit,
+    NodeFacts,
+    Parcel,
+    Report,
+    RunRequest,
+    StoredFile,
+    Task,
+    from_plain,
+    to_plain,
+)
+from wgpu_lora.cluster.node_versions import difference, own_versions
+from wgpu_lora.cluster.placement import place
+from wgpu_lora.cluster.run_state import CacheState, ClusterState, TaskState, UnitState
+from wgpu_lora.cluster.state_file import read_state_file, state_bytes, state_file
+from wgpu_lora.cluster.training_actor import TrainingActor
+from wgpu_lora.errors import UserError, reason
+from wgpu_lora.json_files import to_json
+from wgpu_lora.locks import lock_file
+
+LOCK = "lock"
+HEAD = "node:__internal_head__"  # the resource that Ray gives the head alone
+TURN_SECONDS, SURVEY_SECONDS = 1.0, 10.0
+POLL_SECONDS = 5.0  # that a turn waits for reports
+HUNG_SECONDS = 60.0  # without a report, after which an actor is taken for lost
+START_SECONDS = 120.0  # that a training actor may take to start
+MEASURE_SECONDS = 300.0
+PUBLISH_SECONDS, RETRY_SECONDS = 600.0, 15.0  # that writing a result may take, and before it is tried again
+MISSES = 3  # surveys in a row that a node may miss while Ray takes it for alive
+KEEP_SECONDS = 86400.0  # how long runs are shown that are over
+IDLE_SECONDS = 60.0  # without a run, after which the actors of hosts and evaluations are ended
+CACHE_FAILURES, CACHE_RETRY_SECONDS = 3, 15.0
+CALLS = 32  # that are answered at once
+
+
+class RunController:
+    """One per cluster, on its head. A thread takes a turn every second; calls and turns share the state by a lock.
+
+    The state is a file that is replaced with every change, so that Ray can start the actor again.
+    """
+
+    def __init__(self, node: str):
+        self._node, self._lock, self._wake = node, threading.RLock(), threading.Event()
+        self._start, self._monotonic = time.time(), time.monotonic()
+        self._actors: dict[str, Any] = {}  # training actors by unit
+        self._reports: dict[str, tuple[Any, float]] = {}  # the report that a unit's actor was asked for, and when
+        self._beside: dict[str, Future[Any]] = {}  # work that is done once at a time, by name
+        self._pool = ThreadPoolExecutor(CALLS, thread_name_prefix="beside")
+        self._queue, self._saved, self._surveyed, self._used = run_queue.Queue(), b"", 0.0, self.now()
+        self._misses: dict[str, int] = {}
+        self._other_versions: dict[str, str | None] = {}
+        self._measured_steps: dict[tuple[str, str], int] = {}
+        self._file = state_file()
+        self._state = self._read()
+        threading.Thread(target=self._run, daemon=True, name="turns").start()
+
+    # -- the state -----------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds since 1970, by a clock that does not follow when the system's is set."""
+        return self._start + time.monotonic() - self._monotonic
+
+    def _read(self) -> ClusterState:
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file_lock = lock_file(self._file.with_name(LOCK), 20.0).lock
+        except (Timeout, OSError) as error:
+            raise UserError(
+                f"{self._file.parent} is used by another cluster, or cannot be written ({reason(error)}): set "
+                "WGPU_LORA_CLUSTER_DIR on this host to another directory before Ray is started."
+            ) from None
+        try:
+            state = read_state_file(self._file)
+        except FileNotFoundError:
+            return ClusterState()
+        except (OSError, ValueError, KeyError, RecursionError) as error:
+            other = self._file.with_name(f"unreadable-{int(time.time())}.json")
+            self._file.rename(other)
+            state = ClusterState()
+            state.log(self.now(), f"{self._file} cannot be read ({error}): it is kept as {other}.")
+            return state
+        if state.events:  # the clock must not go back
+            self._start = max(self._start, state.events[-1].time)
+        for device in state.devices.values():
+            device.gone = True  # until a survey finds it
+        state.nodes = []
+        for cache in state.caches.values():
+            cache.phase = "waiting" if cache.phase == "making" else cache.phase
+        return state
+
+    def _save(self) -> None:
+        """Write the state if it has changed. Raises UserError if the disk refuses."""
+        with self._lock:
+            data = state_bytes(self._state)
+            if data == self._saved:
+                return
+            try:
+                write_bytes_atomic(self._file, data)
+            except OSError as error:
+                raise UserError(f"The state of the cluster cannot be written ({reason(error)}): make room.") from None
+            self._saved = data
+
+    # -- calls of drivers ----------------------------------------------------------------------------------------------
+
+    def submit(self, request: dict[str, Any]) -> str:
+        """Take a run, a RunRequest; returns its name. The same request again changes nothing. Raises UserError."""
+        try:
+            run = from_plain(RunRequest, request)
+        except ValueError as error:
+            raise UserError(f"The run is not valid ({error}): use the same version on all machines.") from None
+        with self._lock:
+            if self._state.requests.get(run.name) == run:
+                return run.name
+        if not self._state.nodes:
+            self._survey()
+        with self._lock:
+            if run.name in run_state.forgettable_runs(self._state, self.now()):
+                self._forget(run.name)
+            run_state.check_run(self._state, run)
+            run_queue.check_placeable(self._state, run)
+            run_state.add_run(self._state, run, self.now())
+            try:
+                self._save()
+            except UserError:
+                run_state.forget_run(self._state, run.name)
+                raise
+        self._wake.set()
+        return run.name
+
+    def snapshot(self, run: str | None = None) -> dict[str, Any]:
+        """A Snapshot of one run or of all."""
+        with self._lock:
+            if run is not None and run not in self._state.requests:
+                raise UserError(f"No run '{run}' is known: 'wgpu-lora cluster status' lists all runs.")
+            idle = self._idle()
+        if idle and self.now() - self._surveyed > SURVEY_SECONDS:
+            self._survey()
+        with self._lock:
+            return to_plain(run_queue.snapshot(self._state, run, self.now()))
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The NodeFacts of all living nodes, as they are now."""
+        self._used = self.now()
+        self._survey()
+        with self._lock:
+            return [to_plain(node) for node in self._state.nodes]
+
+    def cancel(self, run: str, task: str | None = None) -> None:
+        """End a task, or all of a run."""
+        with self._lock:
+            run_state.cancel_run(self._state, run, task, self.now())
+            self._save()
+        self._wake.set()
+
+    def release(self, device: str) -> None:
+        """Use a quarantined device again."""
+        with self._lock:
+            run_state.release_device(self._state, device, self.now())
+            self._save()
+        self._wake.set()
+
+    def results(self, run: str) -> list[dict[str, Any]]:
+        """Results that are not fetched yet: task, unit, nodes that have them, storage, and files with their digests.
+        Those on hosts that are away are left out."""
+        self._used = self.now()
+        with self._lock:
+            if run not in self._state.requests:
+                raise UserError(f"No run '{run}' is known: 'wgpu-lora cluster status' lists all runs.")
+            found = []
+            for task in self._state.tasks_of(run):
+                if task.over and task.results and not task.fetched and (place := self._result(task)):
+                    nodes, files = place
+                    storage = self._state.requests[run].storage
+                    plain = [to_plain(file) for file in files]
+                    found.append(
+                        {"task": task.name, "unit": task.unit, "nodes": nodes, "storage": storage, "files": plain}
+                    )
+            return found
+
+    def _result(self, task: TaskState) -> tuple[list[str], list[StoredFile]] | None:
+        """The nodes that can read a task's result, and its files; None if these nodes are away."""
+        commit = self._state.units[task.unit].commit
+        if commit is None:
+            return None
+        nodes = [node for host in commit.hosts if (node := self._state.node_at(host))]
+        if not nodes and commit.hosts:
+            task.reason = f"its results are on {', '.join(commit.hosts)}, which is away"
+            return None
+        start = f"{ADAPTERS}/{task.name}/"
+        files = [replace(f, path=f.path.removeprefix(start)) for f in commit.files if f.path.startswith(start)]
+        return nodes or [self._node], files
+
+    def _publish(self, task: TaskState) -> None:
+        """Write a result to the shared folder, by a host that has it."""
+        with self._lock:
+            request, place = self._state.requests[task.run], self._result(task)
+            output = next(one.output for one in request.tasks if one.name == task.name)
+        if place is None:
+            return
+        (node, *_), files = place
+        try:
+            arguments = task.unit, task.name, files, output, request.shared, request.storage
+            call_host(node, "publish", *arguments, seconds=PUBLISH_SECONDS)
+        except (ConnectionError, UserError) as error:
+            task.reason = f"its results are not in {output} yet: {error}"
+            time.sleep(RETRY_SECONDS)
+            return
+        with self._lock:
+            task.reason = "" if task.state == "finished" else task.reason
+        self.fetched(task.run, task.name)
+
+    def fetched(self, run: str, task: str) -> None:
+        """A driver has the results of a task."""
+        with self._lock:
+            known = self._state.tasks.get(f"{run}/{task}")
+            if known and known.over and not known.fetched:
+                known.fetched = True
+                run_state.settle_run(self._state, run, self.now())
+                self._save()
+
+    def evaluations(self, run: str) -> list[dict[str, Any]]:
+        """Held-out losses that another device has measured: task, step, eval_loss and time, in order."""
+        try:
+            return [json.loads(line) for line in self._evaluations(run).read_text().splitlines()]
+        except FileNotFoundError:
+            return []
+
+    def _evaluations(self, run: str) -> Path:
+        return self._file.with_name(f"evaluations-{run}.jsonl")
+
+    # -- calls of training actors --------------------------------------------------------------------------------------
+
+    def commit(self, commit: Commit) -> bool:
+        """Take a stored checkpoint; False if the unit is another actor's."""
+        with self._lock:
+            if not run_state.accept_commit(self._state, commit):
+                return False
+            unit = self._state.units[commit.unit]
+            self._save()
+            request = self._state.requests[unit.run]
+            if request.eval_device and not commit.final:
+                self._do_beside(f"evaluate {unit.id}", self._evaluate, unit.id, commit)
+            return True
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._turn()
+            except Exception:  # the next turn may do better; Ray keeps what an actor prints
+                traceback.print_exc(file=sys.stderr)
+            self._wake.wait(TURN_SECONDS)
+            self._wake.clear()
+
+    def _turn(self) -> None:
+        if self._idle():
+            self._rest()
+            return
+        self._used = self.now()
+        living = set(living_nodes())
+        if living != {node.id for node in self._state.nodes} or self.now() - self._surveyed > SURVEY_SECONDS:
+            self._do_beside("survey", self._survey)
+        self._find_actors()
+        self._poll()
+        self._make_caches()
+        with self._lock:
+            measures = run_state.devices_to_measure(self._state, self.now()) if self._speeds_matter() else []
+        for device, node, key in measures:
+            self._do_beside(f"measure {device}", self._measure, device, node, key)
+        self._start_units()
+        self._save()
+        with self._lock:
+            for task in self._state.tasks.values():
+                if task.results and not task.fetched and self._state.requests[task.run].shared:
+                    self._do_beside(f"publish {task.id}", self._publish, task)
+            for run in run_state.forgettable_runs(self._state, self.now()):
+                if self.now() - self._state.runs[run].ended > KEEP_SECONDS:
+                    self._forget(run)
+
+    def _idle(self) -> bool:
+        with self._lock:
+            return all(run.ended for run in self._state.runs.values()) and not self._actors
+
+    def _speeds_matter(self) -> bool:
+        return run_queue.speeds_matter(self._state)
+
+    def _do_beside(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+        """Do something beside turns, unless it is being done."""
+
+        def guarded() -> None:
+            try:
+                work(*arguments)
+            except Exception:
+                traceback.print_exc(file=sys.stderr)
+            finally:
+                with self._lock:
+                    self._beside.pop(name, None)
+                self._wake.set()
+
+        with self._lock:
+            if name not in self._beside:
+                self._beside[name] = self._pool.submit(guarded)
+
+    def _rest(self) -> None:
+        """After a while without anything to do, end the actors of hosts and evaluations, which hold memory."""
+        if self.now() - self._used < IDLE_SECONDS:
+            return
+        for named in ray.util.list_named_actors(all_namespaces=True):
+            if named["namespace"] == NAMESPACE and named["name"] != CONTROLLER:
+                with suppress(ValueError, ray.exceptions.RayError):
+                    ray.kill(ray.get_actor(named["name"], namespace=NAMESPACE))
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    def _survey(self) -> None:
+        """Ask all nodes for their devices. One that is alive but busy keeps what it said before for a while."""
+        living = living_nodes()
+        with self._lock:
+            before = {node.id: node for node in self._state.nodes}
+        found = list(self._pool.map(lambda node: self._ask_node(node, before.get(node)), living))
+        with self._lock:
+            self._surveyed = self.now()
+            run_state.take_survey(self._state, [node for node in found if node is not None], self.now())
+
+    def _ask_node(self, node: str, before: NodeFacts | None) -> NodeFacts | None:
+        try:
+            facts = from_plain(NodeFacts, call_host(node, "survey"))
+        except (ConnectionError, UserError, ValueError) as error:
+            self._misses[node] = self._misses.get(node, 0) + 1
+            if self._misses[node] == 1:
+                with self._lock:
+                    self._state.log(self.now(), f"Node {node:.8} does not tell its devices: {error}")
+            return before if self._misses[node] < MISSES else None
+        self._misses.pop(node, None)
+        other = difference(own_versions(), facts.versions)  # it would not train as the others do
+        if other and self._other_versions.get(node) != other:
+            with self._lock:
+                text = f"No device of {facts.host} is used, since {other}: install the head's."
+                self._state.log(self.now(), text)
+        self._other_versions[node] = other
+        return replace(facts, devices=[]) if other else facts
+
+    def _measure(self, device: str, node: str, key: str) -> None:
+        speed = joined = None
+        try:
+            found = call_host(node, "measure", key, seconds=MEASURE_SECONDS)
+            speed, joined = float(found["tokens_per_second"]), float(found["joined_speedup"])
+        except (ConnectionError, UserError) as error:
+            with self._lock:
+                name = self._state.device_name(device)
+                self._state.log(self.now(), f"The speed of {name} is not known: {error}")
+        with self._lock:
+            run_state.take_speed(self._state, device, speed, joined)
+
+    # -- units ---------------------------------------------------------------------------------------------------------
+
+    def _start_units(self) -> None:
+        """Place what waits, and start its actors."""
+        started: list[UnitState] = []
+        with self._lock:
+            state, now = self._state, self.now()
+            for jobs in sorted({request.jobs_per_device for request in state.requests.values()}):
+                devices = run_queue.places(state, jobs, now)
+                if all(device.out or device.active >= jobs for device in devices):
+                    continue
+                waiting = self._queue.waiting(state, jobs, now)
+                for placement in place(waiting, devices, now) if waiting else ():
+                    unit = run_state.join_units(state, placement.tasks)
+                    run_state.start_unit(state, unit, placement.devices, placement.needed, now)
+                    started.append(unit)
+            self._save()  # a generation must be known before its actor is
+        for unit in started:
+            self._start_actor(unit)
+
+    def _start_actor(self, unit: UnitState) -> None:
+        with self._lock:
+            state = self._state
+            order = run_queue.order_of(state, unit, self._node)
+            jobs = state.requests[unit.run].jobs_per_device
+            devices = [state.devices[name] for name in unit.devices]
+        replicas = []
+        for number, device in enumerate(devices[1:], 1):
+            name = f"{_actor_name(unit)}:{number}"
+            options = self._actor_options(name, device, jobs) | {"max_restarts": -1}
+            ray.remote(ReplicaActor).options(**options).remote(device.facts.key, order.tasks[0].options)
+            replicas.append(name)
+        options = self._actor_options(_actor_name(unit), devices[0], jobs)
+        handle = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+        actor = ray.remote(TrainingActor).options(**options).remote(replace(order, replicas=replicas), handle)
+        with self._lock:
+            self._actors[unit.id] = actor
+
+    @staticmethod
+    def _actor_options(name: str, device: run_state.DeviceState, jobs: int) -> dict[str, Any]:
+        advertised = {key for node in ray.nodes() if node["NodeID"] == device.node for key in node["Resources"]}
+        resources = {key: 1.0 / jobs for key in (device.facts.key, DEVICE) if key in advertised}
+        return on_this_node(name, device.node, resources=resources)
+
+    def _find_actors(self) -> None:
+        """The actors of units that an earlier controller has started."""
+        with self._lock:
+            unknown = [unit for unit in self._state.placed() if unit.id not in self._actors]
+        for unit in unknown:
+            try:
+                self._actors[unit.id] = ray.get_actor(_actor_name(unit), namespace=NAMESPACE)
+            except ValueError:
+                self._lost(unit.id, "its actor is gone")
+
+    def _poll(self) -> None:
+        """Take the reports of all training actors, and pass on what is to end."""
+        with self._lock:
+            for unit in self._state.placed():
+                if (actor := self._actors.get(unit.id)) and unit.id not in self._reports:
+                    self._reports[unit.id] = actor.report.remote(), self.now()
+            references = {reference: unit for unit, (reference, _) in self._reports.items()}
+        if not references:
+            return
+        ready, _ = ray.wait(list(references), num_returns=len(references), timeout=POLL_SECONDS)
+        for reference in ready:
+            unit_id = references[reference]
+            self._reports.pop(unit_id, None)
+            try:
+                report = ray.get(reference)
+            except ray.exceptions.ActorUnavailableError:
+                continue
+            except ray.exceptions.RayError as error:
+                self._lost(unit_id, _death(error))
+                continue
+            self._take_report(unit_id, report)
+        with self._lock:
+            now = self.now()
+            late = [
+                unit
+                for unit in self._state.placed()
+                if now - self._reports.get(unit.id, (None, now))[1] > (HUNG_SECONDS if unit.started else START_SECONDS)
+            ]
+        for unit in late:
+            self._lost(unit.id, "its actor does not answer" if unit.started else "its actor has not started")
+
+    def _take_report(self, unit_id: str, report: Report) -> None:
+        with self._lock:
+            unit = self._state.units.get(unit_id)
+            if unit is None or unit.phase != "placed":
+                return
+            if report.ended is not None:
+                self._end_actor(unit_id)
+            run_state.take_report(self._state, unit, report, self.now())
+            tasks = self._state.members(unit) if unit.phase == "placed" else []
+            cancel = bool(tasks) and all(task.ending == "cancelled" for task in tasks)
+            ends = [task.name for task in tasks if task.ending and not task.outcome]
+            if report.ended is not None:
+                self._save()
+        if actor := self._actors.get(unit_id):
+            if cancel:
+                actor.cancel.remote()
+            elif ends:
+                actor.end.remote(ends)
+
+    def _lost(self, unit_id: str, why: str) -> None:
+        with self._lock:
+            self._end_actor(unit_id)
+            unit = self._state.units.get(unit_id)
+            if unit and unit.phase == "placed":
+                run_state.lose_unit(self._state, unit, why, self.now())
+                self._save()
+
+    def _end_actor(self, unit_id: str) -> None:
+        """End the actors of a unit. One that cannot be reached can commit nothing any more."""
+        self._reports.pop(unit_id, None)
+        actor = self._actors.pop(unit_id, None)
+        unit = self._state.units.get(unit_id)
+        if actor is not None:
+            ray.kill(actor)
+        for number in range(1, len(unit.devices) if unit else 0):
+            with suppress(ValueError, ray.exceptions.RayError):
+                ray.kill(ray.get_actor(f"{_actor_name(unit)}:{number}", namespace=NAMESPACE))  # type: ignore[arg-type]
+
+    # -- evaluations and teacher caches --------------------------------------------------------------------------------
+
+    def _evaluator(self, device: str) -> Any:
+        """The actor of an evaluation device. Raises ConnectionError if its device is gone."""
+        with self._lock:
+            known = self._state.devices.get(device)
+        if known is None or known.gone:
+            raise ConnectionError(f"{device} is gone")
+        options = self._actor_options(f"evaluation:{device}", known, 1)
+        return ray.remote(EvaluationActor).options(**options).remote(known.facts.key)
+
+    def _evaluate(self, unit_id: str, commit: Commit) -> None:
+        """Measure the tasks of a commit; while that goes on, newer commits of the unit are not measured."""
+        with self._lock:
+            unit = self._state.units.get(unit_id)
+            if unit is None:
+                return
+            request = self._state.requests[unit.run]
+            tasks = {task.name: task for task in request.tasks}
+            nodes = [node for host in commit.hosts if (node := self._state.node_at(host))]
+            names = [name for name in unit.tasks if any(plan.heldout for plan in request.plans[name].values())]
+        for name in names:
+            if commit.steps.get(name, 0) <= self._measured_steps.get((unit.run, name), 0):
+                continue
+            try:
+                task = run_queue.as_trained(self._state, request, tasks[name])
+                actor = self._evaluator(request.eval_device or "")
+                reference = actor.measure.remote(unit.run, task, commit, nodes, request.storage)
+                step, loss = ray.get(reference)
+            except (ray.exceptions.RayError, ConnectionError, ValueError) as error:
+                with self._lock:
+                    text = f"{unit.run}: the held-out loss of {name} was not measured: {_why(error)}"
+                    self._state.log(self.now(), text)
+                continue
+            self._measured_steps[unit.run, name] = step
+            self._take_loss(unit.run, name, step, loss)
+
+    def _take_loss(self, run: str, name: str, step: int, loss: float) -> None:
+        line = {"task": name, "step": step, "eval_loss": loss, "time": self.now()}
+        with self._lock, suppress(OSError), self._evaluations(run).open("a") as file:
+            file.write(to_json(line) + "\n")
+        with self._lock:
+            if task := self._state.tasks.get(f"{run}/{name}"):
+                new = replace(task.progress, eval_loss=loss, best_eval_loss=loss)
+                task.progress = run_state.merged_progress(task.progress, new)
+                task.committed = run_state.merged_progress(
+                    task.committed, replace(task.committed, eval_loss=loss, best_eval_loss=loss)
+                )
+
+    def _make_caches(self) -> None:
+        """Begin teacher caches that units wait for, and follow those that are being made."""
+        with self._lock:
+            for cache in self._state.caches.values():
+                waits = any(unit.phase == "waiting" for unit in run_queue.units_of_cache(self._state, cache))
+                if cache.phase == "waiting" and waits and self.now() >= cache.not_before and self._state.nodes:
+                    cache.phase, cache.reason = "making", ""
+                if cache.phase == "making":
+                    self._do_beside(f"cache {cache.id}", self._make_cache, cache)
+                    self._do_beside(f"cache progress {cache.id}", self._follow_cache, cache)
+
+    def _make_cache(self, cache: CacheState) -> None:
+        request = self._state.requests[cache.run]
+        task = self._cached_task(cache)
+        try:
+            actor = self._evaluator(request.eval_device or "")
+            parcels: dict[str, Parcel] = ray.get(actor.make_caches.remote(cache.run, cache.name, task.options))
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+            with self._lock:
+                self._cache_failed(cache, _why(error), final=isinstance(cause, UserError))
+                self._save()
+            return
+        with self._lock:
+            cache.phase, cache.parcels, cache.reason, cache.failures = "ready", parcels, "", 0
+            self._state.log(self.now(), f"{cache.run}: a teacher cache of {cache.total:,} rows is complete")
+            self._save()
+
+    def _follow_cache(self, cache: CacheState) -> None:
+        with suppress(ray.exceptions.RayError, ConnectionError):
+            actor = self._evaluator(self._state.requests[cache.run].eval_device or "")
+            rows, total = ray.get(actor.cache_progress.remote(), timeout=POLL_SECONDS)
+            with self._lock:
+                if rows > cache.rows:
+                    cache.failures = 0
+                cache.rows, cache.total = max(rows, cache.rows), total or cache.total
+        time.sleep(TURN_SECONDS)
+
+    def _cached_task(self, cache: CacheState) -> Task:
+        request = self._state.requests[cache.run]
+        names = {name for name, teacher in request.teachers.items() if teacher.cache == cache.name}
+        return next(task for task in request.tasks if task.name in names)
+
+    def _cache_failed(self, cache: CacheState, why: str, final: bool) -> None:
+        """Try again later or, after some tries, let its tasks have live teachers where these fit."""
+        state, now = self._state, self.now()
+        cache.phase, cache.reason = "waiting", why
+        cache.failures += 1
+        units = run_queue.units_of_cache(state, cache)
+        # Units that train with caches made earlier could not go on with a live teacher.
+        if (not final and cache.failures < CACHE_FAILURES) or any(unit.phase != "waiting" for unit in units):
+            cache.not_before = now + CACHE_RETRY_SECONDS * 2 ** (cache.failures - 1)
+            state.log(now, f"{cache.run}: a teacher cache is tried again: {why}")
+            return
+        cache.phase = "failed"
+        refusals = run_queue.Refusals(state, state.requests[cache.run])
+        for unit in units:
+            unfit = refusals.of(unit.tasks)
+            if unfit is None:
+                unit.commit = None
+                name = run_state.unit_name(unit)
+                state.log(now, f"{name} has its teacher beside it, since there is no teacher cache: {why}")
+            else:
+                about = f"There is no teacher cache ({why.rstrip('.')}), and with its teacher beside it: {unfit}"
+                run_state.give_up(state, unit, about)
+        run_state.settle_run(state, cache.run, now)
+
+    # -- runs that are over --------------------------------------------------------------------------------------------
+
+    def _forget(self, run: str) -> None:
+        """Forget a run that is over, and have hosts remove what they keep of it."""
+        state = self._state
+        others = {p.digest for cache in state.caches.values() if cache.run != run for p in cache.parcels.values()}
+        parcels = [
+            parcel
+            for cache in state.caches.values()
+            if cache.run == run
+            for parcel in cache.parcels.values()
+            if parcel.digest not in others
+        ]
+        run_state.forget_run(state, run)
+        self._evaluations(run).unlink(missing_ok=True)
+        for node in living_nodes():
+            self._do_beside(f"forget {run} on {node}", lambda node: call_host(node, "forget", run, parcels), node)
+
+
+def _actor_name(unit: UnitState) -> str:
+    return f"train:{unit.id}:{unit.generation}"
+
+
+def _death(error: Exception) -> str:
+    """Why an actor has died, for people."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"its actor failed ({_why(error)})"
+    return "its node was lost" if "node" in str(error).lower() and "died" in str(error).lower() else "its process ended"
+
+
+def _why(error: Exception) -> str:
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    return str(cause) if isinstance(cause, UserError | ConnectionError) else f"{type(cause).__name__}: {cause}"
+
+
+def run_controller() -> Any:
+    """The handle of the cluster's controller, which is made if there is none.
+
+    It is detached, so that jobs go on without a driver, and Ray starts it again whenever it dies. It is on the head
+    alone, where its state is: without the head there is no cluster.
+
+    Raises:
+        UserError: Ray lists no living head.
+    """
+    head = next((node for node in ray.nodes() if node["Alive"] and HEAD in node["Resources"]), None)
+    if head is None:
+        raise UserError("Ray lists no living head node of this cluster: start the cluster again.")
+    options = {
+        "name": CONTROLLER,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+        "max_concurrency": CALLS,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(head["NodeID"], soft=False),
+    }
+    return ray.remote(RunController).options(**options).remote(head["NodeID"])

@@ -1,0 +1,399 @@
+"""The state of a cluster as placement and people see it: what waits, the devices, and why something cannot start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from wgpu_lora.cluster.messages import (
+    DeviceView,
+    Order,
+    Progress,
+    RunRequest,
+    RunView,
+    Snapshot,
+    Task,
+    TaskView,
+)
+from wgpu_lora.cluster.placement import refusal
+from wgpu_lora.cluster.placement_field import Place, Waiting, joined_bytes
+from wgpu_lora.cluster.run_state import CacheState, ClusterState, TaskState, UnitState
+from wgpu_lora.errors import UserError
+from wgpu_lora.text import count_noun
+from wgpu_lora.train.memory import RunRequirements
+from wgpu_lora.train.options.training_arguments import TrainingArguments
+
+MEASURED_SECONDS = 10.0  # that measuring a device usually takes
+MAX_REFUSALS = 8
+TEACHER_OPTIONS = ("teacher", "teacher_adapter", "teacher_base_dtype", "teacher_top_k")  # that a cache replaces
+
+
+# -- teachers ----------------------------------------------------------------------------------------------------------
+
+
+def cache_of(state: ClusterState, request: RunRequest, name: str) -> CacheState | None:
+    """The caches that a task is to be trained with; None if it has no teacher, or a live one."""
+    teacher = request.teachers.get(name)
+    cache = state.caches.get(f"{request.name}/{teacher.cache}") if teacher else None
+    return cache if cache and cache.phase != "failed" else None
+
+
+def plans_of(state: ClusterState, request: RunRequest, name: str) -> dict[str, RunRequirements]:
+    """The plans of a task by plan class, as it will run."""
+    if name in request.teachers and cache_of(state, request, name) is None:
+        return request.teachers[name].live
+    return request.plans[name]
+
+
+def awaited_cache(state: ClusterState, request: RunRequest, unit: UnitState) -> CacheState | None:
+    """The caches that a unit cannot start without, and that are not ready."""
+    caches = (cache_of(state, request, name) for name in unit.tasks) if request.teachers else ()
+    return next((cache for cache in caches if cache and cache.phase != "ready"), None)
+
+
+def units_of_cache(state: ClusterState, cache: CacheState) -> list[UnitState]:
+    """Units that are, or will be, trained with caches, and have not ended."""
+    request = state.requests[cache.run]
+    return [
+        unit
+        for unit in state.units.values()
+        if unit.run == cache.run
+        and unit.phase != "done"
+        and any(cache_of(state, request, name) is cache for name in unit.tasks)
+    ]
+
+
+# -- what waits --------------------------------------------------------------------------------------------------------
+
+
+def needed_bytes(plans: Sequence[dict[str, RunRequirements]]) -> dict[str, int]:
+    """Bytes of a unit of tasks, by the plan classes on which all of them can run."""
+    needed = {}
+    for name in set.intersection(*(set(plan) for plan in plans)):
+        own = [plan[name] for plan in plans]
+        if any(plan.refused for plan in own):
+            continue
+        most = max(plan.needed for plan in own)
+        base = min(plan.base_bytes for plan in own)
+        needed[name] = most if len(own) == 1 else joined_bytes(base, len(own), most)
+    return needed
+
+
+class Queue:
+    """Units that wait. Most have never been placed, and are the same at each decision: they are described once."""
+
+    def __init__(self) -> None:
+        self._new: dict[str, tuple[RunRequest, bool, Waiting]] = {}
+
+    def waiting(self, state: ClusterState, jobs_per_device: int, now: float) -> list[Waiting]:
+        """All units of runs with so many jobs per device that wait, whose checkpoint and caches are within reach."""
+        before, self._new = self._new, {}
+        found = []
+        for unit in state.units.values():
+            request = state.requests[unit.run]
+            if unit.phase != "waiting" or request.jobs_per_device != jobs_per_device or unreachable(state, unit):
+                continue
+            if awaited_cache(state, request, unit) is not None:
+                continue
+            if unit.generation or unit.avoid or request.teachers or len(unit.tasks) > 1:
+                found.append(_waiting(state, request, unit, now))
+                continue
+            task = state.tasks[unit.id]
+            known = before.get(unit.id)
+            if not known or known[0] is not request or known[1] != task.alone or known[2].since != task.since:
+                known = request, task.alone, _waiting(state, request, unit, now)
+            self._new[unit.id] = known
+            found.append(known[2])
+        return found
+
+
+def unreachable(state: ClusterState, unit: UnitState) -> str:
+    """The hosts that alone have a unit's newest checkpoint, if none of them is there."""
+    hosts = unit.commit.hosts if unit.commit else []
+    return "" if not hosts or any(map(state.node_at, hosts)) else ", ".join(hosts)
+
+
+def _waiting(state: ClusterState, request: RunRequest, unit: UnitState, now: float) -> Waiting:
+    tasks = state.members(unit)
+    options = next(task.options for task in request.tasks if task.name == unit.tasks[0])
+    plans = [plans_of(state, request, name) for name in unit.tasks]
+    some = [next(iter(plan.values())) for plan in plans]
+    timed = options.get("target_seconds")
+    return Waiting(
+        task=unit.id,
+        needed=needed_bytes(plans),
+        base=some[0].base,
+        base_bytes=some[0].base_bytes,
+        work=sum(plan.work * _share_left(task) for plan, task in zip(some, tasks, strict=True)),
+        data=frozenset(name for plan in some for name in plan.data),
+        avoid=_avoided(state, request, unit, now),
+        devices=request.data_parallel,
+        tasks=tuple(task.id for task in tasks) if len(tasks) > 1 or unit.commit else (),
+        run=unit.run,
+        join="never" if tasks[0].alone else request.join,
+        seconds=float(timed) if some[0].steps == 0 and timed else None,
+        since=min(task.since for task in tasks),
+    )
+
+
+def _share_left(task: TaskState) -> float:
+    done, total = task.progress.step, task.progress.total_steps
+    return 1.0 - min(done / total, 1.0) if total else 1.0
+
+
+def _avoided(state: ClusterState, request: RunRequest, unit: UnitState, now: float) -> frozenset[str]:
+    """Devices that a unit must not go to; those on which it failed only as long as there are others for it."""
+    never = {name for name, until in unit.avoid.items() if until > now}
+    if request.eval_device:
+        never.add(request.eval_device)
+    failed = {name for task in state.members(unit) for name in task.failed_on}
+    if not failed:
+        return frozenset(never)
+    needed = needed_bytes([plans_of(state, request, name) for name in unit.tasks])
+    others = [
+        name
+        for name, device in state.devices.items()
+        if not device.out
+        and name not in failed | never
+        and (bytes_ := needed.get(device.facts.plan_class)) is not None
+        and (device.facts.budget is None or bytes_ <= device.facts.budget)
+    ]
+    return frozenset(never | failed if len(others) >= request.data_parallel else never)
+
+
+def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]:
+    """All devices, with what they do."""
+    active: dict[str, list[UnitState]] = {}
+    for unit in state.placed():
+        for name in unit.devices:
+            active.setdefault(name, []).append(unit)
+    found = []
+    for name, device in state.devices.items():
+        units, host = active.get(name, []), state.hosts[device.facts.address]
+        busy = [_seconds_left(state, unit) for unit in units]
+        if device.measuring > now:
+            busy.append(MEASURED_SECONDS)
+        found.append(
+            Place(
+                id=name,
+                plan_class=device.facts.plan_class,
+                host=device.facts.address,
+                free=device.free,
+                speed=device.facts.speed,
+                active=jobs_per_device if device.measuring > now else len(units),
+                busy_seconds=min(busy, default=0.0),
+                bases=frozenset(host.bases),
+                data=frozenset(host.data),
+                joined_speedup=device.facts.joined_speedup,
+                jobs_per_device=jobs_per_device,
+                held=sum(unit.needed for unit in units),
+                budget=device.facts.budget,
+                name=state.device_name(name),
+                out=device.out,
+            )
+        )
+    return found
+
+
+def _seconds_left(state: ClusterState, unit: UnitState) -> float:
+    left = [task.progress.seconds_left for task in state.members(unit) if not task.outcome]
+    return max((math.inf if seconds is None else seconds for seconds in left), default=0.0)
+
+
+def speeds_matter(state: ClusterState) -> bool:
+    """Whether placement depends on measured speeds: unless all that waits finds an idle device of one kind, or has but
+    one device and cannot be joined."""
+    units = [
+        unit
+        for unit in state.units.values()
+        if unit.phase == "waiting" and awaited_cache(state, state.requests[unit.run], unit) is None
+    ]
+    usable = {name: device.facts for name, device in state.devices.items() if not device.out}
+    kinds = {(facts.name, facts.driver, facts.backend) for facts in usable.values()}
+    busy = {name for unit in state.placed() for name in unit.devices}
+    if len(kinds) == 1 and len(units) <= len(usable.keys() - busy):
+        return False
+    joinable = len(units) > 1 and any(state.requests[unit.run].join == "auto" for unit in units)
+    return bool(units) and (len(usable) > 1 or joinable)
+
+
+# -- what cannot start -------------------------------------------------------------------------------------------------
+
+
+class Refusals:
+    """Why tasks of a run can never be placed: computed once for all tasks of equal needs."""
+
+    def __init__(self, state: ClusterState, request: RunRequest):
+        self._state, self._request = state, request
+        self._places = [place for place in places(state, 1, 0.0) if place.id != request.eval_device]
+        self._placeable: set[tuple[tuple[str, int], ...]] = set()
+
+    def of(self, names: Sequence[str]) -> str | None:
+        """A sentence about a unit of these tasks, or None if it can be placed, now or later."""
+        plans = [plans_of(self._state, self._request, name) for name in names]
+        refused = [plan.refused for found in plans for plan in found.values()]
+        needed = needed_bytes(plans)
+        if not needed and refused and refused[0]:
+            return refused[0]
+        key = tuple(sorted(needed.items()))
+        if key in self._placeable:
+            return None
+        sentence = refusal(names[0], needed, self._places, self._request.data_parallel)
+        if sentence is None:
+            self._placeable.add(key)
+        return sentence
+
+
+def check_placeable(state: ClusterState, request: RunRequest) -> None:
+    """Raises UserError if tasks of a run can never be placed."""
+    refusals = Refusals(state, request)
+    found = [sentence for task in request.tasks if (sentence := refusals.of([task.name])) is not None]
+    if len(found) == 1:
+        raise UserError(found[0])
+    if found:
+        more = [f"and {len(found) - MAX_REFUSALS:,} more"] if len(found) > MAX_REFUSALS else []
+        raise UserError(
+            f"{count_noun(len(found), 'adapter')} of run '{request.name}' cannot be placed on the cluster's devices:",
+            [*found[:MAX_REFUSALS], *more],
+        )
+
+
+def stuck_units(state: ClusterState) -> dict[str, str]:
+    """Why units wait in vain, a sentence by unit; those that wait for their turn are not among them."""
+    refusals: dict[str, Refusals] = {}
+    found = {}
+    for unit in state.units.values():
+        if unit.phase != "waiting":
+            continue
+        if hosts := unreachable(state, unit):
+            found[unit.id] = f"waits for the host {hosts}, which has its newest checkpoint"
+            continue
+        if unit.run not in refusals:
+            refusals[unit.run] = Refusals(state, state.requests[unit.run])
+        if (sentence := refusals[unit.run].of(unit.tasks)) is not None:
+            found[unit.id] = sentence
+    return found
+
+
+# -- orders ------------------------------------------------------------------------------------------------------------
+
+
+def order_of(state: ClusterState, unit: UnitState, head: str) -> Order:
+    """The order of a unit that was placed just now. head: id of the controller's node."""
+    request = state.requests[unit.run]
+    by_name = {task.name: task for task in request.tasks}
+    caches = [cache for name in unit.tasks if (cache := cache_of(state, request, name))]
+    tasks = [as_trained(state, request, by_name[name]) for name in unit.tasks]
+    save = min(task.options.get("save_steps", TrainingArguments.save_steps) for task in tasks)
+    mirror = request.mirror_steps
+    hosts = unit.commit.hosts if unit.commit else []
+    return Order(
+        run=unit.run,
+        unit=unit.id,
+        generation=unit.generation,
+        tasks=tasks,
+        key=state.devices[unit.devices[0]].facts.key,
+        save_steps=min(save, mirror) if save and mirror else save or mirror,
+        mirror_steps=mirror,
+        resume=unit.commit,
+        hosts=[node for host in hosts if (node := state.node_at(host))],
+        mirrors=_mirrors(state, unit.devices[0], head) if request.storage is None else [],
+        storage=request.storage,
+        heldout_elsewhere=request.eval_device is not None,
+        parcels=[*request.parcels, *(parcel for cache in caches for parcel in cache.parcels.values())],
+    )
+
+
+def as_trained(state: ClusterState, request: RunRequest, task: Task) -> Task:
+    """A task with its caches, which are ready, instead of its teacher."""
+    cache = cache_of(state, request, task.name)
+    if cache is None or not cache.parcels:
+        return task
+    kept = {name: value for name, value in task.options.items() if name not in TEACHER_OPTIONS}
+    return replace(task, options={**kept, **{name: parcel.value for name, parcel in cache.parcels.items()}})
+
+
+def _mirrors(state: ClusterState, device: str, head: str) -> list[str]:
+    """The node whose host keeps checkpoints of a device's host: the head, or for its own devices another.
+
+    That is the one with the most devices, which is probably there for the cluster.
+    """
+    if state.devices[device].node != head:
+        return [head]
+    others = [node for node in state.nodes if node.id != head]
+    return [max(others, key=lambda node: (len(node.devices), node.address)).id] if others else []
+
+
+# -- views -------------------------------------------------------------------------------------------------------------
+
+
+def snapshot(state: ClusterState, run: str | None, now: float) -> Snapshot:
+    """Tasks of one run, or of all; devices, nodes and events are always all."""
+    stuck = stuck_units(state)
+    shown = [request for name, request in state.requests.items() if run in (None, name)]
+    return Snapshot(
+        time=now,
+        runs=[
+            RunView(one.name, one.by, known.began, known.ended > 0, one.shared, one.sweep)
+            for one in shown
+            if (known := state.runs[one.name])
+        ],
+        tasks=[
+            _task_view(state, request, state.tasks[f"{request.name}/{task.name}"], task, stuck)
+            for request in shown
+            for task in request.tasks
+        ],
+        devices=[_device_view(state, name) for name in state.devices],
+        nodes=list(state.nodes),
+        events=list(state.events),
+    )
+
+
+def _task_view(
+    state: ClusterState, request: RunRequest, task: TaskState, requested: Task, stuck: dict[str, str]
+) -> TaskView:
+    unit = state.units.get(task.unit)
+    cache = awaited_cache(state, request, unit) if unit and unit.phase == "waiting" else None
+    return TaskView(
+        run=task.run,
+        name=task.name,
+        state=task.state,
+        device=task.device,
+        progress=_cache_progress(cache) if cache else _progress(task),
+        output=requested.output,
+        attempts=task.attempts,
+        reason=stuck.get(task.unit) or (cache.reason if cache else "") or task.reason,
+        fetched=task.fetched or (task.over and not task.results),
+        params=requested.params,
+    )
+
+
+def _cache_progress(cache: CacheState) -> Progress:
+    if cache.reason:
+        return Progress(doing="teacher cache: will be tried again")
+    done = f"{cache.rows / cache.total:.0%}" if cache.total else "to begin" if cache.phase == "waiting" else "starting"
+    return Progress(doing=f"teacher cache: {done}")
+
+
+def _progress(task: TaskState) -> Progress:
+    """Of a task that has ended before the rest of its pipeline, that it waits for the others."""
+    if not task.outcome or task.over:
+        return task.progress
+    doing = f"{task.outcome}; its pipeline goes on"
+    return replace(task.progress, tokens_per_second=None, seconds_left=None, doing=doing)
+
+
+def _device_view(state: ClusterState, name: str) -> DeviceView:
+    device = state.devices[name]
+    units = [unit for unit in state.placed() if name in unit.devices]
+    rates = [
+        rate for unit in units for task in state.members(unit) if (rate := task.progress.tokens_per_second) is not None
+    ]
+    return DeviceView(
+        facts=device.facts,
+        state=device.out or ("busy" if units else "idle"),
+        units=[unit.id for unit in units],
+        tokens_per_second=sum(rates) if rates else None,
+        failures=device.failures,
+    )

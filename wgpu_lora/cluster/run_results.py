@@ -1,0 +1,140 @@
+"""Results brought to this machine: a directory has its name only when all of it is there and right."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from filelock import Timeout
+
+from wgpu_lora.atomic import file_digest, replace_directory, write_bytes_atomic
+from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, Store, restore_files
+from wgpu_lora.cluster.cluster_connection import Cluster, ClusterGone
+from wgpu_lora.cluster.messages import StoredFile, TaskView, from_plain
+from wgpu_lora.cluster.task_outputs import fetching, fetching_lock
+from wgpu_lora.errors import UserError, reason
+from wgpu_lora.json_files import to_json
+from wgpu_lora.locks import lock_file
+from wgpu_lora.track.run_log import RunLog, run_log_enabled
+from wgpu_lora.train.run.pipeline_state import MEMBER
+from wgpu_lora.train.run.run_checkpoint import BEST
+from wgpu_lora.train.run.run_tracking import logged_id
+
+EVALUATIONS = "evaluations.jsonl"
+
+
+@dataclass
+class Fetched:
+    """done: tasks whose results are here now. failed: why a result could not be written, by task."""
+
+    done: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def fetch_results(cluster: Cluster, run: str, outputs: Mapping[str, str], fetching: Callable[[str], None]) -> Fetched:
+    """Fetch all tasks of a run that have ended and are not fetched; the controller is told.
+
+    Args:
+        outputs: directories of this machine, by task. fetching: called with the task before it is fetched.
+
+    Raises:
+        ClusterGone: the cluster does not answer.
+    """
+    fetched = Fetched()
+    for result in cluster.controller("results", run):
+        task = result["task"]
+        if task not in outputs:
+            continue
+        fetching(task)
+        files = [from_plain(StoredFile, file) for file in result["files"]]
+        stores = [cluster.store(node, result["storage"]) for node in result["nodes"]]
+        try:
+            if fetch(stores, result["unit"], task, files, Path(outputs[task])):
+                cluster.controller("fetched", run, task)
+                _log_place(Path(outputs[task]))
+                fetched.done.add(task)
+        except ClusterGone:
+            raise
+        except UserError as error:
+            fetched.failed[task] = str(error)
+    return fetched
+
+
+def fetch(stores: Sequence[Store], unit: str, task: str, files: Sequence[StoredFile], output: Path) -> bool:
+    """Bring a result to a directory of this machine; False if another program is doing it.
+
+    Raises:
+        UserError: the directory holds something else or cannot be written, or the result is incomplete.
+        ClusterGone: the cluster does not answer.
+    """
+    # The record of a pipeline is not fetched with one adapter, which is a run that can be extended by itself.
+    files = [file for file in files if file.path != MEMBER]
+    if _is_here(files, output):
+        return True
+    if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+        raise UserError(f"{output} holds something else than the result of {task}: move it away, and attach again.")
+    hidden = fetching(output)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with lock_file(fetching_lock(output)):
+            if _is_here(files, output):  # another program was faster
+                return True
+            restore_files(stores, unit, [replace(file, path=file.path) for file in files], hidden)
+            with suppress(OSError):
+                output.rmdir()  # an empty one
+            replace_directory(hidden, output)
+            with suppress(OSError):  # on Windows, while it is held
+                fetching_lock(output).unlink()
+    except Timeout:
+        return False
+    except DamagedCheckpoint as error:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise UserError(f"The result of {task} came incompletely from the cluster ({error}): attach again.") from None
+    except OSError as error:
+        raise UserError(
+            f"The result of {task} cannot be written to {output} ({reason(error)}): mend that, and attach again."
+        ) from None
+    return True
+
+
+def _is_here(files: Sequence[StoredFile], directory: Path) -> bool:
+    """Whether a directory is a result: all of its files, with their digests; others may be beside them."""
+    if directory.is_symlink() or not directory.is_dir() or not files:
+        return False
+    paths = [(directory / file.path, file) for file in files]
+    return all(path.is_file() and path.stat().st_size == file.size for path, file in paths) and all(
+        file_digest(path) == file.digest for path, file in paths
+    )
+
+
+def _log_place(output: Path) -> None:
+    """Log where a result is now, if the run log here has its run: it was trained in a directory of the cluster, which
+    is gone. A log that cannot be read or written is left as it is."""
+    name = logged_id(output)
+    if name is None or not run_log_enabled(True):
+        return
+    log = RunLog()
+    places = [str(place.resolve()) for place in (output, output / BEST) if place.is_dir()]
+    with suppress(UserError, OSError, NotImplementedError):
+        if any(entry.id == name for entry in log.read().entries):
+            log.append({"id": name, "outputs": places})
+
+
+def write_evaluations(cluster: Cluster, run: str, tasks: Sequence[TaskView]) -> None:
+    """Write evaluations.jsonl into the output directories that are on this machine: step, eval_loss and time.
+
+    Raises:
+        UserError: a directory cannot be written. ClusterGone: the cluster does not answer.
+    """
+    lines = cluster.controller("evaluations", run)
+    for task in tasks:
+        own = [{k: v for k, v in line.items() if k != "task"} for line in lines if line["task"] == task.name]
+        if own and Path(task.output).is_dir():
+            path = Path(task.output) / EVALUATIONS
+            try:
+                write_bytes_atomic(path, "".join(to_json(line) + "\n" for line in own).encode())
+            except OSError as error:
+                raise UserError(f"{path} cannot be written ({reason(error)}): mend that.") from None

@@ -1,0 +1,191 @@
+"""Sweeps with a scheduler: Ray Tune runs a trial for each task, and ends poor ones early."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.cluster.cluster_paths import cluster_root, options_here
+from wgpu_lora.cluster.device_resources import DEVICE, hold_any_device
+from wgpu_lora.cluster.messages import NodeFacts, Progress, RunRequest, RunView, Snapshot, Task, TaskView
+from wgpu_lora.errors import UserError, reason
+from wgpu_lora.events import Evaluating, Events, StepResult
+from wgpu_lora.installation import pip_line
+from wgpu_lora.train.run import run_checkpoint
+from wgpu_lora.worker.kinds.training_jobs import prepare_finetune
+
+STEP, LOSS, EVAL_LOSS = "step", "loss", "eval_loss"  # of a report
+FAILURES = 3  # of a trial
+CONFIG = "task"  # the parameter of a trial
+RUN = "run"  # the folder of a run in a trial's checkpoint
+
+
+def check_tune() -> None:
+    """Raises UserError if the libraries that Ray Tune needs are not installed."""
+    missing = [name for name in ("ray", "pandas", "pyarrow", "fsspec", "requests") if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"ASHA needs Ray Tune, whose library {missing[0]} is not installed: run {pip_line('sweep')}, or leave the "
+            "scheduler out."
+        )
+
+
+def tune_storage(request: RunRequest, nodes: Sequence[NodeFacts]) -> str:
+    """Where Tune keeps its trials: the run's storage, or a folder of this host if it is the only one.
+
+    Raises:
+        UserError: there are several hosts, but no storage that all reach.
+    """
+    if request.storage:
+        return f"{request.storage.rstrip('/')}/tune"
+    if len([node for node in nodes if node.devices]) > 1:
+        raise UserError(
+            "A sweep with a scheduler on several hosts needs a storage that all of them reach: give --storage."
+        )
+    return str(cluster_root() / "tune")
+
+
+def run_tune(request: RunRequest, storage: str) -> Snapshot:
+    """Train the tasks of a sweep as trials of Ray Tune, and bring their results to their outputs.
+
+    A sweep of the same name that was interrupted goes on.
+
+    Raises:
+        UserError: a result cannot be written.
+    """
+    from ray import tune
+    from ray.tune.schedulers import ASHAScheduler
+
+    assert request.sweep is not None
+    metric, steps = request.sweep.metric, _most_steps(request)
+    options = {task.name: task.options for task in request.tasks}
+    trained = tune.with_parameters(train_trial, options=options, metric=metric)
+    trainable = tune.with_resources(trained, {"cpu": 0, DEVICE: 1})
+    path = f"{storage}/{request.name}"
+    if tune.Tuner.can_restore(path):
+        tuner = tune.Tuner.restore(path, trainable, resume_errored=True)
+    else:
+        scheduler = ASHAScheduler(
+            time_attr=STEP,
+            max_t=steps,
+            grace_period=request.sweep.grace_period,
+            reduction_factor=request.sweep.reduction_factor,
+        )
+        tuner = tune.Tuner(
+            trainable,
+            param_space={CONFIG: tune.grid_search(list(options))},
+            tune_config=tune.TuneConfig(metric=metric, mode="min", scheduler=scheduler),
+            run_config=tune.RunConfig(
+                name=request.name,
+                storage_path=storage,
+                failure_config=tune.FailureConfig(max_failures=FAILURES),
+                verbose=1,
+            ),
+        )
+    by_name = {result.config[CONFIG]: result for result in tuner.fit()}
+    return _snapshot(request, [_view(request, task, by_name.get(task.name)) for task in request.tasks])
+
+
+def _most_steps(request: RunRequest) -> int:
+    return max((plan.steps for plans in request.plans.values() for plan in plans.values()), default=1)
+
+
+def train_trial(config: dict[str, Any], options: dict[str, dict[str, Any]], metric: str) -> None:
+    """The function of a trial: trains a task on a free device of its node, from its checkpoint if it has one.
+
+    Args:
+        options: of training, by task.
+    """
+    from ray import tune
+
+    with tempfile.TemporaryDirectory(prefix="wgpu-lora-trial-") as place, hold_any_device() as index:
+        run, checkpoint = Path(place, RUN), tune.get_checkpoint()
+        if checkpoint:
+            checkpoint.to_directory(place)
+        own = {name: value for name, value in options_here(options[config[CONFIG]]).items() if value is not None}
+        own |= {"device": index, "output": str(run)} | ({"resume": True} if checkpoint else {})
+        job, _ = prepare_finetune(own, config[CONFIG])
+        job.train(_TrialEvents(Path(place), metric))
+        # The results, by a last report of the same values.
+        state = json.loads((run / "run.json").read_text())["state"]
+        losses = {LOSS: state["last_loss"], EVAL_LOSS: state["last_eval_loss"]}
+        tune.report({STEP: state["step"], **losses}, checkpoint=tune.Checkpoint.from_directory(place))
+
+
+class _TrialEvents(Events):
+    """Reports the metric of a trial, with the newest checkpoint of its run."""
+
+    def __init__(self, place: Path, metric: str):
+        self._place, self._metric = place, metric
+        self._loss = math.nan
+        self._saved = False
+
+    def saved(self, directory: Path, step: int, adapter: str | None) -> None:
+        self._saved = True
+
+    def step(self, result: StepResult) -> bool | None:
+        self._loss = result.loss
+        if self._metric == LOSS or result.eval_loss is not None:
+            self._report(result.step, result.eval_loss)
+        return None
+
+    def evaluating(self, evaluating: Evaluating) -> None:
+        if evaluating.loss is not None and evaluating.step == 0:
+            self._report(0, evaluating.loss)
+
+    def _report(self, step: int, eval_loss: float | None) -> None:
+        from ray import tune
+
+        with tempfile.TemporaryDirectory(prefix="wgpu-lora-report-") as copy:
+            checkpoint = None
+            if self._saved:  # the run goes on writing, so a copy of what it has now
+                shutil.copytree(self._place / RUN, Path(copy, RUN), ignore=shutil.ignore_patterns(".*"))
+                checkpoint = tune.Checkpoint.from_directory(copy)
+            values = {STEP: step, LOSS: self._loss} | ({} if eval_loss is None else {EVAL_LOSS: eval_loss})
+            tune.report(values, checkpoint=checkpoint)
+
+
+def _view(request: RunRequest, task: Task, result: Any) -> TaskView:
+    """A task as it ended, whose result is brought to its output."""
+    metrics = (result.metrics or {}) if result else {}
+    total, step = _most_steps(request), int(metrics.get(STEP, 0))
+    state, why = ("finished" if step >= total else "stopped"), ""
+    if result is None or result.error:
+        state, why = "failed", str(result.error).strip().splitlines()[-1] if result else "it was not started"
+    elif result.checkpoint is None:
+        state, why = "stopped", "it has no checkpoint"
+    else:
+        _bring(result.checkpoint, Path(task.output))
+    best = None
+    if result is not None and result.metrics_dataframe is not None and EVAL_LOSS in result.metrics_dataframe:
+        best = float(result.metrics_dataframe[EVAL_LOSS].min())
+    progress = Progress(step, total, metrics.get(LOSS), metrics.get(EVAL_LOSS), best)
+    return TaskView(request.name, task.name, state, None, progress, task.output, 1, why, True, task.params)
+
+
+def _bring(checkpoint: Any, output: Path) -> None:
+    """Copy the run of a trial. One that was ended early gets the adapter of its newest checkpoint."""
+    with checkpoint.as_directory() as place:
+        try:
+            shutil.copytree(Path(place, RUN), output, dirs_exist_ok=True)
+            if not (output / "adapter_model.safetensors").exists():
+                newest = run_checkpoint.latest_checkpoint(output)
+                for file in run_checkpoint.ADAPTER_FILES if newest else ():
+                    with suppress(FileNotFoundError):
+                        shutil.copyfile(newest / file, output / file)  # type: ignore[operator]
+        except OSError as error:
+            raise UserError(
+                f"The result cannot be written to {output} ({reason(error)}): run the sweep again."
+            ) from None
+
+
+def _snapshot(request: RunRequest, tasks: list[TaskView]) -> Snapshot:
+    run = RunView(request.name, request.by, 0.0, True, request.shared, request.sweep)
+    return Snapshot(0.0, [run], tasks, [], [])
