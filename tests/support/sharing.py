@@ -13,8 +13,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
-from wgpu_lora.train.data_parallel.replica import prepare_worker, serve_gradients
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.train.replica import prepare_worker, serve_gradients
 
 Reply = Callable[[bytes], bytes]
 

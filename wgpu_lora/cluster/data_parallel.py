@@ -17,7 +17,7 @@ from wgpu_lora.cluster.messages import NAMESPACE
 from wgpu_lora.data import split_python_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
-from wgpu_lora.train.data_parallel.replica import prepare_worker, serve_gradients
+from wgpu_lora.train.replica import prepare_worker, serve_gradients
 from wgpu_lora.train.resolve_options import resolve_options
 
 

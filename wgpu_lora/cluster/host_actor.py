@@ -34,8 +34,7 @@ from wgpu_lora.cluster.data_upload import place_parcel
 from wgpu_lora.cluster.device_resources import devices_here, measured, node_devices
 from wgpu_lora.cluster.messages import NAMESPACE, SENT, NodeFacts, Parcel, StoredFile, Task, Versions, to_plain
 from wgpu_lora.cluster.node_versions import own_versions
-from wgpu_lora.cluster.run_results import fetch
-from wgpu_lora.cluster.task_outputs import check_outputs
+from wgpu_lora.cluster.task_outputs import check_outputs, fetch
 from wgpu_lora.errors import UserError
 from wgpu_lora.worker.worker import Worker, WorkerFailed
 

@@ -59,6 +59,7 @@ PUBLISH_SECONDS, RETRY_SECONDS = 600.0, 15.0  # that writing a result may take, 
 MISSES = 3  # surveys in a row that a node may miss while Ray takes it for alive
 KEEP_SECONDS = 86400.0  # how long runs are shown that are over
 IDLE_SECONDS = 60.0  # without a run, after which the actors of hosts and evaluations are ended
+DRIVER_SECONDS = 1800.0  # more, after a driver has asked for nodes or results, whose hosts it then calls itself
 CACHE_FAILURES, CACHE_RETRY_SECONDS = 3, 15.0
 CALLS = 32  # that are answered at once
 
@@ -170,7 +171,7 @@ class RunController:
 
     def nodes(self) -> list[dict[str, Any]]:
         """The NodeFacts of all living nodes, as they are now."""
-        self._used = self.now()
+        self._used = self.now() + DRIVER_SECONDS
         self._survey()
         with self._lock:
             return [to_plain(node) for node in self._state.nodes]
@@ -192,7 +193,7 @@ class RunController:
     def results(self, run: str) -> list[dict[str, Any]]:
         """Results that are not fetched yet: task, unit, nodes that have them, storage, and files with their digests.
         Those on hosts that are away are left out."""
-        self._used = self.now()
+        self._used = self.now() + DRIVER_SECONDS
         with self._lock:
             if run not in self._state.requests:
                 raise UserError(f"No run '{run}' is known: 'wgpu-lora cluster status' lists all runs.")

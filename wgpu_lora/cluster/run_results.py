@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from filelock import Timeout
-
-from wgpu_lora.atomic import file_digest, replace_directory, write_bytes_atomic
-from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, Store, restore_files
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster.cluster_connection import Cluster, ClusterGone
 from wgpu_lora.cluster.messages import StoredFile, TaskView, from_plain
-from wgpu_lora.cluster.task_outputs import fetching, fetching_lock
+from wgpu_lora.cluster.task_outputs import fetch
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.json_files import to_json
-from wgpu_lora.locks import lock_file
 from wgpu_lora.track.run_log import RunLog, run_log_enabled
-from wgpu_lora.train.run.pipeline_state import MEMBER
 from wgpu_lora.train.run.run_checkpoint import BEST
 from wgpu_lora.train.run.run_tracking import logged_id
 
@@ -61,53 +55,6 @@ def fetch_results(cluster: Cluster, run: str, outputs: Mapping[str, str], fetchi
         except UserError as error:
             fetched.failed[task] = str(error)
     return fetched
-
-
-def fetch(stores: Sequence[Store], unit: str, task: str, files: Sequence[StoredFile], output: Path) -> bool:
-    """Bring a result to a directory of this machine; False if another program is doing it.
-
-    Raises:
-        UserError: the directory holds something else or cannot be written, or the result is incomplete.
-        ClusterGone: the cluster does not answer.
-    """
-    # The record of a pipeline is not fetched with one adapter, which is a run that can be extended by itself.
-    files = [file for file in files if file.path != MEMBER]
-    if _is_here(files, output):
-        return True
-    if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
-        raise UserError(f"{output} holds something else than the result of {task}: move it away, and attach again.")
-    hidden = fetching(output)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with lock_file(fetching_lock(output)):
-            if _is_here(files, output):  # another program was faster
-                return True
-            restore_files(stores, unit, [replace(file, path=file.path) for file in files], hidden)
-            with suppress(OSError):
-                output.rmdir()  # an empty one
-            replace_directory(hidden, output)
-            with suppress(OSError):  # on Windows, while it is held
-                fetching_lock(output).unlink()
-    except Timeout:
-        return False
-    except DamagedCheckpoint as error:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise UserError(f"The result of {task} came incompletely from the cluster ({error}): attach again.") from None
-    except OSError as error:
-        raise UserError(
-            f"The result of {task} cannot be written to {output} ({reason(error)}): mend that, and attach again."
-        ) from None
-    return True
-
-
-def _is_here(files: Sequence[StoredFile], directory: Path) -> bool:
-    """Whether a directory is a result: all of its files, with their digests; others may be beside them."""
-    if directory.is_symlink() or not directory.is_dir() or not files:
-        return False
-    paths = [(directory / file.path, file) for file in files]
-    return all(path.is_file() and path.stat().st_size == file.size for path, file in paths) and all(
-        file_digest(path) == file.digest for path, file in paths
-    )
 
 
 def _log_place(output: Path) -> None:
