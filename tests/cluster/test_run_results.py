@@ -10,7 +10,8 @@ from support.fake_cluster import UNIT, FakeCluster, stored
 
 from wgpu_lora.cluster import checkpoint_store
 from wgpu_lora.cluster.cluster_connection import ClusterGone
-from wgpu_lora.cluster.run_results import Fetched, fetch, fetch_results
+from wgpu_lora.cluster.run_results import Fetched, fetch_results
+from wgpu_lora.cluster.task_outputs import fetch
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import to_json
 from wgpu_lora.track.run_log import RunLog, now

@@ -193,6 +193,7 @@ def restore_files(stores: Iterable[Store], unit: str, files: Sequence[StoredFile
 
     Raises:
         DamagedCheckpoint: no store has a file with its digest, or a path leads out of the directory.
+        ConnectionError: no store has it, and one that may have it does not answer.
     """
     whole = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(whole, ignore_errors=True)
@@ -212,17 +213,22 @@ def _read_files(stores: Sequence[Store], unit: str, files: Sequence[StoredFile],
             raise DamagedCheckpoint(f"The checkpoint of {unit} has a file {file.path!a:.80}, which leads elsewhere.")
         target = directory / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        why = "no host has it"
+        why, away = "no host has it", None
         for store in stores:
             try:
                 store.read(unit, file.digest, target)
-            except (DamagedCheckpoint, ConnectionError) as error:
+            except DamagedCheckpoint as error:
                 why = str(error)
+                continue
+            except ConnectionError as error:
+                away = error
                 continue
             if _digest(target) == file.digest:
                 break
             why = "it has another digest"
         else:
+            if away:  # it may be back soon
+                raise away
             raise DamagedCheckpoint(f"The checkpoint of {unit} is incomplete: {file.path} cannot be read ({why}).")
 
 

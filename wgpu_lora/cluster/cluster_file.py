@@ -319,7 +319,7 @@ class ClusterFile:
 
     @property
     def head(self) -> HostSpec:
-        """The host that Ray's head and our coordinator run on.
+        """The host that Ray's head and our controller run on.
 
         Raises:
             UserError: the file names no hosts.

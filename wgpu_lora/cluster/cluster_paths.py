@@ -35,13 +35,6 @@ def checked_part(text: object) -> str:
     return text
 
 
-def checked_digest(text: object) -> str:
-    """A SHA-256 in hexadecimal. Raises UserError."""
-    if not isinstance(text, str) or not DIGEST.fullmatch(text):
-        raise UserError(f"{text!a:.80} is not a SHA-256: it must have 64 hexadecimal digits.")
-    return text
-
-
 def unit_parts(unit: object) -> tuple[str, str]:
     """The run and the first task of a unit, `<run>/<first task>`. Raises UserError."""
     run, slash, task = str(unit).partition("/")

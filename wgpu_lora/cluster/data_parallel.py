@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -70,7 +70,6 @@ class _ActorLink:
         return future
 
 
-@contextmanager
-def leader_of(replicas: Sequence[str]) -> Iterator[DataParallelLeader]:
+def leader_of(replicas: Sequence[str]) -> DataParallelLeader:
     """Shares steps with the actors of these names."""
-    yield DataParallelLeader([_ActorLink(name) for name in replicas], code_digest())
+    return DataParallelLeader([_ActorLink(name) for name in replicas], code_digest())

@@ -13,7 +13,7 @@ from wgpu_lora.atomic import file_digest
 from wgpu_lora.cluster.checkpoint_store import Store, is_plain_path, restore_files, store_files
 from wgpu_lora.cluster.cluster_paths import DIGEST, SENDABLE, sent_directory
 from wgpu_lora.cluster.messages import Parcel, StoredFile, Task
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import StorageError, UserError
 
 MAX_BYTES, MAX_FILES = 4 << 30, 1000  # of a parcel that a driver sends
 MAX_CACHE_BYTES, MAX_CACHE_FILES = 256 << 30, 20_000  # of any parcel: teacher caches may be large
@@ -122,7 +122,7 @@ def send_data(
         for store, host in stores:
             try:
                 store_files([store], one.unit, Path(path).parent, one.files)
-            except (OSError, ConnectionError) as error:
+            except (OSError, ConnectionError, StorageError) as error:
                 raise UserError(f"{path} cannot be sent to {host} ({error}): make room there.") from None
     return with_parcels(tasks, parcels), parcels
 

@@ -447,6 +447,9 @@ def _cancelled(unit: UnitState, tasks: Iterable[TaskState]) -> None:
 def give_up(state: ClusterState, unit: UnitState, reason: str) -> None:
     """End the tasks of a unit as failed, with their newest checkpoints as results."""
     _release(state, unit)
+    if all(task.ending == "cancelled" for task in state.members(unit)):
+        _cancelled(unit, state.members(unit))
+        return
     unit.phase = "done"
     for task in state.members(unit):
         task.state, task.reason, task.results = "failed", reason, _has_results(unit, task)

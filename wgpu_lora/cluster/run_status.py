@@ -14,7 +14,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.text import join_words
 
 POLL = 1.0  # seconds between snapshots
-PATIENCE = 90.0  # seconds without an answer after which the cluster counts as gone: a coordinator may restart meanwhile
+PATIENCE = 90.0  # seconds without an answer after which the cluster counts as gone: a controller may restart meanwhile
 SNAPSHOT_SECONDS = 15.0
 ENDED = ("finished", "stopped", "failed", "cancelled")
 GOOD = ("finished", "stopped")
@@ -50,7 +50,7 @@ class Followed:
 
 
 def snapshot_of(cluster: Cluster, run: str | None = None) -> Snapshot:
-    """What the coordinator knows. Raises ClusterGone; UserError if there is no such run."""
+    """What the controller knows. Raises ClusterGone; UserError if there is no such run."""
     return from_plain(Snapshot, cluster.controller("snapshot", run, seconds=SNAPSHOT_SECONDS))
 
 
@@ -69,7 +69,7 @@ def follow(
         fetches: whether outputs are directories of this machine; those of a shared folder are written there.
 
     Raises:
-        ClusterGone: the coordinator has not answered for PATIENCE seconds, or never will.
+        ClusterGone: the controller has not answered for PATIENCE seconds, or never will.
         UserError: there is no such run.
     """
     heard, fetched, wrong = clock(), set[str](), dict[str, str]()

@@ -163,6 +163,8 @@ def fetch(stores: Sequence[Store], unit: str, task: str, files: Sequence[StoredF
                 fetching_lock(output).unlink()
     except Timeout:
         return False
+    except ConnectionError as error:
+        raise UserError(f"The result of {task} cannot be fetched now ({error}): attach again.") from None
     except DamagedCheckpoint as error:
         shutil.rmtree(hidden, ignore_errors=True)
         raise UserError(f"The result of {task} came incompletely from the cluster ({error}): attach again.") from None

@@ -6,8 +6,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from wgpu_lora.cluster.cluster_paths import (
     parcels_of,
     unit_directory,
 )
+from wgpu_lora.cluster.data_parallel import leader_of
 from wgpu_lora.cluster.data_upload import place_parcel
 from wgpu_lora.cluster.device_resources import device_index, hold_device
 from wgpu_lora.cluster.host_actor import host_store, own_environment
@@ -68,6 +69,7 @@ class TrainingActor:
         self._cancelled = threading.Event()
         self._ending: set[str] = set()
         self._job: Any = None
+        self._leader: Any = None  # shares the steps with the replicas
         self._end: tuple[str, str] | None = None
         self._problem = ""  # with the newest checkpoint
         threading.Thread(target=self._run, name=order.unit, daemon=True).start()
@@ -76,7 +78,8 @@ class TrainingActor:
 
     def report(self) -> Report:
         ended, why = self._end or (None, "")
-        text = " ".join(part for part in (why, self._problem) if part)
+        alone = self._leader.problem if self._leader and not ended else ""
+        text = " ".join(part for part in (why, self._problem, alone) if part)
         return Report(dict(self._progress.progress), dict(self._progress.outcomes), ended, text)
 
     def cancel(self) -> None:
@@ -106,6 +109,8 @@ class TrainingActor:
                 self._commit_results(whole=False)
         except DamagedCheckpoint as error:
             ended, why = "no checkpoint", str(error)
+        except ConnectionError as error:  # which is no fault of this device
+            ended, why = "stopped", f"a host that has its checkpoint or data is away: {error}"
         except BaseException as error:
             ended, why = _kind(error), _sentence(error)
             if self._order.mirror_steps:  # the newest checkpoint of a run that failed
@@ -129,8 +134,8 @@ class TrainingActor:
                 options = {**tasks[0].options, "device": index, "output": str(output)} | (
                     {"resume": True} if resume else {}
                 )
-                leader = stack.enter_context(self._leader())
-                prepared: tuple[Any, Callable[[Any], str]] = prepare_finetune(options, order.unit, leader=leader)
+                self._leader = leader_of(order.replicas) if order.replicas else None
+                prepared: tuple[Any, Callable[[Any], str]] = prepare_finetune(options, order.unit, leader=self._leader)
             else:
                 prepared = prepare_adapters(*self._pipeline(tasks, index, resume), order.unit)
             self._job, text = prepared
@@ -163,17 +168,6 @@ class TrainingActor:
         shared = {**split[0][1], "save_steps": min(common["save_steps"] for _, common in split)}
         shared |= {"device": index, "output": str(self._directory / PIPELINE)} | ({"resume": True} if resume else {})
         return shared, adapters
-
-    @contextmanager
-    def _leader(self) -> Iterator[Any]:
-        """What shares the steps with the order's replicas."""
-        if not self._order.replicas:
-            yield None
-            return
-        from wgpu_lora.cluster.data_parallel import leader_of
-
-        with leader_of(self._order.replicas) as leader:
-            yield leader
 
     def _pass_on_ends(self) -> None:
         job = self._job

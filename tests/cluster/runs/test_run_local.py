@@ -124,7 +124,7 @@ def test_other_machines_reach_nothing(commands: Commands, monkeypatch: pytest.Mo
     monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)  # of another cluster; Ray takes it before that of a file
     commands.environment["RAY_AUTH_TOKEN"] = "f" * 64
     running, _ = local.start_ray(lambda: {"webgpu:x": 1})
-    assert commands.status()["nodes"][0]["address"] == local.HERE  # the coordinator and the host's actor run
+    assert commands.status()["nodes"][0]["address"] == local.HERE  # the controller and the host's actor run
     from wgpu_lora.cluster.launcher import processes
 
     found = processes.listening(running.mark)

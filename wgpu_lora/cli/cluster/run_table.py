@@ -30,7 +30,7 @@ STYLES = {"failed": "red", "cancelled": "yellow", "moving": "yellow", "finished"
 
 
 class Table:
-    """Shows snapshots of a run; `client.follow.Watching`."""
+    """Shows snapshots of a run; `run_status.Watching`."""
 
     def __init__(self, run: str):
         self._run = run

@@ -103,7 +103,7 @@ def attach_to(what: Target, name: str | None) -> int:
 def _request(
     cluster: Cluster, what: Target, tasks: Sequence[Task], options: RunOptions, sweep: SweepOptions | None
 ) -> RunRequest:
-    """What to ask the coordinator for, which has been checked on the cluster. Raises UserError if it is refused."""
+    """What to ask the controller for, which has been checked on the cluster. Raises UserError if it is refused."""
     from wgpu_lora.cluster.node_versions import own_versions
 
     nodes = surveyed(cluster, own_versions(), what.here)

@@ -89,6 +89,12 @@ class DataParallelLeader:
         self._barred: set[int] = set()  # helpers whose values cannot be used
         self._took: dict[int, float] = {}  # each member's share of the last step
 
+    @property
+    def problem(self) -> str:
+        """Why replicas do not take part; empty if all do."""
+        reasons = {helper.problem for helper in self._helpers.values() if helper.problem and not helper.ready()}
+        return " ".join(f"A replica does not help: {reason}" for reason in sorted(reasons))
+
     def facts(self) -> dict[str, float]:
         """Of the last step, for the log: the share of its tokens that each member computed."""
         return {f"share/{member}": round(share, 4) for member, share in self._took.items()}
@@ -158,8 +164,8 @@ class DataParallelLeader:
             elif answer and gradient_messages.finite(own):  # else the rows are at fault, as the update will report
                 self._barred.add(member)
                 warnings.warn(
-                    f"helper {member} of the data-parallel run {shared.run.directory} answers with values that are not "
-                    "finite or not those of this run: it is not asked again",
+                    f"replica {member} of the data-parallel run {shared.run.directory} answers with values that are "
+                    "not finite or not those of this run: it is not asked again",
                     stacklevel=1,
                 )
         if result:
