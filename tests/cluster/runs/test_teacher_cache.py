@@ -44,8 +44,8 @@ for options in runs:
 
 
 def caching(hosts: Hosts) -> list[int]:
-    """Processes that make a teacher cache on the second host."""
-    return [pid for pid, line in hosts[1].processes().items() if line.startswith("ray::EvaluationActor.make_caches")]
+    """The actor that makes a teacher cache on the second host, from its start."""
+    return [pid for pid, line in hosts[1].processes().items() if line.startswith("ray::EvaluationActor")]
 
 
 def test_a_cache_is_made_beside_training_and_gives_the_adapter_of_a_plain_run_with_it(tmp_path: Path) -> None:
