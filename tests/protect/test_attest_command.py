@@ -13,8 +13,8 @@ from support.tpm import MISSING, software_tpm
 from wgpu_lora.cli import main
 from wgpu_lora.protect.attestation import tpm
 from wgpu_lora.protect.attestation.claims import load_evidence
-from wgpu_lora.protect.sealed.files import seal_path
 from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
+from wgpu_lora.protect.sealed.sealed_files import seal_path
 
 Run = Callable[..., tuple[int, str, str]]
 

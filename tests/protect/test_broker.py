@@ -15,12 +15,11 @@ from support.policies import digest
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import attest
-from wgpu_lora.protect.broker import decide, log
-from wgpu_lora.protect.broker.decide import Broker
-from wgpu_lora.protect.broker.log import HEAD_FILE
-from wgpu_lora.protect.broker.progress import sign_progress
-from wgpu_lora.protect.broker.refusal import Refused
-from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.broker import broker as decide
+from wgpu_lora.protect.broker import decision_log
+from wgpu_lora.protect.broker.broker import Broker, BrokerRefusal, sign_progress
+from wgpu_lora.protect.broker.decision_log import HEAD_FILE
+from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
 
@@ -35,7 +34,7 @@ def rules(caught: Any) -> set[str]:
 
 def stages(owner: Owner) -> list[str]:
     """Of the log's lines, whose signatures are verified."""
-    return [envelope.verify(line.rstrip(b"\n"), owner.signing.public)["predicate"]["stage"] for line in owner.lines()]
+    return [dsse.verify(line.rstrip(b"\n"), owner.signing.public)["predicate"]["stage"] for line in owner.lines()]
 
 
 def release(broker: Broker, trainer: Trainer) -> str:
@@ -53,7 +52,7 @@ def test_the_key_is_released_to_the_session_that_attested(owner: Owner) -> None:
     assert (opened.job, opened.min_rows) == (JOB, None)
     assert stages(owner) == ["nonce", "released"]
     assert owner.data.text() not in b"".join(owner.lines())
-    decision = envelope.peek(owner.lines()[1].rstrip())["predicate"]["facts"]
+    decision = dsse.peek(owner.lines()[1].rstrip())["predicate"]["facts"]
     assert decision["evidence_sha256"] == hashlib.sha256(evidence).hexdigest()
     assert decision["policy"]["sha256"] == hashlib.sha256(owner.policy.read_bytes()).hexdigest()
 
@@ -61,17 +60,17 @@ def test_the_key_is_released_to_the_session_that_attested(owner: Owner) -> None:
 def test_a_nonce_is_used_once_whatever_was_decided(owner: Owner) -> None:
     with owner.broker() as broker:
         nonce = broker.nonce()
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(BrokerRefusal) as caught:
             broker.decide(Trainer(owner).evidence(nonce, iat=1))
         assert rules(caught) == {"nonce.seconds"}
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(BrokerRefusal) as caught:
             broker.decide(Trainer(owner).evidence(nonce))
         assert rules(caught) == {"evidence.nonce"}
         nonce = broker.nonce()
         broker.decide(Trainer(owner, "a").evidence(nonce))
-        with pytest.raises(Refused, match=r"evidence\.nonce"):
+        with pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):
             broker.decide(Trainer(owner, "b").evidence(nonce))
-    with owner.broker() as broker, pytest.raises(Refused, match=r"evidence\.nonce"):  # after a restart, too
+    with owner.broker() as broker, pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):  # after a restart, too
         broker.decide(Trainer(owner, "b").evidence(nonce))
     assert stages(owner) == ["nonce", "refused", "refused", "nonce", "released", "refused", "refused"]
 
@@ -80,7 +79,7 @@ def test_a_nonce_is_used_once_whatever_was_decided(owner: Owner) -> None:
 def test_nonces_of_others_are_refused(owner: Owner, nonce: Any) -> None:
     with owner.broker() as broker:
         broker.nonce()
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(BrokerRefusal) as caught:
             broker.decide(Trainer(owner).evidence(nonce))
         assert "evidence.nonce" in rules(caught) or "evidence" in rules(caught)
     assert "released" not in stages(owner)
@@ -93,9 +92,9 @@ def test_a_nonce_expires_while_the_broker_runs_and_while_it_does_not(
     with owner.broker() as broker:
         nonce, other = broker.nonce(), broker.nonce()
         monkeypatch.setattr(time, "time", lambda: now + 301)
-        with pytest.raises(Refused, match=r"evidence\.nonce"):
+        with pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):
             broker.decide(Trainer(owner).evidence(nonce))
-    with owner.broker() as broker, pytest.raises(Refused, match=r"evidence\.nonce"):
+    with owner.broker() as broker, pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):
         broker.decide(Trainer(owner).evidence(other))
 
 
@@ -110,7 +109,7 @@ def test_of_two_clients_at_once_with_one_nonce_one_gets_the_key(owner: Owner) ->
             start.wait()
             try:
                 outcomes.append(broker.decide(signed))
-            except Refused as error:
+            except BrokerRefusal as error:
                 outcomes.append(str(error))
 
         threads = [threading.Thread(target=ask, args=(one,)) for one in evidence]
@@ -128,7 +127,7 @@ def test_a_claim_changed_after_it_was_signed_is_refused_without_using_the_nonce(
         nonce = broker.nonce()
         fields = json.loads(trainer.evidence(nonce))
         other = json.loads(trainer.evidence(nonce, iat=int(time.time()) - 1))
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(BrokerRefusal) as caught:
             broker.decide(json.dumps({**fields, "payload": other["payload"]}, separators=(",", ":")).encode())
         assert rules(caught) == {"evidence"}
         broker.decide(trainer.evidence(nonce))
@@ -141,7 +140,7 @@ def test_evidence_with_anothers_key_is_refused(owner: Owner) -> None:
         nonce = broker.nonce()
         claims = trainer.claims(nonce)
         claims["keys"]["recipient"] = thief.keys.data.recipient
-        with pytest.raises(Refused):
+        with pytest.raises(BrokerRefusal):
             broker.decide(attest(claims, thief.keys, quote=False))
     assert "released" not in stages(owner)
 
@@ -149,10 +148,10 @@ def test_evidence_with_anothers_key_is_refused(owner: Owner) -> None:
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff\xfe", b"[" * 5000, b'{"payload": 1}', b"null", b"0" * 100_000])
 def test_malformed_evidence_is_refused_and_logged(owner: Owner, data: bytes) -> None:
     with owner.broker() as broker:
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(BrokerRefusal) as caught:
             broker.decide(data)
         assert (rules(caught), caught.value.status) == ({"evidence"}, 400)
-        with pytest.raises(Refused):
+        with pytest.raises(BrokerRefusal):
             broker.progress(data)
     assert stages(owner) == ["refused", "refused"]
 
@@ -167,21 +166,21 @@ def test_no_more_sessions_than_the_policy_allows_get_the_key_under_any_name(owne
             if number < 2:
                 assert broker.decide(evidence)
                 continue
-            with pytest.raises(Refused, match=r"release\.sessions"):
+            with pytest.raises(BrokerRefusal, match=r"release\.sessions"):
                 broker.decide(evidence)
 
 
 def test_a_recipient_that_everybody_could_open_is_refused(owner: Owner, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(owner)
     trainer.keys.data.recipient = "age1qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq5cu47z"  # of low order
-    with owner.broker() as broker, pytest.raises(Refused, match="evidence failed"):
+    with owner.broker() as broker, pytest.raises(BrokerRefusal, match="evidence failed"):
         broker.decide(trainer.evidence(broker.nonce()))
     assert "panicked" not in capfd.readouterr().err
 
 
 def test_a_stricter_policy_refuses_and_names_the_rules(owner: Owner) -> None:
     owner.write_policy('[training]\nmin_rows = 801\nmax_steps = 99\n[device]\nbackends = ["Metal"]\n')
-    with owner.broker() as broker, pytest.raises(Refused) as caught:
+    with owner.broker() as broker, pytest.raises(BrokerRefusal) as caught:
         release(broker, Trainer(owner))
     assert rules(caught) == {"training.min_rows", "training.max_steps", "device.backends"}
     assert len(caught.value.lines) == 4
@@ -192,7 +191,7 @@ def test_results_must_be_sealed_to_the_owner_too(owner: Owner) -> None:
     with owner.broker() as broker:
         nonce = broker.nonce()
         job = {**trainer.claims(nonce)["job"], "recipients": [trainer.keys.data.recipient]}
-        with pytest.raises(Refused, match=r"release\.recipients"):
+        with pytest.raises(BrokerRefusal, match=r"release\.recipients"):
             broker.decide(trainer.evidence(nonce, job=job))
 
 
@@ -203,9 +202,9 @@ def test_errors_of_the_appraisal_release_nothing_and_use_the_nonce(
         nonce = broker.nonce()
         with monkeypatch.context() as patch:
             patch.setattr(decide, "appraise", lambda *_, **__: 1 // 0)
-            with pytest.raises(Refused, match="ZeroDivisionError"):
+            with pytest.raises(BrokerRefusal, match="ZeroDivisionError"):
                 broker.decide(Trainer(owner).evidence(nonce))
-        with pytest.raises(Refused, match=r"evidence\.nonce"):
+        with pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):
             broker.decide(Trainer(owner).evidence(nonce))
 
 
@@ -216,21 +215,21 @@ def test_a_job_goes_on_from_where_it_was_or_later(owner: Owner) -> None:
         for sequence in (3, 7):
             broker.progress(sign_progress(JOB, sequence, digest(sequence), first.keys.signing))
         broker.progress(sign_progress(JOB, 7, digest(7), first.keys.signing))  # asked twice
-        with pytest.raises(Refused, match="sequence"):
+        with pytest.raises(BrokerRefusal, match="sequence"):
             broker.progress(sign_progress(JOB, 5, digest(5), first.keys.signing))
-        with pytest.raises(Refused, match="sequence"):
+        with pytest.raises(BrokerRefusal, match="sequence"):
             broker.progress(sign_progress(JOB, 7, digest("other"), first.keys.signing))
     with owner.broker() as broker:  # remembered by the log
         for resume in (None, (3, digest(3)), (6, digest(6)), (7, digest("other"))):
-            with pytest.raises(Refused, match=r"evidence\.resume"):
+            with pytest.raises(BrokerRefusal, match=r"evidence\.resume"):
                 release(broker, Trainer(owner, resume=resume))
         second = Trainer(owner, resume=(7, digest(7)))
         release(broker, second)
-        with pytest.raises(Refused, match="report"):
+        with pytest.raises(BrokerRefusal, match="report"):
             broker.progress(sign_progress(JOB, 9, digest(9), first.keys.signing))
         broker.progress(sign_progress(JOB, 9, digest(9), second.keys.signing))
         release(broker, Trainer(owner, resume=(12, digest(12))))
-        with pytest.raises(Refused, match=r"evidence\.resume"):
+        with pytest.raises(BrokerRefusal, match=r"evidence\.resume"):
             release(broker, Trainer(owner, resume=(9, digest(9))))
 
 
@@ -243,21 +242,21 @@ def test_a_session_cannot_report_for_another_job_or_without_a_release(owner: Own
             sign_progress("other", 3, digest(3), first.keys.signing),
             sign_progress(JOB, 3, digest(3), Trainer(owner).keys.signing),
         ):
-            with pytest.raises(Refused, match="report"):
+            with pytest.raises(BrokerRefusal, match="report"):
                 broker.progress(signed)
         report, other = (json.loads(sign_progress(JOB, n, digest(n), first.keys.signing)) for n in (3, 4))
         report["signatures"] = other["signatures"]
-        with pytest.raises(Refused, match="report"):
+        with pytest.raises(BrokerRefusal, match="report"):
             broker.progress(json.dumps(report, separators=(",", ":")).encode())
 
 
 def test_what_resumes_must_have_begun_here_and_has_new_keys(owner: Owner) -> None:
     with owner.broker() as broker:
-        with pytest.raises(Refused, match=r"evidence\.resume"):
+        with pytest.raises(BrokerRefusal, match=r"evidence\.resume"):
             release(broker, Trainer(owner, "renamed", resume=(3, digest(3))))
         trainer = Trainer(owner)
         release(broker, trainer)
-        with pytest.raises(Refused, match=r"evidence\.keys"):
+        with pytest.raises(BrokerRefusal, match=r"evidence\.keys"):
             release(broker, trainer)
 
 
@@ -294,7 +293,7 @@ def test_open_nonces_are_limited(owner: Owner, monkeypatch: pytest.MonkeyPatch) 
     with owner.broker() as broker:
         for _ in range(3):
             broker.nonce()
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(BrokerRefusal) as caught:
             broker.nonce()
         assert caught.value.status == 429
         now = time.time()
@@ -323,7 +322,7 @@ def test_a_damaged_log_stops_the_broker(owner: Owner, at: int, damage: str) -> N
         middle = len(lines[at]) // 2
         lines[at] = lines[at][:middle] + bytes([lines[at][middle] ^ 1]) + lines[at][middle + 1 :]
     else:
-        lines[at] = envelope.sign(envelope.peek(lines[at].rstrip(b"\n")), SigningKey.generate()) + b"\n"
+        lines[at] = dsse.sign(dsse.peek(lines[at].rstrip(b"\n")), SigningKey.generate()) + b"\n"
     owner.log.write_bytes(b"".join(lines))
     with pytest.raises(UserError, match="decisions-1"), owner.broker():
         pass
@@ -366,7 +365,7 @@ def test_another_signing_key_does_not_open_the_log(owner: Owner) -> None:
 @pytest.fixture
 def parted(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> Owner:
     """A log of several parts, whose newest lines are a nonce that is still open and a report of line 20."""
-    monkeypatch.setattr(log, "PART_BYTES", 6000)
+    monkeypatch.setattr(decision_log, "PART_BYTES", 6000)
     with owner.broker() as broker:
         first = Trainer(owner)
         release(broker, first)
@@ -384,19 +383,19 @@ def test_a_log_of_several_parts_remembers_all_that_matters(parted: Owner) -> Non
     assert len(files) > 2
     with parted.broker() as broker:
         nonce = broker.nonce()
-        with pytest.raises(Refused, match=r"evidence\.resume"):
+        with pytest.raises(BrokerRefusal, match=r"evidence\.resume"):
             release(broker, Trainer(parted, resume=(18, digest(18))))
         for _ in range(6):
             broker.nonce()
     assert len(parts(parted)) > len(files)
     with parted.broker() as broker:
         broker.decide(Trainer(parted, resume=(20, digest(20))).evidence(nonce))
-        with pytest.raises(Refused, match=r"evidence\.nonce"):
+        with pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):
             broker.decide(Trainer(parted, "b").evidence(nonce))
 
 
 def test_nothing_is_forgotten_to_make_room(parted: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "MAX_STATE_BYTES", 10)
+    monkeypatch.setattr(decision_log, "MAX_STATE_BYTES", 10)
     with parted.broker() as broker, pytest.raises(UserError, match="too many jobs"):
         list(iter(broker.nonce, None))
     monkeypatch.undo()
@@ -452,7 +451,7 @@ def test_a_crash_while_a_part_begins_is_repaired(parted: Owner, monkeypatch: pyt
     for kept in (lines[0], lines[0] + lines[1][:-1], lines[0][:-1]):  # the nonce was not handed out
         empty.write_bytes(kept)
         head.write_bytes(before)
-        with parted.broker() as broker, pytest.raises(Refused, match=r"evidence\.nonce"):
+        with parted.broker() as broker, pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):
             broker.decide(Trainer(parted, resume=(20, digest(20))).evidence(nonce))
 
 
@@ -466,7 +465,7 @@ def test_what_names_no_line_is_refused(owner: Owner, resume: Any) -> None:
     """It would be remembered, and read again at the next start."""
     with owner.broker() as broker:
         release(broker, Trainer(owner))
-        with pytest.raises(Refused, match=r"evidence\.resume"):
+        with pytest.raises(BrokerRefusal, match=r"evidence\.resume"):
             broker.decide(Trainer(owner).evidence(broker.nonce(), resume=resume))
 
 
@@ -475,7 +474,7 @@ def test_names_of_jobs_are_as_the_log_has_them(owner: Owner, name: Any) -> None:
     trainer = Trainer(owner)
     with owner.broker() as broker:
         nonce = broker.nonce()
-        with pytest.raises(Refused, match=r"job\.name"):
+        with pytest.raises(BrokerRefusal, match=r"job\.name"):
             broker.decide(trainer.evidence(nonce, job={**trainer.claims(nonce)["job"], "name": name}))
 
 
@@ -487,11 +486,11 @@ def test_what_a_crash_leaves_is_repaired_and_nothing_is_released_twice(owner: Ow
         evidence = Trainer(owner).evidence(nonce)
         broker.decide(evidence)
     (owner.state / HEAD_FILE).write_bytes(head)  # the head of the line before
-    with owner.broker() as broker, pytest.raises(Refused, match=r"evidence\.nonce"):
+    with owner.broker() as broker, pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):
         broker.decide(evidence)
     lines = owner.lines()
     owner.log.write_bytes(b"".join(lines) + lines[1][:-1])  # a line without its end
-    with owner.broker() as broker, pytest.raises(Refused, match=r"evidence\.nonce"):
+    with owner.broker() as broker, pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):
         broker.decide(evidence)
     assert stages(owner) == ["nonce", "released", "refused", "repaired", "refused"]
 
@@ -504,16 +503,16 @@ def test_nothing_is_released_if_it_cannot_be_recorded(owner: Owner, monkeypatch:
         nonce = broker.nonce()
         evidence = Trainer(owner).evidence(nonce)
         with monkeypatch.context() as patch:
-            patch.setattr("wgpu_lora.protect.evidence.chain.os.fsync", full)
+            patch.setattr("wgpu_lora.protect.evidence.signed_log.os.fsync", full)
             with pytest.raises(UserError, match="No space"):
                 broker.decide(evidence)
         broker.decide(evidence)  # it was not decided
         nonce = broker.nonce()
         with monkeypatch.context() as patch:
-            patch.setattr("wgpu_lora.protect.broker.log.write_bytes_atomic", full)
+            patch.setattr("wgpu_lora.protect.broker.decision_log.write_bytes_atomic", full)
             with pytest.raises(UserError, match="No space"):
                 broker.decide(Trainer(owner, "b").evidence(nonce))
         with pytest.raises(UserError, match="start the broker again"):
             broker.nonce()
-    with owner.broker() as broker, pytest.raises(Refused, match=r"evidence\.nonce"):
+    with owner.broker() as broker, pytest.raises(BrokerRefusal, match=r"evidence\.nonce"):
         broker.decide(Trainer(owner, "b").evidence(nonce))

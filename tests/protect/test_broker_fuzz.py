@@ -16,11 +16,10 @@ from support.policies import digest
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation import claims
-from wgpu_lora.protect.broker import decide
-from wgpu_lora.protect.broker.progress import sign_progress
-from wgpu_lora.protect.broker.refusal import Refused
-from wgpu_lora.protect.broker.release import open_release, read_release
-from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.broker import broker as decide
+from wgpu_lora.protect.broker.broker import BrokerRefusal, sign_progress
+from wgpu_lora.protect.broker.release_token import open_release, read_release
+from wgpu_lora.protect.evidence import dsse
 
 INPUTS = int(os.environ.get("WGPU_LORA_FUZZ_INPUTS", "60"))
 
@@ -42,16 +41,16 @@ def test_any_signed_statement_is_answered_or_refused_and_the_log_opens_again(own
             stated = json.loads(of_json(json.dumps(trainer.claims(nonce)).encode(), rng))
             with suppress(UserError):  # what cannot be signed
                 subject = [("claims", claims.digest(stated))]
-                made = envelope.statement(claims.PROFILE, subject, {"claims": stated})
-                signed = envelope.sign(made, trainer.keys.signing)
-                with suppress(Refused):
+                made = dsse.statement(claims.PROFILE, subject, {"claims": stated})
+                signed = dsse.sign(made, trainer.keys.signing)
+                with suppress(BrokerRefusal):
                     broker.decide(signed)
                     released += 1
             report = sign_progress(JOB, number, digest(number), session.keys.signing)
-            said = json.loads(of_json(json.dumps(envelope.peek(report)).encode(), rng))
+            said = json.loads(of_json(json.dumps(dsse.peek(report)).encode(), rng))
             with suppress(UserError):
-                signed = envelope.sign(said, session.keys.signing)
-                with suppress(Refused):
+                signed = dsse.sign(said, session.keys.signing)
+                with suppress(BrokerRefusal):
                     broker.progress(signed)
     assert 0 < released < INPUTS  # some changes are allowed, such as a left-out figure of the host
     with owner.broker() as broker:

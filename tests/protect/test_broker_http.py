@@ -13,11 +13,10 @@ from starlette.testclient import TestClient
 from support.brokers import JOB, Owner, Trainer
 from support.policies import digest
 
-from wgpu_lora.protect.broker import decide, limits
-from wgpu_lora.protect.broker.app import MAX_EVIDENCE, make_app
-from wgpu_lora.protect.broker.limits import MEDIA_TYPES, Rate
-from wgpu_lora.protect.broker.progress import sign_progress
-from wgpu_lora.protect.broker.refusal import Refused
+from wgpu_lora.protect.broker import broker as decide
+from wgpu_lora.protect.broker import broker_app
+from wgpu_lora.protect.broker.broker import BrokerRefusal, sign_progress
+from wgpu_lora.protect.broker.broker_app import MAX_EVIDENCE, MEDIA_TYPES, Rate, make_app
 
 DSSE = {"Content-Type": MEDIA_TYPES[0]}
 
@@ -137,7 +136,7 @@ def test_a_chunked_body_of_100_mb_is_refused_before_it_is_read(client: TestClien
 def test_a_body_that_comes_slowly_is_given_up(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
-    monkeypatch.setattr(limits, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(broker_app, "BODY_SECONDS", 0.05)
     scope = {
         "type": "http",
         "method": "POST",
@@ -165,7 +164,7 @@ def test_errors_of_the_brokers_machine_are_told_to_its_owner_alone(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("wgpu_lora.protect.evidence.chain.os.fsync", full)
+    monkeypatch.setattr("wgpu_lora.protect.evidence.signed_log.os.fsync", full)
     answer = client.post("/v1/nonce")
     assert answer.status_code == 503
     assert client.get("/v1/health").status_code == 200  # the next one may be recorded
@@ -195,23 +194,23 @@ def test_a_fault_of_the_broker_releases_nothing_and_shows_nothing(
 
 def test_a_client_cannot_ask_more_often_than_allowed_nor_take_all_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(limits.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(broker_app.time, "monotonic", lambda: now[0])
     rate = Rate(one=6, all_=20)
     for _ in range(6):
         rate.take("a")
-    with pytest.raises(Refused):
+    with pytest.raises(BrokerRefusal):
         rate.take("a")
     rate.take("b")
     now[0] = 10
     rate.take("a")
     for number in range(15):
         rate.take(f"c{number}")
-    with pytest.raises(Refused):
+    with pytest.raises(BrokerRefusal):
         rate.take("d")
 
 
 def test_addresses_are_remembered_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_ADDRESSES", 10)
+    monkeypatch.setattr(broker_app, "MAX_ADDRESSES", 10)
     rate = Rate(all_=1000)
     for number in range(100):
         rate.take(str(number))

@@ -28,11 +28,10 @@ from support.policies import digest
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.broker import serve
-from wgpu_lora.protect.broker.client import BrokerClient
-from wgpu_lora.protect.broker.offline import release_by_files
-from wgpu_lora.protect.broker.progress import sign_progress
-from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.broker import broker_app
+from wgpu_lora.protect.broker.broker import release_by_files, sign_progress
+from wgpu_lora.protect.broker.broker_client import BrokerClient
+from wgpu_lora.protect.evidence import dsse
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ def owner(tmp_path: Path) -> Owner:
 
 
 def stages(owner: Owner) -> list[str]:
-    return [envelope.verify(line.rstrip(b"\n"), owner.signing.public)["predicate"]["stage"] for line in owner.lines()]
+    return [dsse.verify(line.rstrip(b"\n"), owner.signing.public)["predicate"]["stage"] for line in owner.lines()]
 
 
 def test_a_process_from_its_start_over_attacks_to_sigterm(owner: Owner) -> None:
@@ -123,7 +122,7 @@ def test_kill_9_between_the_log_and_the_answer(owner: Owner) -> None:
     (hook / "sitecustomize.py").write_text(
         "import os\n"
         "def patch():\n"
-        "    from wgpu_lora.protect.broker.log import DecisionLog\n"
+        "    from wgpu_lora.protect.broker.decision_log import DecisionLog\n"
         "    append = DecisionLog.append\n"
         "    def killed(self, stage, *more):\n"
         "        entry = append(self, stage, *more)\n"
@@ -132,10 +131,10 @@ def test_kill_9_between_the_log_and_the_answer(owner: Owner) -> None:
         "        return entry\n"
         "    DecisionLog.append = killed\n"
         "import threading\n"
-        "import wgpu_lora.protect.broker.decide\n"
+        "import wgpu_lora.protect.broker.broker\n"
         "patch()\n"
     )
-    path = os.pathsep.join([str(hook), str(Path(serve.__file__).parents[3])])
+    path = os.pathsep.join([str(hook), str(Path(broker_app.__file__).parents[3])])
     with serving(owner, PYTHONPATH=path) as served:
         client = BrokerClient(served.url, owner.signing.public)
         nonce = client.nonce()
@@ -167,13 +166,13 @@ def asked_here(owner: Owner, ask: Callable[[str], T], tls: tuple[Path, Path] | N
             threading.Thread(target=asking, args=(line.split()[-1],)).start()
 
     with owner.broker() as broker:
-        serve.serve(broker, "127.0.0.1", 0, tls, tell)
+        broker_app.serve(broker, "127.0.0.1", 0, tls, tell)
     return results[0]
 
 
 def test_a_connection_lasts_no_longer_than_allowed(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers that come a byte at a time keep a connection busy, which uvicorn's own limits do not end."""
-    monkeypatch.setattr(serve, "CONNECTION_SECONDS", 0.3)
+    monkeypatch.setattr(broker_app, "CONNECTION_SECONDS", 0.3)
 
     def patient(url: str) -> float:
         start = time.monotonic()
@@ -239,7 +238,7 @@ def test_a_name_is_loopback_only_if_all_its_addresses_are(monkeypatch: pytest.Mo
     found = [(2, 1, 6, "", ("127.0.0.1", 0)), (2, 1, 6, "", ("192.0.2.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with pytest.raises(UserError, match="needs TLS"):
-        serve.listen("mixed.example", 0, False)
+        broker_app.listen("mixed.example", 0, False)
 
 
 def test_bad_certificates_and_ports_are_refused(owner: Owner, capsys: pytest.CaptureFixture[str]) -> None:

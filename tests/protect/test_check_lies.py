@@ -14,8 +14,8 @@ from support.protected_runs import Change, DataOwner, Made, checked_run, make_ru
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import read_evidence
-from wgpu_lora.protect.evidence.log import NAME, EvidenceLog
-from wgpu_lora.protect.evidence.statement import RunFacts, write_statement
+from wgpu_lora.protect.evidence.run_evidence import NAME, EvidenceLog
+from wgpu_lora.protect.evidence.run_statement import RunFacts, write_statement
 
 OWNER = DataOwner()
 

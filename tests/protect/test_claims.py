@@ -19,8 +19,8 @@ from support.attesting import MEASURED, NONCE, Job, claimed, quick
 from support.tpm import MISSING, software_tpm
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.attestation import claims, measure, quotes, tpm
-from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.attestation import claims, measurements, tpm, tpm_quotes
+from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 
 KEYS, OTHERS = SessionKeys.generate(), SessionKeys.generate()
@@ -40,7 +40,7 @@ def signed(predicate: Any, keys: SessionKeys = KEYS, kind: str = claims.PROFILE,
     """Any predicate, signed by these keys, with a subject that fits."""
     stated = predicate.get("claims") if isinstance(predicate, dict) else None
     subject = [("claims", digest or claims.digest(stated if isinstance(stated, dict) else {}))]
-    return envelope.sign({**envelope.statement(kind, subject, {}), "predicate": predicate}, keys.signing)
+    return dsse.sign({**dsse.statement(kind, subject, {}), "predicate": predicate}, keys.signing)
 
 
 def swapped(old: str, new: str, data: bytes = EVIDENCE) -> bytes:
@@ -154,7 +154,7 @@ def test_a_quote_binds_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
             raise UserError("other claims: ask again.")
         return {"key_pem": "", "pcrs": {}}
 
-    monkeypatch.setattr(quotes, "verify", verify)
+    monkeypatch.setattr(tpm_quotes, "verify", verify)
     evidence = claims.attest(CLAIMS, KEYS)
     found = claims.read_evidence(evidence)
     assert found.claims["level"] == "quoted"
@@ -189,7 +189,7 @@ def test_a_real_quote_in_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_names_of_files_that_are_no_text_can_be_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {os.fsdecode(b"/lib/\xff.so"): "a", os.fsdecode(b"/lib/\xfe.so"): "b", "/lib/😀.so": "c"}
-    monkeypatch.setattr(measure, "everything", lambda: {**MEASURED, "process": {"libraries": names}})
+    monkeypatch.setattr(measurements, "measurements", lambda: {**MEASURED, "process": {"libraries": names}})
     found = claims.read_evidence(claims.attest(claims.gather(None, nonce=NONCE, keys=KEYS), KEYS, quote=False))
     stated = found.claims["process"]["libraries"]
     assert stated == {"/lib/&#56575;.so": "a", "/lib/&#56574;.so": "b", "/lib/😀.so": "c"}

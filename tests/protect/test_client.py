@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.broker import client as module
-from wgpu_lora.protect.broker.client import MAX_ANSWER, TRIES, BrokerClient
+from wgpu_lora.protect.broker import broker_client as module
+from wgpu_lora.protect.broker.broker_client import MAX_ANSWER, TRIES, BrokerClient
 from wgpu_lora.protect.sealed.keys import SigningKey
 
 KEY = SigningKey.generate().public

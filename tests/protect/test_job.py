@@ -15,9 +15,9 @@ from support.protected import Hospital
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.runs import job as jobs
-from wgpu_lora.protect.runs.job import Job
-from wgpu_lora.protect.runs.run import _check_beside
+from wgpu_lora.protect.runs import protected_job as jobs
+from wgpu_lora.protect.runs.protected_job import ProtectedJob
+from wgpu_lora.protect.runs.protected_run import _check_beside
 
 URL = "http://127.0.0.1:1"
 
@@ -27,8 +27,8 @@ def hospital(tmp_path: Path) -> Hospital:
     return Hospital(tmp_path / "ward")
 
 
-def read(hospital: Hospital, own: str = "", broker: str | None = URL, **options: Any) -> Job:
-    return jobs.read(hospital.job("job", broker, own, **options))
+def read(hospital: Hospital, own: str = "", broker: str | None = URL, **options: Any) -> ProtectedJob:
+    return jobs.read_job(hospital.job("job", broker, own, **options))
 
 
 def test_paths_are_relative_to_the_file_and_digests_state_the_record(hospital: Hospital) -> None:
@@ -133,7 +133,7 @@ def test_files_that_are_no_job(hospital: Hospital, before: str, after: str, caps
     assert before in text
     path.write_text(text.replace(before, after))
     with pytest.raises(UserError) as refused:
-        jobs.read(path)
+        jobs.read_job(path)
     assert len(refused.value.lines) == 1
     assert main(["finetune", "--protected", str(path)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -143,7 +143,7 @@ def test_files_that_are_no_job(hospital: Hospital, before: str, after: str, caps
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "job.toml", tmp_path / ("x" * 300)):
         with pytest.raises(UserError):
-            jobs.read(path)
+            jobs.read_job(path)
 
 
 def test_a_record_of_another_file(hospital: Hospital) -> None:
@@ -192,4 +192,10 @@ def test_every_key_is_a_field() -> None:
         "broker_key",
         "ca",
         "files",
-    } == {item.name for item in dataclasses.fields(Job)} - {"path", "content", "broker_file", "arguments", "stated"}
+    } == {item.name for item in dataclasses.fields(ProtectedJob)} - {
+        "path",
+        "content",
+        "broker_file",
+        "arguments",
+        "stated",
+    }

@@ -8,8 +8,8 @@ import pyrage
 import pytest
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.protect.sealed.age_streams import parse_recipient, parse_recipients
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SessionKeys, SigningKey, write_private
-from wgpu_lora.protect.sealed.streams import parse_recipient, parse_recipients
 
 
 def test_a_data_key_survives_its_file_and_is_gone_after_wiping(tmp_path: Path) -> None:

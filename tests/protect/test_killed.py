@@ -15,8 +15,8 @@ from support.sampling import FULL, seeds
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.protect.checking.check import check
 from wgpu_lora.protect.policies.policy import Policy
-from wgpu_lora.protect.sealed.files import unseal_path
 from wgpu_lora.protect.sealed.keys import DataKey
+from wgpu_lora.protect.sealed.sealed_files import unseal_path
 
 ADAPTER = "adapter_model.safetensors"
 pytestmark = [pytest.mark.rare, pytest.mark.skipif(not hasattr(os, "fork"), reason="the server of commands forks")]

@@ -10,8 +10,8 @@ import pytest
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.evidence import anchors
-from wgpu_lora.protect.evidence.chain import MAX_LINE_BYTES, Chain, DamagedError
-from wgpu_lora.protect.evidence.log import KIND, NAME, EvidenceLog, read_log
+from wgpu_lora.protect.evidence.run_evidence import KIND, NAME, EvidenceLog, read_log
+from wgpu_lora.protect.evidence.signed_log import MAX_LINE_BYTES, DamagedError, SignedLog
 from wgpu_lora.protect.sealed.keys import SessionKeys
 
 Lines = list[bytes]
@@ -157,7 +157,7 @@ def test_another_writer_and_wrong_stages_are_refused(tmp_path: Path) -> None:
     log = written(tmp_path / "run")
     path = tmp_path / "run" / NAME
     with pytest.raises(UserError, match="exists already"):
-        Chain.create(path, "x", KIND)
+        SignedLog.create(path, "x", KIND)
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / NAME).write_bytes(b'{"payload')  # before its first line was complete
     EvidenceLog.create(tmp_path / "killed", SessionKeys.generate(), "run-3").attested(b"one")

@@ -13,15 +13,15 @@ from support import MODELS
 from support.policies import GIVEN
 
 from wgpu_lora.cli import main
-from wgpu_lora.protect.attestation import measure
+from wgpu_lora.protect.attestation import measurements
 from wgpu_lora.protect.attestation.claims import attest, read_evidence
-from wgpu_lora.protect.hygiene.host import HostProtection
+from wgpu_lora.protect.hygiene.memory_protection import HostProtection
 from wgpu_lora.protect.policies.policy import Policy
-from wgpu_lora.protect.runs import job as jobs
-from wgpu_lora.protect.runs import reference
-from wgpu_lora.protect.runs.reference import job_claims
-from wgpu_lora.protect.sealed.files import seal_path
+from wgpu_lora.protect.runs import protected_job as jobs
+from wgpu_lora.protect.runs import protected_session
+from wgpu_lora.protect.runs.protected_session import job_claims
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys, SigningKey
+from wgpu_lora.protect.sealed.sealed_files import seal_path
 
 MEASURED = ("package", "wgpu", "python", "dependencies", "process", "kernel", "environment")
 Run = Callable[..., tuple[int, str, str]]
@@ -29,8 +29,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(reference, "harden", lambda: HostProtection(GIVEN.claims["host"]))
-    monkeypatch.setattr(measure, "everything", lambda: {name: GIVEN.claims[name] for name in MEASURED})
+    monkeypatch.setattr(protected_session, "harden", lambda: HostProtection(GIVEN.claims["host"]))
+    monkeypatch.setattr(measurements, "measurements", lambda: {name: GIVEN.claims[name] for name in MEASURED})
 
     def ran(*arguments: Any) -> tuple[int, str, str]:
         code = main(["protect", *map(str, arguments)])
@@ -65,7 +65,7 @@ def job(tmp_path: Path) -> Path:
 
 def evidence_of(job: Path, nonce: str = "nonce-of-this-test") -> bytes:
     keys = SessionKeys.generate()
-    claims = job_claims(jobs.read(job), nonce=nonce, keys=keys)
+    claims = job_claims(jobs.read_job(job), nonce=nonce, keys=keys)
     return attest({**claims, "host": GIVEN.claims["host"]}, keys, quote=False)
 
 
@@ -77,7 +77,7 @@ def test_a_policy_of_a_job_verifies_its_evidence(tmp_path: Path, job: Path, run:
     policy.write_text(text)
     rules = Policy.read(policy)
     assert (rules.min_rows, rules.max_steps) == (12, 5)
-    assert rules.recipients == jobs.read(job).recipients
+    assert rules.recipients == jobs.read_job(job).recipients
     evidence = tmp_path / "evidence.json"
     evidence.write_bytes(evidence_of(job))
     code, out, _ = run("verify", evidence, "--policy", policy, "--nonce", "nonce-of-this-test")

@@ -18,7 +18,7 @@ from support.brokers import JOB, Owner, Trainer
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import read_evidence
-from wgpu_lora.protect.broker.release import (
+from wgpu_lora.protect.broker.release_token import (
     MAX_TOKEN,
     REQUIRED,
     SLACK,

@@ -30,16 +30,16 @@ from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded_model import open_model
 from wgpu_lora.protect.attestation.claims import attest, load_evidence
-from wgpu_lora.protect.broker.client import BrokerClient, RefusedByBroker
-from wgpu_lora.protect.broker.decide import Broker
-from wgpu_lora.protect.checking.check import Checked, check
-from wgpu_lora.protect.evidence.log import EvidenceLog, read_log
-from wgpu_lora.protect.runs import ending, run, session
-from wgpu_lora.protect.runs import job as jobs
-from wgpu_lora.protect.runs.run import ProtectedRecord
+from wgpu_lora.protect.broker.broker import Broker
+from wgpu_lora.protect.broker.broker_client import BrokerClient, RefusalError
+from wgpu_lora.protect.checking.check import CheckResult, check
+from wgpu_lora.protect.evidence.run_evidence import EvidenceLog, read_log
+from wgpu_lora.protect.runs import protected_job as jobs
+from wgpu_lora.protect.runs import protected_run, protected_session
+from wgpu_lora.protect.runs.protected_run import ProtectedRecord
 from wgpu_lora.protect.sealed import archive
+from wgpu_lora.protect.sealed.age_streams import unseal_bytes
 from wgpu_lora.protect.sealed.keys import SessionKeys
-from wgpu_lora.protect.sealed.streams import unseal_bytes
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.resolve_options import resolve_options
@@ -70,17 +70,19 @@ class Ward:
         if not path.exists():
             self.hospital.job(name, URL)
         with self.owner.broker() as broker:
-            self.monkeypatch.setattr(session, "BrokerClient", lambda *args: Direct(broker))
+            self.monkeypatch.setattr(protected_session, "BrokerClient", lambda *args: Direct(broker))
             return self.run(path, **given)
 
     def run(self, path: Path, **given: Any) -> ProtectedRecord:
         model = open_model(OPTIONS["model"], self._device, "nf4")
         try:
-            return run.finetune(jobs.read(path), model=model, say=lambda *text: self.said.append(text), **given)
+            return protected_run.finetune_protected(
+                jobs.read_job(path), model=model, say=lambda *text: self.said.append(text), **given
+            )
         finally:
             model.unload()
 
-    def check(self, name: str = "job") -> Checked:
+    def check(self, name: str = "job") -> CheckResult:
         return check(self.place / name, self.owner.signing.public)
 
     def opened(self, sealed: Path) -> dict[str, bytes]:
@@ -96,7 +98,7 @@ def ward(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> War
     return Ward(tmp_path / "ward", device, monkeypatch)
 
 
-def at_step(number: int, act: Callable[[], Any], jobs_seen: list[FinetuneJob] | None = None) -> run.Watch:
+def at_step(number: int, act: Callable[[], Any], jobs_seen: list[FinetuneJob] | None = None) -> protected_run.Watch:
     """Act once a step has been taken."""
 
     @contextmanager
@@ -140,7 +142,7 @@ def test_a_run_is_that_of_the_data_in_the_clear_and_proven(ward: Ward, tmp_path:
     assert whole.adapter_sha256 == record.run.adapter_sha256
     assert record.cleanup["complete"]
     assert not any("checkpoint" in part["what"] for part in record.cleanup["wiped"])
-    assert {ending.DROPPED, ending.BASE} <= set(record.cleanup["not_wiped"])
+    assert {protected_run.DROPPED, protected_run.BASE} <= set(record.cleanup["not_wiped"])
     pieces = Pieces()
     pieces.text("the note", SECRET * 2)
     for row in rows:
@@ -288,7 +290,7 @@ def test_an_older_directory_made_longer_is_noticed_by_the_broker_and_by_check(wa
     lengthen(ward, *[("leftovers", {}, [])] * 20)
     with pytest.raises(UserError, match=r"does not have the line .* that the broker was told of"):
         ward.train(resume=True)
-    ward.monkeypatch.setattr(session, "_check_known", lambda *given: None)  # a trainer that does not look
+    ward.monkeypatch.setattr(protected_session, "_check_known", lambda *given: None)  # a trainer that does not look
     ward.train(resume=True)
     assert any("the broker knew another line" in failure for failure in ward.check().failures)
 
@@ -316,7 +318,7 @@ def test_data_that_change_after_the_attestation_are_refused(ward: Ward) -> None:
     def changed(self: Any, *args: Any) -> None:
         (ward.place / "train.jsonl.age").write_bytes(b"age-encryption.org/v1\n")
 
-    ward.monkeypatch.setattr(session.Session, "check_expired", changed)
+    ward.monkeypatch.setattr(protected_session.Session, "check_expired", changed)
     with pytest.raises(UserError, match="has changed since it was attested"):
         ward.train()
     assert ward.stages() == ["attested", "released", "failed", "wiped"]
@@ -330,7 +332,7 @@ def test_a_release_that_expires_before_training(ward: Ward) -> None:
         seen.append(0)
         return 2e9 if len(seen) > 2 else __import__("time").time()
 
-    ward.monkeypatch.setattr(session.Clock, "now", now)
+    ward.monkeypatch.setattr(protected_session.Clock, "now", now)
     with pytest.raises(UserError, match="expired"):
         ward.train()
     assert "checkpoint" not in ward.stages()
@@ -427,7 +429,7 @@ def test_held_out_losses_do_not_fill_the_log(ward: Ward) -> None:
     held = ward.hospital.seal("held", 6, seed=3)
     ward.hospital.policy(ward.place / "train.jsonl.age", held)
     path = ward.hospital.job("job", URL, 'eval_data = "held.jsonl.age"', eval_steps=1)
-    ward.monkeypatch.setattr("wgpu_lora.protect.evidence.chain.MAX_LOG_BYTES", 40_000)
+    ward.monkeypatch.setattr("wgpu_lora.protect.evidence.signed_log.MAX_LOG_BYTES", 40_000)
     assert ward.train(path=path).run.outcome == "finished"
     losses = [e for e in read_log(ward.place / "job" / "evidence.jsonl") if e.stage == "evaluated" and not e.subjects]
     assert 0 < len(losses) < 7
@@ -436,7 +438,7 @@ def test_held_out_losses_do_not_fill_the_log(ward: Ward) -> None:
 
 def test_a_killed_session_that_left_only_checkpoints_is_noticed(ward: Ward) -> None:
     with ward.monkeypatch.context() as patch:
-        patch.setattr(ending.Ending, "run", lambda self: None)
+        patch.setattr(protected_run.SessionEnd, "run", lambda self: None)
         interrupted(ward)
     for path in (ward.place / "job").glob("*.tmp"):
         path.unlink()
@@ -454,7 +456,7 @@ def test_files_that_a_run_would_write_over_are_kept(ward: Ward, name: str) -> No
     with pytest.raises(UserError, match=f"{name} exists already"):
         ward.train()
     assert path.read_text() == "mine"
-    assert [one.name for one in path.parent.iterdir() if one.name != run.LOCK] == [name]
+    assert [one.name for one in path.parent.iterdir() if one.name != protected_run.LOCK] == [name]
 
 
 def test_a_full_disk_leaves_no_part_of_a_checkpoint(ward: Ward) -> None:
@@ -478,7 +480,7 @@ def test_bad_rows_are_named_by_place_and_sealed(ward: Ward) -> None:
     plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for path in ("train.jsonl.age", "train.jsonl.age.json"):
         (ward.place / path).unlink()
-    from wgpu_lora.protect.sealed.files import seal_path
+    from wgpu_lora.protect.sealed.sealed_files import seal_path
 
     seal_path(plain, ward.place / "train.jsonl.age", [ward.owner.data.recipient])
     plain.unlink()
@@ -524,7 +526,7 @@ def test_releases_by_files(ward: Ward) -> None:
             (files / "part").write_text(broker.decide((files / "evidence.json").read_bytes()))
         (files / "part").rename(files / "release.jwt")
 
-    ward.monkeypatch.setattr(session, "POLL", 0.01)
+    ward.monkeypatch.setattr(protected_session, "POLL", 0.01)
     with pytest.raises(UserError, match="need nonce"):
         ward.run(path)
     waiting = threading.Thread(target=owner)
@@ -540,7 +542,7 @@ def test_a_wait_for_a_release_that_was_given_up_is_begun_anew(ward: Ward, resume
     path = ward.hospital.job("job")
     with ward.owner.broker() as broker, ward.monkeypatch.context() as patch:
         stopped = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: signal.raise_signal(signal.SIGINT)})
-        patch.setattr(session, "time", stopped)  # others may sleep
+        patch.setattr(protected_session, "time", stopped)  # others may sleep
         with pytest.raises(KeyboardInterrupt):
             ward.run(path, nonce=broker.nonce())
     assert ward.stages() == ["attested", "interrupted", "wiped"]
@@ -569,10 +571,10 @@ def test_a_session_ends_when_the_broker_refuses_its_reports(ward: Ward) -> None:
     """As it does when another session goes on with the job."""
 
     def older(self: Any, signed: bytes) -> None:
-        raise RefusedByBroker("It is not of the job's newest session: end the older one.")
+        raise RefusalError("It is not of the job's newest session: end the older one.")
 
     ward.monkeypatch.setattr(Broker, "progress", older)
-    with pytest.raises(RefusedByBroker, match="newest session"):
+    with pytest.raises(RefusalError, match="newest session"):
         ward.train()
     assert ward.stages()[-2:] == ["failed", "wiped"]
     ward.monkeypatch.undo()
@@ -590,7 +592,7 @@ def test_the_command_shows_no_message_of_an_unforeseen_error(
         except KeyError as error:
             raise RuntimeError(SECRET) from error
 
-    monkeypatch.setattr(run, "finetune", fail)
+    monkeypatch.setattr(protected_run, "finetune_protected", fail)
     assert main(["finetune", "--protected", str(ward.hospital.job("job", URL))]) == 1
     said = capsys.readouterr()
     assert "RuntimeError: a fault" in said.err
@@ -602,7 +604,7 @@ def test_the_command_with_a_broker_of_its_own(ward: Ward, capsys: pytest.Capture
     from support.cli import commands
 
     command = commands(capsys)
-    ward.monkeypatch.setattr(session, "BrokerClient", BrokerClient)
+    ward.monkeypatch.setattr(protected_session, "BrokerClient", BrokerClient)
     with serving(ward.owner) as served:
         path = ward.hospital.job("job", served.url)
         done = command("finetune", "--protected", path, "--device", "0")

@@ -18,9 +18,8 @@ from support.brokers import Owner, Trainer
 
 from wgpu_lora.cli import main
 from wgpu_lora.closed_streams import discard_when_closed
-from wgpu_lora.protect.sealed.files import seal_path
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey, write_private
-from wgpu_lora.protect.sealed.pipes import open_to, seal_to
+from wgpu_lora.protect.sealed.sealed_files import open_to, seal_path, seal_to
 
 ROWS = '{"prompt": "a", "completion": "b"}\n' * 3
 KEY = DataKey.generate()
@@ -29,7 +28,7 @@ KEY = DataKey.generate()
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
-        "wgpu_lora.protect.hygiene.host.harden", lambda: None
+        "wgpu_lora.protect.hygiene.memory_protection.harden", lambda: None
     )  # of this process, which runs other tests
     monkeypatch.chdir(tmp_path)
     write_private("data.key", KEY.file_text())
@@ -179,7 +178,7 @@ def test_what_cannot_be_sealed(
 def test_what_cannot_be_opened(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str
 ) -> None:
-    from wgpu_lora.protect.sealed.streams import seal_bytes
+    from wgpu_lora.protect.sealed.age_streams import seal_bytes
 
     monkeypatch.setattr("sys.stdin", Standard())
     sealed = seal_bytes(ROWS.encode(), [KEY.recipient])
@@ -232,7 +231,7 @@ def test_the_age_program_and_these_commands(here: Path) -> None:
 def test_a_missing_library_is_named(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("wgpu_lora.protect.extra.find_spec", lambda name: None if name == "pyrage" else name)
+    monkeypatch.setattr("wgpu_lora.protect.find_spec", lambda name: None if name == "pyrage" else name)
     for words in (["keygen", "k"], ["seal", "rows.jsonl"], ["open", "x", "--key", "data.key", "-o", "y"]):
         assert protect(*words) == 2
         assert "pyrage" in capsys.readouterr().err

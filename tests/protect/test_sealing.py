@@ -15,10 +15,8 @@ import pyrage
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.sealed import files as sealed_files
-from wgpu_lora.protect.sealed.files import SealRecord, record_path, seal_path, sealed_digest, unseal_path
-from wgpu_lora.protect.sealed.keys import DataKey
-from wgpu_lora.protect.sealed.streams import (
+from wgpu_lora.protect.sealed import sealed_files as sealed_files
+from wgpu_lora.protect.sealed.age_streams import (
     TamperedError,
     read_recipients,
     seal_bytes,
@@ -26,6 +24,8 @@ from wgpu_lora.protect.sealed.streams import (
     unseal_bytes,
     unseal_stream,
 )
+from wgpu_lora.protect.sealed.keys import DataKey
+from wgpu_lora.protect.sealed.sealed_files import SealRecord, record_path, seal_path, sealed_digest, unseal_path
 
 KEY, OTHER = DataKey.generate(), DataKey.generate()
 CHUNK = 64 << 10
@@ -161,16 +161,16 @@ def test_recipients_files(tmp_path: Path) -> None:
 
 
 def test_what_had_been_opened_before_an_error_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wgpu_lora.protect.sealed import streams as sealing
+    from wgpu_lora.protect.sealed import age_streams as sealing
 
     buffers = []
 
-    class Kept(sealing._Into):
+    class Kept(sealing._BufferWriter):
         def __init__(self, buffer: bytearray) -> None:
             super().__init__(buffer)
             buffers.append(buffer)
 
-    monkeypatch.setattr(sealing, "_Into", Kept)
+    monkeypatch.setattr(sealing, "_BufferWriter", Kept)
     sealed = seal_bytes(b"secret" * CHUNK, [KEY.recipient])
     for size in (len(sealed) - 1, CHUNK * 2):
         with pytest.raises(TamperedError):

@@ -15,8 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.protect.sealed.age_streams import MAX_RECIPIENTS, TamperedError, seal_bytes, unseal_bytes, unseal_stream
 from wgpu_lora.protect.sealed.keys import DataKey
-from wgpu_lora.protect.sealed.streams import MAX_RECIPIENTS, TamperedError, seal_bytes, unseal_bytes, unseal_stream
 
 KEY, OTHER = DataKey.generate(), DataKey.generate()
 BOTH = [KEY.recipient, OTHER.recipient]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.evidence.signing import NAME, sign_model, verify_model
+from wgpu_lora.protect.evidence.model_signature import NAME, sign_model, verify_model
 from wgpu_lora.protect.sealed.keys import SigningKey
 
 FILES = {"adapter_model.safetensors": b"weights", "adapter_config.json": b"{}", "deep/er/card.md": b""}

@@ -14,10 +14,10 @@ from support import FIXTURES
 from support.policies import GIVEN, JSON, NONCE, NOW, Given, digest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.attestation import quotes
+from wgpu_lora.protect.attestation import tpm_quotes
 from wgpu_lora.protect.policies.appraisal import appraise
 from wgpu_lora.protect.policies.policy import Policy
-from wgpu_lora.protect.policies.template import policy_for, toml
+from wgpu_lora.protect.policies.policy_template import policy_for, toml
 
 
 def _paths(path: str, value: Any) -> list[str]:
@@ -55,7 +55,7 @@ def test_a_policy_accepts_its_own_claims(strict: bool, quoted: bool) -> None:
 @pytest.mark.parametrize("kind", ["ecdsa", "rsassa", "rsapss"])
 def test_quotes_of_tpms(kind: str) -> None:
     recorded = json.loads((FIXTURES / "protect" / "quotes.json").read_text())
-    quote = quotes.verify(recorded["quotes"][kind], bytes.fromhex(recorded["digest"]))
+    quote = tpm_quotes.verify(recorded["quotes"][kind], bytes.fromhex(recorded["digest"]))
     text = policy_for(GIVEN.claims, quote)
     assert failed(replace(GIVEN, quote=quote), text) == set()
     folded = quote["key_pem"].replace("\n", "\r\n")

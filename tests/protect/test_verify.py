@@ -16,8 +16,8 @@ from support.protected_runs import DataOwner, make_run
 
 from wgpu_lora.cli import main
 from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest
-from wgpu_lora.protect.evidence import envelope
-from wgpu_lora.protect.evidence.statement import RUN
+from wgpu_lora.protect.evidence import dsse
+from wgpu_lora.protect.evidence.run_statement import RUN
 from wgpu_lora.protect.policies.verify import verify
 from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey
 
@@ -109,7 +109,7 @@ def test_freshness(tmp_path: Path, policy: Path, run: Run) -> None:
         lambda data: b"\xff" * 100,
         lambda data: b"[" * 100_000,
         lambda data: data + b" " * (10 << 20),
-        lambda data: envelope.sign(envelope.statement("other", [("a", digest(1))], {"a": 1}), SigningKey.generate()),
+        lambda data: dsse.sign(dsse.statement("other", [("a", digest(1))], {"a": 1}), SigningKey.generate()),
     ],
 )
 def test_damaged_evidence_is_bad_input(
@@ -204,10 +204,10 @@ def test_a_run_stated_twice_is_not_believed(tmp_path: Path) -> None:
     owner = DataOwner()
     made = make_run(tmp_path / "run", owner, sessions=1)
     path = made.directory / "statement.json"
-    statement = envelope.verify(path.read_bytes(), made.keys[0].signing.public)
+    statement = dsse.verify(path.read_bytes(), made.keys[0].signing.public)
     products = statement["predicate"]["runDetails"]["byproducts"]
     products.append(next(one for one in products if one["name"] == RUN))
-    path.write_bytes(envelope.sign(statement, made.keys[0].signing))
+    path.write_bytes(dsse.sign(statement, made.keys[0].signing))
     found = verify(path, owner.policy, None, time.time())
     assert {one.rule for one in found.appraisal.failures} == {
         "statement.materials",

@@ -17,8 +17,8 @@ from typing import Any
 
 from support.policies import GIVEN, LEAST, OWNER
 from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest
-from wgpu_lora.protect.broker.decide import Broker
-from wgpu_lora.protect.broker.release import Release, open_release
+from wgpu_lora.protect.broker.broker import Broker
+from wgpu_lora.protect.broker.release_token import Release, open_release
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys, SigningKey, write_private
 

@@ -113,7 +113,7 @@ class Site:
 
     def write_policy(self) -> Path:
         """The least policy: what is tested here is not what evidence must state."""
-        from wgpu_lora.protect.sealed.files import sealed_digest
+        from wgpu_lora.protect.sealed.sealed_files import sealed_digest
 
         digest = sealed_digest(self.watched / "rows.jsonl.age")
         self.policy.write_text(

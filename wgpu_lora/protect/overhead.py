@@ -29,10 +29,10 @@ from wgpu_lora.protect.attestation import claims
 from wgpu_lora.protect.checking.check import check
 from wgpu_lora.protect.overhead_results import ORDERS, SCHEMA, VERIFIED, ZEROIZED, Row, make_row, result_file
 from wgpu_lora.protect.policies.policy import Policy
-from wgpu_lora.protect.policies.template import policy_for
-from wgpu_lora.protect.runs import job, run
-from wgpu_lora.protect.sealed.files import seal_path
+from wgpu_lora.protect.policies.policy_template import policy_for
+from wgpu_lora.protect.runs import protected_job, protected_run
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SessionKeys, SigningKey, write_private
+from wgpu_lora.protect.sealed.sealed_files import seal_path
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -241,7 +241,9 @@ class _Segments:
 
     def _protected(self, name: str) -> dict[str, Any]:
         begin, steps = time.perf_counter(), _LastStep()
-        done = run.finetune(job.read(self._job(name)), model=self.model, watch=lambda job: nullcontext(steps))
+        done = protected_run.finetune_protected(
+            protected_job.read_job(self._job(name)), model=self.model, watch=lambda job: nullcontext(steps)
+        )
         figures = _figures("protected", _uninterrupted(done.run), begin)
         evidence = check(done.directory, self.owner.broker_public, Policy.read(self.policy))
         return {
@@ -275,7 +277,7 @@ class _Segments:
         keys = SessionKeys.generate()
         try:
             base = claims.base_facts(self.model.name, self.model.checkpoint, self.model.config)
-            stated, nonce = job.read(self._job("reference")), uuid.uuid4().hex
+            stated, nonce = protected_job.read_job(self._job("reference")), uuid.uuid4().hex
             found = claims.gather(self.model.device.info, nonce=nonce, keys=keys, job=stated, base=base)
         finally:
             keys.wipe()

@@ -12,7 +12,7 @@ import typer
 from wgpu_lora.cli.console import console, line, print_json, table
 from wgpu_lora.cli.parameters import Device, Json
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.extra import check_libraries
+from wgpu_lora.protect import check_libraries
 from wgpu_lora.words import count_noun, join_words
 
 SHORT = 16  # hexadecimal digits of a digest
@@ -34,13 +34,13 @@ def attest(
 
     'protect verify' appraises it. No key can be released to it: training attests with keys of its own.
     """
-    from wgpu_lora.protect.extra import check_libraries
+    from wgpu_lora.protect import check_libraries
 
     check_libraries()
     from wgpu_lora.atomic import check_file, replace_file
     from wgpu_lora.gpu.device_list import choose
     from wgpu_lora.protect.attestation import claims
-    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import SessionKeys
 
     claims.check_nonce(nonce)
@@ -50,10 +50,10 @@ def attest(
         if job is None:
             gathered = claims.gather(choose(device)[0], nonce=nonce, keys=keys, host=host.facts)
         else:
-            from wgpu_lora.protect.runs import job as jobs
-            from wgpu_lora.protect.runs.reference import job_claims
+            from wgpu_lora.protect.runs import protected_job as jobs
+            from wgpu_lora.protect.runs.protected_session import job_claims
 
-            gathered = {**job_claims(jobs.read(job), nonce=nonce, keys=keys, device=device), "host": host.facts}
+            gathered = {**job_claims(jobs.read_job(job), nonce=nonce, keys=keys, device=device), "host": host.facts}
         evidence = claims.attest(gathered, keys, quote)
     finally:
         keys.wipe()
@@ -115,11 +115,11 @@ def policy(
     Every rule is explained in docs/protected-policy.md. From evidence, its claims become the reference values: check
     them first. What is not known, or not so on that machine, is a comment.
     """
-    from wgpu_lora.protect.extra import check_libraries
+    from wgpu_lora.protect import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect.policies.template import policy_for
-    from wgpu_lora.protect.runs.reference import reference_claims
+    from wgpu_lora.protect.policies.policy_template import policy_for
+    from wgpu_lora.protect.runs.protected_session import reference_claims
 
     claims, quote = reference_claims(source, device)
     typer.echo(policy_for(claims, quote, strict), nl=False)
@@ -144,7 +144,7 @@ def verify(
     Evidence is that of `protect attest`, or evidence-N.json of a run. Of a finished run, statement.json is checked with
     the evidence beside it: also the rows and steps that were trained. Exit code 0 if it passes, 1 if it does not.
     """
-    from wgpu_lora.protect.extra import check_libraries
+    from wgpu_lora.protect import check_libraries
 
     check_libraries()
     from wgpu_lora.protect.policies import verify as verifying

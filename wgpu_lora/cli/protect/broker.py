@@ -37,10 +37,10 @@ def broker(
 
     Every nonce, decision and report of progress is in a signed log before it is answered. The policy is read once.
     """
-    from wgpu_lora.protect.extra import check_libraries
+    from wgpu_lora.protect import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect.broker.run import run
+    from wgpu_lora.protect.broker.broker_app import run_broker
 
     if not 0 <= port <= 65535:
         raise UserError(f"--port must be between 0 and 65535, not {port}.")
@@ -49,7 +49,7 @@ def broker(
     if (tls_cert is None) != (tls_key is None):
         raise UserError("--tls-cert and --tls-key belong together: give both, or none.")
     tls = (tls_cert, tls_key) if tls_cert and tls_key else None
-    run(
+    run_broker(
         policy,
         key,
         signing_key,
@@ -68,11 +68,11 @@ def nonce(policy: PolicyOption, signing_key: SigningOption, state: StateOption =
 
     It is recorded in the broker's log, can be used once, and expires as the policy says.
     """
-    from wgpu_lora.protect.extra import check_libraries
+    from wgpu_lora.protect import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect.broker.offline import nonce_for_files
-    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.broker.broker import nonce_for_files
+    from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import SigningKey
 
     harden()

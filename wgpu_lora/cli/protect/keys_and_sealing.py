@@ -26,11 +26,11 @@ def keygen(
     A data key is an age identity, as age-keygen makes it. Make one for each data set: whoever gets it can open all that
     was ever sealed to its recipient.
     """
-    from wgpu_lora.protect.extra import check_libraries
+    from wgpu_lora.protect import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect.hygiene.host import harden
-    from wgpu_lora.protect.sealed.new_keys import new_data_key, new_signing_key
+    from wgpu_lora.protect.hygiene.memory_protection import harden
+    from wgpu_lora.protect.sealed.keys import new_data_key, new_signing_key
 
     harden()
     if signing:
@@ -96,7 +96,7 @@ def seal(
     The format is age's (age-encryption.org/v1), so `age -d` opens it, too. Beside FILE, FILE.json has its digest, by
     which it is believed: age says who can open a file, not who sealed it.
     """
-    from wgpu_lora.protect.extra import check_libraries
+    from wgpu_lora.protect import check_libraries
 
     check_libraries()
     if offline is not None:
@@ -104,7 +104,7 @@ def seal(
     for name, value in (("policy", policy), ("signing-key", signing_key), ("state", state)):
         if value is not None:
             raise UserError(f"--{name} is of --offline, which is missing: give both, or neither.")
-    from wgpu_lora.protect.sealed.pipes import recipients_of, seal_to
+    from wgpu_lora.protect.sealed.sealed_files import recipients_of, seal_to
 
     if output == "-" and is_terminal(sys.stdout):
         raise UserError("Sealed data would be written to the terminal: give -o FILE, or redirect standard output.")
@@ -144,8 +144,8 @@ def _release(
     if policy is None or signing_key is None or output is None or output == "-":
         raise UserError("--offline needs --policy, --signing-key and --output, each a file: give all three.")
     from wgpu_lora.atomic import check_new, write_new_bytes
-    from wgpu_lora.protect.broker.offline import release_by_files
-    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.broker.broker import release_by_files
+    from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
     check_new(output, "--output")  # before the nonce is used up
@@ -178,12 +178,12 @@ def open_sealed(
     Nothing is left if it is damaged or incomplete, or if the key does not open it. Standard output gets each chunk of
     64 KiB as soon as it has been authenticated, so use what it got only if the exit code is 0.
     """
-    from wgpu_lora.protect.extra import check_libraries
+    from wgpu_lora.protect import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import DataKey
-    from wgpu_lora.protect.sealed.pipes import open_to
+    from wgpu_lora.protect.sealed.sealed_files import open_to
 
     harden()
     data_key = DataKey.read(key)

@@ -30,11 +30,11 @@ import pyrage
 
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.installation import NAME
-from wgpu_lora.protect.attestation import quotes, tpm
-from wgpu_lora.protect.evidence import envelope
-from wgpu_lora.protect.evidence.envelope import EnvelopeError
+from wgpu_lora.protect.attestation import tpm, tpm_quotes
+from wgpu_lora.protect.evidence import dsse
+from wgpu_lora.protect.evidence.dsse import EnvelopeError
+from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
-from wgpu_lora.protect.sealed.streams import parse_recipient
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device_list import DeviceInfo
@@ -112,10 +112,12 @@ def gather(
     Raises:
         UserError: the nonce is unusable, or a file cannot be read.
     """
-    from wgpu_lora.protect.attestation import measure  # with wgpu, which a broker that reads evidence does not need
+    from wgpu_lora.protect.attestation import (
+        measurements,  # with wgpu, which a broker that reads evidence does not need
+    )
 
     check_nonce(nonce)
-    measured = measure.everything()
+    measured = measurements.measurements()
     claims: dict[str, Any] = {
         "eat_profile": PROFILE,
         "eat_nonce": nonce,
@@ -193,7 +195,7 @@ def attest(claims: Mapping[str, Any], keys: SessionKeys, quote: bool | None = No
                 raise
             stated["no_quote"] = error.problem
     predicate = {"claims": stated} if signed is None else {"claims": stated, "quote": signed}
-    evidence = envelope.sign(envelope.statement(PROFILE, [("claims", digest(stated))], predicate), keys.signing)
+    evidence = dsse.sign(dsse.statement(PROFILE, [("claims", digest(stated))], predicate), keys.signing)
     if len(evidence) > MAX_BYTES:
         raise UserError(f"The evidence is longer than {MAX_BYTES:,} bytes: shorten the job's options.")
     return evidence
@@ -208,8 +210,8 @@ def read_evidence(data: bytes) -> Evidence:
     if len(data) > MAX_BYTES:
         raise UserError(f"The evidence is longer than {MAX_BYTES:,} bytes: give the file that protect attest wrote.")
     try:
-        signing = PublicKey.parse(_text(_claims(envelope.peek(data)), "keys", "signing"))
-        statement = envelope.verify(data, signing)
+        signing = PublicKey.parse(_text(_claims(dsse.peek(data)), "keys", "signing"))
+        statement = dsse.verify(data, signing)
         claims = _claims(statement)
         if signing.pem != claims["keys"]["signing"]:
             raise EnvelopeError("its signing key is not in the usual form")
@@ -256,7 +258,7 @@ def _quote(predicate: Mapping[str, Any], claims: Mapping[str, Any]) -> dict[str,
         raise EnvelopeError("its level does not say whether there is a quote")
     if claims.get("level_note") != LEVELS[level]:
         raise EnvelopeError("its note does not say what its level means")
-    return quotes.verify(predicate["quote"], bytes.fromhex(digest(claims))) if level == "quoted" else None
+    return tpm_quotes.verify(predicate["quote"], bytes.fromhex(digest(claims))) if level == "quoted" else None
 
 
 def _text(claims: Mapping[str, Any], *path: str) -> str:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.checking.ending import check_end
-from wgpu_lora.protect.checking.files import check_cleanup, check_files
-from wgpu_lora.protect.checking.findings import Findings
-from wgpu_lora.protect.checking.sessions import Session, check_sessions, sessions_of
-from wgpu_lora.protect.evidence import anchors
-from wgpu_lora.protect.evidence.chain import DamagedError, Entry
-from wgpu_lora.protect.evidence.log import NAME, read_log
+from wgpu_lora.protect.checking.file_checks import check_cleanup, check_files
+from wgpu_lora.protect.checking.session_checks import (
+    ENDS,
+    Findings,
+    Session,
+    check_sessions,
+    digest_of,
+    sessions_of,
+    small_file,
+)
+from wgpu_lora.protect.evidence import anchors, dsse, run_statement
+from wgpu_lora.protect.evidence.model_signature import verify_model
+from wgpu_lora.protect.evidence.run_evidence import CLEANUP, NAME, read_log
+from wgpu_lora.protect.evidence.run_statement import ADAPTER, RunFacts
+from wgpu_lora.protect.evidence.signed_log import DamagedError, Entry
 from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.policies.verify import appraise_statement
 from wgpu_lora.protect.sealed.keys import PublicKey
 from wgpu_lora.words import join_words
 
@@ -31,7 +42,7 @@ UNPROVABLE = (
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """What a check found.
 
     Attributes:
@@ -74,7 +85,7 @@ class Checked:
 
 def check(
     run: Path, broker: PublicKey | None = None, policy: Policy | None = None, adapter: Path | None = None
-) -> Checked:
+) -> CheckResult:
     """Verify all of a run's evidence, offline.
 
     Args:
@@ -98,9 +109,9 @@ def check(
     try:
         entries = read_log(run / NAME)
     except DamagedError as error:
-        return Checked("", None, keyid, [], [], [error.problem])
+        return CheckResult("", None, keyid, [], [], [error.problem])
     if not entries:
-        return Checked("", None, keyid, [], [], [f"{NAME} has no complete line"])
+        return CheckResult("", None, keyid, [], [], [f"{NAME} has no complete line"])
     sessions = sessions_of(entries)
     found.proven.append(f"the log's {len(entries)} lines are complete up to its end and in order")
     check_sessions(run, sessions, broker, policy, found)
@@ -121,7 +132,7 @@ def check(
     if found.failures:
         found.proven.clear()
     key = sessions[-1].key.pem
-    return Checked(entries[0].chain, end, keyid, found.proven, found.claimed, found.failures, key)
+    return CheckResult(entries[0].chain, end, keyid, found.proven, found.claimed, found.failures, key)
 
 
 def _check_anchor(entries: Sequence[Entry], found: Findings) -> None:
@@ -156,3 +167,71 @@ def _say_sessions(
     if any(versions):
         found.claimed.append(f"its version, wgpu-lora {join_words(sorted(set(map(str, versions))))}")
     found.claimed.append(UNPROVABLE)
+
+
+def check_end(
+    run: Path, sessions: Sequence[Session], policy: Policy | None, adapter: Path | None, found: Findings
+) -> str | None:
+    """Verify how a run ended, and say it; None if it has no end."""
+    ends = sessions[-1].named(*ENDS)
+    if not ends:
+        found.fail("the run has no end: it was killed, is still running, or the end of its log was cut off")
+        return None
+    if ends[-1].stage != "finished":
+        if (run / run_statement.NAME).exists():
+            found.fail(f"{run_statement.NAME} is there although the log's end is {ends[-1].stage!r}")
+        return ends[-1].stage
+    with found.part("the line 'finished'"):
+        _check_facts(ends[-1], found)
+    with found.part(run_statement.NAME):
+        made = _check_statement(run, sessions, ends[-1], adapter, found)
+        evidence = sessions[-1].evidence
+        if policy is not None and evidence is not None:
+            appraisal = appraise_statement(made, evidence, policy, now=ends[-1].seconds)
+            for failure in appraisal.failures:
+                found.fail(f"the policy for the statement, {failure.line()}")
+    if adapter is not None:
+        with found.part("the adapter"):
+            verify_model(adapter, sessions[-1].key)
+            found.proven.append("the adapter's files are those that the session signed (OpenSSF model signing)")
+    return "finished"
+
+
+def _check_facts(line: Entry, found: Findings) -> None:
+    """The figures of the end are there, and are numbers."""
+    names = {item.name for item in fields(RunFacts)}
+    for name in sorted(names ^ set(line.facts)):
+        found.fail(f"the line 'finished' {'lacks' if name in names else 'has the unknown fact'} {name!r}")
+    for name in ("initial_loss", "final_loss", "best_loss", "elapsed_seconds"):
+        value = line.facts.get(name)
+        if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
+            found.fail(f"{name} is {value!r:.40}")
+    if line.facts.get("final_loss") is None:
+        found.fail("the run has no finite final loss")
+
+
+def _check_statement(
+    run: Path, sessions: Sequence[Session], end: Entry, adapter: Path | None, found: Findings
+) -> dict[str, Any]:
+    made = dsse.verify(small_file(run, run_statement.NAME), sessions[-1].key)
+    found.expect(f"the predicate type of {run_statement.NAME}", made["predicateType"], run_statement.KIND)
+    entries = [entry for session in sessions for entry in session.entries]
+    cleanup = digest_of(small_file(run, CLEANUP))
+    expected = run_statement.provenance(entries, sessions[-1].claims, cleanup, end.facts)
+    agrees = found.expect(run_statement.NAME, made["predicate"], expected)
+    subjects = {item["name"]: item["digest"]["sha256"] for item in made["subject"]}
+    sealed = {name: digest for name, digest in subjects.items() if not name.startswith(ADAPTER)}
+    plain = {name.removeprefix(ADAPTER): digest for name, digest in subjects.items() if name.startswith(ADAPTER)}
+    agrees &= found.expect("the sealed adapter of the statement", sealed, dict(end.subjects))
+    if not plain or not sealed:
+        found.fail(f"{run_statement.NAME} names no file of the adapter")
+    if adapter is not None:
+        found.expect(f"SHA-256 of the adapter {adapter}", _digests(adapter), plain)
+    if agrees:
+        found.proven.append("the statement agrees with the log and the evidence")
+    return made
+
+
+def _digests(directory: Path) -> dict[str, Any]:
+    files = [path for path in sorted(directory.rglob("*")) if not path.is_dir()]
+    return {path.relative_to(directory).as_posix(): file_digest(path) for path in files}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from wgpu_lora.protect.policies.claim_checks import Facts, Failed, Unfit, claim
+from wgpu_lora.protect.policies.claim_checks import ClaimError, Facts, Failed, claim
 from wgpu_lora.protect.policies.fields import shown
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.policies.result import Appraisal, Failure
@@ -99,7 +99,7 @@ def failures_of(check: Check, facts: Facts, expected: str) -> Iterator[Failed]:
                 yield failed[0], "more like these"
                 return
             yield failed
-    except Unfit as unfit:
+    except ClaimError as unfit:
         yield expected, str(unfit)
 
 
@@ -130,7 +130,7 @@ def _issued(facts: Facts) -> int:
     """`iat`, within the range of clocks, so that differences are finite."""
     found: int = claim(facts, "iat", int)
     if not 0 <= found < 1 << 40:
-        raise Unfit(f"{shown(found)}, which is no time")
+        raise ClaimError(f"{shown(found)}, which is no time")
     return found
 
 

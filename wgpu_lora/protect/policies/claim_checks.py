@@ -1,7 +1,7 @@
 """Checks of claims against the values of a policy: each yields its failures, as (expected, found).
 
-A check whose claim is missing or has the wrong type raises `Unfit`, which is a failure: nothing passes because it is
-not stated.
+A check whose claim is missing or has the wrong type raises `ClaimError`, which is a failure: nothing passes because it
+is not stated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Check = Callable[[Any, Facts], Iterator[Failed]]  # failures, from the value in 
 NOTHING = "nothing"
 
 
-class Unfit(Exception):
+class ClaimError(Exception):
     """A claim is missing or has the wrong type; the message says what was found."""
 
 
@@ -31,13 +31,13 @@ def claim(facts: Facts, path: str, kind: type | tuple[type, ...] = str) -> Any:
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     if value is None:
-        raise Unfit(f"{NOTHING}: the evidence does not state {path}")
+        raise ClaimError(f"{NOTHING}: the evidence does not state {path}")
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise Unfit(f"{shown(value)}, which is of the wrong type")
+        raise ClaimError(f"{shown(value)}, which is of the wrong type")
     if isinstance(value, float) and not math.isfinite(value):
-        raise Unfit(f"{value}, which is not a finite number")
+        raise ClaimError(f"{value}, which is not a finite number")
     if isinstance(value, Mapping | list | str) and len(value) > MOST:  # more would only take the verifier's time
-        raise Unfit(f"more than {MOST:,} {'characters' if isinstance(value, str) else 'entries'}")
+        raise ClaimError(f"more than {MOST:,} {'characters' if isinstance(value, str) else 'entries'}")
     return value
 
 
@@ -125,10 +125,10 @@ def _dependencies(facts: Facts) -> dict[str, Any]:
     """By normalised name; no package at all and a name in two spellings are unfit."""
     stated = claim(facts, "dependencies", Mapping)
     if not stated:
-        raise Unfit("no package at all")
+        raise ClaimError("no package at all")
     found: dict[str, Any] = {canonicalize_name(name): package for name, package in stated.items()}
     if len(found) != len(stated):
-        raise Unfit("one package under two spellings of its name")
+        raise ClaimError("one package under two spellings of its name")
     return found
 
 
@@ -194,12 +194,12 @@ def _data(facts: Facts) -> list[Facts]:
     """The sealed files of a job."""
     files = claim(facts, "job.data", list)
     if not all(isinstance(file, Mapping) for file in files):
-        raise Unfit("an entry that is not an object")
+        raise ClaimError("an entry that is not an object")
     roles = [shown(file.get("role")) for file in files]
     if shown("data") not in roles:
-        raise Unfit("no training data among the job's files")
+        raise ClaimError("no training data among the job's files")
     if len(set(roles)) != len(roles):
-        raise Unfit("two files for one purpose")
+        raise ClaimError("two files for one purpose")
     return files  # type: ignore[no-any-return]
 
 

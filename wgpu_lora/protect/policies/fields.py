@@ -14,7 +14,7 @@ from packaging.version import Version
 from pyrage import RecipientError
 
 from wgpu_lora.bounded import escape_unprintable
-from wgpu_lora.protect.sealed.streams import parse_recipient
+from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.typed_json import Check, Positive, Text, typed
 
 MOST = 10_000  # items of a list or a table

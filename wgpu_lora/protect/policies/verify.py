@@ -11,9 +11,9 @@ from typing import Any
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.protect.attestation import claims
 from wgpu_lora.protect.attestation.claims import Evidence
-from wgpu_lora.protect.evidence import envelope
-from wgpu_lora.protect.evidence.envelope import EnvelopeError
-from wgpu_lora.protect.evidence.statement import KIND, RUN, materials, parameters
+from wgpu_lora.protect.evidence import dsse
+from wgpu_lora.protect.evidence.dsse import EnvelopeError
+from wgpu_lora.protect.evidence.run_statement import KIND, RUN, materials, parameters
 from wgpu_lora.protect.policies.appraisal import appraise, failures_of
 from wgpu_lora.protect.policies.claim_checks import Facts, Failed, claim
 from wgpu_lora.protect.policies.fields import shown
@@ -25,7 +25,7 @@ EVIDENCE = "evidence-*.json"
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """appraisal: the result. evidence: of the session. finished: whether it is about a finished run's statement."""
 
     appraisal: Appraisal
@@ -40,7 +40,7 @@ class Verified:
         return what if name is None else f"{what} of the job {shown(name)}"
 
 
-def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> Verified:
+def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> Verification:
     """Appraise a file of evidence, or a finished run's statement.json with the evidence of its session beside it.
 
     Args:
@@ -52,18 +52,18 @@ def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> Verifie
     """
     data = read(path)
     try:
-        kind = envelope.peek(data)["predicateType"]
+        kind = dsse.peek(data)["predicateType"]
         if kind == KIND:
             if nonce is not None:
                 raise UserError(f"{path} is the statement of a finished run, which has no nonce: leave --nonce out.")
             statement, evidence = _signed(data, path)
-            return Verified(appraise_statement(statement, evidence, policy, now=now), evidence, True)
+            return Verification(appraise_statement(statement, evidence, policy, now=now), evidence, True)
     except EnvelopeError as error:
         raise UserError(
             f"{path} is neither evidence nor a run's statement ({error.problem}): check the path."
         ) from None
     evidence = claims.read_evidence(data)
-    return Verified(appraise(evidence, policy, nonce=nonce, now=now), evidence, False)
+    return Verification(appraise(evidence, policy, nonce=nonce, now=now), evidence, False)
 
 
 def appraise_statement(statement: Mapping[str, Any], evidence: Evidence, policy: Policy, *, now: float) -> Appraisal:
@@ -98,7 +98,7 @@ def read(path: Path) -> bytes:
         if path.exists() and not path.is_file():  # opening a pipe would block
             raise UserError(f"{path} is not a regular file: give evidence, or a finished run's statement.json.")
         with path.open("rb") as file:
-            return file.read(envelope.MAX_BYTES + 1)
+            return file.read(dsse.MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
 
@@ -109,7 +109,7 @@ def _signed(data: bytes, path: Path) -> tuple[dict[str, Any], Evidence]:
     for beside in islice(sorted(path.parent.glob(EVIDENCE)), MOST_SESSIONS):
         evidence = claims.load_evidence(beside)
         try:
-            return envelope.verify(data, evidence.signing), evidence
+            return dsse.verify(data, evidence.signing), evidence
         except EnvelopeError as error:
             problem = error.problem
     raise UserError(

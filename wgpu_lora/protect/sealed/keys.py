@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
-from wgpu_lora.atomic import new_file
+from wgpu_lora.atomic import new_file, write_new_bytes
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.locks import check_output, unwritable
-from wgpu_lora.protect.hygiene.host import lock_pages
+from wgpu_lora.protect.hygiene.memory_protection import lock_pages
 
 MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients
 SECRET = b"AGE-SECRET-KEY-1"
@@ -270,3 +270,40 @@ def read_small(path: str | Path, what: str) -> bytearray:
     short = bytearray(memoryview(content)[:size])
     content[:] = bytes(len(content))
     return short
+
+
+def new_data_key(path: Path) -> str:
+    """Writes a new age identity and returns its recipient. Raises UserError if the path exists or cannot be written."""
+    _check_file(path)
+    key = DataKey.generate()
+    try:
+        write_private(path, key.file_text())
+        return key.recipient
+    finally:
+        key.wipe()
+
+
+def new_signing_key(path: Path) -> PublicKey:
+    """Writes a new P-256 key to `path` (PKCS #8 in PEM), and its public half to PATH.pub.
+
+    Raises:
+        UserError: one of the two exists or cannot be written; then neither is left.
+    """
+    _check_file(path)
+    public_path = path.with_name(f"{path.name}.pub")
+    key = SigningKey.generate()
+    try:
+        write_private(path, key.private_pem())
+        try:
+            write_new_bytes(public_path, key.public.pem.encode(), "PATH")
+        except BaseException:
+            path.unlink()
+            raise
+        return key.public
+    finally:
+        key.wipe()
+
+
+def _check_file(path: Path) -> None:
+    if path.name in ("", "-", ".."):
+        raise UserError(f"A key is written to a file of its own, not to '{path}': give a path, such as data.key.")

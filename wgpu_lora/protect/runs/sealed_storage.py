@@ -22,13 +22,13 @@ from wgpu_lora.data.row_counts import SKIPPED
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import sweep
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.protect.evidence.log import EvidenceLog
-from wgpu_lora.protect.evidence.signing import NAME as SIGNATURE
-from wgpu_lora.protect.evidence.signing import sign_model
+from wgpu_lora.protect.evidence.model_signature import NAME as SIGNATURE
+from wgpu_lora.protect.evidence.model_signature import sign_model
+from wgpu_lora.protect.evidence.run_evidence import EvidenceLog
 from wgpu_lora.protect.sealed import archive
-from wgpu_lora.protect.sealed.files import ARCHIVE
+from wgpu_lora.protect.sealed.age_streams import TamperedError, seal_bytes, unseal_bytes
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
-from wgpu_lora.protect.sealed.streams import TamperedError, seal_bytes, unseal_bytes
+from wgpu_lora.protect.sealed.sealed_files import ARCHIVE
 from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files
 from wgpu_lora.train.run.checkpoint_store import CheckpointStore
 from wgpu_lora.train.run.run_checkpoint import METADATA, NAME, STEPS

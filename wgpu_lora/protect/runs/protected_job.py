@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from wgpu_lora.assets import asset_dir
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.bounded import check_path, escape_unprintable, is_name, parse_toml, toml_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.names.spelling import IN_FILE, flag, naming
-from wgpu_lora.protect.runs.inputs import BESIDE, model_facts, sealed_facts
-from wgpu_lora.protect.sealed.files import ARCHIVE
+from wgpu_lora.protect.sealed.age_streams import parse_recipients
 from wgpu_lora.protect.sealed.keys import PublicKey
-from wgpu_lora.protect.sealed.streams import parse_recipients
+from wgpu_lora.protect.sealed.sealed_files import ARCHIVE, SealRecord, record_path
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.options.training_arguments import (
     CHANGEABLE_ON_RESUME,
@@ -63,7 +63,7 @@ LOCAL = {*PATHS, *CHANGEABLE_ON_RESUME}  # options of this machine, which claims
 
 
 @dataclass(frozen=True)
-class Job:
+class ProtectedJob:
     """A job that has been read and checked.
 
     Attributes:
@@ -128,7 +128,7 @@ class Job:
         sealed = {role: sealed_facts(path) for role, path in self.sealed().items()}
         return sealed | {name: model_facts(name, path) for name, path in self.beside().items()}
 
-    def with_options(self, given: Mapping[str, Any]) -> Job:
+    def with_options(self, given: Mapping[str, Any]) -> ProtectedJob:
         """The job with options of the command line or Python over its own. Raises UserError if one is not allowed."""
         if not given:
             return self
@@ -142,7 +142,7 @@ class Job:
         return replace(self, content=content, arguments=arguments, stated={**self.stated, **values})
 
 
-def read(path: str | Path) -> Job:
+def read_job(path: str | Path) -> ProtectedJob:
     """Read JOB.toml.
 
     Raises:
@@ -158,15 +158,15 @@ def read(path: str | Path) -> Job:
                 f"{where} has an unknown entry '{escape_unprintable(name)[:60]}': its sections are [protected] and "
                 "[training]."
             )
-    own = read_as(_Stated, tables.get("protected", {}), f"{where}, [protected]")
+    own = read_as(_JobTable, tables.get("protected", {}), f"{where}, [protected]")
     parse_recipients(own.recipients)
     arguments, stated, beside = _options(dict(tables.get("training", {})), path, where)
-    at, sealed_file = partial(_beside, path), partial(_sealed, where)
+    at, sealed_file = partial(_path_beside, path), partial(_sealed, where)
     data, output, broker_file = sealed_file("data", ROWS, at(own.data)), at(own.output), at(own.broker_key)
     assert data, "it is required"
     assert output, "it is required"
     assert broker_file, "it is required"
-    job = Job(
+    job = ProtectedJob(
         path=path,
         content=_noted(content, "of its recipe file", beside),
         name=own.name or path.stem,
@@ -201,7 +201,7 @@ Name = Annotated[Text, Check(is_name, "UTF-8 text without NUL")]
 
 
 @dataclass(frozen=True)
-class _Stated:
+class _JobTable:
     """[protected], as it is written."""
 
     data: Name
@@ -228,7 +228,7 @@ def _sealed(where: str, option: str, suffix: str, found: Path | None) -> Path | 
     return found
 
 
-def _beside(path: Path, value: str | None) -> Path | None:
+def _path_beside(path: Path, value: str | None) -> Path | None:
     """A path in a job's file, which is relative to it."""
     if value is None:
         return None
@@ -287,3 +287,47 @@ def _check(args: TrainingArguments, where: str) -> None:
             raise UserError(f"{where}: {flag(name)} cannot be used in a protected run: {reason}.")
     if args.train == "quant-scales":
         raise UserError(f"{where}: a protected run trains an adapter, not the base: leave {flag('train')} out.")
+
+
+# Options that name models and adapters in the clear, which decide about what is learnt as the data do.
+BESIDE = ("reference_adapter", "teacher", "teacher_adapter")
+
+
+def sealed_facts(path: Path) -> dict[str, Any]:
+    """Of a sealed file: name, sha256, bytes and, if its record states them, rows.
+
+    Raises:
+        UserError: it cannot be read, or is not the one that its record is about.
+    """
+    found = _facts(path)
+    beside = record_path(path)
+    if beside.exists():
+        record = SealRecord.read(beside)
+        if record.sha256 != found["sha256"]:
+            raise UserError(f"{path} is not the file that {beside.name} is about: restore the file that was sealed.")
+        if record.rows is not None:
+            found["rows"] = record.rows
+    return found
+
+
+def model_facts(option: str, path: Path) -> dict[str, Any]:
+    """Of a model or an adapter: name, bytes and sha256; of a directory, of the lines which sha256sum prints for it.
+
+    Raises:
+        UserError: it is not on this machine, or a file cannot be read.
+    """
+    if path.is_file():
+        return _facts(path)
+    if not path.is_dir():
+        raise UserError(f"{flag(option)} {path} is not a directory here, so it cannot be attested: download it first.")
+    files = {one.relative_to(path).as_posix(): _facts(one) for one in sorted(path.rglob("*")) if one.is_file()}
+    listing = "".join(f"{facts['sha256']}  {name}\n" for name, facts in sorted(files.items()))
+    size = sum(facts["bytes"] for facts in files.values())
+    return {"name": path.name, "sha256": hashlib.sha256(listing.encode()).hexdigest(), "bytes": size}
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    try:
+        return {"name": path.name, "sha256": file_digest(path), "bytes": path.stat().st_size}
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from None

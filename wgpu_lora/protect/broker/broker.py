@@ -6,7 +6,8 @@ import hashlib
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -14,15 +15,12 @@ from typing import Any, NoReturn, Self
 from filelock import FileLock, Timeout
 
 from wgpu_lora.bounded import escape_unprintable
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 from wgpu_lora.locks import lock_file
-from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
-from wgpu_lora.protect.broker.clock import Clock
-from wgpu_lora.protect.broker.log import DecisionLog
-from wgpu_lora.protect.broker.progress import read_progress, session_of
-from wgpu_lora.protect.broker.refusal import Refused
-from wgpu_lora.protect.broker.release import make_release, token_digest
-from wgpu_lora.protect.broker.state import State
+from wgpu_lora.protect.attestation.claims import MAX_BYTES, Evidence, read_evidence
+from wgpu_lora.protect.broker.decision_log import DecisionLog, State
+from wgpu_lora.protect.broker.release_token import make_release, token_digest
+from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.policies.appraisal import HEAD, KEYS, NONCE, appraise
 from wgpu_lora.protect.policies.fields import shown
 from wgpu_lora.protect.policies.policy import Policy
@@ -119,7 +117,7 @@ class Broker:
             now = self._clock.now()
             self._state.forget(now)
             if len(self._state.nonces) >= MAX_NONCES:
-                raise Refused(f"The broker has {MAX_NONCES:,} open nonces: ask again later.", status=429)
+                raise BrokerRefusal(f"The broker has {MAX_NONCES:,} open nonces: ask again later.", status=429)
             nonce = secrets.token_hex(NONCE_BYTES)
             expires = now + self.policy.nonce_seconds
             self._record("nonce", {"nonce_sha256": _sha256(nonce.encode()), "expires": expires})
@@ -243,7 +241,7 @@ class Broker:
         back = any(failure.rule == HEAD for failure in failures)
         cure = "resume the job's newest run, or give a new run another job name" if back else "mend that and ask again"
         said = f"The broker refused {what}, since {_rules(failures)} failed: {cure}."
-        refused = Refused(said, failures, status)
+        refused = BrokerRefusal(said, failures, status)
         self._record("refused", {**facts, "failures": refused.failures})
         self._tell(f"Refused {what}: {'; '.join(refused.lines[1:])}")
         raise refused
@@ -293,3 +291,141 @@ def _rules(failures: list[Failure]) -> str:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+CLOCK_SLACK = 5.0  # seconds; steps of time synchronisation are smaller
+
+
+def _elapsed() -> float:
+    """Seconds that no setting of the clock changes; on Linux they go on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+class Clock:
+    """The time, checked against the latest time in the log and against the time that passed in this process.
+
+    Args:
+        logged: the latest time in the log, in seconds since 1970.
+    """
+
+    def __init__(self, logged: float = 0.0) -> None:
+        self._start, self._elapsed = time.time(), _elapsed()
+        self._logged = logged
+
+    def now(self) -> float:
+        """Seconds since 1970.
+
+        Raises:
+            UserError: the clock shows an earlier time than before.
+        """
+        now, passed = time.time(), self._start + _elapsed() - self._elapsed
+        if now + CLOCK_SLACK < max(self._logged, passed):
+            behind = max(self._logged, passed) - now
+            raise UserError(
+                f"The clock of this machine was set back by {behind:,.0f} s, so that nothing can be dated: set it "
+                "right and start the broker again, with a new --state directory if it had been ahead."
+            )
+        self._logged = max(self._logged, now)
+        return max(now, passed)
+
+
+LONGEST, MOST = 200, 20  # characters of a value, and failures, in a log or an answer
+
+
+class BrokerRefusal(UserError):
+    """A request that the broker refuses.
+
+    Attributes:
+        status: of the HTTP response. failures: the rules that failed, each with `rule`, `expected` and `found`.
+    """
+
+    def __init__(self, sentence: str, failures: Sequence[Failure] = (), status: int = 403) -> None:
+        self.failures = [failure_facts(failure) for failure in failures[:MOST]]
+        super().__init__(sentence, [failure_line(failure) for failure in self.failures])
+        self.status = status
+
+
+def failure_facts(failure: Failure) -> dict[str, str]:
+    """A failure for logs and answers. Values from evidence are untrusted: they are shortened and made printable."""
+    return {name: escape_unprintable(value)[:LONGEST] for name, value in failure.as_dict().items()}
+
+
+def failure_line(failure: dict[str, Any]) -> str:
+    """A line about a failure as `failure_facts` makes it."""
+    return f"{failure['rule']}: expected {failure['expected']}, found {failure['found']}"
+
+
+PROGRESS = "https://example.org/wgpu-lora/progress/v1"
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def sign_progress(job: str, sequence: int, head: str, key: SigningKey) -> bytes:
+    """A DSSE envelope that says that the evidence log of a job has come to a line.
+
+    Args:
+        job: the job's name. sequence, head: number and SHA-256 of the line. key: of the session.
+    """
+    facts = {"job": job, "session": key.public.keyid, "sequence": sequence, "head": head}
+    return dsse.sign(dsse.statement(PROGRESS, [("evidence.jsonl", head)], facts), key)
+
+
+def session_of(signed: bytes) -> str:
+    """The keyid that a report claims to be signed by. Raises EnvelopeError."""
+    return str(_facts(dsse.peek(signed))["session"])
+
+
+def read_progress(signed: bytes, key: PublicKey) -> dict[str, Any]:
+    """`job`, `session`, `sequence` and `head` of a report that `key` signed. Raises EnvelopeError."""
+    return _facts(dsse.verify(signed, key))
+
+
+def _facts(statement: Mapping[str, Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = statement["predicate"]
+    kinds = {"job": str, "session": str, "sequence": int, "head": str}
+    wrong = statement["predicateType"] != PROGRESS or set(facts) != set(kinds)
+    if wrong or any(type(facts[name]) is not kind for name, kind in kinds.items()):
+        raise dsse.EnvelopeError("The report of progress has other fields than it should: update the trainer.")
+    if not 0 <= facts["sequence"] < 1 << 53 or not _DIGEST.fullmatch(facts["head"]):
+        raise dsse.EnvelopeError("The report of progress names no line of a log: update the trainer.")
+    return facts
+
+
+def nonce_for_files(policy: Path, signing: SigningKey, state: Path | None = None) -> str:
+    """A nonce for evidence that comes as a file.
+
+    Raises:
+        UserError: the policy cannot be read, or the broker's directory cannot be used.
+    """
+    with Broker(state or default_state(policy), Policy.read(policy), signing) as broker:
+        return broker.nonce()
+
+
+def release_by_files(
+    evidence: Path, policy: Path, data_key: DataKey, signing: SigningKey, state: Path | None = None
+) -> str:
+    """The release for evidence in a file: a token, to be written to the file that the trainer waits for.
+
+    Args:
+        state: directory of the broker's log, with the nonce that the evidence must state.
+
+    Raises:
+        UserError: a file cannot be read, the broker's directory cannot be used, or a rule failed.
+    """
+    signed = _evidence_bytes(evidence)
+    with Broker(state or default_state(policy), Policy.read(policy), signing, data_key) as broker:
+        return broker.decide(signed)
+
+
+def _evidence_bytes(evidence: Path) -> bytes:
+    try:
+        if not evidence.is_file():  # opening a pipe would block
+            raise UserError(f"{evidence} is not a file: give the evidence that the trainer wrote.")
+        with evidence.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{evidence} cannot be read ({reason(error)}): check the path.") from None
+
+
+def default_state(policy: Path) -> Path:
+    """Where a broker of this policy has its log, if --state is not given."""
+    return policy.with_name(f"{policy.name.removesuffix('.toml')}.broker")

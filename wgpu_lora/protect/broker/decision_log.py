@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.evidence import envelope
-from wgpu_lora.protect.evidence.chain import (
+from wgpu_lora.protect.evidence import dsse
+from wgpu_lora.protect.evidence.signed_log import (
     MAX_LINE_BYTES,
-    Chain,
     DamagedError,
     Entry,
+    SignedLog,
     first_link,
     read_bytes,
     read_lines,
@@ -70,7 +71,7 @@ class DecisionLog:
         known = self._read_head()
         parts = sorted(int(found[1]) for path in directory.iterdir() if (found := _PART.fullmatch(path.name)))
         if known is None and not parts:
-            self._chain, self.head, self.cut = Chain.create(self._path(1), self._name(1), KIND), self._first(1), 0
+            self._chain, self.head, self.cut = SignedLog.create(self._path(1), self._name(1), KIND), self._first(1), 0
             return
         first = known or self._first(1)
         wanted = list(range(1, first.part + 1))
@@ -123,8 +124,8 @@ class DecisionLog:
     def _first(self, part: int) -> Head:
         return Head(part, 0, first_link(self._name(part)))
 
-    def _open(self, part: int) -> tuple[Chain, int]:
-        chain = Chain.open(self._path(part), KIND, lambda *_: self._key.public, self._name(part))
+    def _open(self, part: int) -> tuple[SignedLog, int]:
+        chain = SignedLog.open(self._path(part), KIND, lambda *_: self._key.public, self._name(part))
         return chain, chain.cut
 
     def _begin_part(self, part: int) -> None:
@@ -135,7 +136,7 @@ class DecisionLog:
             )
         if path.exists() and not path.stat().st_size:
             path.unlink()  # it could not be written to
-        chain = Chain.create(path, self._name(part), KIND)
+        chain = SignedLog.create(path, self._name(part), KIND)
         digest = file_digest(before)
         entry = chain.append("continued", {"sha256": digest, "state": state}, [(before.name, digest)], self._key)
         self._chain, self.head = chain, Head(part, 1, entry.digest)
@@ -182,8 +183,8 @@ class DecisionLog:
         if not path.exists():
             return None
         try:
-            statement = envelope.verify(read_bytes(path, 1 << 16), self._key.public)
-        except envelope.EnvelopeError:
+            statement = dsse.verify(read_bytes(path, 1 << 16), self._key.public)
+        except dsse.EnvelopeError:
             raise DamagedError(
                 f"{path} is not signed by this broker's key: restore it, or give the signing key of its log."
             ) from None
@@ -201,8 +202,91 @@ class DecisionLog:
         path = self._directory / HEAD_FILE
         subject = (self._chain.path.name, self.head.last)
         try:
-            write_bytes_atomic(path, envelope.sign(envelope.statement(HEAD, [subject], self.head._asdict()), self._key))
+            write_bytes_atomic(path, dsse.sign(dsse.statement(HEAD, [subject], self.head._asdict()), self._key))
         except OSError as error:
             self._broken = True
             said = f"{path} cannot be written ({error.strerror}): make room, then start the broker again."
             raise UserError(said) from None
+
+
+MOST_LINES = 64  # of a job; the one that was reported stays
+
+
+@dataclass
+class JobState:
+    """A job.
+
+    Attributes:
+        session, key: keyid and public key (PEM) of its newest session.
+        lines: of its evidence log that are known, number and SHA-256: the newest that was reported, and those that
+            sessions stated since then when they resumed. A log that has all of them is not an older one, made longer.
+    """
+
+    session: str
+    key: str
+    lines: list[tuple[int, str]] = field(default_factory=list)
+
+    @property
+    def newest(self) -> tuple[int, str] | None:
+        """The line that a session must have reached."""
+        return self.lines[-1] if self.lines else None
+
+
+@dataclass
+class State:
+    """All of it.
+
+    Attributes:
+        nonces: SHA-256 of each nonce that may still be used -> when it expires, in seconds since 1970.
+        jobs: by name. sessions: keyid of each session to which the key was released -> its job.
+    """
+
+    nonces: dict[str, float] = field(default_factory=dict)
+    jobs: dict[str, JobState] = field(default_factory=dict)
+    sessions: dict[str, str] = field(default_factory=dict)
+
+    def apply(self, entry: Entry) -> None:
+        """Follow a line of the log, the same way when it is written and when it is read again."""
+        facts = entry.facts
+        if "nonce_sha256" in facts and entry.stage != "nonce":
+            self.nonces.pop(facts["nonce_sha256"], None)  # used, whatever came of it
+        acts = {
+            "nonce": self._nonce,
+            "released": self._released,
+            "progress": self._progress,
+            "continued": self._carried,
+        }
+        if act := acts.get(entry.stage):
+            act(facts)
+
+    def carried(self) -> dict[str, Any]:
+        """What the first line of a part of the log remembers."""
+        return asdict(self)
+
+    def forget(self, now: float) -> None:
+        """Drop the nonces that have expired."""
+        self.nonces = {name: expires for name, expires in self.nonces.items() if expires > now}
+
+    def _nonce(self, facts: Mapping[str, Any]) -> None:
+        self.nonces[facts["nonce_sha256"]] = facts["expires"]
+
+    def _released(self, facts: Mapping[str, Any]) -> None:
+        name = facts["job"]
+        self.sessions[facts["session"]] = name
+        before = self.jobs.get(name)
+        lines = [*before.lines] if before else []
+        if (resume := facts["resume"]) is not None and (line := (resume["sequence"], resume["head"])) not in lines:
+            lines.append(line)
+        kept = lines if len(lines) <= MOST_LINES else [lines[0], *lines[1 - MOST_LINES :]]  # a release names them all
+        self.jobs[name] = JobState(facts["session"], facts["session_key"], kept)
+
+    def _progress(self, facts: Mapping[str, Any]) -> None:
+        self.jobs[facts["job"]].lines = [(facts["sequence"], facts["head"])]
+
+    def _carried(self, facts: Mapping[str, Any]) -> None:
+        state = facts["state"]
+        self.nonces, self.sessions = dict(state["nonces"]), dict(state["sessions"])
+        self.jobs = {
+            name: JobState(job["session"], job["key"], [(number, head) for number, head in job["lines"]])
+            for name, job in state["jobs"].items()
+        }

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wgpu_lora.bounded import escape_unprintable
-from wgpu_lora.protect.checking.findings import Findings, digest_in, digest_of, small_file
-from wgpu_lora.protect.checking.sessions import ENDS, Session
-from wgpu_lora.protect.evidence import envelope, signing, statement
-from wgpu_lora.protect.evidence.log import CLEANUP, CLEANUP_KIND, NAME
+from wgpu_lora.protect.checking.session_checks import ENDS, Findings, Session, digest_in, digest_of, small_file
+from wgpu_lora.protect.evidence import dsse, model_signature, run_statement
+from wgpu_lora.protect.evidence.run_evidence import CLEANUP, CLEANUP_KIND, NAME
 from wgpu_lora.words import join_words
 
 # Stages whose subjects the run itself sealed.
@@ -18,7 +17,7 @@ MADE = ("started", "checkpoint", "evaluated", "finished", "failed", "interrupted
 SEALED = ".age"
 JOB = "job.toml"  # a copy
 _OF_SESSION = re.compile(r"evidence-\d+\.json|release-\d+\.jwt")  # compared with the log by sessions.py
-OWN = {NAME, CLEANUP, JOB, statement.NAME, signing.NAME}
+OWN = {NAME, CLEANUP, JOB, run_statement.NAME, model_signature.NAME}
 
 
 def check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None:
@@ -83,7 +82,7 @@ def check_cleanup(run: Path, sessions: Sequence[Session], found: Findings) -> No
     with found.part(CLEANUP):
         data = small_file(run, CLEANUP)
         found.expect(f"SHA-256 of {CLEANUP}", digest_of(data), dict(lines[0].subjects).get(CLEANUP))
-        stated = envelope.verify(data, sessions[-1].key)
+        stated = dsse.verify(data, sessions[-1].key)
         found.expect(f"the predicate type of {CLEANUP}", stated["predicateType"], CLEANUP_KIND)
         found.expect(CLEANUP, stated["predicate"], {"session": sessions[-1].number, **lines[0].facts})
 

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,15 @@ from wgpu_lora.locks import check_output, lock_file
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.evidence import anchors
-from wgpu_lora.protect.hygiene.cleanup import Cleanup, overwrite
-from wgpu_lora.protect.hygiene.host import harden
-from wgpu_lora.protect.runs.ending import Ending
-from wgpu_lora.protect.runs.inputs import model_facts
-from wgpu_lora.protect.runs.job import Job
-from wgpu_lora.protect.runs.session import Beginning, Say, Session, opened_log
-from wgpu_lora.protect.runs.storage import ADAPTER, SealedStorage
+from wgpu_lora.protect.evidence.run_statement import RunFacts, write_statement
+from wgpu_lora.protect.hygiene.cleanup import Cleanup, device_wipe_facts, overwrite
+from wgpu_lora.protect.hygiene.memory_protection import harden, swap_risks
+from wgpu_lora.protect.runs.protected_job import ProtectedJob, model_facts
+from wgpu_lora.protect.runs.protected_session import Say, Session, SessionStart, opened_log
+from wgpu_lora.protect.runs.sealed_storage import ADAPTER, SealedStorage
 from wgpu_lora.protect.sealed import archive
+from wgpu_lora.protect.sealed.age_streams import TamperedError, unseal_bytes
 from wgpu_lora.protect.sealed.keys import SessionKeys
-from wgpu_lora.protect.sealed.streams import TamperedError, unseal_bytes
 from wgpu_lora.signals import on_end_signal
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.run import run_checkpoint
@@ -63,8 +62,8 @@ class ProtectedRecord:
     spent: list[tuple[float, float]]
 
 
-def finetune(
-    job: Job,
+def finetune_protected(
+    job: ProtectedJob,
     *,
     resume: bool = False,
     nonce: str | None = None,
@@ -106,8 +105,8 @@ def finetune(
             check_output_free(job.output)
         model = model or open_model(job.arguments.model or "demo", job.arguments.device, job.arguments.base_dtype)
         wiper = stack.enter_context(Wiper(model.device))
-        beginning = Beginning(job, keys, host, log, say)
-        ending = Ending(beginning, wiper, model)
+        beginning = SessionStart(job, keys, host, log, say)
+        ending = SessionEnd(beginning, wiper, model)
         try:
             session = beginning.attest(model, nonce)
             ending.session = session
@@ -123,7 +122,7 @@ def finetune(
         return ProtectedRecord(ending.record, job.output, job.output / ADAPTER, facts, ending.statement, spent)
 
 
-def _train(session: Session, model: LoadedModel, ending: Ending, watch: Watch | None) -> RunRecord:
+def _train(session: Session, model: LoadedModel, ending: SessionEnd, watch: Watch | None) -> RunRecord:
     job, log, release, cleanup = session.job, session.log, session.release, ending.cleanup
     session.check_expired()
     sources, initial = _opened(session, cleanup)
@@ -159,11 +158,11 @@ def _train(session: Session, model: LoadedModel, ending: Ending, watch: Watch | 
     _check_limits(session, prepared)
     _check_beside(session)
     data = [(item["name"], item["sha256"]) for item in session.claims["job"]["data"]]
-    log.append("opened", {"rows": account.examples, "trained_rows": _trained(prepared)}, data)
+    log.append("opened", {"rows": account.examples, "trained_rows": _trained_rows(prepared)}, data)
     _say_start(session, storage, newest, kept)
     session.check_expired()
     with watch(prepared) if watch else nullcontext(SILENT) as events:
-        return prepared.train(EventForwarder(events, _Logged(session)))
+        return prepared.train(EventForwarder(events, _EvaluationLog(session)))
 
 
 def _opened(session: Session, cleanup: Cleanup) -> tuple[dict[str, Any], dict[Path, Mapping[str, bytes]]]:
@@ -195,7 +194,7 @@ def _check_beside(session: Session) -> None:
             raise UserError(f"{path} has changed since it was attested: start again when nobody writes to it.")
 
 
-def _trained(prepared: FinetuneJob) -> int:
+def _trained_rows(prepared: FinetuneJob) -> int:
     """Rows of the data that are trained on."""
     data = prepared.run.stream.prepared
     return min(data.account.examples, len(data.samples))
@@ -203,7 +202,7 @@ def _trained(prepared: FinetuneJob) -> int:
 
 def _check_limits(session: Session, prepared: FinetuneJob) -> None:
     """Raise UserError unless a run keeps to the limits of its release."""
-    release, rows = session.release, _trained(prepared)
+    release, rows = session.release, _trained_rows(prepared)
     if release.min_rows is not None and rows < release.min_rows:
         raise UserError(
             f"The data leave {count_noun(rows, 'row')} to train on, and the release asks for at least "
@@ -236,7 +235,7 @@ def _say_start(session: Session, storage: SealedStorage, newest: Path | None, ke
     log.append("started", {"options": session.job.options}, storage.skipped)
 
 
-class _Logged(Events):
+class _EvaluationLog(Events):
     """Puts held-out losses into the evidence log, until it is half full; checkpoints' lines have theirs, too."""
 
     def __init__(self, session: Session):
@@ -274,3 +273,101 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _interrupt(number: int) -> None:
     raise KeyboardInterrupt
+
+
+SIGNING_KEY = "the session's signing key, which signs this record; it is dropped, and overwritten by OpenSSL, after it"
+DROPPED = "adapters and checkpoints that were opened or made, in immutable bytes, which are dropped"
+BASE = "the base model's weights, which are not secret"
+
+
+@dataclass
+class SessionEnd:
+    """What happens at the end of a session, however it ends."""
+
+    beginning: SessionStart
+    wiper: Wiper
+    model: LoadedModel
+    cleanup: Cleanup = field(default_factory=Cleanup)
+    session: Session | None = None
+    storage: SealedStorage | None = None
+    record: RunRecord | None = None
+    error: BaseException | None = None
+    rows: int | None = None
+    cleanup_facts: dict[str, Any] = field(default_factory=dict)
+    statement: Path | None = None
+
+    def run(self) -> None:
+        """Log the end, overwrite what is in memory, log that too, and write the statement of a run that finished."""
+        log = self.beginning.log
+        attested = log is not None and log.entries and log.entries[-1].keyid == self.beginning.keys.signing.public.keyid
+        try:
+            if attested:
+                self._say_end()
+        finally:
+            self._wipe()
+            if attested and log is not None:
+                log.wiped(self.cleanup_facts)
+                self._state()
+                if self.session:
+                    self.session.report(ended=True)
+
+    def _say_end(self) -> None:
+        log, record = self.beginning.log, self.record
+        assert log is not None
+        if record is None:  # the message of an error may have something of the rows
+            stopped = isinstance(self.error, KeyboardInterrupt)
+            log.append("interrupted" if stopped else "failed", {"error": type(self.error).__name__})
+            return
+        subjects = self._sealed()
+        if record.outcome == "interrupted":
+            log.append("interrupted", {"signal": record.signal, "step": record.state.step}, subjects)
+        elif record.outcome == "failed":
+            log.append("failed", {"error": record.stop_reason, "step": record.state.step}, subjects)
+        else:
+            log.append("finished", self._facts().to_json(), subjects)
+        if self.storage:
+            self.storage.put_adapter()
+
+    def _wipe(self) -> None:
+        cleanup, keys = self.cleanup, self.beginning.keys
+        if self.storage:
+            self.storage.forget()
+        keep = [storage.buffer for storage in self.model.decoder.storages() if storage.buffer is not None]
+        cleanup.add("device buffers", lambda: device_wipe_facts(self.wiper.wipe(keep)))
+        if self.session:
+            cleanup.add("the data's key", self.session.release.key.wipe)
+        cleanup.add("the session's key for the release", keys.data.wipe)
+        if self.storage:
+            self.storage.forget()
+        for text in (SIGNING_KEY, DROPPED, BASE, *swap_risks(self.beginning.host.facts)):
+            cleanup.note_unwipable(text)
+        self.cleanup_facts = cleanup.run()
+
+    def _state(self) -> None:
+        log, record, storage = self.beginning.log, self.record, self.storage
+        if not (log and record and storage and self.session) or record.outcome in ("interrupted", "failed"):
+            return
+        sealed = self._sealed()[0]
+        self.statement = write_statement(log, self.session.claims, storage.adapter, sealed, self._facts())
+
+    def _sealed(self) -> list[tuple[str, str]]:
+        digest = self.storage.adapter_sha256 if self.storage else None
+        return [(ADAPTER, digest)] if digest else []
+
+    def _facts(self) -> RunFacts:
+        assert self.record is not None
+        state, args = self.record.state, self.record.options
+        held_out = state.last_eval_loss is not None
+        return RunFacts(
+            steps=state.step,
+            elapsed_seconds=state.elapsed_seconds,
+            stop_reason=self.record.stop_reason,
+            target_seconds=args.target_seconds,
+            budget_steps=state.total_steps,
+            initial_loss=state.first_eval_loss,
+            final_loss=state.last_eval_loss if held_out else state.last_loss,
+            best_loss=state.best_eval_loss,
+            rows=self.rows,
+            tokens=state.tokens,
+            weights_sha256=self.record.base_sha256,
+        )

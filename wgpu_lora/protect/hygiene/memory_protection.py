@@ -164,11 +164,11 @@ def _not_protected(facts: dict[str, Any]) -> Iterator[str]:
         .startswith(("|", "@") if not facts["core_dumps"]["limit_bytes"] else "@")
     ):
         yield "core dumps of child processes are given to what core_pattern names"
-    yield from swapped(facts)
+    yield from swap_risks(facts)
     yield "whoever controls this machine's kernel can read the memory of this process"
 
 
-def swapped(facts: dict[str, Any]) -> Iterator[str]:
+def swap_risks(facts: dict[str, Any]) -> Iterator[str]:
     """What of the memory can reach the disk, by the facts of `harden`."""
     if facts["memory"]["locked"] != "all" and facts["swap"] != []:
         unknown = " (whether there is swap is not known)" if facts["swap"] is None else ""

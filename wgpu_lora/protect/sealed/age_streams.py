@@ -45,7 +45,7 @@ class TamperedError(UserError):
     """A sealed file that is damaged, or that this key does not open."""
 
 
-class _Noticed:
+class _StreamEnd:
     """One end of a stream, which keeps its own failure apart from pyrage's: both can be OSError."""
 
     def __init__(self, inner: Any) -> None:
@@ -74,7 +74,7 @@ class _Noticed:
         self._call(getattr(self.inner, "flush", lambda: None))
 
 
-class _Started:
+class _AgeReader:
     """A reader of an age file whose header is not larger than ours can be."""
 
     def __init__(self, reader: Reader, where: str) -> None:
@@ -104,7 +104,7 @@ class _Started:
         return piece
 
 
-class _Into:
+class _BufferWriter:
     """A writer into a buffer of a fixed size."""
 
     def __init__(self, buffer: bytearray) -> None:
@@ -174,7 +174,7 @@ def seal_stream(reader: Reader, writer: Writer, recipients: Sequence[str]) -> No
     Raises:
         UserError: a recipient is not one. What `reader` or `writer` raises.
     """
-    to, source, target = parse_recipients(recipients), _Noticed(reader), _Noticed(writer)
+    to, source, target = parse_recipients(recipients), _StreamEnd(reader), _StreamEnd(writer)
     try:
         _apart(lambda: pyrage.encrypt_io(source, target, to), source, target)
     except BaseException:
@@ -195,7 +195,7 @@ def unseal_stream(reader: Reader, writer: Writer, key: DataKey, where: str = "Th
         TamperedError: it is damaged or incomplete, sealed to another key, or not an age file.
         What `reader` or `writer` raises.
     """
-    source, target = _Noticed(_Started(reader, where)), _Noticed(writer)
+    source, target = _StreamEnd(_AgeReader(reader, where)), _StreamEnd(writer)
     try:
         _apart(lambda: pyrage.decrypt_io(source, target, [key.identity()]), source, target)
     except (pyrage.DecryptError, OSError) as error:
@@ -218,7 +218,7 @@ def unseal_stream(reader: Reader, writer: Writer, key: DataKey, where: str = "Th
 def seal_bytes(data: bytes | bytearray | memoryview, recipients: Sequence[str]) -> bytes:
     """Seals bytes in memory. Raises UserError if a recipient is not one."""
     writer = io.BytesIO()
-    seal_stream(_From(data), writer, recipients)
+    seal_stream(_BufferReader(data), writer, recipients)
     return writer.getvalue()
 
 
@@ -232,9 +232,9 @@ def unseal_bytes(data: bytes | bytearray | memoryview, key: DataKey) -> bytearra
         TamperedError: as `unseal_stream`.
     """
     buffer = bytearray(len(data))  # more than what is in it, so that it never moves and leaves a copy behind
-    into = _Into(buffer)
+    into = _BufferWriter(buffer)
     try:
-        unseal_stream(_From(data), into, key)
+        unseal_stream(_BufferReader(data), into, key)
     except BaseException:
         into.view[:] = bytes(len(buffer))
         raise
@@ -248,7 +248,7 @@ def unseal_bytes(data: bytes | bytearray | memoryview, key: DataKey) -> bytearra
     return short
 
 
-class _From:
+class _BufferReader:
     """A reader of bytes that does not copy all of them."""
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
@@ -260,7 +260,7 @@ class _From:
         return piece
 
 
-def _apart(work: Callable[[], None], *ends: _Noticed) -> None:
+def _apart(work: Callable[[], None], *ends: _StreamEnd) -> None:
     """Runs pyrage in a thread of its own, where no signal handler can raise.
 
     Here one could in the middle of a call of `read` or `write`, before that has begun to notice failures, and pyrage
@@ -292,7 +292,7 @@ def _apart(work: Callable[[], None], *ends: _Noticed) -> None:
         raise results[0]
 
 
-def _reraise(*ends: _Noticed) -> None:
+def _reraise(*ends: _StreamEnd) -> None:
     """Raises what an end of a stream raised, instead of how pyrage says it."""
     for end in ends:
         if end.failure is not None:

@@ -30,8 +30,8 @@ from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.evidence import anchors, envelope
-from wgpu_lora.protect.evidence.chain import Chain, Entry, read_bytes, read_lines
+from wgpu_lora.protect.evidence import anchors, dsse
+from wgpu_lora.protect.evidence.signed_log import Entry, SignedLog, read_bytes, read_lines
 from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
 from wgpu_lora.strict_json import to_json
 
@@ -61,7 +61,7 @@ class EvidenceLog:
         run: the run's id. session: the number of the session, from 1; 0 before the first is attested.
     """
 
-    def __init__(self, directory: Path, chain: Chain, keys: SessionKeys):
+    def __init__(self, directory: Path, chain: SignedLog, keys: SessionKeys):
         self.directory = directory
         self._chain, self._keys = chain, keys
         self.run = chain.name
@@ -76,7 +76,7 @@ class EvidenceLog:
         """
         if anchors.find(run) is not None:
             raise UserError(f"A run with the id {run!a:.80} was recorded on this machine before: give it another id.")
-        return cls(directory, Chain.create(directory / NAME, run, KIND), keys)
+        return cls(directory, SignedLog.create(directory / NAME, run, KIND), keys)
 
     @classmethod
     def resume(cls, directory: Path, keys: SessionKeys, run: str | None = None) -> EvidenceLog:
@@ -89,7 +89,7 @@ class EvidenceLog:
         Raises:
             UserError: the log is damaged, or older than the one that this machine wrote.
         """
-        chain = Chain.open(directory / NAME, KIND, _key_of, run)
+        chain = SignedLog.open(directory / NAME, KIND, _key_of, run)
         anchors.check(chain.name, [entry.digest for entry in chain.entries])
         return cls(directory, chain, keys)
 
@@ -157,13 +157,13 @@ class EvidenceLog:
             UserError: a file cannot be written.
         """
         link = (f"{NAME}:{self.sequence}", self.head)
-        data = self.sign(envelope.statement(CLEANUP_KIND, [link], {"session": self.session, **record}))
+        data = self.sign(dsse.statement(CLEANUP_KIND, [link], {"session": self.session, **record}))
         self.keep(CLEANUP, data)
         return self.append("wiped", record, [(CLEANUP, hashlib.sha256(data).hexdigest())])
 
     def sign(self, statement: Mapping[str, Any]) -> bytes:
         """A DSSE envelope by the session's key."""
-        return envelope.sign(json.loads(to_json(statement)), self._keys.signing)
+        return dsse.sign(json.loads(to_json(statement)), self._keys.signing)
 
     def append(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]] = ()) -> Entry:
         """Append a line.

@@ -21,8 +21,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import Evidence
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.policies.result import Appraisal
+from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SessionKeys, SigningKey
-from wgpu_lora.protect.sealed.streams import parse_recipient
 
 ALGORITHM = "ES256"
 TYPE = "wgpu-lora-release+jwt"  # explicit typing (RFC 8725, 3.11): no other token of this key is a release

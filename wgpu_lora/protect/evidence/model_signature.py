@@ -19,7 +19,7 @@ from model_signing import verifying
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.bounded import escape_unprintable
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
 
 NAME = "model.sig"
@@ -47,7 +47,7 @@ def sign_model(files: Mapping[str, bytes | bytearray], key: SigningKey, name: st
         ],
     }
     root = hashlib.sha256(b"".join(digests.values())).hexdigest()
-    signed = json.loads(envelope.sign(envelope.statement(KIND, [(name, root)], predicate), key))
+    signed = json.loads(dsse.sign(dsse.statement(KIND, [(name, root)], predicate), key))
     hint = hashlib.sha256(key.public.pem.encode()).hexdigest()
     bundle = {
         "mediaType": BUNDLE,

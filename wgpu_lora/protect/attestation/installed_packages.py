@@ -26,7 +26,7 @@ from wgpu_lora.installation import NAME
 
 HASHES = {"sha256", "sha384", "sha512"}
 BY_INSTALLERS = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD")  # in .dist-info; they differ between machines
-PACKAGE = os.path.normcase(os.path.realpath(assets.DEMO_MODEL.parent.parent)) + os.sep
+PACKAGE_PREFIX = os.path.normcase(os.path.realpath(assets.DEMO_MODEL.parent.parent)) + os.sep
 STANDARD = tuple(
     os.path.normcase(os.path.realpath(sysconfig.get_path(name))) + os.sep for name in ("stdlib", "platstdlib")
 )
@@ -35,7 +35,7 @@ MOST_NAMED = 10  # files of a package that are named as changed
 
 
 @dataclass
-class Installed:
+class InstalledPackage:
     """An installed package.
 
     Attributes:
@@ -48,7 +48,7 @@ class Installed:
     files: set[str] = field(default_factory=set)
 
 
-def installed() -> dict[str, Installed]:
+def installed_packages() -> dict[str, InstalledPackage]:
     """All packages that this one requires, directly or not, and all others that this process has loaded, by their
     normalised names (PEP 503)."""
     found = {name: _measure(one) for name, one in _required().items()}
@@ -67,7 +67,7 @@ def accounted(file: str, listed: Collection[str]) -> bool:
     spelt = _spellings(file)
     real = spelt[-1]
     inside = real.startswith(STANDARD) and not any(name in real for name in INSTALLED)
-    return inside or real.startswith(PACKAGE) or any(path in listed for path in spelt)
+    return inside or real.startswith(PACKAGE_PREFIX) or any(path in listed for path in spelt)
 
 
 def _spellings(file: str) -> tuple[str, str]:
@@ -137,7 +137,7 @@ def _files(one: Distribution) -> set[str]:
     return {path for path, _ in _record(one).values()}
 
 
-def _measure(one: Distribution) -> Installed:
+def _measure(one: Distribution) -> InstalledPackage:
     record = _record(one)
     total, changed = hashlib.sha256(), []
     for name, (path, expected) in sorted(record.items()):
@@ -159,7 +159,7 @@ def _measure(one: Distribution) -> Installed:
         claims |= {"sha256": total.hexdigest(), "record_sha256": hashlib.sha256(text.encode()).hexdigest()}
     if changed:
         claims["changed"] = changed[:MOST_NAMED]
-    return Installed(claims, {path for path, _ in record.values()})
+    return InstalledPackage(claims, {path for path, _ in record.values()})
 
 
 def _digests(path: str, expected: str) -> tuple[str, str]:

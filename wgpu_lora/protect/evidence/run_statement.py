@@ -15,10 +15,10 @@ from typing import Any
 from google.protobuf import json_format
 from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
 
-from wgpu_lora.protect.evidence import envelope
-from wgpu_lora.protect.evidence.chain import Entry, read_bytes
-from wgpu_lora.protect.evidence.log import CLEANUP, EvidenceLog
-from wgpu_lora.protect.evidence.log import NAME as LOG
+from wgpu_lora.protect.evidence import dsse
+from wgpu_lora.protect.evidence.run_evidence import CLEANUP, EvidenceLog
+from wgpu_lora.protect.evidence.run_evidence import NAME as LOG
+from wgpu_lora.protect.evidence.signed_log import Entry, read_bytes
 
 NAME = "statement.json"
 KIND = "https://slsa.dev/provenance/v1"
@@ -75,7 +75,7 @@ def write_statement(
     predicate = provenance(log.entries, claims, cleanup, facts.to_json())
     json_format.ParseDict(predicate, provenance_pb2.Provenance())  # its schema
     subjects = [(f"{ADAPTER}{name}", digest) for name, digest in sorted(adapter.items())]
-    log.keep(NAME, log.sign(envelope.statement(KIND, [*subjects, sealed], predicate)))
+    log.keep(NAME, log.sign(dsse.statement(KIND, [*subjects, sealed], predicate)))
     return log.directory / NAME
 
 

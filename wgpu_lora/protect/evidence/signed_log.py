@@ -19,7 +19,7 @@ from typing import Any
 
 from wgpu_lora.atomic import sync_directory
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
 from wgpu_lora.strict_json import to_json
 
@@ -65,7 +65,7 @@ KeyOf = Callable[[str, Mapping[str, Any], Sequence[Entry]], PublicKey]
 
 
 @dataclass
-class Chain:
+class SignedLog:
     """A log that is being written.
 
     Attributes:
@@ -86,7 +86,7 @@ class Chain:
         return self.size > MAX_LOG_BYTES // 2
 
     @classmethod
-    def create(cls, path: Path, name: str, kind: str) -> Chain:
+    def create(cls, path: Path, name: str, kind: str) -> SignedLog:
         """A new, empty log; an existing file may have no complete line, as a process killed at once leaves it.
 
         Raises:
@@ -102,7 +102,7 @@ class Chain:
         return cls(path, name, kind)
 
     @classmethod
-    def open(cls, path: Path, kind: str, key_of: KeyOf, name: str | None = None) -> Chain:
+    def open(cls, path: Path, kind: str, key_of: KeyOf, name: str | None = None) -> SignedLog:
         """A log to go on with, verified; an incomplete last line is cut off. `name`: None takes the log's own.
 
         Raises:
@@ -153,7 +153,7 @@ class Chain:
             "facts": json.loads(to_json(facts)),
         }
         link = (f"{self.path.name}:{self.sequence}", self.head)
-        line = envelope.sign(envelope.statement(self.kind, [link, *subjects], made), key)
+        line = dsse.sign(dsse.statement(self.kind, [link, *subjects], made), key)
         if len(line) > MAX_LINE_BYTES:
             raise UserError(f"{self.path} would have a line of {len(line):,} bytes: record fewer facts in it.")
         if self.size + len(line) >= MAX_LOG_BYTES:
@@ -231,9 +231,9 @@ def read_lines(data: bytes, where: str, kind: str, key_of: KeyOf, name: str | No
 def _verified(line: bytes, kind: str, key_of: KeyOf, before: Sequence[Entry]) -> Entry:
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {MAX_LINE_BYTES:,} bytes")
-    claimed = _predicate(envelope.peek(line), kind)
+    claimed = _predicate(dsse.peek(line), kind)
     key = key_of(claimed["stage"], claimed["facts"], before)
-    statement = envelope.verify(line, key)
+    statement = dsse.verify(line, key)
     made = _predicate(statement, kind)
     pairs = [(item["name"], item["digest"]["sha256"]) for item in statement["subject"]]
     if not pairs or pairs[0][1] != made["previous"]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +20,21 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_bytes
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import program
-from wgpu_lora.models.loaded_model import LoadedModel
+from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.attestation.claims import attest, base_facts, gather, load_evidence, read_evidence
-from wgpu_lora.protect.broker.client import BrokerClient, RefusedByBroker
-from wgpu_lora.protect.broker.progress import sign_progress
-from wgpu_lora.protect.broker.release import MAX_TOKEN, Release, missing_line, open_release
-from wgpu_lora.protect.checking.findings import Findings
-from wgpu_lora.protect.checking.sessions import check_sessions, sessions_of
+from wgpu_lora.protect.broker.broker import sign_progress
+from wgpu_lora.protect.broker.broker_client import BrokerClient, RefusalError
+from wgpu_lora.protect.broker.release_token import MAX_TOKEN, Release, missing_line, open_release
+from wgpu_lora.protect.checking.session_checks import Findings, check_sessions, sessions_of
 from wgpu_lora.protect.evidence import anchors
-from wgpu_lora.protect.evidence.log import CLEANUP, EvidenceLog, read_log
-from wgpu_lora.protect.evidence.log import NAME as LOG
-from wgpu_lora.protect.evidence.statement import NAME as STATEMENT
-from wgpu_lora.protect.hygiene.host import HostProtection
-from wgpu_lora.protect.runs.job import Job
-from wgpu_lora.protect.runs.storage import ADAPTER
+from wgpu_lora.protect.evidence.run_evidence import CLEANUP, EvidenceLog, read_log
+from wgpu_lora.protect.evidence.run_evidence import NAME as LOG
+from wgpu_lora.protect.evidence.run_statement import NAME as STATEMENT
+from wgpu_lora.protect.hygiene.memory_protection import HostProtection, harden
+from wgpu_lora.protect.runs import protected_job as jobs
+from wgpu_lora.protect.runs.protected_job import ProtectedJob
+from wgpu_lora.protect.runs.sealed_storage import ADAPTER
 from wgpu_lora.protect.sealed.keys import SessionKeys
 
 JOB_COPY = "job.toml"
@@ -61,7 +63,7 @@ class Session:
         spent: (begin, seconds) of what protecting the training took while it ran, by `time.perf_counter`.
     """
 
-    job: Job
+    job: ProtectedJob
     keys: SessionKeys
     log: EvidenceLog
     claims: dict[str, Any]
@@ -96,16 +98,16 @@ class Session:
             report = sign_progress(self.job.name, self.log.sequence, self.log.head, self.keys.signing)
             self.client.report(report)
         except UserError as error:
-            if isinstance(error, RefusedByBroker) and not ended:
+            if isinstance(error, RefusalError) and not ended:
                 raise
             self.say("note", f"the broker was not told how far this run is: {error.problem}")
 
 
 @dataclass
-class Beginning:
+class SessionStart:
     """What a session begins with. log: of the run that it goes on with; None for a new run, until it is attested."""
 
-    job: Job
+    job: ProtectedJob
     keys: SessionKeys
     host: HostProtection
     log: EvidenceLog | None
@@ -202,7 +204,7 @@ def _check_known(log: EvidenceLog, release: Release) -> None:
         )
 
 
-def opened_log(job: Job, keys: SessionKeys, resume: bool) -> EvidenceLog | None:
+def opened_log(job: ProtectedJob, keys: SessionKeys, resume: bool) -> EvidenceLog | None:
     """The log of the run in a job's directory, verified; None if there is no run.
 
     Raises:
@@ -231,7 +233,7 @@ def opened_log(job: Job, keys: SessionKeys, resume: bool) -> EvidenceLog | None:
     return log
 
 
-def _check_endorsed(job: Job, log: EvidenceLog) -> None:
+def _check_endorsed(job: ProtectedJob, log: EvidenceLog) -> None:
     """Raise UserError unless the sessions in a log had their keys from the job's broker: anybody can write a log."""
     found = Findings()
     check_sessions(job.output, sessions_of(log.entries), job.broker_key, None, found)
@@ -251,7 +253,7 @@ def _released(path: Path) -> bool:
     return any(entry.stage == "released" for entry in entries)
 
 
-def _check_unused(job: Job) -> None:
+def _check_unused(job: ProtectedJob) -> None:
     """Raise UserError if a new run would write over other files, which may be the job's own."""
     written = (ADAPTER, CLEANUP, STATEMENT, "evidence-1.json", "release-1.jwt")
     taken = [job.output / name for name in written if (job.output / name).exists()]
@@ -283,3 +285,46 @@ def _same_job(output: Path, claims: dict[str, Any]) -> None:
                 f"The job has changed since the run in {output} started ({what}): restore it, or start a new run in "
                 "another directory."
             )
+
+
+def job_claims(job: ProtectedJob, *, nonce: str, keys: SessionKeys, device: str | None = None) -> dict[str, Any]:
+    """The claims of a session of a job on this machine, which opens the model's files without loading its weights.
+
+    Args:
+        device: instead of the job's, index or part of a name.
+
+    Raises:
+        UserError: the model or a sealed file cannot be read, or there is no such device.
+    """
+    import_module(
+        "wgpu_lora.protect.runs.protected_run"
+    )  # the claims name what is loaded: as much as in a training session
+    options = job.arguments
+    model = open_model(options.model or "demo", device or options.device, options.base_dtype)
+    base = base_facts(model.name, model.checkpoint, model.config)
+    return gather(model.device.info, nonce=nonce, keys=keys, job=job, base=base)
+
+
+def reference_claims(path: Path, device: str | None = None) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """The claims, and the verified quote if there is one, from which a policy is made.
+
+    Args:
+        path: of JOB.toml, or of evidence (.json), whose claims are believed as they are.
+
+    Raises:
+        UserError: the file cannot be read, or states no job.
+    """
+    if path.suffix.lower() == ".json":
+        if device is not None:
+            raise UserError("--device does not apply to evidence, which states its own: leave it out, or give the job.")
+        evidence = load_evidence(path)
+        if "job" not in evidence.claims:
+            raise UserError(f"{path} states no job, so it has no data to allow: attest with --job JOB.toml.")
+        return evidence.claims, evidence.quote
+    job, keys, host = jobs.read_job(path), SessionKeys.generate(), harden()
+    try:
+        claims = job_claims(job, nonce=secrets.token_urlsafe(), keys=keys, device=device)
+        return {**claims, "host": host.facts}, None
+    finally:
+        keys.wipe()
+        host.restore()

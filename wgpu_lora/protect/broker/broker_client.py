@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import socket
 import ssl
 import time
 from collections.abc import Callable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,8 +15,7 @@ import httpx
 
 from wgpu_lora.bounded import escape_unprintable, parse_object
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.broker.loopback import is_loopback, resolve
-from wgpu_lora.protect.broker.release import read_release
+from wgpu_lora.protect.broker.release_token import read_release
 from wgpu_lora.protect.sealed.keys import PublicKey
 
 MEDIA_TYPE = "application/vnd.dsse.envelope.v1+json"
@@ -27,7 +28,7 @@ DECIDED = (400, 403, 409)  # the broker has looked at what it was sent
 _NONCE = re.compile(r"[\w-]{22,88}", re.ASCII)  # RFC 9711 has 8 to 88 characters
 
 
-class RefusedByBroker(UserError):
+class RefusalError(UserError):
     """The broker answers, and refuses; asking again does not help."""
 
 
@@ -142,7 +143,7 @@ class BrokerClient:
         if not isinstance(error, str):
             raise UserError(f"The broker at {self._said} answers with the status {status}: check the URL.")
         lines = [_line(failure) for failure in failures[:100]] if isinstance(failures, list) else []
-        raise (RefusedByBroker if status in DECIDED else UserError)(escape_unprintable(error)[:500], lines)
+        raise (RefusalError if status in DECIDED else UserError)(escape_unprintable(error)[:500], lines)
 
     def _wait(self, seconds: float) -> None:
         self._sleep(seconds)
@@ -178,3 +179,17 @@ def _context(ca: Path | None) -> ssl.SSLContext:
         raise UserError(f"{ca} holds no certificates in PEM ({error}): give the broker's, or its CA's.") from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address stays on this machine."""
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def resolve(host: str, where: str) -> list[str]:
+    """All IP addresses of a host name. Raises UserError, which starts with `where`, if there is none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{where} cannot be resolved ({error}): check the name.") from None
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
