@@ -49,7 +49,7 @@ def test_the_key_is_released_to_the_session_that_attested(owner: Owner) -> None:
         token = broker.decide(evidence)
     opened = trainer.opened(token, evidence, nonce)
     assert opened.key.text() == owner.data.text()
-    assert (opened.job, opened.min_rows) == (JOB, None)
+    assert (opened.claims["sub"], opened.claims["min_rows"]) == (JOB, None)
     assert stages(owner) == ["nonce", "released"]
     assert owner.data.text() not in b"".join(owner.lines())
     decision = dsse.peek(owner.lines()[1].rstrip())["predicate"]["facts"]

@@ -16,9 +16,9 @@ from support.policies import digest
 from wgpu_lora.protect.broker import broker as decide
 from wgpu_lora.protect.broker import broker_app
 from wgpu_lora.protect.broker.broker import BrokerRefusal, sign_progress
-from wgpu_lora.protect.broker.broker_app import MAX_EVIDENCE, MEDIA_TYPES, Rate, make_app
+from wgpu_lora.protect.broker.broker_app import MAX_EVIDENCE, MEDIA_TYPE, Rate, make_app
 
-DSSE = {"Content-Type": MEDIA_TYPES[0]}
+DSSE = {"Content-Type": MEDIA_TYPE}
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_a_client_cannot_ask_more_often_than_allowed_nor_take_all_from_others(mo
 
 def test_addresses_are_remembered_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_app, "MAX_ADDRESSES", 10)
-    rate = Rate(all_=1000)
+    rate = Rate(1000, 1000)
     for number in range(100):
         rate.take(str(number))
     assert len(rate._buckets) == 10

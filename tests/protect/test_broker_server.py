@@ -266,7 +266,7 @@ def test_nonces_and_releases_by_files(owner: Owner, capsys: pytest.CaptureFixtur
     nonce = capsys.readouterr().out.strip()
     trainer, file = Trainer(owner), owner.directory / "evidence.json"
     evidence = trainer.evidence(nonce)
-    with pytest.raises(UserError, match="is not a file"):
+    with pytest.raises(UserError, match="does not exist"):
         release_by_files(file, owner.policy, owner.data, owner.signing)
     file.write_bytes(evidence)
     token = release_by_files(file, owner.policy, owner.data, owner.signing)

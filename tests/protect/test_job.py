@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import shutil
 from pathlib import Path
@@ -148,11 +147,12 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_record_of_another_file(hospital: Hospital) -> None:
     job = read(hospital)
-    with job.data.open("ab") as file:
+    data = job.sealed["data"]
+    with data.open("ab") as file:
         file.write(b"x")
     with pytest.raises(UserError, match="is not the file that"):
         job.digests()
-    job.data.with_name(f"{job.data.name}.json").unlink()
+    data.with_name(f"{data.name}.json").unlink()
     assert "rows" not in job.digests()["data"]
 
 
@@ -166,9 +166,7 @@ def test_models_beside_the_base_are_measured(hospital: Hospital) -> None:
     found = job.digests()
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     assert found["reference_adapter"] == {"name": "reference", "sha256": digest, "bytes": 25}
-    attested: Any = SimpleNamespace(
-        job=job, claims={"job": {"data": [{"role": role, **facts} for role, facts in found.items()]}}
-    )
+    attested: Any = SimpleNamespace(job=job, data=found)
     _check_beside(attested)
     (adapter / "more" / "c").write_text("another")
     with pytest.raises(UserError, match="changed since it was attested"):
@@ -178,24 +176,3 @@ def test_models_beside_the_base_are_measured(hospital: Hospital) -> None:
         job.digests()
     taught = read(hospital, objective="kd", teacher="demo").digests()["teacher"]
     assert (taught["name"], len(taught["sha256"])) == ("model", 64)
-
-
-def test_every_key_is_a_field() -> None:
-    assert {
-        "name",
-        "data",
-        "eval_data",
-        "init_adapter",
-        "output",
-        "recipients",
-        "broker",
-        "broker_key",
-        "ca",
-        "files",
-    } == {item.name for item in dataclasses.fields(ProtectedJob)} - {
-        "path",
-        "content",
-        "broker_file",
-        "arguments",
-        "stated",
-    }

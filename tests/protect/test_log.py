@@ -12,7 +12,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.evidence.run_evidence import KIND, NAME, EvidenceLog, read_log
 from wgpu_lora.protect.evidence.signed_log import MAX_LINE_BYTES, DamagedError, SignedLog
-from wgpu_lora.protect.sealed.keys import SessionKeys
+from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey
 
 Lines = list[bytes]
 OTHER = b"ab" * 32
@@ -27,7 +27,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def written(directory: Path, run: str = "run-1") -> EvidenceLog:
     """A log of two sessions."""
     directory.mkdir()
-    log = EvidenceLog.create(directory, SessionKeys.generate(), run)
+    log = EvidenceLog.start(directory, SessionKeys.generate(), run)
     log.attested(b"evidence one")
     log.released("token one", {"job": "a"})
     log.append("checkpoint", {"step": 2, "loss": 0.5}, [("checkpoints/step-2.tar.age", "c" * 64)])
@@ -106,7 +106,7 @@ def test_lines_of_another_log_or_key_do_not_fit(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines))
     keys = SessionKeys.generate()
     log = EvidenceLog.resume(tmp_path / "a", keys)
-    log._chain.append("checkpoint", {"step": 9}, [], keys.signing)  # its key was not attested
+    SignedLog.append(log, "checkpoint", {"step": 9})  # its key was not attested
     with pytest.raises(DamagedError, match=r"line 7: .*signed by"):
         read_log(path)
 
@@ -157,13 +157,13 @@ def test_another_writer_and_wrong_stages_are_refused(tmp_path: Path) -> None:
     log = written(tmp_path / "run")
     path = tmp_path / "run" / NAME
     with pytest.raises(UserError, match="exists already"):
-        SignedLog.create(path, "x", KIND)
+        SignedLog(path, "x", KIND, SigningKey.generate()).create()
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / NAME).write_bytes(b'{"payload')  # before its first line was complete
-    EvidenceLog.create(tmp_path / "killed", SessionKeys.generate(), "run-3").attested(b"one")
+    EvidenceLog.start(tmp_path / "killed", SessionKeys.generate(), "run-3").attested(b"one")
     assert len(read_log(tmp_path / "killed" / NAME)) == 1
     with pytest.raises(UserError, match="recorded on this machine before"):
-        EvidenceLog.create(tmp_path / "run", SessionKeys.generate(), "run-1")
+        EvidenceLog.start(tmp_path / "run", SessionKeys.generate(), "run-1")
     before = path.read_bytes()
     with pytest.raises(ValueError, match="cannot be the next line"):
         log.append("hacked", {})

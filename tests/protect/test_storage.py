@@ -23,7 +23,7 @@ KEY = DataKey.generate()
 
 def begun(run: Path) -> tuple[EvidenceLog, SessionKeys]:
     keys = SessionKeys.generate()
-    log = EvidenceLog.resume(run, keys) if (run / LOG).exists() else EvidenceLog.create(run, keys, str(run))
+    log = EvidenceLog.resume(run, keys) if (run / LOG).exists() else EvidenceLog.start(run, keys, str(run))
     log.attested(b"evidence")
     return log, keys
 

@@ -18,7 +18,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.evidence.run_statement import RUN
-from wgpu_lora.protect.policies.verify import verify
+from wgpu_lora.protect.policies.appraisal import verify
 from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey
 
 Run = Callable[..., tuple[int, str, str]]

@@ -94,7 +94,7 @@ def _session(
 ) -> None:
     keys, directory = SessionKeys.generate(), made.directory
     made.keys.append(keys)
-    log = EvidenceLog.create(directory, keys, run) if number == 1 else EvidenceLog.resume(directory, keys)
+    log = EvidenceLog.start(directory, keys, run) if number == 1 else EvidenceLog.resume(directory, keys)
 
     def changed(name: str, value: Any) -> Any:
         return changes[f"{name}-{number}"](value) if f"{name}-{number}" in changes else value
@@ -155,7 +155,7 @@ def _claims(owner: DataOwner, keys: SessionKeys, number: int, job: str, log: Evi
     claims["job"] |= {"name": job, "recipients": [owner.data.recipient], "sha256": hashlib.sha256(JOB).hexdigest()}
     claims |= {
         "eat_profile": PROFILE,
-        "eat_nonce": digest(f"{log.run} {number}"),
+        "eat_nonce": digest(f"{log.name} {number}"),
         "iat": int(time.time()),
         "level": "self-reported",
         "level_note": LEVELS["self-reported"],

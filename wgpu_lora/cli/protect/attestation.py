@@ -147,7 +147,7 @@ def verify(
     from wgpu_lora.protect import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect.policies import verify as verifying
+    from wgpu_lora.protect.policies import appraisal as verifying
     from wgpu_lora.protect.policies.policy import Policy
 
     now = time.time() if at is None else _time(at)
@@ -157,7 +157,7 @@ def verify(
     if json:
         print_json(result.to_json())
         return 0 if result.passed else 1
-    line("policy", f"{rules.name}, version {rules.version}, SHA-256 {rules.sha256}")
+    line("policy", f"{rules['policy.name']}, version {rules['policy.version']}, SHA-256 {rules.sha256}")
     line("evidence", f"{value.subject()}, SHA-256 {result.evidence_sha256}, {result.level}")
     for failure in result.failures:
         line("failed", failure.line())

@@ -1,16 +1,15 @@
-"""The broker's HTTP interface, an ASGI application."""
+"""The broker as an HTTP server: an ASGI application, and what keeps requests from using up memory, time and disk."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -23,8 +22,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.broker.broker import Broker, BrokerRefusal, default_state
-from wgpu_lora.protect.broker.broker_client import is_loopback, resolve
-from wgpu_lora.protect.hygiene import memory_protection as machine
+from wgpu_lora.protect.broker.broker_client import MEDIA_TYPE, is_loopback, resolve
+from wgpu_lora.protect.hygiene.memory_protection import harden
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 from wgpu_lora.signals import on_end_signal
@@ -32,98 +31,84 @@ from wgpu_lora.signals import on_end_signal
 MAX_EVIDENCE, MAX_PROGRESS = 2 << 20, 16 << 10  # bytes of bodies; evidence takes 0.2 MB
 REFUSED = 4  # requests that a refusal counts as, beside its own
 AT_ONCE = 4  # bodies that are parsed at the same time
+BODY_SECONDS = 10.0
+MAX_ADDRESSES = 4096
+PER_MINUTE = 60  # requests from an address; from all of them ten times as many
+CONNECTIONS = 64  # at the same time; further ones get the status 503
+CONNECTION_SECONDS = 30.0  # that a connection may last
+HEADER_BYTES = 16 << 10
+END_SECONDS = 5
 
 
-def make_app(broker: Broker, tell: Callable[[str], None] = lambda line: None, rate: Rate | None = None) -> Starlette:
+def make_app(
+    broker: Broker, tell: Callable[[str], None] = lambda line: None, per_minute: int = PER_MINUTE
+) -> Starlette:
     """POST /v1/nonce, /v1/release and /v1/progress, GET /v1/health.
 
     Answers are JSON. Those to refused requests have `error`, a sentence, and `failures`, the rules that failed.
 
     Args:
-        tell: called with a line about each request that could not be decided. rate: None makes one.
+        tell: called with a line about each request that could not be decided.
+        per_minute: requests from an address, and ten times as many from all of them.
     """
-    rate = rate or Rate()
-    turns = asyncio.Semaphore(AT_ONCE)
+    rate, turns = Rate(per_minute, 10 * per_minute), asyncio.Semaphore(AT_ONCE)
 
-    async def act(request: Request, limit: int, does: Callable[[bytes], dict[str, Any]]) -> Response:
-        address = request.client.host if request.client else ""
-        rate.take(address)
-        if "origin" in request.headers:  # a page in the owner's browser can reach a loopback address, too
-            raise BrokerRefusal("The broker answers no browsers: ask with wgpu-lora.")
-        body = await read_body(request, limit)
-        async with turns:
-            try:
-                return JSONResponse(await run_in_threadpool(does, body))
-            except BrokerRefusal:
-                rate.charge(address, REFUSED)  # it has taken room in the log
-                raise
+    def post(path: str, limit: int, does: Callable[[bytes], dict[str, Any]]) -> Route:
+        async def answer(request: Request) -> Response:
+            address = request.client.host if request.client else ""
+            rate.take(address)
+            if "origin" in request.headers:  # a page in the owner's browser can reach a loopback address, too
+                raise BrokerRefusal("The broker answers no browsers: ask with wgpu-lora.")
+            body = await read_body(request, limit)
+            async with turns:
+                try:
+                    return JSONResponse(await run_in_threadpool(does, body))
+                except BrokerRefusal:
+                    rate.charge(address, REFUSED)  # it has taken room in the log
+                    raise
 
-    async def nonce(request: Request) -> Response:
-        seconds = broker.policy.nonce_seconds
-        return await act(request, 0, lambda _: {"nonce": broker.nonce(), "seconds": seconds})
+        return Route(path, answer, methods=["POST"])
 
-    async def release(request: Request) -> Response:
-        return await act(request, MAX_EVIDENCE, lambda body: {"release": broker.decide(body)})
-
-    async def progress(request: Request) -> Response:
-        def record(body: bytes) -> dict[str, Any]:
-            broker.progress(body)
-            return {"status": "recorded"}
-
-        return await act(request, MAX_PROGRESS, record)
+    def progress(body: bytes) -> dict[str, Any]:
+        broker.progress(body)
+        return {"status": "recorded"}
 
     async def health(request: Request) -> Response:
         await run_in_threadpool(broker.check)
         facts = {"policy": broker.policy.as_dict(), "recipient": broker.recipient, "keyid": broker.public.keyid}
         return JSONResponse({"status": "ok", **facts})
 
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, BrokerRefusal)
-        return JSONResponse({"error": error.lines[0], "failures": error.failures}, error.status)
-
-    async def undecided(request: Request, error: Exception) -> Response:
+    async def failed(request: Request, error: Exception) -> Response:
         """Messages of other errors name files of the broker's machine, which are not the client's business."""
+        if isinstance(error, BrokerRefusal):
+            return JSONResponse({"error": error.lines[0], "failures": error.failures}, error.status)
+        if isinstance(error, HTTPException):
+            sentence = f"The broker has no {request.method} {request.url.path:.80}: ask as the broker's client does."
+            return JSONResponse({"error": sentence, "failures": []}, error.status_code)
         tell(str(error) if isinstance(error, UserError) else f"The broker failed with {type(error).__name__}.")
-        said = "The broker cannot record or date its decisions now: ask its owner to read what it prints."
-        return JSONResponse({"error": said, "failures": []}, 503)
+        sentence = "The broker cannot record or date its decisions now: ask its owner to read what it prints."
+        return JSONResponse({"error": sentence, "failures": []}, 503)
 
-    async def unknown(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        said = f"The broker has no {request.method} {request.url.path:.80}: ask as the broker's client does."
-        return JSONResponse({"error": said, "failures": []}, error.status_code)
-
-    posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        "/v1/nonce": nonce,
-        "/v1/release": release,
-        "/v1/progress": progress,
-    }
-    routes = [Route(path, does, methods=["POST"]) for path, does in posts.items()]
-    handlers: dict[Any, Any] = {
-        BrokerRefusal: refused,
-        UserError: undecided,
-        HTTPException: unknown,
-        Exception: undecided,
-    }
-    return Starlette(routes=[*routes, Route("/v1/health", health)], exception_handlers=handlers)
-
-
-MEDIA_TYPES = ("application/vnd.dsse.envelope.v1+json", "application/json")
-BODY_SECONDS = 10.0
-MAX_ADDRESSES = 4096
-PER_MINUTE = 60  # requests from an address; from all of them ten times as many
+    routes = [
+        post("/v1/nonce", 0, lambda _: {"nonce": broker.nonce(), "seconds": broker.policy["nonce.seconds"]}),
+        post("/v1/release", MAX_EVIDENCE, lambda body: {"release": broker.decide(body)}),
+        post("/v1/progress", MAX_PROGRESS, progress),
+        Route("/v1/health", health),
+    ]
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys((UserError, HTTPException, Exception), failed))
 
 
 async def read_body(request: Request, limit: int) -> bytes:
     """A request's body, read no further than `limit` bytes and for no longer than `BODY_SECONDS`.
 
     Raises:
-        Refused: it is too long or too slow, compressed, or of another media type.
+        BrokerRefusal: it is too long or too slow, compressed, or of another media type.
     """
     headers = request.headers
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise BrokerRefusal("The body is compressed: send it as it is.", status=415)
-    if limit and headers.get("content-type", "").split(";")[0].strip().lower() not in MEDIA_TYPES:
-        raise BrokerRefusal(f"The body must have the content type {MEDIA_TYPES[0]}: set it.", status=415)
+    if limit and headers.get("content-type", "").split(";")[0].strip().lower() not in (MEDIA_TYPE, "application/json"):
+        raise BrokerRefusal(f"The body must have the content type {MEDIA_TYPE}: set it.", status=415)
     too_long = BrokerRefusal(f"The body is longer than {limit:,} bytes: shorten it.", status=413)
     stated = headers.get("content-length", "0")
     if not stated.isdecimal() or len(stated) > 15 or int(stated) > limit:
@@ -149,47 +134,37 @@ class Rate:
         one, all_: requests per minute, which may also come at once.
     """
 
-    def __init__(self, one: int = PER_MINUTE, all_: int = 10 * PER_MINUTE) -> None:
-        self._one, self._all_ = one, all_
+    def __init__(self, one: int, all_: int) -> None:
+        self._per_minute = {True: one, False: all_}
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what is left, and when that was
         self._total = float(all_), time.monotonic()
 
     def take(self, address: str) -> None:
-        """Count a request. Raises Refused if there were too many."""
-        mine, total, now = self._now(address)
-        if min(mine, total) < 1:
+        """Count a request. Raises BrokerRefusal if there were too many."""
+        if min(self._left(address)) < 1:
             raise BrokerRefusal("There are too many requests: wait a minute, then ask again.", status=429)
-        self._set(address, mine - 1, total - 1, now)
+        self.charge(address, 1)
 
     def charge(self, address: str, cost: float) -> None:
-        """Count a request that was let through as `cost` further ones, which may leave less than none."""
-        mine, total, now = self._now(address)
-        self._set(address, mine - cost, total - cost, now)
-
-    def _now(self, address: str) -> tuple[float, float, float]:
-        now = time.monotonic()
-        mine = self._left(self._buckets.get(address, (self._one, now)), self._one, now)
-        total = self._left(self._total, self._all_, now)
-        return mine, total, now
-
-    def _set(self, address: str, mine: float, total: float, now: float) -> None:
-        self._buckets[address], self._total = (mine, now), (total, now)
+        """Count a request that was let through as `cost` ones, which may leave less than none."""
+        (mine, total), now = self._left(address), time.monotonic()
+        self._buckets[address], self._total = (mine - cost, now), (total - cost, now)
         self._buckets.move_to_end(address)
         if len(self._buckets) > MAX_ADDRESSES:
             self._buckets.popitem(last=False)
 
-    @staticmethod
-    def _left(bucket: tuple[float, float], per_minute: int, now: float) -> float:
-        return min(per_minute, bucket[0] + (now - bucket[1]) * per_minute / 60)
+    def _left(self, address: str) -> list[float]:
+        now = time.monotonic()
+        buckets = {True: self._buckets.get(address, (self._per_minute[True], now)), False: self._total}
+        return [
+            min(most, buckets[one][0] + (now - buckets[one][1]) * most / 60) for one, most in self._per_minute.items()
+        ]
 
 
-CONNECTIONS = 64  # at the same time; further ones get the status 503
-CONNECTION_SECONDS = 30.0  # that a connection may last
-HEADER_BYTES = 16 << 10
-END_SECONDS = 5
+# -- the server --------------------------------------------------------------------------------------------------------
 
 
-class _Brief(H11Protocol):
+class _BriefProtocol(H11Protocol):
     """A connection that ends in time, whatever its client does: uvicorn's own limits do not count slow headers."""
 
     def connection_made(self, transport: Any) -> None:
@@ -221,30 +196,28 @@ def serve(
     Args:
         port: 0 takes a free one. tls: certificate chain and private key, in PEM.
         tell: called with lines about the server and its requests; the first one has its URL.
-        per_minute: requests from an address, and ten times as many from all of them.
+        per_minute: as for `make_app`.
 
     Raises:
         UserError: the address cannot be used, or is not loopback and there is no certificate; or TLS cannot be set up.
     """
-    context = _context(*tls) if tls else None
-    sockets = listen(host, port, context is not None)
+    certificate, key = tls or (None, None)
+    config = Config(
+        make_app(broker, tell, per_minute), http=_BriefProtocol, ws="none", lifespan="off", log_config=None,
+        access_log=False, proxy_headers=False, server_header=False, limit_concurrency=CONNECTIONS,
+        headers=[("Connection", "close"), ("Cache-Control", "no-store")], h11_max_incomplete_event_size=HEADER_BYTES,
+        timeout_graceful_shutdown=END_SECONDS, ssl_certfile=certificate, ssl_keyfile=key and str(key),
+        ssl_keyfile_password="",  # else OpenSSL would ask the terminal for the password of a protected key
+    )  # fmt: skip
     try:
-        config = Config(
-            make_app(broker, tell, Rate(per_minute, 10 * per_minute)),
-            http=_Brief,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            headers=[("Connection", "close"), ("Cache-Control", "no-store")],
-            limit_concurrency=CONNECTIONS,
-            h11_max_incomplete_event_size=HEADER_BYTES,
-            timeout_graceful_shutdown=END_SECONDS,
-        )
         config.load()
-        config.ssl = context
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise UserError(
+            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({error}): give a certificate and its key, "
+            "in PEM, without a password."
+        ) from None
+    sockets = listen(host, port, tls is not None)
+    try:
         server = _Server(config)
         scheme, name = "https" if tls else "http", f"[{host}]" if ":" in host else host
         tell(f"Listening on {scheme}://{name}:{sockets[0].getsockname()[1]}")
@@ -279,22 +252,6 @@ def listen(host: str, port: int, encrypted: bool) -> list[socket.socket]:
     return sockets
 
 
-def _context(certificate: Path, key: Path) -> ssl.SSLContext:
-    def ask() -> NoReturn:
-        raise ValueError("it is protected by a password")
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key, password=ask)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise UserError(
-            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({error}): give a certificate and its key, "
-            "in PEM, without a password."
-        ) from None
-    return context
-
-
 def run_broker(
     policy: Path,
     key: Path,
@@ -316,23 +273,19 @@ def run_broker(
     Raises:
         UserError: a file cannot be read, the state or the address cannot be used, or TLS is needed.
     """
-    facts = machine.harden().facts
+    facts = harden().facts
     rules, directory = Policy.read(policy), state or default_state(policy)
-    data_key = DataKey.read(key)
-    try:
-        signing_key = SigningKey.read(signing)
+    with (
+        DataKey.read(key) as data_key,
+        SigningKey.read(signing) as signing_key,
+        Broker(directory, rules, signing_key, data_key, tell) as broker,
+    ):
+        tell(f"Policy {rules['policy.name']}, version {rules['policy.version']}, SHA-256 {rules.sha256}.")
+        tell(f"Data key {data_key.recipient}, broker's key {broker.public.keyid}.")
+        tell(f"Log {directory} at {broker.head}.")
+        broker.note("started", {"host": facts, "recipient": data_key.recipient})
         try:
-            with Broker(directory, rules, signing_key, data_key, tell) as broker:
-                tell(f"Policy {rules.name}, version {rules.version}, SHA-256 {rules.sha256}.")
-                tell(f"Data key {data_key.recipient}, broker's key {broker.public.keyid}.")
-                tell(f"Log {directory} at {broker.head}.")
-                broker.note("started", {"host": facts, "recipient": data_key.recipient})
-                try:
-                    serve(broker, host, port, tls, tell, per_minute)
-                finally:
-                    broker.note("stopped", {})
-                    tell(f"Stopped; the log is at {broker.head}.")
+            serve(broker, host, port, tls, tell, per_minute)
         finally:
-            signing_key.wipe()
-    finally:
-        data_key.wipe()
+            broker.note("stopped", {})
+            tell(f"Stopped; the log is at {broker.head}.")

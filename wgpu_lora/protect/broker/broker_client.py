@@ -1,4 +1,4 @@
-"""The trainer's side of the broker."""
+"""The trainer's side of the broker, and which addresses stay on this machine."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ class RefusalError(UserError):
     """The broker answers, and refuses; asking again does not help."""
 
 
+def is_loopback(address: str) -> bool:
+    """Whether an IP address stays on this machine."""
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def resolve(host: str, where: str) -> list[str]:
+    """All IP addresses of a host name. Raises UserError, which starts with `where`, if there is none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{where} cannot be resolved ({error}): check the name.") from None
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
 class BrokerClient:
     """Asks a broker, over HTTPS, or over HTTP on the same machine.
 
@@ -47,8 +61,9 @@ class BrokerClient:
     def __init__(
         self, url: str, broker_key: PublicKey, ca: Path | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        self._said, self._key, self._sleep = escape_unprintable(url)[:200], broker_key, sleep
-        parts, host = _parsed(url, self._said)
+        self._key, self._sleep = broker_key, sleep
+        self._name = f"The broker at {escape_unprintable(url)[:200]}"
+        parts, host = _parsed(url, self._name)
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if parts.scheme == "http":
             # The address that was found to be loopback is asked, whatever the name means later.
@@ -63,14 +78,11 @@ class BrokerClient:
             verify=_context(ca) if parts.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # trusts none
         )
 
-    def close(self) -> None:
-        self._client.close()
-
     def nonce(self) -> str:
         """A nonce for new evidence. Raises UserError."""
         nonce = self._ask("/v1/nonce", b"", repeated=True).get("nonce")
         if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
-            raise UserError(f"The broker at {self._said} answers without a nonce: check --broker and its version.")
+            raise UserError(f"{self._name} answers without a nonce: check --broker and its version.")
         return nonce
 
     def release(self, evidence: bytes) -> str:
@@ -83,7 +95,7 @@ class BrokerClient:
         """
         token = self._ask("/v1/release", evidence, repeated=False).get("release")
         if not isinstance(token, str):
-            raise UserError(f"The broker at {self._said} answers without a release: check its version.")
+            raise UserError(f"{self._name} answers without a release: check its version.")
         read_release(token, self._key)
         return token
 
@@ -93,44 +105,38 @@ class BrokerClient:
         The training waits meanwhile, so a broker that cannot be reached is tried only twice.
 
         Raises:
-            RefusedByBroker: for example, another session goes on with the job. UserError: it cannot be reached.
+            RefusalError: for example, another session goes on with the job. UserError: it cannot be reached.
         """
         self._ask("/v1/progress", progress, repeated=True, tries=2)
 
     def _ask(self, path: str, body: bytes, repeated: bool, tries: int = TRIES) -> dict[str, Any]:
-        headers = {"Content-Type": MEDIA_TYPE} if body else {}
-        pause = PAUSE
-        for left in reversed(range(tries)):
+        for number in range(tries):
+            last = number == tries - 1
             try:
-                status, data = self._answer(path, body, headers)
+                status, data = self._answer(path, body)
+                if status not in BUSY or last or not repeated:
+                    break
             except (httpx.TransportError, httpx.InvalidURL, OSError) as error:
-                if left and (repeated or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)):
-                    self._wait(pause)
-                    pause *= 2
-                    continue
-                said = escape_unprintable(str(error))[:200] or type(error).__name__
-                raise UserError(f"The broker at {self._said} cannot be reached ({said}): check that it runs.") from None
-            if status in BUSY and left and repeated:
-                self._wait(pause)
-                pause *= 2
-                continue
-            break
+                if last or not (repeated or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)):
+                    said = escape_unprintable(str(error))[:200] or type(error).__name__
+                    raise UserError(f"{self._name} cannot be reached ({said}): check that it runs.") from None
+            self._sleep(PAUSE * 2**number)
         if status != 200:
             self._refused(status, data)
-        return parse_object(data, f"The answer of the broker at {self._said}", MAX_ANSWER, cure="check the URL")
+        return parse_object(
+            data, f"The answer of {self._name[:1].lower()}{self._name[1:]}", MAX_ANSWER, cure="check the URL"
+        )
 
-    def _answer(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
-        until = time.monotonic() + ANSWER_SECONDS
+    def _answer(self, path: str, body: bytes) -> tuple[int, bytes]:
+        until, data = time.monotonic() + ANSWER_SECONDS, bytearray()
+        headers = {"Content-Type": MEDIA_TYPE} if body else {}
         with self._client.stream("POST", path, content=body, headers=headers) as response:
-            data = bytearray()
             for part in response.iter_raw(16 << 10):
                 data += part
                 if time.monotonic() > until:
                     raise httpx.ReadTimeout(f"no whole answer within {ANSWER_SECONDS:g} s")
                 if len(data) > MAX_ANSWER:
-                    raise UserError(
-                        f"The broker at {self._said} answers with over {MAX_ANSWER:,} bytes: check the URL."
-                    )
+                    raise UserError(f"{self._name} answers with over {MAX_ANSWER:,} bytes: check the URL.")
             return response.status_code, bytes(data)
 
     def _refused(self, status: int, data: bytes) -> NoReturn:
@@ -141,12 +147,9 @@ class BrokerClient:
             said = {}
         error, failures = said.get("error"), said.get("failures")
         if not isinstance(error, str):
-            raise UserError(f"The broker at {self._said} answers with the status {status}: check the URL.")
+            raise UserError(f"{self._name} answers with the status {status}: check the URL.")
         lines = [_line(failure) for failure in failures[:100]] if isinstance(failures, list) else []
         raise (RefusalError if status in DECIDED else UserError)(escape_unprintable(error)[:500], lines)
-
-    def _wait(self, seconds: float) -> None:
-        self._sleep(seconds)
 
 
 def _line(failure: Any) -> str:
@@ -155,7 +158,7 @@ def _line(failure: Any) -> str:
     return f"{rule}: expected {expected}, found {found}"
 
 
-def _parsed(url: str, said: str) -> tuple[httpx.URL, str]:
+def _parsed(url: str, name: str) -> tuple[httpx.URL, str]:
     """A URL, and the address to ask if it is an http URL of this machine."""
     try:
         parts = httpx.URL(url)
@@ -163,12 +166,12 @@ def _parsed(url: str, said: str) -> tuple[httpx.URL, str]:
         parts = httpx.URL("")
     more = parts.userinfo or parts.query or parts.fragment
     if parts.scheme not in ("http", "https") or not parts.host or more or not 0 < (parts.port or 1) < 1 << 16:
-        raise UserError(f"{said!a} is not the URL of a broker: give one such as https://broker.example:8443.")
+        raise UserError(f"{url!a:.200} is not the URL of a broker: give one such as https://broker.example:8443.")
     if parts.scheme == "https":
         return parts, parts.host
-    addresses = resolve(parts.host, f"The broker at {said}")
+    addresses = resolve(parts.host, name)
     if not all(map(is_loopback, addresses)):
-        raise UserError(f"{said} is not on this machine, which needs https: start the broker with TLS.")
+        raise UserError(f"{name} is not on this machine, which needs https: start the broker with TLS.")
     return parts, addresses[0]
 
 
@@ -179,17 +182,3 @@ def _context(ca: Path | None) -> ssl.SSLContext:
         raise UserError(f"{ca} holds no certificates in PEM ({error}): give the broker's, or its CA's.") from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an IP address stays on this machine."""
-    return ip_address(address.partition("%")[0]).is_loopback
-
-
-def resolve(host: str, where: str) -> list[str]:
-    """All IP addresses of a host name. Raises UserError, which starts with `where`, if there is none."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"{where} cannot be resolved ({error}): check the name.") from None
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))

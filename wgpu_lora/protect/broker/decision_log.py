@@ -1,12 +1,17 @@
-"""The broker's log: every decision with its reasons, signed, on disk before anybody is answered."""
+"""The broker's log: every decision with its reasons, signed, on disk before anybody is answered; and its memory.
+
+What a broker remembers is read from its log alone: open nonces, sessions, and how far each job has come.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import Ge
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.errors import UserError
@@ -19,197 +24,18 @@ from wgpu_lora.protect.evidence.signed_log import (
     first_link,
     read_bytes,
     read_lines,
-)
+)  # fmt: skip
 from wgpu_lora.protect.sealed.keys import SigningKey
 from wgpu_lora.strict_json import to_json
+from wgpu_lora.typed_json import typed
 
 KIND = "https://example.org/wgpu-lora/broker-decision/v1"
 HEAD = "https://example.org/wgpu-lora/broker-head/v1"
 HEAD_FILE = "head.json"
 PART_BYTES = 8 << 20  # after which a new part begins, so that start and memory do not grow with the log
 MAX_STATE_BYTES = MAX_LINE_BYTES * 2 // 3  # in a line, in base64: 2,000 jobs
-_PART = re.compile(r"decisions-(\d+)\.jsonl")
-
-
-class Head(NamedTuple):
-    """Where the log ends: its last part, the number of lines in it, and the SHA-256 of the last one."""
-
-    part: int
-    lines: int
-    last: str
-
-    def __str__(self) -> str:
-        return f"{self.part}:{self.lines}:{self.last}"
-
-
-class DecisionLog:
-    """Hash-chained files, decisions-N.jsonl, signed by the broker's key, and beside them a signed head.
-
-    The first line of a part has the SHA-256 of the part before it, and what a broker must remember of it. So all parts
-    are verified at the start, although only the last is read line by line.
-
-    A line that was changed, removed or moved is found by the chain; lines cut off at the end are found by the head. An
-    earlier copy of the whole directory, put back, is not found here: the broker prints its head when it starts and
-    ends, so that its owner can compare.
-
-    Args:
-        follow: called with each line that is read, in order. carry: what the first line of a part remembers.
-
-    Attributes:
-        head: where the log ends.
-        cut: bytes of a line that a crash had left incomplete; nobody was answered about it.
-
-    Raises:
-        UserError: a file cannot be read or written, or is not what this key's broker wrote.
-    """
-
-    def __init__(
-        self, directory: Path, key: SigningKey, follow: Callable[[Entry], None], carry: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        self._directory, self._key, self._carry = directory, key, carry
-        self._broken = False
-        known = self._read_head()
-        parts = sorted(int(found[1]) for path in directory.iterdir() if (found := _PART.fullmatch(path.name)))
-        if known is None and not parts:
-            self._chain, self.head, self.cut = SignedLog.create(self._path(1), self._name(1), KIND), self._first(1), 0
-            return
-        first = known or self._first(1)
-        wanted = list(range(1, first.part + 1))
-        if parts not in (wanted, [*wanted, first.part + 1]):
-            raise DamagedError(
-                f"{directory} has other files than {HEAD_FILE} says, decisions-N.jsonl: restore the log."
-            )
-        for part in wanted[1:]:
-            self._check_link(part, self._first_line(part))
-        self._chain, self.cut = self._open(first.part)
-        self.head = self._checked(first)
-        lines = list(self._chain.entries)
-        if len(parts) > len(wanted):
-            lines += self._begun(first.part + 1)
-        for entry in lines:
-            follow(entry)
-        if self.head != known:
-            self._write_head()
-
-    @property
-    def latest(self) -> float:
-        """The time of the last line, in seconds since 1970; 0 if there is none."""
-        return self._chain.entries[-1].seconds if self._chain.entries else 0.0
-
-    def check(self) -> None:
-        """Raise UserError if nothing can be appended before the broker starts again."""
-        if self._broken:
-            raise UserError(f"{self._directory / HEAD_FILE} is behind the log: start the broker again.")
-
-    def append(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]]) -> Entry:
-        """Append a line, which is on disk when this returns.
-
-        Raises:
-            UserError: it is not; what it records must not happen.
-        """
-        self.check()
-        if self._chain.size > PART_BYTES:
-            self._begin_part(self.head.part + 1)
-        entry = self._chain.append(stage, facts, subjects, self._key)
-        self.head = Head(self.head.part, len(self._chain.entries), entry.digest)
-        self._write_head()
-        return entry
-
-    def _path(self, part: int) -> Path:
-        return self._directory / f"decisions-{part}.jsonl"
-
-    def _name(self, part: int) -> str:
-        return f"broker {self._key.public.keyid}, part {part}"
-
-    def _first(self, part: int) -> Head:
-        return Head(part, 0, first_link(self._name(part)))
-
-    def _open(self, part: int) -> tuple[SignedLog, int]:
-        chain = SignedLog.open(self._path(part), KIND, lambda *_: self._key.public, self._name(part))
-        return chain, chain.cut
-
-    def _begin_part(self, part: int) -> None:
-        before, path, state = self._path(part - 1), self._path(part), self._carry()
-        if len(to_json(state)) > MAX_STATE_BYTES:
-            raise UserError(
-                f"{self._directory} has too many jobs to remember: begin another data key with a new --state directory."
-            )
-        if path.exists() and not path.stat().st_size:
-            path.unlink()  # it could not be written to
-        chain = SignedLog.create(path, self._name(part), KIND)
-        digest = file_digest(before)
-        entry = chain.append("continued", {"sha256": digest, "state": state}, [(before.name, digest)], self._key)
-        self._chain, self.head = chain, Head(part, 1, entry.digest)
-        self._write_head()
-
-    def _begun(self, part: int) -> list[Entry]:
-        """The first line of a part that a crash may have left, after the last one that the head knows."""
-        chain, self.cut = self._open(part)
-        if not chain.entries:
-            self._path(part).unlink()
-            return []
-        if len(chain.entries) > 1:
-            raise DamagedError(f"{chain.path} is not known to {HEAD_FILE}: restore both from one copy.")
-        self._check_link(part, chain.entries[0])
-        self._chain, self.head = chain, Head(part, 1, chain.head)
-        return chain.entries
-
-    def _first_line(self, part: int) -> Entry:
-        path = self._path(part)
-        with path.open("rb") as file:
-            line = file.readline(MAX_LINE_BYTES + 2)
-        entries, _ = read_lines(line, str(path), KIND, lambda *_: self._key.public, self._name(part))
-        if not entries:
-            raise DamagedError(f"{path} has no complete line: restore the log.")
-        return entries[0]
-
-    def _check_link(self, part: int, first: Entry) -> None:
-        before = self._path(part - 1)
-        if first.stage != "continued" or first.facts.get("sha256") != file_digest(before):
-            raise DamagedError(f"{before} is not what was written before {self._path(part)}: restore the log.")
-
-    def _checked(self, known: Head) -> Head:
-        """Where the last part ends: where the head says, or a line later, since a crash may come between the writes."""
-        digests = [self._first(known.part).last, *(entry.digest for entry in self._chain.entries)]
-        count = len(digests) - 1
-        if count < known.lines:
-            raise DamagedError(f"{self._chain.path} has {count:,} lines, but had {known.lines:,}: restore the log.")
-        if count > known.lines + 1 or digests[known.lines] != known.last:
-            raise DamagedError(f"{self._directory / HEAD_FILE} is not the head of the log: restore both from one copy.")
-        return Head(known.part, count, digests[-1])
-
-    def _read_head(self) -> Head | None:
-        path = self._directory / HEAD_FILE
-        if not path.exists():
-            return None
-        try:
-            statement = dsse.verify(read_bytes(path, 1 << 16), self._key.public)
-        except dsse.EnvelopeError:
-            raise DamagedError(
-                f"{path} is not signed by this broker's key: restore it, or give the signing key of its log."
-            ) from None
-        found = statement["predicate"]
-        head = Head(found.get("part"), found.get("lines"), found.get("last"))
-        if (
-            statement["predicateType"] != HEAD
-            or [type(value) for value in head] != [int, int, str]
-            or min(head[:2]) < 1
-        ):
-            raise DamagedError(f"{path} is not the head of a log: restore it.")
-        return head
-
-    def _write_head(self) -> None:
-        path = self._directory / HEAD_FILE
-        subject = (self._chain.path.name, self.head.last)
-        try:
-            write_bytes_atomic(path, dsse.sign(dsse.statement(HEAD, [subject], self.head._asdict()), self._key))
-        except OSError as error:
-            self._broken = True
-            said = f"{path} cannot be written ({error.strerror}): make room, then start the broker again."
-            raise UserError(said) from None
-
-
 MOST_LINES = 64  # of a job; the one that was reported stays
+_PART = re.compile(r"decisions-(\d+)\.jsonl")
 
 
 @dataclass
@@ -234,7 +60,7 @@ class JobState:
 
 @dataclass
 class State:
-    """All of it.
+    """What a broker remembers.
 
     Attributes:
         nonces: SHA-256 of each nonce that may still be used -> when it expires, in seconds since 1970.
@@ -248,45 +74,200 @@ class State:
     def apply(self, entry: Entry) -> None:
         """Follow a line of the log, the same way when it is written and when it is read again."""
         facts = entry.facts
-        if "nonce_sha256" in facts and entry.stage != "nonce":
-            self.nonces.pop(facts["nonce_sha256"], None)  # used, whatever came of it
-        acts = {
-            "nonce": self._nonce,
-            "released": self._released,
-            "progress": self._progress,
-            "continued": self._carried,
-        }
-        if act := acts.get(entry.stage):
-            act(facts)
-
-    def carried(self) -> dict[str, Any]:
-        """What the first line of a part of the log remembers."""
-        return asdict(self)
+        if entry.stage == "nonce":
+            self.nonces[facts["nonce_sha256"]] = facts["expires"]
+            return
+        self.nonces.pop(facts.get("nonce_sha256", ""), None)  # used, whatever came of it
+        if entry.stage == "released":
+            job = self.jobs.get(facts["job"])
+            lines, resume = [*job.lines] if job else [], facts["resume"]
+            if resume is not None and (line := (resume["sequence"], resume["head"])) not in lines:
+                lines.append(line)
+            kept = (
+                lines if len(lines) <= MOST_LINES else [lines[0], *lines[1 - MOST_LINES :]]
+            )  # a release names them all
+            self.sessions[facts["session"]] = facts["job"]
+            self.jobs[facts["job"]] = JobState(facts["session"], facts["session_key"], kept)
+        elif entry.stage == "progress":
+            self.jobs[facts["job"]].lines = [(facts["sequence"], facts["head"])]
+        elif entry.stage == "continued":
+            vars(self).update(vars(typed(State, facts["state"])))
 
     def forget(self, now: float) -> None:
         """Drop the nonces that have expired."""
         self.nonces = {name: expires for name, expires in self.nonces.items() if expires > now}
 
-    def _nonce(self, facts: Mapping[str, Any]) -> None:
-        self.nonces[facts["nonce_sha256"]] = facts["expires"]
 
-    def _released(self, facts: Mapping[str, Any]) -> None:
-        name = facts["job"]
-        self.sessions[facts["session"]] = name
-        before = self.jobs.get(name)
-        lines = [*before.lines] if before else []
-        if (resume := facts["resume"]) is not None and (line := (resume["sequence"], resume["head"])) not in lines:
-            lines.append(line)
-        kept = lines if len(lines) <= MOST_LINES else [lines[0], *lines[1 - MOST_LINES :]]  # a release names them all
-        self.jobs[name] = JobState(facts["session"], facts["session_key"], kept)
+class Head(NamedTuple):
+    """Where the log ends: its last part, the number of lines in it, and the SHA-256 of the last one."""
 
-    def _progress(self, facts: Mapping[str, Any]) -> None:
-        self.jobs[facts["job"]].lines = [(facts["sequence"], facts["head"])]
+    part: Annotated[int, Ge(1)]
+    lines: Annotated[int, Ge(1)]
+    last: str
 
-    def _carried(self, facts: Mapping[str, Any]) -> None:
-        state = facts["state"]
-        self.nonces, self.sessions = dict(state["nonces"]), dict(state["sessions"])
-        self.jobs = {
-            name: JobState(job["session"], job["key"], [(number, head) for number, head in job["lines"]])
-            for name, job in state["jobs"].items()
-        }
+    def __str__(self) -> str:
+        return ":".join(map(str, self))
+
+
+class DecisionLog:
+    """Signed logs, decisions-N.jsonl, one after the other, and beside them a signed head.
+
+    The first line of a part has the SHA-256 of the part before it, and what a broker must remember of it. So all parts
+    are verified at the start, although only the last is read line by line.
+
+    A line that was changed, removed or moved is found by the log's digests; lines cut off at the end are found by the
+    head. An earlier copy of the whole directory, put back, is not found here: the broker prints its head when it starts
+    and ends, so that its owner can compare.
+
+    Attributes:
+        state: what the log says that is to be remembered.
+        cut: bytes of a line that a crash had left incomplete; nobody was answered about it.
+
+    Raises:
+        UserError: a file cannot be read or written, or is not what this key's broker wrote.
+    """
+
+    def __init__(self, directory: Path, key: SigningKey) -> None:
+        self._directory, self._key, self.state, self._behind, self.cut = directory, key, State(), False, 0
+        known = self._read_head()
+        parts = sorted(int(found[1]) for path in directory.iterdir() if (found := _PART.fullmatch(path.name)))
+        self._part = known.part if known else 1
+        if known is None and not parts:
+            self._log = self._open(1, new=True)
+            return
+        expected = list(range(1, self._part + 1))
+        if parts not in (expected, [*expected, self._part + 1]):
+            raise DamagedError(
+                f"{directory} has other files than {HEAD_FILE} says, decisions-N.jsonl: restore the log."
+            )
+        for part in expected[1:]:
+            self._check_link(part, self._first_line(part))
+        self._log = self._open(self._part)
+        self._check_end(known or Head(1, 0, first_link(self._name(1))))
+        entries = [*self._log.entries]
+        if len(parts) > len(expected):
+            entries += self._crashed_part(self._part + 1)
+        for entry in entries:
+            self.state.apply(entry)
+        if self.head != known:
+            self._write_head()
+
+    @property
+    def head(self) -> Head:
+        """Where the log ends."""
+        return Head(self._part, len(self._log.entries), self._log.head)
+
+    @property
+    def latest(self) -> float:
+        """The time of the last line, in seconds since 1970; 0 if there is none."""
+        return self._log.entries[-1].seconds if self._log.entries else 0.0
+
+    def check(self) -> None:
+        """Raise UserError if nothing can be appended before the broker starts again."""
+        if self._behind:
+            raise UserError(f"{self._directory / HEAD_FILE} is behind the log: start the broker again.")
+
+    def append(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]]) -> None:
+        """Append a line, which is on disk, and in the state, when this returns.
+
+        Raises:
+            UserError: it is not; what it records must not happen.
+        """
+        self.check()
+        if self._log.size > PART_BYTES:
+            self._begin_part(self._part + 1)
+        entry = self._log.append(stage, facts, subjects)
+        self._write_head()
+        self.state.apply(entry)
+
+    def _path(self, part: int) -> Path:
+        return self._directory / f"decisions-{part}.jsonl"
+
+    def _name(self, part: int) -> str:
+        return f"broker {self._key.public.keyid}, part {part}"
+
+    def _open(self, part: int, new: bool = False) -> SignedLog:
+        log = SignedLog(self._path(part), self._name(part), KIND, self._key)
+        if new:
+            log.create()
+        else:
+            log.load(lambda *_: self._key.public)
+            self.cut = log.cut
+        return log
+
+    def _begin_part(self, part: int) -> None:
+        before, path, state = self._path(part - 1), self._path(part), asdict(self.state)
+        if len(to_json(state)) > MAX_STATE_BYTES:
+            raise UserError(
+                f"{self._directory} has too many jobs to remember: begin another data key with a new --state directory."
+            )
+        if path.exists() and not path.stat().st_size:
+            path.unlink()  # it could not be written to
+        log, digest = self._open(part, new=True), file_digest(before)
+        log.append("continued", {"sha256": digest, "state": state}, [(before.name, digest)])
+        self._log, self._part = log, part
+        self._write_head()
+
+    def _crashed_part(self, part: int) -> list[Entry]:
+        """The first line of a part that a crash may have left, after the last one that the head knows."""
+        log = self._open(part)
+        if not log.entries:
+            self._path(part).unlink()
+            return []
+        if len(log.entries) > 1:
+            raise DamagedError(f"{log.path} is not known to {HEAD_FILE}: restore both from one copy.")
+        self._check_link(part, log.entries[0])
+        self._log, self._part = log, part
+        return log.entries
+
+    def _first_line(self, part: int) -> Entry:
+        path = self._path(part)
+        with path.open("rb") as file:
+            line = file.readline(MAX_LINE_BYTES + 2)
+        entries, _ = read_lines(line, str(path), KIND, lambda *_: self._key.public, self._name(part))
+        if not entries:
+            raise DamagedError(f"{path} has no complete line: restore the log.")
+        return entries[0]
+
+    def _check_link(self, part: int, first: Entry) -> None:
+        before = self._path(part - 1)
+        if first.stage != "continued" or first.facts.get("sha256") != file_digest(before):
+            raise DamagedError(f"{before} is not what was written before {self._path(part)}: restore the log.")
+
+    def _check_end(self, known: Head) -> None:
+        """The last part ends where the head says, or a line later, since a crash may come between the writes."""
+        digests = [first_link(self._name(known.part)), *(entry.digest for entry in self._log.entries)]
+        count = len(digests) - 1
+        if count < known.lines:
+            raise DamagedError(f"{self._log.path} has {count:,} lines, but had {known.lines:,}: restore the log.")
+        if count > known.lines + 1 or digests[known.lines] != known.last:
+            raise DamagedError(f"{self._directory / HEAD_FILE} is not the head of the log: restore both from one copy.")
+
+    def _read_head(self) -> Head | None:
+        path = self._directory / HEAD_FILE
+        if not path.exists():
+            return None
+        try:
+            statement = dsse.verify(read_bytes(path, 1 << 16), self._key.public)
+        except dsse.EnvelopeError:
+            raise DamagedError(
+                f"{path} is not signed by this broker's key: restore it, or give the signing key of its log."
+            ) from None
+        found = statement["predicate"]
+        try:
+            if statement["predicateType"] != HEAD:
+                raise ValueError
+            return Head(*typed(Head, [found.get(name) for name in Head._fields]))
+        except ValueError:
+            raise DamagedError(f"{path} is not the head of a log: restore it.") from None
+
+    def _write_head(self) -> None:
+        path, head = self._directory / HEAD_FILE, self.head
+        try:
+            statement = dsse.statement(HEAD, [(self._log.path.name, head.last)], head._asdict())
+            write_bytes_atomic(path, dsse.sign(statement, self._key))
+        except OSError as error:
+            self._behind = True
+            raise UserError(
+                f"{path} cannot be written ({error.strerror}): make room, then start the broker again."
+            ) from None

@@ -13,7 +13,7 @@ Facts of the stages that `check` compares with other files:
     resumed      step; subjects: the checkpoint
     checkpoint   step, loss, removed if the run went back; subjects: the sealed file, none if it went back to its start
     evaluated    step, loss; subjects: the best adapter so far
-    finished     the facts of `statement.RunFacts`; subjects: the sealed adapter
+    finished     the facts of `run_statement.RunFacts`; subjects: the sealed adapter
     failed       error
     interrupted  signal
     wiped        the cleanup record; subjects: cleanup.json
@@ -22,16 +22,16 @@ Facts of the stages that `check` compares with other files:
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.evidence import anchors, dsse
-from wgpu_lora.protect.evidence.signed_log import Entry, SignedLog, read_bytes, read_lines
+from wgpu_lora.protect.evidence.dsse import sha256
+from wgpu_lora.protect.evidence.signed_log import Entry, SignedLog, read_bytes, read_lines, unwritable
 from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
 from wgpu_lora.strict_json import to_json
 
@@ -39,90 +39,64 @@ NAME = "evidence.jsonl"
 CLEANUP = "cleanup.json"
 KIND = "https://example.org/wgpu-lora/evidence/v1"
 CLEANUP_KIND = "https://example.org/wgpu-lora/cleanup/v1"
+ENDS = ("finished", "failed", "interrupted")
 STAGES = (
-    "attested", "released", "opened", "started", "resumed", "checkpoint", "evaluated", "finished", "failed",
-    "interrupted", "wiped", "leftovers",
-)  # fmt: skip
-ANCHORED = (
     "attested",
+    "released",
+    "opened",
+    "started",
+    "resumed",
     "checkpoint",
-    "finished",
-    "failed",
-    "interrupted",
+    "evaluated",
+    *ENDS,
     "wiped",
-)  # an anchor costs two flushes to the disk
+    "leftovers",
+)
+ANCHORED = ("attested", "checkpoint", *ENDS, "wiped")  # an anchor costs two flushes to the disk
 
 
-class EvidenceLog:
+class EvidenceLog(SignedLog):
     """The log of a run, open for one session. A line is on disk when `append` returns, and anchored if it is about a
     checkpoint, or a session's beginning or end.
 
     Attributes:
-        run: the run's id. session: the number of the session, from 1; 0 before the first is attested.
+        session: the number of the session, from 1; 0 before the first is attested.
     """
 
-    def __init__(self, directory: Path, chain: SignedLog, keys: SessionKeys):
-        self.directory = directory
-        self._chain, self._keys = chain, keys
-        self.run = chain.name
-        self.session = sum(entry.stage == "attested" for entry in chain.entries)
+    def __init__(self, directory: Path, keys: SessionKeys, run: str = "") -> None:
+        super().__init__(directory / NAME, run, KIND, keys.signing)
+        self.directory, self.session, self._public = directory, 0, keys.signing.public
 
     @classmethod
-    def create(cls, directory: Path, keys: SessionKeys, run: str) -> EvidenceLog:
-        """A new log in a run's directory.
-
-        Raises:
-            UserError: there is one already, or it cannot be written.
-        """
+    def start(cls, directory: Path, keys: SessionKeys, run: str) -> Self:
+        """A new log in a run's directory. Raises UserError: there is one already, or it cannot be written."""
         if anchors.find(run) is not None:
             raise UserError(f"A run with the id {run!a:.80} was recorded on this machine before: give it another id.")
-        return cls(directory, SignedLog.create(directory / NAME, run, KIND), keys)
+        log = cls(directory, keys, run)
+        log.create()
+        return log
 
     @classmethod
-    def resume(cls, directory: Path, keys: SessionKeys, run: str | None = None) -> EvidenceLog:
+    def resume(cls, directory: Path, keys: SessionKeys) -> Self:
         """Go on with a run's log, which is verified; an incomplete last line, left by a killed process, is cut off.
 
         Args:
             keys: of the new session, which begins with `attested`.
-            run: the run's id; None takes the log's own.
 
         Raises:
             UserError: the log is damaged, or older than the one that this machine wrote.
         """
-        chain = SignedLog.open(directory / NAME, KIND, _key_of, run)
-        anchors.check(chain.name, [entry.digest for entry in chain.entries])
-        return cls(directory, chain, keys)
-
-    @property
-    def entries(self) -> list[Entry]:
-        return list(self._chain.entries)
-
-    @property
-    def sequence(self) -> int:
-        """The number of the last line, from 0; -1 if there is none."""
-        return self._chain.sequence
-
-    @property
-    def head(self) -> str:
-        """SHA-256 of the last line, in hexadecimal."""
-        return self._chain.head
-
-    @property
-    def crowded(self) -> bool:
-        """Whether the rest of the log is to be kept for checkpoints and the end."""
-        return self._chain.crowded
-
-    @property
-    def cut(self) -> int:
-        """Bytes of an incomplete last line that were cut off when the log was opened."""
-        return self._chain.cut
+        log = cls(directory, keys)
+        log.load(_key_of)
+        log.session = sum(entry.stage == "attested" for entry in log.entries)
+        anchors.check(log.name, [entry.digest for entry in log.entries])
+        return log
 
     @property
     def after_a_killed_session(self) -> bool:
         """Whether the session before this one has no cleanup record."""
-        entries = self._chain.entries
-        first = max((number for number, entry in enumerate(entries) if entry.stage == "attested"), default=0)
-        return first > 0 and entries[first - 1].stage != "wiped"
+        first = max((number for number, entry in enumerate(self.entries) if entry.stage == "attested"), default=0)
+        return first > 0 and self.entries[first - 1].stage != "wiped"
 
     def attested(self, evidence: bytes) -> Entry:
         """Begin this session: write its evidence to evidence-N.json, and the line that names it and the session's key.
@@ -130,10 +104,9 @@ class EvidenceLog:
         Raises:
             UserError: a file cannot be written.
         """
-        name = f"evidence-{self.session + 1}.json"
+        name, digest = f"evidence-{self.session + 1}.json", sha256(evidence)
         self.keep(name, evidence)
-        digest = hashlib.sha256(evidence).hexdigest()
-        facts = {"key": self._keys.signing.public.pem, "evidence": name, "evidence_sha256": digest}
+        facts = {"key": self._public.pem, "evidence": name, "evidence_sha256": digest}
         return self.append("attested", facts, [(name, digest)])
 
     def released(self, token: str, facts: Mapping[str, Any] | None = None) -> Entry:
@@ -142,16 +115,12 @@ class EvidenceLog:
         Raises:
             UserError: a file cannot be written.
         """
-        name, data = f"release-{self.session}.jwt", token.encode()
-        self.keep(name, data)
-        digest = hashlib.sha256(data).hexdigest()
+        name, digest = f"release-{self.session}.jwt", sha256(token.encode())
+        self.keep(name, token.encode())
         return self.append("released", {**(facts or {}), "release": name, "release_sha256": digest}, [(name, digest)])
 
     def wiped(self, record: Mapping[str, Any]) -> Entry:
-        """Record the cleanup at the end of a session, and keep the record, signed, in cleanup.json.
-
-        Args:
-            record: as `Cleanup.run` gives it.
+        """Record the cleanup at the end of a session, as `Cleanup.run` gives it, and keep it, signed, in cleanup.json.
 
         Raises:
             UserError: a file cannot be written.
@@ -159,11 +128,11 @@ class EvidenceLog:
         link = (f"{NAME}:{self.sequence}", self.head)
         data = self.sign(dsse.statement(CLEANUP_KIND, [link], {"session": self.session, **record}))
         self.keep(CLEANUP, data)
-        return self.append("wiped", record, [(CLEANUP, hashlib.sha256(data).hexdigest())])
+        return self.append("wiped", record, [(CLEANUP, sha256(data))])
 
     def sign(self, statement: Mapping[str, Any]) -> bytes:
         """A DSSE envelope by the session's key."""
-        return dsse.sign(json.loads(to_json(statement)), self._keys.signing)
+        return dsse.sign(json.loads(to_json(statement)), self._key)
 
     def append(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]] = ()) -> Entry:
         """Append a line.
@@ -177,44 +146,35 @@ class EvidenceLog:
         """
         if stage not in STAGES or (stage != "attested" and not self.session):
             raise ValueError(f"{stage!r} cannot be the next line of an evidence log")
-        entry = self._chain.append(stage, facts, subjects, self._keys.signing)
+        entry = super().append(stage, facts, subjects)
         self.session += stage == "attested"  # the line is there, whatever becomes of its anchor
         if stage in ANCHORED:
-            anchors.remember(self.run, entry.sequence, entry.digest)
+            anchors.remember(self.name, entry.sequence, entry.digest)
         return entry
 
     def keep(self, name: str, data: bytes) -> None:
-        """Write a file beside the log.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Write a file beside the log. Raises UserError if it cannot be written."""
         try:
             write_bytes_atomic(self.directory / name, data)
         except OSError as error:
-            raise UserError(
-                f"{self.directory / name} cannot be written ({error.strerror}): make room or give write permission."
-            ) from None
+            raise unwritable(self.directory / name, error) from None
 
 
 def read_log(path: Path) -> list[Entry]:
-    """The lines of a log, verified by the keys that its own `attested` lines name.
-
-    An incomplete last line is left out.
+    """The lines of a log, verified by the keys that its own `attested` lines name; an incomplete last one is left out.
 
     Raises:
         UserError: the file cannot be read. DamagedError: it is not what was written.
     """
-    entries, _ = read_lines(read_bytes(path), str(path), KIND, _key_of)
-    return entries
+    return read_lines(read_bytes(path), str(path), KIND, _key_of)[0]
 
 
 def _key_of(stage: str, facts: Mapping[str, Any], before: Sequence[Entry]) -> PublicKey:
     if stage not in STAGES:
         raise ValueError(f"{stage!r:.40} is not a stage of a run")
-    if stage == "attested":
-        return PublicKey.parse(str(facts.get("key")))
-    latest = next((entry for entry in reversed(before) if entry.stage == "attested"), None)
-    if latest is None:
-        raise ValueError("it comes before any attestation")
-    return PublicKey.parse(str(latest.facts.get("key")))
+    if stage != "attested":
+        latest = next((entry for entry in reversed(before) if entry.stage == "attested"), None)
+        if latest is None:
+            raise ValueError("it comes before any attestation")
+        facts = latest.facts
+    return PublicKey.parse(str(facts.get("key")))

@@ -6,7 +6,6 @@ dependencies are what it was made of; the by-products are the log's end, the cle
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from google.protobuf import json_format
 from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
 
 from wgpu_lora.protect.evidence import dsse
+from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.evidence.run_evidence import CLEANUP, EvidenceLog
 from wgpu_lora.protect.evidence.run_evidence import NAME as LOG
 from wgpu_lora.protect.evidence.signed_log import Entry, read_bytes
@@ -71,7 +71,7 @@ def write_statement(
     Raises:
         UserError: it cannot be written.
     """
-    cleanup = hashlib.sha256(read_bytes(log.directory / CLEANUP)).hexdigest()
+    cleanup = sha256(read_bytes(log.directory / CLEANUP))
     predicate = provenance(log.entries, claims, cleanup, facts.to_json())
     json_format.ParseDict(predicate, provenance_pb2.Provenance())  # its schema
     subjects = [(f"{ADAPTER}{name}", digest) for name, digest in sorted(adapter.items())]

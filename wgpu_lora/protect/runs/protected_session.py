@@ -5,7 +5,6 @@ In the order of RATS' background-check model (RFC 9334, 5.2): nonce, evidence, a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import time
@@ -28,12 +27,12 @@ from wgpu_lora.protect.broker.broker_client import BrokerClient, RefusalError
 from wgpu_lora.protect.broker.release_token import MAX_TOKEN, Release, missing_line, open_release
 from wgpu_lora.protect.checking.session_checks import Findings, check_sessions, sessions_of
 from wgpu_lora.protect.evidence import anchors
+from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.evidence.run_evidence import CLEANUP, EvidenceLog, read_log
 from wgpu_lora.protect.evidence.run_evidence import NAME as LOG
 from wgpu_lora.protect.evidence.run_statement import NAME as STATEMENT
 from wgpu_lora.protect.hygiene.memory_protection import HostProtection, harden
-from wgpu_lora.protect.runs import protected_job as jobs
-from wgpu_lora.protect.runs.protected_job import ProtectedJob
+from wgpu_lora.protect.runs.protected_job import ProtectedJob, read_job
 from wgpu_lora.protect.runs.sealed_storage import ADAPTER
 from wgpu_lora.protect.sealed.keys import SessionKeys
 
@@ -47,11 +46,11 @@ class Clock:
     """The time, which a clock that is set back does not take back."""
 
     def __init__(self) -> None:
-        self._wall, self._passed = time.time(), time.monotonic()
+        self._begin = time.time() - time.monotonic()
 
     def now(self) -> float:
         """Seconds since 1970."""
-        return max(time.time(), self._wall + time.monotonic() - self._passed)
+        return max(time.time(), self._begin + time.monotonic())
 
 
 @dataclass
@@ -73,6 +72,11 @@ class Session:
     say: Say
     spent: list[tuple[float, float]] = field(default_factory=list)
 
+    @property
+    def data(self) -> dict[str, dict[str, Any]]:
+        """What was attested of each sealed file and each model beside the base, by role."""
+        return {item["role"]: item for item in self.claims["job"]["data"]}
+
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Counts what is done within as spent."""
@@ -90,13 +94,12 @@ class Session:
         """Tell the broker how far the log has come, as far as it can be reached.
 
         Raises:
-            RefusedByBroker: another session goes on with the job, unless this one has ended anyway.
+            RefusalError: another session goes on with the job, unless this one has ended anyway.
         """
         if self.client is None:
             return
         try:
-            report = sign_progress(self.job.name, self.log.sequence, self.log.head, self.keys.signing)
-            self.client.report(report)
+            self.client.report(sign_progress(self.job.name, self.log.sequence, self.log.head, self.keys.signing))
         except UserError as error:
             if isinstance(error, RefusalError) and not ended:
                 raise
@@ -127,15 +130,20 @@ class SessionStart:
                     f"Releases by files need {flag('nonce')}: the data owner prints one with wgpu-lora protect nonce."
                 )
             nonce = client.nonce()
-        claims, evidence = self._evidence(model, nonce)
-        if client is not None:
-            token = client.release(evidence)  # nothing is on the disk if it is refused
-            log = self._attested(evidence)
-        else:
-            log = self._attested(evidence)
-            token = self._by_files(evidence)
-        sha256 = hashlib.sha256(evidence).hexdigest()
-        release = open_release(token, job.broker_key, sha256, nonce, self.keys, clock.now(), job.recipients)
+        resume = (self.log.sequence, self.log.head) if self.log and self.log.entries else None
+        base = base_facts(model.name, model.checkpoint, model.config)
+        claims = gather(
+            model.device.info, nonce=nonce, keys=self.keys, job=job, base=base, resume=resume, host=self.host.facts
+        )
+        if resume:
+            _check_same_job(job.output, claims)
+        evidence = attest(claims, self.keys)
+        claims = read_evidence(evidence).claims
+        self.say("attested", f"with {claims['level']} claims")
+        token = client.release(evidence) if client else ""  # nothing is on the disk if it is refused
+        log = self._attested(evidence)
+        token = token or self._release_by_files(evidence)
+        release = open_release(token, job.broker_key, sha256(evidence), nonce, self.keys, clock.now(), job.recipients)
         try:
             _check_known(log, release)
             log.released(token, release.facts())
@@ -145,35 +153,15 @@ class SessionStart:
         self.say("released", f"the data's key, by the broker {job.broker_key.keyid[:16]}, for the job {job.name}")
         return Session(job, self.keys, log, claims, clock, release, client, self.say)
 
-    def _evidence(self, model: LoadedModel, nonce: str) -> tuple[dict[str, Any], bytes]:
-        log, base = self.log, base_facts(model.name, model.checkpoint, model.config)
-        claims = gather(
-            model.device.info,
-            nonce=nonce,
-            keys=self.keys,
-            job=self.job,
-            base=base,
-            resume=(log.sequence, log.head) if log and log.entries else None,
-            host=self.host.facts,
-        )
-        if log and log.entries:
-            _same_job(self.job.output, claims)
-        evidence = attest(claims, self.keys)
-        stated = read_evidence(evidence).claims
-        self.say("attested", f"with {stated['level']} claims")
-        return stated, evidence
-
     def _attested(self, evidence: bytes) -> EvidenceLog:
         """The log, with this session's first line."""
-        output = self.job.output
         if self.log is None:
-            write_bytes_atomic(output / JOB_COPY, self.job.content)
-            stem = f"{self.job.name}-{hashlib.sha256(evidence).hexdigest()[:16]}"
-            self.log = EvidenceLog.create(output, self.keys, stem)
+            write_bytes_atomic(self.job.output / JOB_COPY, self.job.content)
+            self.log = EvidenceLog.start(self.job.output, self.keys, f"{self.job.name}-{sha256(evidence)[:16]}")
         self.log.attested(evidence)
         return self.log
 
-    def _by_files(self, evidence: bytes) -> str:
+    def _release_by_files(self, evidence: bytes) -> str:
         """Write the evidence, and wait for the release."""
         files = self.job.files
         assert files is not None
@@ -199,12 +187,12 @@ def _check_known(log: EvidenceLog, release: Release) -> None:
     missing = missing_line(release.claims, [entry.digest for entry in log.entries[:-1]])
     if missing is not None:
         raise UserError(
-            f"{log.directory / LOG} does not have the line {missing + 1} that the broker was told of, so that its "
-            "directory is an older state or another run: restore the newest one."
+            f"{log.path} does not have the line {missing + 1} that the broker was told of, so that its directory is an "
+            "older state or another run: restore the newest one."
         )
 
 
-def opened_log(job: ProtectedJob, keys: SessionKeys, resume: bool) -> EvidenceLog | None:
+def open_log(job: ProtectedJob, keys: SessionKeys, resume: bool) -> EvidenceLog | None:
     """The log of the run in a job's directory, verified; None if there is no run.
 
     Raises:
@@ -212,40 +200,32 @@ def opened_log(job: ProtectedJob, keys: SessionKeys, resume: bool) -> EvidenceLo
             the one that this machine wrote.
     """
     path = job.output / LOG
-    fruitless = path.is_file() and not _released(path)
-    if fruitless:  # its sessions never had the key, and the broker may not know them
+    if path.is_file() and not _has_release(path):  # its sessions never had the key, and the broker may not know them
         path.unlink()
         (job.output / CLEANUP).unlink(missing_ok=True)
-    elif not path.is_file():
+        return None
+    if not path.is_file():
         if resume:
             raise UserError(f"There is no protected run in {job.output} to resume: start without {flag('resume')}.")
         _check_unused(job)
-    if not path.is_file():
         return None
     if not resume:
         raise UserError(
             f"The output directory {job.output} already holds a protected run: choose another in {job.path}, or "
             f"continue it with {program()} finetune --protected {job.path} --resume."
         )
-    log = EvidenceLog.resume(job.output, keys)
-    if log.entries:
-        _check_endorsed(job, log)
-    return log
-
-
-def _check_endorsed(job: ProtectedJob, log: EvidenceLog) -> None:
-    """Raise UserError unless the sessions in a log had their keys from the job's broker: anybody can write a log."""
-    found = Findings()
+    log, found = EvidenceLog.resume(job.output, keys), Findings()
     check_sessions(job.output, sessions_of(log.entries), job.broker_key, None, found)
-    if found.failures:
+    if found.failures:  # anybody can write a log
         raise UserError(
             f"The run in {job.output} cannot be resumed, since its evidence is not what the job's broker answered: "
             "restore its files, or start a new run in another directory.",
             found.failures,
         )
+    return log
 
 
-def _released(path: Path) -> bool:
+def _has_release(path: Path) -> bool:
     """Whether a log says that a session got the key. Raises UserError if it is damaged, or older than it was."""
     entries = read_log(path)
     if entries:
@@ -267,7 +247,7 @@ def _check_unused(job: ProtectedJob) -> None:
         )
 
 
-def _same_job(output: Path, claims: dict[str, Any]) -> None:
+def _check_same_job(output: Path, claims: dict[str, Any]) -> None:
     """Raise UserError unless a resumed run's job is what its first session attested."""
     before: Any = None
     with suppress(UserError, LookupError, TypeError):
@@ -287,6 +267,9 @@ def _same_job(output: Path, claims: dict[str, Any]) -> None:
             )
 
 
+# -- claims of a job without training ----------------------------------------------------------------------------------
+
+
 def job_claims(job: ProtectedJob, *, nonce: str, keys: SessionKeys, device: str | None = None) -> dict[str, Any]:
     """The claims of a session of a job on this machine, which opens the model's files without loading its weights.
 
@@ -296,9 +279,8 @@ def job_claims(job: ProtectedJob, *, nonce: str, keys: SessionKeys, device: str 
     Raises:
         UserError: the model or a sealed file cannot be read, or there is no such device.
     """
-    import_module(
-        "wgpu_lora.protect.runs.protected_run"
-    )  # the claims name what is loaded: as much as in a training session
+    # The claims name what is loaded: as much as in a training session.
+    import_module("wgpu_lora.protect.runs.protected_run")
     options = job.arguments
     model = open_model(options.model or "demo", device or options.device, options.base_dtype)
     base = base_facts(model.name, model.checkpoint, model.config)
@@ -321,10 +303,12 @@ def reference_claims(path: Path, device: str | None = None) -> tuple[dict[str, A
         if "job" not in evidence.claims:
             raise UserError(f"{path} states no job, so it has no data to allow: attest with --job JOB.toml.")
         return evidence.claims, evidence.quote
-    job, keys, host = jobs.read_job(path), SessionKeys.generate(), harden()
+    job, host = read_job(path), harden()
     try:
-        claims = job_claims(job, nonce=secrets.token_urlsafe(), keys=keys, device=device)
-        return {**claims, "host": host.facts}, None
+        with SessionKeys.generate() as keys:
+            return {
+                **job_claims(job, nonce=secrets.token_urlsafe(), keys=keys, device=device),
+                "host": host.facts,
+            }, None
     finally:
-        keys.wipe()
         host.restore()

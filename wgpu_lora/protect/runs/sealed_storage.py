@@ -6,7 +6,6 @@ named by the log, and what a killed process has left is either completed or remo
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -22,11 +21,12 @@ from wgpu_lora.data.row_counts import SKIPPED
 from wgpu_lora.errors import UserError
 from wgpu_lora.locks import sweep
 from wgpu_lora.names.spelling import flag
+from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.evidence.model_signature import NAME as SIGNATURE
 from wgpu_lora.protect.evidence.model_signature import sign_model
 from wgpu_lora.protect.evidence.run_evidence import EvidenceLog
 from wgpu_lora.protect.sealed import archive
-from wgpu_lora.protect.sealed.age_streams import TamperedError, seal_bytes, unseal_bytes
+from wgpu_lora.protect.sealed.age_streams import seal_bytes, unseal_bytes
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 from wgpu_lora.protect.sealed.sealed_files import ARCHIVE
 from wgpu_lora.tokenizer.tokenizer_files import tokenizer_files
@@ -100,7 +100,7 @@ class SealedStorage(CheckpointStore):
                     continue
                 left.append(path.relative_to(self._run).as_posix())
                 final = path.with_name(found[1])
-                if self._named.get(self._name(final)) == _digest_of(path):
+                if self._named.get(self._name(final)) == sha256(read_bytes(path)):
                     path.replace(final)
                 else:
                     path.unlink()
@@ -174,16 +174,15 @@ class SealedStorage(CheckpointStore):
         return contents[path.name][: None if max_bytes is None else max_bytes + 1]
 
     def digest(self, path: Path) -> str:
-        if path.parent == self._run and path.name in self._results:
-            return hashlib.sha256(self._results[path.name]).hexdigest()
-        return hashlib.sha256(self.read(path, None)).hexdigest()
+        result = self._results.get(path.name) if path.parent == self._run else None
+        return sha256(self.read(path, None) if result is None else result)
 
     def write(self, path: Path, data: bytes | None) -> None:
         if path.name == SKIPPED:
             if data is not None and not self.skipped:  # else it is there, and named by the log
                 sealed = seal_bytes(data, self._recipients)
                 write_bytes_atomic(self._run / SKIPPED_ROWS, sealed)
-                self.skipped = [(SKIPPED_ROWS, hashlib.sha256(sealed).hexdigest())]
+                self.skipped = [(SKIPPED_ROWS, sha256(sealed))]
         elif data is None:
             self._results.pop(path.name, None)
         else:
@@ -197,7 +196,7 @@ class SealedStorage(CheckpointStore):
         """Sign and seal the adapter, beside its place."""
         files = {**self._results, SIGNATURE: sign_model(self._results, self._keys.signing)}
         self.adapter_sha256, self._beside = self._seal(self._run / ADAPTER, archive.pack(files))
-        self.adapter = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        self.adapter = {name: sha256(data) for name, data in files.items()}
 
     def put_adapter(self) -> None:
         """Move the sealed adapter, which the log names by now, to its place."""
@@ -221,7 +220,7 @@ class SealedStorage(CheckpointStore):
     def _seal(self, place: Path, data: bytes) -> tuple[str, Path]:
         """Seal data to a file beside its place; returns the digest and the file."""
         sealed = seal_bytes(data, self._recipients)
-        digest = hashlib.sha256(sealed).hexdigest()
+        digest = sha256(sealed)
         temporary = place.with_name(f".{place.name}.{digest[:16]}.tmp")
         try:
             with temporary.open("wb") as file:
@@ -236,7 +235,7 @@ class SealedStorage(CheckpointStore):
     def _sealed(self, path: Path) -> bytes:
         """A sealed file as the log names it. Raises UserError if it is another."""
         data = read_bytes(path)
-        if hashlib.sha256(data).hexdigest() != self._named.get(self._name(path)):
+        if sha256(data) != self._named.get(self._name(path)):
             raise UserError(
                 f"{path} is not the file that the evidence log names: an older or another one was put in its place, so "
                 f"restore the newest, or start a new run with another {flag('output')}."
@@ -246,10 +245,7 @@ class SealedStorage(CheckpointStore):
     def _open(self, directory: Path) -> Mapping[str, bytes]:
         """The files of a checkpoint. Only the last one stays open, until another is written."""
         path = self.disk_path(directory)
-        try:
-            content = unseal_bytes(self._sealed(path), self._key)
-        except TamperedError as error:
-            raise TamperedError(f"{path}: {error.problem}") from None
+        content = unseal_bytes(self._sealed(path), self._key, str(path))
         try:
             files = archive.unpack(content)
         finally:
@@ -280,7 +276,3 @@ def _step(name: str) -> int:
     found = _STEP.fullmatch(name)
     assert found
     return int(found[1])
-
-
-def _digest_of(path: Path) -> str:
-    return hashlib.sha256(read_bytes(path)).hexdigest()

@@ -78,13 +78,12 @@ class _AgeReader:
     """A reader of an age file whose header is not larger than ours can be."""
 
     def __init__(self, reader: Reader, where: str) -> None:
-        self._reader, self._start, self._at = reader, b"", 0
-        while len(self._start) < START and (piece := reader.read(START - len(self._start))):
-            self._start += piece
-        begin = self._start
+        begin = b""
+        while len(begin) < START and (piece := reader.read(START - len(begin))):
+            begin += piece
+        self._reader, self._start = reader, io.BytesIO(begin)
         if begin.startswith(ARMOR):
-            lines = [line for line in begin.splitlines() if not line.startswith(b"-")]
-            text = b"".join(lines)
+            text = b"".join(line for line in begin.splitlines() if not line.startswith(b"-"))
             with suppress(binascii.Error):  # pyrage says so, too
                 begin = binascii.a2b_base64(text[: len(text) // 4 * 4])
         if not begin.startswith(VERSION):
@@ -97,11 +96,7 @@ class _AgeReader:
             )
 
     def read(self, size: int = -1) -> bytes:
-        if self._at == len(self._start):
-            return self._reader.read(size)
-        piece = self._start[self._at :] if size < 0 else self._start[self._at : self._at + size]
-        self._at += len(piece)
-        return piece
+        return self._start.read(size) or self._reader.read(size)
 
 
 class _BufferWriter:
@@ -215,14 +210,14 @@ def unseal_stream(reader: Reader, writer: Writer, key: DataKey, where: str = "Th
     _reraise(source, target)
 
 
-def seal_bytes(data: bytes | bytearray | memoryview, recipients: Sequence[str]) -> bytes:
+def seal_bytes(data: bytes, recipients: Sequence[str]) -> bytes:
     """Seals bytes in memory. Raises UserError if a recipient is not one."""
     writer = io.BytesIO()
-    seal_stream(_BufferReader(data), writer, recipients)
+    seal_stream(io.BytesIO(data), writer, recipients)
     return writer.getvalue()
 
 
-def unseal_bytes(data: bytes | bytearray | memoryview, key: DataKey) -> bytearray:
+def unseal_bytes(data: bytes | bytearray, key: DataKey, where: str = "The sealed data") -> bytearray:
     """Opens sealed bytes into memory alone, all or nothing.
 
     The result, and what had been opened before an error was found, can be overwritten, and the latter is. Pieces of
@@ -234,7 +229,7 @@ def unseal_bytes(data: bytes | bytearray | memoryview, key: DataKey) -> bytearra
     buffer = bytearray(len(data))  # more than what is in it, so that it never moves and leaves a copy behind
     into = _BufferWriter(buffer)
     try:
-        unseal_stream(_BufferReader(data), into, key)
+        unseal_stream(io.BytesIO(data), into, key, where)
     except BaseException:
         into.view[:] = bytes(len(buffer))
         raise
@@ -246,18 +241,6 @@ def unseal_bytes(data: bytes | bytearray | memoryview, key: DataKey) -> bytearra
     short = bytearray(into.view[:size])
     into.view[:] = bytes(len(buffer))
     return short
-
-
-class _BufferReader:
-    """A reader of bytes that does not copy all of them."""
-
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._view, self._at = memoryview(data).cast("B"), 0
-
-    def read(self, size: int = -1) -> bytes:
-        piece = bytes(self._view[self._at :] if size < 0 else self._view[self._at : self._at + size])
-        self._at += len(piece)
-        return piece
 
 
 def _apart(work: Callable[[], None], *ends: _StreamEnd) -> None:

@@ -26,7 +26,21 @@ MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients
 SECRET = b"AGE-SECRET-KEY-1"
 
 
-class DataKey:
+class _Secret:
+    """A key that `with` wipes at its end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wipe()
+
+    def wipe(self) -> None:
+        """Drops the key, which its library overwrites then; it cannot be used afterwards."""
+        raise NotImplementedError
+
+
+class DataKey(_Secret):
     """An age X25519 identity; whoever has it opens all that was sealed to its recipient.
 
     The key is in pyrage's object alone, which overwrites it when it is dropped, and whose page is locked in memory
@@ -99,7 +113,6 @@ class DataKey:
         return b"# created: %s\n# public key: %s\n%s\n" % (created.encode(), self.recipient.encode(), self.text())
 
     def wipe(self) -> None:
-        """Drops the key, which pyrage overwrites then; it cannot be used afterwards."""
         self._identity = None
 
 
@@ -151,7 +164,7 @@ class PublicKey:
         return SSlibKey.from_crypto(self.crypto_key(), self.keyid)
 
 
-class SigningKey:
+class SigningKey(_Secret):
     """An ECDSA key on P-256 (FIPS 186-5, SHA-256). OpenSSL overwrites it when it is dropped.
 
     Attributes:
@@ -209,12 +222,11 @@ class SigningKey:
         return self.key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, no_password)
 
     def wipe(self) -> None:
-        """Drops the key, which OpenSSL overwrites then; it cannot be used afterwards."""
         self._key = None
 
 
 @dataclass
-class SessionKeys:
+class SessionKeys(_Secret):
     """The two ephemeral keys of a session: the data key is released to `data`, and `signing` signs its evidence."""
 
     data: DataKey
@@ -274,13 +286,10 @@ def read_small(path: str | Path, what: str) -> bytearray:
 
 def new_data_key(path: Path) -> str:
     """Writes a new age identity and returns its recipient. Raises UserError if the path exists or cannot be written."""
-    _check_file(path)
-    key = DataKey.generate()
-    try:
+    _check_key_file(path)
+    with DataKey.generate() as key:
         write_private(path, key.file_text())
         return key.recipient
-    finally:
-        key.wipe()
 
 
 def new_signing_key(path: Path) -> PublicKey:
@@ -289,21 +298,17 @@ def new_signing_key(path: Path) -> PublicKey:
     Raises:
         UserError: one of the two exists or cannot be written; then neither is left.
     """
-    _check_file(path)
-    public_path = path.with_name(f"{path.name}.pub")
-    key = SigningKey.generate()
-    try:
+    _check_key_file(path)
+    with SigningKey.generate() as key:
         write_private(path, key.private_pem())
         try:
-            write_new_bytes(public_path, key.public.pem.encode(), "PATH")
+            write_new_bytes(path.with_name(f"{path.name}.pub"), key.public.pem.encode(), "PATH")
         except BaseException:
             path.unlink()
             raise
         return key.public
-    finally:
-        key.wipe()
 
 
-def _check_file(path: Path) -> None:
+def _check_key_file(path: Path) -> None:
     if path.name in ("", "-", ".."):
         raise UserError(f"A key is written to a file of its own, not to '{path}': give a path, such as data.key.")
