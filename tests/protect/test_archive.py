@@ -34,13 +34,6 @@ def test_archives_are_the_same_for_the_same_files_and_can_be_read_by_tar() -> No
         assert {m.name: tar.extractfile(m).read() for m in tar.getmembers()} == FILES  # type: ignore[union-attr]
 
 
-def test_views_are_overwritten_with_the_archive() -> None:
-    data = bytearray(archive.pack(FILES))
-    view = archive.views(data)["adapter_model.safetensors"]
-    data[:] = bytes(len(data))
-    assert not any(view)
-
-
 def test_a_directory_and_its_archive(tmp_path: Path) -> None:
     for name, content in FILES.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)

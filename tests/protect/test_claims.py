@@ -205,7 +205,7 @@ def test_files_of_evidence(tmp_path: Path) -> None:
     (tmp_path / "evidence.json").write_bytes(EVIDENCE)
     assert claims.load_evidence(tmp_path / "evidence.json").claims == CLAIMS
     for wrong in (tmp_path, tmp_path / "missing", "/dev/null", "a\0b"):
-        with pytest.raises(UserError, match=r"regular|cannot be read"):
+        with pytest.raises(UserError, match=r"regular|cannot be read|does not exist"):
             claims.load_evidence(wrong)
     (tmp_path / "long.json").write_bytes(b"x" * (claims.MAX_BYTES + 2))
     with pytest.raises(UserError, match="longer"):

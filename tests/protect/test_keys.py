@@ -16,7 +16,7 @@ def test_a_data_key_survives_its_file_and_is_gone_after_wiping(tmp_path: Path) -
     key = DataKey.generate()
     write_private(tmp_path / "data.key", key.file_text())
     assert DataKey.read(tmp_path / "data.key").text() == key.text()
-    assert DataKey.parse(key.text().decode().lower()).recipient == key.recipient  # Bech32 has one case or the other
+    assert DataKey.parse(key.text().lower()).recipient == key.recipient  # Bech32 has one case or the other
     if os.name != "nt":
         assert stat.S_IMODE((tmp_path / "data.key").stat().st_mode) == 0o600
     key.wipe()

@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_read_is_an_error(package: Path, monkeypatch: pyte
 
     monkeypatch.setattr(measurements, "file_digest", broken)
     with pytest.raises(UserError, match="cannot be measured"):
-        measurements.package()
+        measurements.measurements()
 
 
 def recorded(content: bytes, kind: str = "sha256") -> str:
@@ -263,9 +263,10 @@ def test_this_machine_can_be_measured() -> None:
 
 
 MODIFIED = """
-import json, sys
+import json, os
 from wgpu_lora.protect.attestation import installed_packages, measurements
-print(json.dumps([measurements.loaded_code(installed_packages.own_files()), measurements.environment()]))
+from wgpu_lora.protect.hygiene import memory_protection
+print(json.dumps([measurements.loaded_code(installed_packages.own_files()), measurements.environment(memory_protection.environment_at_start() | dict(os.environ))]))
 """
 
 

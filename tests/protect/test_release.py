@@ -20,10 +20,10 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import read_evidence
 from wgpu_lora.protect.broker.release_token import (
     MAX_TOKEN,
-    ReleaseClaims,
     SLACK,
     TYPE,
     Release,
+    ReleaseClaims,
     make_release,
     open_release,
     read_release,

@@ -23,15 +23,21 @@ from packaging.utils import canonicalize_name
 from wgpu_lora import assets
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.installation import NAME
+from wgpu_lora.protect.evidence.dsse import sha256
 
 HASHES = {"sha256", "sha384", "sha512"}
 BY_INSTALLERS = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD")  # in .dist-info; they differ between machines
-PACKAGE_PREFIX = os.path.normcase(os.path.realpath(assets.DEMO_MODEL.parent.parent)) + os.sep
-STANDARD = tuple(
-    os.path.normcase(os.path.realpath(sysconfig.get_path(name))) + os.sep for name in ("stdlib", "platstdlib")
-)
 INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 MOST_NAMED = 10  # files of a package that are named as changed
+
+
+def _prefix(path: str | Path) -> str:
+    """What the paths of files below a directory start with."""
+    return os.path.normcase(os.path.realpath(path)) + os.sep
+
+
+PACKAGE_PREFIX = _prefix(assets.DEMO_MODEL.parent.parent)
+STANDARD = tuple(_prefix(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 
 
 @dataclass
@@ -63,11 +69,10 @@ def installed_packages() -> dict[str, InstalledPackage]:
 
 def accounted(file: str, listed: Collection[str]) -> bool:
     """Whether a file is one of those listed in RECORDs, or of this package or Python's standard library, all of whose
-    files `measure` digests."""
+    files `measurements` digests."""
     spelt = _spellings(file)
-    real = spelt[-1]
-    inside = real.startswith(STANDARD) and not any(name in real for name in INSTALLED)
-    return inside or real.startswith(PACKAGE_PREFIX) or any(path in listed for path in spelt)
+    inside = spelt[-1].startswith(STANDARD) and not any(name in spelt[-1] for name in INSTALLED)
+    return inside or spelt[-1].startswith(PACKAGE_PREFIX) or any(path in listed for path in spelt)
 
 
 def _spellings(file: str) -> tuple[str, str]:
@@ -104,19 +109,19 @@ def _required() -> dict[str, Distribution]:
         except PackageNotFoundError:  # not required here, or installed in another way: it is missing from the claims
             continue
         for text in here.requires or ():
-            waiting += _wanted(text, extras)
-    found.pop(NAME, None)  # `measure.package` reads all of its files
+            waiting += _applicable(text, extras)
+    found.pop(NAME, None)  # `measurements.package` reads all of its files
     return found
 
 
-def _wanted(text: str, extras: Iterable[str]) -> list[tuple[str, frozenset[str]]]:
+def _applicable(text: str, extras: Iterable[str]) -> list[tuple[str, frozenset[str]]]:
     """A requirement, if its marker applies with one of the extras."""
     try:
         need = Requirement(text)
-        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
-            return [(canonicalize_name(need.name), frozenset(need.extras))]
     except InvalidRequirement:
-        pass
+        return []
+    if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
+        return [(canonicalize_name(need.name), frozenset(need.extras))]
     return []
 
 
@@ -127,10 +132,7 @@ def _record(one: Distribution) -> dict[str, tuple[str, str]]:
     """
     root = os.path.realpath(str(one.locate_file("")))
     rows = csv.reader((one.read_text("RECORD") or "").splitlines())
-    paths = (
-        (row[0], os.path.normcase(os.path.normpath(os.path.join(root, row[0]))), row[1]) for row in rows if row[1:]
-    )
-    return {name: (path, stated) for name, path, stated in paths}
+    return {row[0]: (os.path.normcase(os.path.normpath(os.path.join(root, row[0]))), row[1]) for row in rows if row[1:]}
 
 
 def _files(one: Distribution) -> set[str]:
@@ -138,15 +140,11 @@ def _files(one: Distribution) -> set[str]:
 
 
 def _measure(one: Distribution) -> InstalledPackage:
-    record = _record(one)
-    total, changed = hashlib.sha256(), []
+    record, total, changed = _record(one), hashlib.sha256(), []
     for name, (path, expected) in sorted(record.items()):
         if not expected:  # compiled files, and RECORD itself
             continue
-        try:
-            found, stated = _digests(path, expected)
-        except (OSError, ValueError):
-            found, stated = "missing", ""
+        found, stated = _digests(path, expected.partition("=")[0])
         if stated != expected:
             changed.append(name)
         if not name.startswith("..") and Path(name).name not in BY_INSTALLERS:
@@ -156,21 +154,21 @@ def _measure(one: Distribution) -> InstalledPackage:
     if text is None:
         changed = ["RECORD"]
     else:
-        claims |= {"sha256": total.hexdigest(), "record_sha256": hashlib.sha256(text.encode()).hexdigest()}
+        claims |= {"sha256": total.hexdigest(), "record_sha256": sha256(text.encode())}
     if changed:
         claims["changed"] = changed[:MOST_NAMED]
     return InstalledPackage(claims, {path for path, _ in record.values()})
 
 
-def _digests(path: str, expected: str) -> tuple[str, str]:
-    """A file's SHA-256 in hexadecimal, and its digest in RECORD's form, by the hash that is named there."""
-    kind = expected.partition("=")[0]
-    if kind not in HASHES:
-        raise ValueError(kind)
-    found = file_digest(Path(path))
-    if kind == "sha256":
-        raw = bytes.fromhex(found)
-    else:
+def _digests(path: str, kind: str) -> tuple[str, str]:
+    """A file's SHA-256 in hexadecimal, and its digest in RECORD's form by another hash; ("missing", "") if neither is
+    possible."""
+    try:
+        found = file_digest(Path(path))
+        if kind not in HASHES:
+            return "missing", ""
         with open(path, "rb") as file:
-            raw = hashlib.file_digest(file, kind).digest()
+            raw = bytes.fromhex(found) if kind == "sha256" else hashlib.file_digest(file, kind).digest()
+    except OSError:
+        return "missing", ""
     return found, f"{kind}={base64.urlsafe_b64encode(raw).rstrip(b'=').decode()}"

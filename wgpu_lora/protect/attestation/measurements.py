@@ -1,4 +1,4 @@
-"""Measurements of the program that attests: files, libraries, system and environment, as claims.
+"""Measurements of the program that attests: files, libraries, system, environment and what is loaded, as claims.
 
 They are taken by the process that they describe. They show a file that was changed and a library that was swapped to
 whoever runs an unchanged program; a changed program can state what it likes (`claims.LEVELS`).
@@ -7,7 +7,6 @@ Everything is read anew: no digest is kept on disk, where it could be edited.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import marshal
 import os
@@ -17,8 +16,8 @@ import site
 import struct
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import CodeType
@@ -33,9 +32,13 @@ from wgpu_lora.gpu.device_list import native_library, native_version
 from wgpu_lora.installation import NAME
 from wgpu_lora.protect.attestation import installed_packages
 from wgpu_lora.protect.attestation.installed_packages import PACKAGE_PREFIX, accounted, loaded_files
+from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.hygiene.memory_protection import environment_at_start
 
 FLAGS = ("optimize", "isolated", "no_site", "ignore_environment")
+STANDARD_FINDERS = {"BuiltinImporter", "FrozenImporter", "PathFinder"}
+MAX_PYC, HEADER = 32 << 20, 16
+MOST_NAMED = 500  # files of each kind
 # Variables of this package, Python, the loader, the Vulkan loader, drivers, wgpu, NumPy's libraries and the network.
 BEHAVIOUR = re.compile(
     "(WGPU|PYTHON|LD|DYLD|VK|MESA|LIBGL|GALLIUM|LP|LVP|RADV|ANV|INTEL|NVK|NIR|ACO|AMD|DRI|D3D12|MTL|CUDA|NVIDIA"
@@ -52,18 +55,26 @@ def measurements() -> dict[str, Any]:
     Raises:
         UserError: a file of this package or of Python cannot be read.
     """
-    found = package()
-    installed = installed_packages.installed_packages()
-    listed = installed_packages.own_files().union(*(one.files for one in installed.values()))
-    return {
-        "package": found,
-        "wgpu": wgpu(),
-        "python": python(),
-        "dependencies": {name: one.claims for name, one in sorted(installed.items())},
-        "process": loaded_code(listed),
-        "kernel": kernel(),
-        "environment": environment(),
-    }
+    try:
+        own, installed = package(), installed_packages.installed_packages()
+        listed = installed_packages.own_files().union(*(one.files for one in installed.values()))
+        return {
+            "package": own,
+            "wgpu": {
+                "version": version("wgpu"),
+                "native_version": native_version(),
+                "native_sha256": file_digest(native_library()),
+            },
+            "python": python(),
+            "dependencies": {name: one.claims for name, one in sorted(installed.items())},
+            "process": loaded_code(listed),
+            "kernel": kernel(),
+            "environment": environment(environment_at_start() | dict(os.environ)),
+        }
+    except OSError as error:
+        raise UserError(
+            f"{error.filename} cannot be measured ({error.strerror}): make it readable, or install it again."
+        ) from None
 
 
 def package() -> dict[str, Any]:
@@ -71,8 +82,7 @@ def package() -> dict[str, Any]:
 
     The names, and so the digest, are the same for a checkout and for the wheel that is built from it.
     """
-    with _measuring():
-        digests = {name: file_digest(path) for name, path in package_files(PACKAGE).items()}
+    digests = {name: file_digest(path) for name, path in package_files(PACKAGE).items()}
     try:
         found = version(NAME)
     except PackageNotFoundError:  # run from source
@@ -80,22 +90,16 @@ def package() -> dict[str, Any]:
     return {"version": found, "sha256": combined(digests), "files": digests}
 
 
-def wgpu() -> dict[str, Any]:
-    """wgpu-py, and the wgpu-native library that it loaded."""
-    return {"version": version("wgpu"), "native_version": native_version(), "native_sha256": digest(native_library())}
-
-
 def python() -> dict[str, Any]:
     """The interpreter: its executable, its standard library, and flags that change what code means."""
     files: dict[str, Path] = {}
     for name in ("stdlib", "platstdlib"):
-        with _measuring():
-            files |= dict(walk(Path(sysconfig.get_path(name)), ("site-packages", "dist-packages", "test")))
+        files |= dict(walk(Path(sysconfig.get_path(name)), ("site-packages", "dist-packages", "test")))
     return {
         "version": platform.python_version(),
         "implementation": platform.python_implementation(),
-        "sha256": digest(Path(sys.executable).resolve()),
-        "library_sha256": combined({name: digest(path) for name, path in sorted(files.items())}),
+        "sha256": file_digest(Path(sys.executable).resolve()),
+        "library_sha256": combined({name: file_digest(path) for name, path in sorted(files.items())}),
         "flags": {name: int(getattr(sys.flags, name)) for name in FLAGS},
     }
 
@@ -103,55 +107,28 @@ def python() -> dict[str, Any]:
 def kernel() -> dict[str, Any]:
     """The operating system (without the machine's name) and, on Linux, what guards a process from its administrator."""
     system = platform.uname()
-    found: dict[str, Any] = {
-        "system": system.system, "release": system.release, "version": system.version, "machine": system.machine,
-    }  # fmt: skip
+    found = {name: getattr(system, name) for name in ("system", "release", "version", "machine")}
     guards = {
-        "ptrace_scope": Path("/proc/sys/kernel/yama/ptrace_scope"),
-        "tainted": Path("/proc/sys/kernel/tainted"),
-        "lockdown": Path("/sys/kernel/security/lockdown"),
+        "ptrace_scope": "/proc/sys/kernel/yama/ptrace_scope",
+        "tainted": "/proc/sys/kernel/tainted",
+        "lockdown": "/sys/kernel/security/lockdown",
     }
     for name, path in guards.items():
-        try:
-            found[name] = path.read_text().strip()[:80]
-        except (OSError, ValueError):
-            continue
+        with suppress(OSError, ValueError):
+            found[name] = Path(path).read_text().strip()[:80]
     return {name: value for name, value in found.items() if value}
 
 
-def environment(now: Mapping[str, str] | None = None) -> dict[str, str]:
-    """SHA-256 of the values of the variables that change behaviour, those at the process's start included.
-
-    Args:
-        now: the variables; by default this process's.
-    """
-    values = environment_at_start() | dict(os.environ) if now is None else dict(now)
+def environment(values: Mapping[str, str]) -> dict[str, str]:
+    """SHA-256 of the values of the variables that change behaviour."""
     return {
-        name: hashlib.sha256(value.encode("utf-8", "surrogateescape")).hexdigest()
+        name: sha256(value.encode("utf-8", "surrogateescape"))
         for name, value in sorted(values.items())
         if BEHAVIOUR.fullmatch(name)
     }
 
 
-def digest(path: Path) -> str:
-    """A file's SHA-256. Raises UserError if it cannot be read."""
-    with _measuring():
-        return file_digest(path)
-
-
-@contextmanager
-def _measuring() -> Iterator[None]:
-    """Raises a UserError for a file that cannot be read."""
-    try:
-        yield
-    except OSError as error:
-        why = f"{error.filename} cannot be measured ({error.strerror})"
-        raise UserError(f"{why}: make it readable, or install it again.") from None
-
-
-MAX_PYC, HEADER = 32 << 20, 16
-MOST_NAMED = 500  # files of each kind
-STANDARD_FINDERS = {"BuiltinImporter", "FrozenImporter", "PathFinder"}
+# -- what this process has loaded that no list of files accounts for ---------------------------------------------------
 
 
 def loaded_code(listed: Collection[str]) -> dict[str, Any]:
@@ -168,19 +145,23 @@ def loaded_code(listed: Collection[str]) -> dict[str, Any]:
         libraries: SHA-256, by path, of native libraries that belong to no package; absent where they cannot be listed.
         import_hooks: types of finders other than Python's own. traced: whether a debugger or tracer is attached.
     """
-
     modules = loaded_files()
-    others = [path for path in [*modules, *_pth_files()] if not accounted(path, listed)]
     found: dict[str, Any] = {
-        "unlisted": _named({path: _digest(path) for path in others}),
-        "fileless": _fileless(),
+        "unlisted": _digests([*modules, *_pth_files()], listed),
+        "fileless": sorted(
+            name
+            for name, module in list(sys.modules.items())
+            if name not in sys.builtin_module_names
+            and not isinstance(getattr(module, "__file__", None), str)
+            and not hasattr(module, "__path__")
+        ),
         "compiled_otherwise": sorted(path for path in {*modules, *_own_modules()} if _compiled_otherwise(path)),
         "import_hooks": sorted({_name(hook) for hook in sys.meta_path} - STANDARD_FINDERS),
         "traced": sys.gettrace() is not None or sys.getprofile() is not None or _tracer(),
     }
     libraries = _libraries()
     if libraries is not None:
-        found["libraries"] = _named({path: _digest(path) for path in libraries if not accounted(path, listed)})
+        found["libraries"] = _digests(libraries, listed)
     return found
 
 
@@ -189,21 +170,20 @@ def _own_modules() -> list[str]:
     return [str(path) for path in Path(PACKAGE_PREFIX).rglob("*.py")]
 
 
-def _named(digests: Mapping[str, str]) -> dict[str, str]:
-    """The first files, and one digest over all others, so that evidence stays short."""
+def _digests(paths: Iterable[str], listed: Collection[str]) -> dict[str, str]:
+    """SHA-256 of files that nothing accounts for: the first, and one over all others, so that evidence stays short."""
+    digests = {path: _digest(path) for path in paths if not accounted(path, listed)}
+    rest = [f"{value}  {name}\n" for name, value in list(digests.items())[MOST_NAMED:]]
     first = dict(list(digests.items())[:MOST_NAMED])
-    rest = [f"{value}  {name}\n" for name, value in digests.items() if name not in first]
-    text = "".join(rest).encode("utf-8", "surrogateescape")
-    return {**first, f"and {len(rest)} more": hashlib.sha256(text).hexdigest()} if rest else first
+    more = {f"and {len(rest)} more": sha256("".join(rest).encode("utf-8", "surrogateescape"))} if rest else {}
+    return first | more
 
 
-def _fileless() -> list[str]:
-    loaded = {name: module for name, module in list(sys.modules.items()) if name not in sys.builtin_module_names}
-    return sorted(
-        name
-        for name, module in loaded.items()
-        if not isinstance(getattr(module, "__file__", None), str) and not hasattr(module, "__path__")
-    )
+def _digest(path: str) -> str:
+    try:
+        return file_digest(Path(path))
+    except OSError:
+        return "unreadable"
 
 
 def _compiled_otherwise(source: str) -> bool:
@@ -262,13 +242,5 @@ def _tracer() -> bool:
     return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)
 
 
-def _digest(path: str) -> str:
-    try:
-        return file_digest(Path(path))
-    except OSError:
-        return "unreadable"
-
-
 def _name(hook: object) -> str:
-    kind = hook if isinstance(hook, type) else type(hook)
-    return kind.__name__
+    return (hook if isinstance(hook, type) else type(hook)).__name__

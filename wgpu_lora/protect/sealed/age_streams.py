@@ -45,70 +45,7 @@ class TamperedError(UserError):
     """A sealed file that is damaged, or that this key does not open."""
 
 
-class _StreamEnd:
-    """One end of a stream, which keeps its own failure apart from pyrage's: both can be OSError."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.stopped = inner, False
-        self.failure: BaseException | None = None
-
-    def _call(self, done: Callable[[], Any]) -> Any:
-        if self.stopped:
-            raise BrokenPipeError  # Rust would call again after an InterruptedError, without end
-        try:
-            return done()
-        except BaseException as failure:
-            self.failure = self.failure or failure
-            raise
-
-    def read(self, size: int = -1) -> bytes:
-        found: bytes = self._call(lambda: self.inner.read(size))
-        return found
-
-    def write(self, data: bytes) -> int:
-        # A raw file may take less than it is given; None is from a writer that takes all.
-        taken = self._call(lambda: self.inner.write(data))
-        return len(data) if taken is None else int(taken)
-
-    def flush(self) -> None:
-        self._call(getattr(self.inner, "flush", lambda: None))
-
-
-class _AgeReader:
-    """A reader of an age file whose header is not larger than ours can be."""
-
-    def __init__(self, reader: Reader, where: str) -> None:
-        begin = b""
-        while len(begin) < START and (piece := reader.read(START - len(begin))):
-            begin += piece
-        self._reader, self._start = reader, io.BytesIO(begin)
-        if begin.startswith(ARMOR):
-            text = b"".join(line for line in begin.splitlines() if not line.startswith(b"-"))
-            with suppress(binascii.Error):  # pyrage says so, too
-                begin = binascii.a2b_base64(text[: len(text) // 4 * 4])
-        if not begin.startswith(VERSION):
-            raise TamperedError(f"{where} cannot be opened, because it is not an age file: give a sealed file.")
-        header = begin.partition(b"\n---")[0]
-        if len(header) > MAX_HEADER or header.count(b"\n") > MAX_LINES:
-            raise TamperedError(
-                f"{where} cannot be opened, because its header is larger than one for {MAX_RECIPIENTS} recipients: "
-                "seal it to fewer."
-            )
-
-    def read(self, size: int = -1) -> bytes:
-        return self._start.read(size) or self._reader.read(size)
-
-
-class _BufferWriter:
-    """A writer into a buffer of a fixed size."""
-
-    def __init__(self, buffer: bytearray) -> None:
-        self.view, self.size = memoryview(buffer), 0
-
-    def write(self, data: bytes) -> int:
-        self.view[self.size : self.size + len(data)] = data
-        self.size += len(data)
-        return len(data)
+# -- recipients --------------------------------------------------------------------------------------------------------
 
 
 def parse_recipient(text: str) -> pyrage.x25519.Recipient:
@@ -128,19 +65,16 @@ def parse_recipient(text: str) -> pyrage.x25519.Recipient:
 
 
 def parse_recipients(recipients: Sequence[str]) -> list[pyrage.x25519.Recipient]:
-    """pyrage's recipients, each once.
-
-    Raises:
-        UserError: there is none, or one is not an age X25519 recipient.
-    """
-    if len(set(recipients)) > MAX_RECIPIENTS:
+    """pyrage's recipients, each once. Raises UserError: there is none, or one is not an age X25519 recipient."""
+    unique = list(dict.fromkeys(recipients))
+    if len(unique) > MAX_RECIPIENTS:
         raise UserError(f"A file can be sealed to at most {MAX_RECIPIENTS} recipients: give fewer.")
-    if not recipients:
+    if not unique:
         raise UserError(f"Nobody could open what is sealed to nobody: give a recipient, {EXAMPLE}.")
+    if any(text.upper().startswith("AGE-SECRET-KEY-") for text in unique):  # it must not be repeated in a message
+        raise UserError(f"A private key was given as a recipient: give the public half, {EXAMPLE}.")
     parsed = []
-    for text in dict.fromkeys(recipients):
-        if text.upper().startswith("AGE-SECRET-KEY-"):  # it must not be repeated in a message
-            raise UserError(f"A private key was given as a recipient: give the public half, {EXAMPLE}.")
+    for text in unique:
         try:
             parsed.append(parse_recipient(text))
         except pyrage.RecipientError:
@@ -155,12 +89,14 @@ def read_recipients(path: str | Path) -> list[str]:
         UserError: the file cannot be read or holds no recipient, or something else.
     """
     text = bytes(read_small(path, "The recipients file")).decode("utf-8", "replace")
-    lines = [line.strip() for line in text.splitlines()]
-    found = [line for line in lines if line and not line.startswith("#")]
+    found = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     if not found:
         raise UserError(f"{path} holds no recipient: write {EXAMPLE}, on a line of its own.")
     parse_recipients(found)
     return found
+
+
+# -- sealing and opening -----------------------------------------------------------------------------------------------
 
 
 def seal_stream(reader: Reader, writer: Writer, recipients: Sequence[str]) -> None:
@@ -172,10 +108,8 @@ def seal_stream(reader: Reader, writer: Writer, recipients: Sequence[str]) -> No
     to, source, target = parse_recipients(recipients), _StreamEnd(reader), _StreamEnd(writer)
     try:
         _apart(lambda: pyrage.encrypt_io(source, target, to), source, target)
-    except BaseException:
-        _reraise(source, target)
-        raise
-    _reraise(source, target)  # pyrage 1.4 says nothing if its last write fails
+    finally:
+        _reraise(source, target)  # pyrage 1.4 says nothing if its last write fails
 
 
 def unseal_stream(reader: Reader, writer: Writer, key: DataKey, where: str = "The sealed data") -> None:
@@ -193,19 +127,18 @@ def unseal_stream(reader: Reader, writer: Writer, key: DataKey, where: str = "Th
     source, target = _StreamEnd(_AgeReader(reader, where)), _StreamEnd(writer)
     try:
         _apart(lambda: pyrage.decrypt_io(source, target, [key.identity()]), source, target)
-    except (pyrage.DecryptError, OSError) as error:
+    except BaseException as failure:
         _reraise(source, target)
-        if "No matching keys" in str(error):
+        if "No matching keys" in str(failure):
             raise TamperedError(
                 f"{where} cannot be opened with the key of {key.recipient}: give the key of one of its recipients."
             ) from None
-        raise TamperedError(
-            f"{where} cannot be opened, because it is damaged, incomplete, or not an age file ({error}): copy it again."
-        ) from None
-    except BaseException as failure:
-        _reraise(source, target)
-        if type(failure).__name__ == "PanicException":  # a fault in the library must not look like success or a crash
-            raise TamperedError(f"{where} cannot be opened, because it is damaged: copy it again.") from None
+        # A fault in the library, which panics then, must not look like success or a crash.
+        if isinstance(failure, pyrage.DecryptError | OSError) or type(failure).__name__ == "PanicException":
+            raise TamperedError(
+                f"{where} cannot be opened, because it is damaged, incomplete, or not an age file ({failure!s:.100}): "
+                "copy it again."
+            ) from None
         raise
     _reraise(source, target)
 
@@ -241,6 +174,72 @@ def unseal_bytes(data: bytes | bytearray, key: DataKey, where: str = "The sealed
     short = bytearray(into.view[:size])
     into.view[:] = bytes(len(buffer))
     return short
+
+
+class _BufferWriter:
+    """A writer into a buffer of a fixed size."""
+
+    def __init__(self, buffer: bytearray) -> None:
+        self.view, self.size = memoryview(buffer), 0
+
+    def write(self, data: bytes) -> int:
+        self.view[self.size : self.size + len(data)] = data
+        self.size += len(data)
+        return len(data)
+
+
+class _AgeReader:
+    """A reader of an age file whose header is not larger than ours can be."""
+
+    def __init__(self, reader: Reader, where: str) -> None:
+        begin = b""
+        while len(begin) < START and (piece := reader.read(START - len(begin))):
+            begin += piece
+        self._reader, self._start = reader, io.BytesIO(begin)
+        if begin.startswith(ARMOR):
+            text = b"".join(line for line in begin.splitlines() if not line.startswith(b"-"))
+            with suppress(binascii.Error):  # pyrage says so, too
+                begin = binascii.a2b_base64(text[: len(text) // 4 * 4])
+        if not begin.startswith(VERSION):
+            raise TamperedError(f"{where} cannot be opened, because it is not an age file: give a sealed file.")
+        header = begin.partition(b"\n---")[0]
+        if len(header) > MAX_HEADER or header.count(b"\n") > MAX_LINES:
+            raise TamperedError(
+                f"{where} cannot be opened, because its header is larger than one for {MAX_RECIPIENTS} recipients: "
+                "seal it to fewer."
+            )
+
+    def read(self, size: int = -1) -> bytes:
+        return self._start.read(size) or self._reader.read(size)
+
+
+class _StreamEnd:
+    """One end of a stream, which keeps its own failure apart from pyrage's: both can be OSError."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.stopped = inner, False
+        self.failure: BaseException | None = None
+
+    def _call(self, done: Callable[[], Any]) -> Any:
+        if self.stopped:
+            raise BrokenPipeError  # Rust would call again after an InterruptedError, without end
+        try:
+            return done()
+        except BaseException as failure:
+            self.failure = self.failure or failure
+            raise
+
+    def read(self, size: int = -1) -> bytes:
+        found: bytes = self._call(lambda: self.inner.read(size))
+        return found
+
+    def write(self, data: bytes) -> int:
+        # A raw file may take less than it is given; None is from a writer that takes all.
+        taken = self._call(lambda: self.inner.write(data))
+        return len(data) if taken is None else int(taken)
+
+    def flush(self) -> None:
+        self._call(getattr(self.inner, "flush", lambda: None))
 
 
 def _apart(work: Callable[[], None], *ends: _StreamEnd) -> None:
