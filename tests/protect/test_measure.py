@@ -265,8 +265,9 @@ def test_this_machine_can_be_measured() -> None:
 MODIFIED = """
 import json, os
 from wgpu_lora.protect.attestation import installed_packages, measurements
-from wgpu_lora.protect.hygiene import memory_protection
-print(json.dumps([measurements.loaded_code(installed_packages.own_files()), measurements.environment(memory_protection.environment_at_start() | dict(os.environ))]))
+from wgpu_lora.protect.hygiene.memory_protection import environment_at_start
+variables = measurements.environment(environment_at_start() | dict(os.environ))
+print(json.dumps([measurements.loaded_code(installed_packages.own_files()), variables]))
 """
 
 

@@ -125,19 +125,16 @@ def test_another_token_that_the_broker_signed_is_no_release(made: Made) -> None:
             made.open(made.signed(kind))
 
 
-def test_any_byte_changed_is_noticed(made: Made) -> None:
+def test_what_is_no_token_of_this_broker_is_refused(made: Made) -> None:
     public = made.owner.signing.public
     for at in range(0, len(made.token), 97):
         other = "A" if made.token[at] != "A" else "B"
         with pytest.raises(UserError):
             read_release(made.token[:at] + other + made.token[at + 1 :], public)
-
-
-@pytest.mark.parametrize("token", ["", ".", "..", "a.b.c", "é", "\ud800", "A" * (MAX_TOKEN + 1), "e30.e30.e30"])
-def test_what_is_no_token_is_refused(made: Made, token: str) -> None:
-    for broker in (None, made.owner.signing.public):
-        with pytest.raises(UserError):
-            read_release(token, broker)
+    for token in ("", ".", "..", "a.b.c", "é", "\ud800", "A" * (MAX_TOKEN + 1), "e30.e30.e30"):
+        for broker in (None, public):
+            with pytest.raises(UserError):
+                read_release(token, broker)
 
 
 def test_claims_must_be_there_with_their_types(made: Made) -> None:

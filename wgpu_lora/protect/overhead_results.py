@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
@@ -44,30 +45,24 @@ TEXTS: dict[str, Any] = {
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class ShownRow:
-    """The fields that reports show."""
-
-    label: str
-    model: str
-    targetSec: float
-    overheadPct: float
-    gpuModel: str | None = None
-    order: str | None = None
-    rawSteps: float | None = None
-    rawElapsedSec: float | None = None
-    protectedSteps: float | None = None
-    protectedElapsedSec: float | None = None
-    protectionSec: float | None = None
-    notClean: list[str] | None = None
+Figure = NotRequired[float | None]
+ShownRow = TypedDict(  # the fields that reports show
+    "ShownRow",
+    {
+        **dict.fromkeys(("label", "model"), str),
+        **dict.fromkeys(("targetSec", "overheadPct"), float),
+        **dict.fromkeys(("gpuModel", "order"), NotRequired[str | None]),
+        **dict.fromkeys(
+            ("rawSteps", "rawElapsedSec", "protectedSteps", "protectedElapsedSec", "protectionSec"), Figure
+        ),
+        "notClean": NotRequired[list[str]],
+    },
+)
 
 
 def overhead_pct(row: Mapping[str, Any]) -> float:
-    """100 (1 - (protected steps / protected seconds) / (raw steps / raw seconds)).
-
-    Raises:
-        ValueError: a segment has no step, or no time.
-    """
+    """100 (1 - (protected steps / protected seconds) / (raw steps / raw seconds)). Raises ValueError: a segment has no
+    step, or no time."""
     steps, seconds = ([row[f"{side}{what}"] for side in ("raw", "protected")] for what in ("Steps", "ElapsedSec"))
     if min(steps) < 1 or not all(0 < value < math.inf for value in seconds):
         raise ValueError("a segment has no step or no time")
@@ -75,11 +70,8 @@ def overhead_pct(row: Mapping[str, Any]) -> float:
 
 
 def make_row(figures: Mapping[str, Any]) -> Row:
-    """A row with its overhead, and whether it is clean: its adapters were trained under verified protection.
-
-    Raises:
-        UserError: a segment was too short to measure.
-    """
+    """A row with its overhead, and whether it is clean: its adapters were trained under verified protection. Raises
+    UserError: a segment was too short to measure."""
     try:
         row = {**figures, "overheadPct": overhead_pct(figures)}
     except ValueError:
@@ -167,7 +159,7 @@ def result_file(rows: Sequence[Row], scope: str, environment: Mapping[str, Any])
     """The content of a result file.
 
     Args:
-        scope: what was measured, in a sentence. environment: device, driver, versions and commit (`brick_results.header`).
+        scope: what was measured, in a sentence. environment: `brick_results.header`.
     """
     return {
         "schema": SCHEMA,

@@ -109,7 +109,7 @@ def policy(
 ) -> int:
     """Print a policy that accepts one job on one machine, to be read and edited by the owner of the data.
 
-    Every rule is explained in docs/protected-policy.md. From evidence, its claims become the reference values: check
+    Every rule is explained in docs/protected-owners.md. From evidence, its claims become the reference values: check
     them first. What is not known, or not so on that machine, is a comment.
     """
     from wgpu_lora.protect.policies.policy_template import policy_for

@@ -129,8 +129,7 @@ def gather(
 
 
 def base_facts(name: str, checkpoint: Any, config: Any) -> dict[str, Any]:
-    """What the claims say about a base model. The digest of its files does not cover their middle, so that a large model
-    need not be read twice."""
+    """What the claims say about a base model; its files' digest leaves out their middle, so that none is read twice."""
     return {"name": name, "sha256": checkpoint.digest(), "hashed": HASHED, "config_sha256": config.digest()}
 
 

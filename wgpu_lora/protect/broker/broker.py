@@ -189,11 +189,8 @@ class Broker:
             self._record(stage, facts)
 
     def nonce(self) -> str:
-        """A new nonce: 32 random bytes in hexadecimal, to be used once, within `nonce.seconds` of the policy.
-
-        Raises:
-            BrokerRefusal: too many are open. UserError: nothing can be recorded or dated.
-        """
+        """A new nonce: 32 random bytes in hexadecimal, to be used once, within `nonce.seconds` of the policy. Raises
+        BrokerRefusal: too many are open. UserError: nothing can be recorded or dated."""
         with self._turn:
             now = self._clock.now()
             self._state.forget(now)
@@ -365,11 +362,8 @@ def default_state(policy: Path) -> Path:
 
 
 def nonce_for_files(policy: Path, signing: SigningKey, state: Path | None = None) -> str:
-    """A nonce for evidence that comes as a file.
-
-    Raises:
-        UserError: the policy cannot be read, or the broker's directory cannot be used.
-    """
+    """A nonce for evidence that comes as a file. Raises UserError: the policy cannot be read, or the broker's directory
+    cannot be used."""
     with Broker(state or default_state(policy), Policy.read(policy), signing) as broker:
         return broker.nonce()
 

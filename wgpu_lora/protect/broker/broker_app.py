@@ -229,11 +229,8 @@ def serve(
 
 
 def listen(host: str, port: int, encrypted: bool) -> list[socket.socket]:
-    """Sockets on all addresses of a host, with one port. What is checked here is what is bound, not the name.
-
-    Raises:
-        UserError: the name cannot be resolved, an address is in use, or not loopback without encryption.
-    """
+    """Sockets on all addresses of a host, with one port. What is checked here is what is bound, not the name. Raises
+    UserError: the name cannot be resolved, an address is in use, or not loopback without encryption."""
     addresses = resolve(host, f"--host {host!a:.80}")
     if not encrypted and not all(map(is_loopback, addresses)):
         raise UserError(f"--host {host} is not loopback, which needs TLS: give --tls-cert and --tls-key.")

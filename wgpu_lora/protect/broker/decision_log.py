@@ -168,11 +168,8 @@ class DecisionLog:
             raise UserError(f"{self._directory / HEAD_FILE} is behind the log: start the broker again.")
 
     def append(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]]) -> None:
-        """Append a line, which is on disk, and in the state, when this returns.
-
-        Raises:
-            UserError: it is not; what it records must not happen.
-        """
+        """Append a line, which is on disk, and in the state, when this returns. Raises UserError: it is not; what it
+        records must not happen."""
         self.check()
         if self._log.size > PART_BYTES:
             self._begin_part(self._part + 1)

@@ -169,11 +169,8 @@ def open_release(
 
 
 def read_release(token: str, broker: PublicKey | None) -> dict[str, Any]:
-    """The claims of a release without the wrapped key, whenever it expired; not verified if `broker` is None.
-
-    Raises:
-        UserError: it is no release, or this broker did not sign it.
-    """
+    """The claims of a release without the wrapped key, whenever it expired; not verified if `broker` is None. Raises
+    UserError: it is no release, or this broker did not sign it."""
     claims = _claims(token, broker)
     del claims["wrapped_key"]
     return claims

@@ -46,11 +46,8 @@ def statement(predicate_type: str, subjects: Sequence[tuple[str, str]], predicat
 
 
 def sign(statement: Mapping[str, Any], key: SigningKey) -> bytes:
-    """A DSSE envelope of a statement: JSON on one line, without a newline.
-
-    Raises:
-        EnvelopeError: it is not an in-toto statement in standard JSON, or too long.
-    """
+    """A DSSE envelope of a statement: JSON on one line, without a newline. Raises EnvelopeError: it is not an in-toto
+    statement in standard JSON, or too long."""
     try:
         payload = json.dumps(statement, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:

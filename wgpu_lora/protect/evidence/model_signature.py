@@ -58,11 +58,8 @@ def sign_model(files: Mapping[str, bytes | bytearray], key: SigningKey, name: st
 
 
 def verify_model(directory: Path, public: PublicKey) -> None:
-    """Verify model.sig in a model's directory: signed by this key, and for exactly the files that are there.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Verify model.sig in a model's directory: signed by this key, and for exactly the files that are there. Raises
+    UserError: it is not."""
     with tempfile.TemporaryDirectory() as temporary:
         key = Path(temporary, "key.pub")
         key.write_text(public.pem)

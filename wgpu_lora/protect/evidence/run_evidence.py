@@ -100,10 +100,7 @@ class EvidenceLog(SignedLog):
 
     def attested(self, evidence: bytes) -> Entry:
         """Begin this session: write its evidence to evidence-N.json, and the line that names it and the session's key.
-
-        Raises:
-            UserError: a file cannot be written.
-        """
+        Raises UserError: a file cannot be written."""
         name, digest = f"evidence-{self.session + 1}.json", sha256(evidence)
         self.keep(name, evidence)
         facts = {"key": self._public.pem, "evidence": name, "evidence_sha256": digest}
@@ -121,10 +118,7 @@ class EvidenceLog(SignedLog):
 
     def wiped(self, record: Mapping[str, Any]) -> Entry:
         """Record the cleanup at the end of a session, as `Cleanup.run` gives it, and keep it, signed, in cleanup.json.
-
-        Raises:
-            UserError: a file cannot be written.
-        """
+        Raises UserError: a file cannot be written."""
         link = (f"{NAME}:{self.sequence}", self.head)
         data = self.sign(dsse.statement(CLEANUP_KIND, [link], {"session": self.session, **record}))
         self.keep(CLEANUP, data)
@@ -162,10 +156,7 @@ class EvidenceLog(SignedLog):
 
 def read_log(path: Path) -> list[Entry]:
     """The lines of a log, verified by the keys that its own `attested` lines name; an incomplete last one is left out.
-
-    Raises:
-        UserError: the file cannot be read. DamagedError: it is not what was written.
-    """
+    Raises UserError: the file cannot be read. DamagedError: it is not what was written."""
     return read_lines(read_bytes(path), str(path), KIND, _key_of)[0]
 
 

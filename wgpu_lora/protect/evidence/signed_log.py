@@ -87,11 +87,8 @@ class SignedLog:
         self.entries, self.size, self.cut = list[Entry](), 0, 0
 
     def create(self) -> None:
-        """Make the file; an existing one may have no complete line, as a process killed at once leaves it.
-
-        Raises:
-            UserError: there is a log already, or the file cannot be written.
-        """
+        """Make the file; an existing one may have no complete line, as a process killed at once leaves it. Raises
+        UserError: there is a log already, or the file cannot be written."""
         try:
             if self.path.exists() and b"\n" in read_bytes(self.path):
                 raise UserError(f"{self.path} exists already: resume that run, or choose another directory.")

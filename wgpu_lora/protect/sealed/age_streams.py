@@ -100,11 +100,8 @@ def read_recipients(path: str | Path) -> list[str]:
 
 
 def seal_stream(reader: Reader, writer: Writer, recipients: Sequence[str]) -> None:
-    """Seals what `reader` gives, piece by piece, in memory that does not grow with it.
-
-    Raises:
-        UserError: a recipient is not one. What `reader` or `writer` raises.
-    """
+    """Seals what `reader` gives, piece by piece, in memory that does not grow with it. Raises UserError: a recipient is
+    not one. What `reader` or `writer` raises."""
     to, source, target = parse_recipients(recipients), _StreamEnd(reader), _StreamEnd(writer)
     try:
         _apart(lambda: pyrage.encrypt_io(source, target, to), source, target)

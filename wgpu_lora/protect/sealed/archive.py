@@ -59,11 +59,8 @@ def extract(data: memoryview, directory: Path) -> None:
 
 
 def stream(directory: Path) -> Iterator[bytes]:
-    """The archive of a directory in pieces, without it ever being whole in memory.
-
-    Raises:
-        UserError: it holds a link or special file, has no file, cannot be read, or changes meanwhile.
-    """
+    """The archive of a directory in pieces, without it ever being whole in memory. Raises UserError: it holds a link or
+    special file, has no file, cannot be read, or changes meanwhile."""
     try:
         found = sorted(_walk(directory, directory))
         if not any(size is not None for _, size in found):

@@ -68,11 +68,8 @@ def record_path(sealed: Path) -> Path:
 
 
 def recipients_of(given: Sequence[str]) -> list[str]:
-    """Recipients, and those in recipients files, which are given as @FILE.
-
-    Raises:
-        UserError: there is none, one is not one, or a file cannot be read.
-    """
+    """Recipients, and those in recipients files, which are given as @FILE. Raises UserError: there is none, one is not
+    one, or a file cannot be read."""
     if not given:
         raise UserError("--to is missing: give who can open it, age1..., as wgpu-lora protect keygen prints it.")
     found = [one for text in given for one in (read_recipients(text[1:]) if text.startswith("@") else [text])]
@@ -101,11 +98,8 @@ def seal_path(path: str | Path, to: str | Path, recipients: Sequence[str]) -> Se
 def seal_to(
     path: str, output: str | None, recipients: Sequence[str], stdin: TextIO | None, stdout: TextIO | None
 ) -> tuple[Path, SealRecord] | None:
-    """Seals a path or standard input; None if it went to standard output, which gets no record.
-
-    Raises:
-        UserError: see `seal_path`.
-    """
+    """Seals a path or standard input; None if it went to standard output, which gets no record. Raises UserError: see
+    `seal_path`."""
     given = Path(path)
     if path == STANDARD and output is None:
         raise UserError("Standard input has no name: give -o FILE, or -o - for standard output.")
