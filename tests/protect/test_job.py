@@ -82,61 +82,48 @@ def test_a_recipe_below_the_options(hospital: Hospital) -> None:
         read(hospital, recipe="mine.toml")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"data": "rows.jsonl"}, {"eval_data": "rows.jsonl"}, {"init_adapter": "a"}, {"output": "b"}, {"resume": True},
-        {"report_to": "tensorboard"}, {"teacher_cache": "a"}, {"eval_teacher_cache": "a"}, {"split": "train"},
-        {"eval_split": "x"}, {"dataset_config": "x"}, {"train": "quant-scales", "base_dtype": "lut2"},
-        {"lerning_rate": 1.0}, {"learning_rate": -1.0}, {"max_steps": "many"}, {"recipe": 3}, {"recipe": "nowhere"},
-    ],
-)  # fmt: skip
-def test_options_that_do_not_go_with_sealed_data(hospital: Hospital, options: dict[str, Any]) -> None:
-    with pytest.raises(UserError) as refused:
-        read(hospital, **options)
-    assert len(refused.value.lines) == 1
-    if "recipe" not in options and "lerning_rate" not in options:
-        with pytest.raises(UserError):
-            read(hospital).with_options(options)
+OPTIONS: list[dict[str, Any]] = [
+    {"data": "rows.jsonl"}, {"eval_data": "rows.jsonl"}, {"init_adapter": "a"}, {"output": "b"}, {"resume": True},
+    {"report_to": "tensorboard"}, {"teacher_cache": "a"}, {"eval_teacher_cache": "a"}, {"split": "train"},
+    {"eval_split": "x"}, {"dataset_config": "x"}, {"train": "quant-scales", "base_dtype": "lut2"},
+    {"lerning_rate": 1.0}, {"learning_rate": -1.0}, {"max_steps": "many"}, {"recipe": 3}, {"recipe": "nowhere"},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ('data = "train.jsonl.age"', 'data = "train.jsonl"'),
-        ('data = "train.jsonl.age"', 'data = "other.jsonl.age"'),
-        ('data = "train.jsonl.age"', "data = 3"),
-        ('data = "train.jsonl.age"', 'data = ""'),
-        ('data = "train.jsonl.age"', 'data = "a\\u0000.jsonl.age"'),
-        ('data = "train.jsonl.age"', ""),
-        ('output = "job"', ""),
-        ('broker_key = "broker.pub"', 'broker_key = "train.jsonl.age"'),
-        ('broker_key = "broker.pub"', 'broker_key = "nowhere.pub"'),
-        (f'broker = "{URL}"', ""),
-        (f'broker = "{URL}"', f'broker = "{URL}"\nfiles = "exchange"'),
-        ('recipients = ["', 'recipients = ["x'),
-        ("recipients = [", "recipients = [3, "),
-        ("recipients = ", "recipient = "),
-        ("[protected]", "[protect]"),
-        ("[protected]", 'adapters = "x"\n[protected]'),
-        ("[protected]", '[protected]\nname = "a\\nb"'),
-        ("[protected]", f'[protected]\nname = "{"x" * 101}"'),
-        ("[protected]", '[protected]\narguments = "x"'),
-        ("[protected]", "[protected"),
-        ("[training]", "[training.more]"),
-    ],
-)
-def test_files_that_are_no_job(hospital: Hospital, before: str, after: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_go_with_sealed_data(hospital: Hospital) -> None:
+    for options in OPTIONS:
+        with pytest.raises(UserError) as refused:
+            read(hospital, **options)
+        assert len(refused.value.lines) == 1
+        if "recipe" not in options and "lerning_rate" not in options:
+            with pytest.raises(UserError):
+                read(hospital).with_options(options)
+
+
+DATA, KEY, BROKER = 'data = "train.jsonl.age"', 'broker_key = "broker.pub"', f'broker = "{URL}"'
+CHANGES = [
+    *((DATA, f"data = {value}") for value in ('"train.jsonl"', '"other.jsonl.age"', "3", '""', '"a\\u0000.jsonl.age"')),
+    (DATA, ""), ('output = "job"', ""), (KEY, 'broker_key = "train.jsonl.age"'), (KEY, 'broker_key = "nowhere.pub"'),
+    (BROKER, ""), (BROKER, f'{BROKER}\nfiles = "exchange"'), ('recipients = ["', 'recipients = ["x'),
+    ("recipients = [", "recipients = [3, "), ("recipients = ", "recipient = "), ("[protected]", "[protect]"),
+    ("[protected]", 'adapters = "x"\n[protected]'), ("[protected]", '[protected]\nname = "a\\nb"'),
+    ("[protected]", f'[protected]\nname = "{"x" * 101}"'), ("[protected]", '[protected]\narguments = "x"'),
+    ("[protected]", "[protected"), ("[training]", "[training.more]"),
+]  # fmt: skip
+
+
+def test_files_that_are_no_job(hospital: Hospital, capsys: pytest.CaptureFixture[str]) -> None:
     path = hospital.job("job", URL)
     text = path.read_text()
-    assert before in text
-    path.write_text(text.replace(before, after))
-    with pytest.raises(UserError) as refused:
-        jobs.read_job(path)
-    assert len(refused.value.lines) == 1
-    assert main(["finetune", "--protected", str(path)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert not (hospital.place / "job").exists()
+    for before, after in CHANGES:
+        assert before in text
+        path.write_text(text.replace(before, after))
+        with pytest.raises(UserError) as refused:
+            jobs.read_job(path)
+        assert len(refused.value.lines) == 1
+        assert main(["finetune", "--protected", str(path)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        assert not (hospital.place / "job").exists()
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

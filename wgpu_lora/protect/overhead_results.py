@@ -49,7 +49,7 @@ Figure = NotRequired[float | None]
 ShownRow = TypedDict(  # the fields that reports show
     "ShownRow",
     {
-        **dict.fromkeys(("label", "model"), str),
+        **dict.fromkeys(("label", "model"), str),  # type: ignore[misc]
         **dict.fromkeys(("targetSec", "overheadPct"), float),
         **dict.fromkeys(("gpuModel", "order"), NotRequired[str | None]),
         **dict.fromkeys(
