@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import threading
 import time
 import tracemalloc
@@ -341,6 +342,13 @@ def test_tls_is_verified_by_the_client(owner: Owner) -> None:
 
     def ask(url: str) -> list[str]:
         answers = [url, BrokerClient(url, public, cert).nonce()]
+        older = ssl.create_default_context(cafile=str(cert))
+        older.maximum_version = ssl.TLSVersion.TLSv1_2
+        with (
+            socket.create_connection(address(url)) as line,
+            older.wrap_socket(line, server_hostname="127.0.0.1") as tls,
+        ):
+            assert "GCM" in str(tls.cipher()) or "POLY1305" in str(tls.cipher())
         for other in (url, url.replace("https", "http")):  # a CA that the system does not know, and no TLS
             with pytest.raises(UserError) as caught:
                 BrokerClient(other, public, sleep=lambda seconds: None).nonce()

@@ -48,6 +48,7 @@ def state() -> tuple[Any, ...]:
 
 
 def test_core_dumps_are_off_and_can_be_turned_on_again() -> None:
+    memory_protection.system_library().munlockall()  # commands that other tests ran here protect their process
     before = state()
     done = harden()
     try:

@@ -22,7 +22,8 @@ from support import ROOT
 from support.brokers import Owner
 from support.leaks import Leak, Pieces, identity_pieces
 from support.models import words_model
-from wgpu_lora.protect.sealed.sealed_files import seal_path, sealed_digest
+from wgpu_lora.atomic import file_digest
+from wgpu_lora.protect.sealed.sealed_files import seal_path
 
 LOG = "evidence.jsonl"
 WORDS, ROWS = 12, 16
@@ -110,7 +111,7 @@ class Site:
 
     def write_policy(self) -> None:
         """The least policy: what is tested here is not what evidence must state."""
-        digest = sealed_digest(self.watched / "rows.jsonl.age")
+        digest = file_digest(self.watched / "rows.jsonl.age")
         self.owner.policy.write_text(
             f"""
             [policy]

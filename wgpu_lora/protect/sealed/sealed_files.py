@@ -57,12 +57,6 @@ class SealRecord:
         return read_as(cls, read_json(path), f"{path} is not the record of a sealed file")
 
 
-def sealed_digest(path: str | Path) -> str:
-    """SHA-256 of a sealed file, in hexadecimal. Raises UserError if it cannot be read."""
-    with open_sealed(Path(path)):
-        return file_digest(Path(path))
-
-
 def record_path(sealed: Path) -> Path:
     return sealed.with_name(sealed.name + ".json")
 
