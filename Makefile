@@ -99,7 +99,7 @@ test-exchange: setup .venv/exchange  ## compare llama.cpp on exported GGUF files
 	@touch $@
 
 test-tpm: setup .venv/tpm  ## quotes of a TPM in software (swtpm), which `make test` skips without one
-	$(PYTEST) tests/protect/test_tpm.py tests/protect/test_claims.py tests/protect/test_attest_command.py
+	$(PYTEST) tests/protect/test_tpm.py tests/protect/test_claims.py tests/protect/test_verify.py
 
 # Ray with nodes as namespaces; what cannot run here is skipped. Each test bounds its own waits.
 test-cluster: setup .venv/all  ## clusters on Ray: eight adapters over three hosts, kills, up and down (minutes)

@@ -30,7 +30,7 @@ missing = [part for part in wanted if not any(part in name for name in names)]
 assert not missing, f"the wheel lacks {missing}"
 assert metadata("wgpu-lora")["License-Expression"] == "Apache-2.0"
 PYTHON
-measure='from wgpu_lora.protect.attestation.measure import package; print(package()["sha256"])'
+measure='from wgpu_lora.protect.attestation.measurements import package; print(package()["sha256"])'
 test "$("$work/env/bin/python" -c "$measure")" = "$(cd "$root" && "$python" -c "$measure")" ||
   { echo "The wheel and the checkout have different files, so that attestation tells them apart." >&2; exit 1; }
 "$command" --version

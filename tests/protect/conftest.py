@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.protect.hygiene.host import HostProtection
+from wgpu_lora.protect.hygiene.memory_protection import HostProtection
 
 
 @pytest.fixture(autouse=True)

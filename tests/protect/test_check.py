@@ -17,8 +17,8 @@ from support.protected_runs import DataOwner, Made, checked_run, make_run
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import attest, read_evidence
-from wgpu_lora.protect.checking.check import Checked, check
-from wgpu_lora.protect.evidence.log import NAME, EvidenceLog
+from wgpu_lora.protect.checking.check import CheckResult, check
+from wgpu_lora.protect.evidence.run_evidence import NAME, EvidenceLog
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey
 
@@ -54,7 +54,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "fresh"
 
 
-def checked(made: Made, policy: Policy | None = None) -> Checked:
+def checked(made: Made, policy: Policy | None = None) -> CheckResult:
     return checked_run(OWNER, made, policy)
 
 

@@ -19,8 +19,8 @@ from support.attesting import MEASURED, NONCE, Job, claimed, quick
 from support.tpm import MISSING, software_tpm
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.attestation import claims, measure, quotes, tpm
-from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.attestation import claims, measurements, tpm, tpm_quotes
+from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 
 KEYS, OTHERS = SessionKeys.generate(), SessionKeys.generate()
@@ -40,7 +40,7 @@ def signed(predicate: Any, keys: SessionKeys = KEYS, kind: str = claims.PROFILE,
     """Any predicate, signed by these keys, with a subject that fits."""
     stated = predicate.get("claims") if isinstance(predicate, dict) else None
     subject = [("claims", digest or claims.digest(stated if isinstance(stated, dict) else {}))]
-    return envelope.sign({**envelope.statement(kind, subject, {}), "predicate": predicate}, keys.signing)
+    return dsse.sign({**dsse.statement(kind, subject, {}), "predicate": predicate}, keys.signing)
 
 
 def swapped(old: str, new: str, data: bytes = EVIDENCE) -> bytes:
@@ -69,15 +69,6 @@ def test_evidence_states_what_was_gathered() -> None:
     assert found.claims["eat_nonce"] == NONCE
 
 
-def test_claims_are_the_same_json_each_time() -> None:
-    again = json.loads(json.dumps(dict(reversed(CLAIMS.items()))))
-    assert (
-        claims.digest(again)
-        == claims.digest(CLAIMS)
-        == claims.read_evidence(EVIDENCE).statement["subject"][0]["digest"]["sha256"]
-    )
-
-
 def test_a_session_that_goes_on_states_the_head_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     quick(monkeypatch)
     found = claims.gather(None, nonce=NONCE, keys=KEYS, resume=(7, "e" * 64), host={"core_dumps": "off"})
@@ -87,25 +78,14 @@ def test_a_session_that_goes_on_states_the_head_of_its_log(monkeypatch: pytest.M
     assert "job" not in found
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"self-reported"', '"quoted"'),
-        (NONCE, "nonce-of-a-tesT"),
-        ('"rows":100', '"rows":999'),
+def test_changed_evidence_and_evidence_under_another_key_are_refused() -> None:
+    """By whoever changes a claim, replaces the signature, the key in the claims, or both in turn."""
+    for old, new in (
+        ('"self-reported"', '"quoted"'), (NONCE, "nonce-of-a-tesT"), ('"rows":100', '"rows":999'), 
         ("Test GPU", "Best GPU"),
-        ('"intact":true', '"intact":null'),
-        (KEYS.data.recipient, OTHERS.data.recipient),
-        ("b" * 64, "a" * 64),
-    ],
-    ids=["level", "nonce", "rows", "device", "dependency", "recipient", "data"],
-)
-def test_a_changed_claim_is_refused(old: str, new: str) -> None:
-    refused(swapped(old, new), "does not fit")
-
-
-def test_evidence_under_another_key_is_refused() -> None:
-    """By whoever replaces the signature, the key in the claims, or both in turn."""
+        ('"intact":true', '"intact":null'), (KEYS.data.recipient, OTHERS.data.recipient), ("b" * 64, "a" * 64),
+    ):  # fmt: skip
+        refused(swapped(old, new), "does not fit")
     foreign = claims.attest(CLAIMS, OTHERS, quote=False)
     refused(foreign, "signed by key")
     fields, mine = json.loads(foreign), json.loads(EVIDENCE)
@@ -113,13 +93,7 @@ def test_evidence_under_another_key_is_refused() -> None:
     refused(json.dumps(mine, separators=(",", ":")).encode(), "does not fit")
     pem = json.dumps(KEYS.signing.public.pem)[1:-1]
     refused(swapped(pem, json.dumps(OTHERS.signing.public.pem)[1:-1]), "signed by key")
-
-
-def test_the_payload_of_another_job_is_refused() -> None:
-    other = claims.attest(claimed(KEYS, Job([KEYS.data.recipient], name="another")), KEYS, quote=False)
-    fields, mine = json.loads(other), json.loads(EVIDENCE)
-    refused(json.dumps({**fields, "payload": mine["payload"]}, separators=(",", ":")).encode(), "does not fit")
-    assert claims.read_evidence(other).sha256 != claims.read_evidence(EVIDENCE).sha256
+    assert claims.digest(json.loads(json.dumps(dict(reversed(CLAIMS.items()))))) == claims.digest(CLAIMS)
 
 
 def test_what_contradicts_itself_is_refused_though_it_is_signed() -> None:
@@ -130,18 +104,16 @@ def test_what_contradicts_itself_is_refused_though_it_is_signed() -> None:
     refused(signed({"claims": {**CLAIMS, "level": "quoted"}}), "level")
     refused(signed({"claims": {**CLAIMS, "level": "certified"}}), "level")
     refused(signed({"claims": CLAIMS, "quote": RECORDED}), "level")
+    quoted = {**CLAIMS, "level": "quoted", "level_note": claims.LEVELS["quoted"]}
+    refused(signed({"claims": quoted, "quote": RECORDED}), "quotes other claims")
+    refused(signed({"claims": quoted, "quote": None}), "quote is not valid")
+    for nonce in (None, 7, ["a" * 20], "short"):
+        refused(signed({"claims": {**CLAIMS, "eat_nonce": nonce}}), "nonce")
     refused(signed({"claims": {**CLAIMS, "level_note": "All of this is proven."}}), "note")
-    refused(signed({"claims": {**CLAIMS, "eat_nonce": "short"}}), "nonce")
     folded = KEYS.signing.public.pem.replace("\n", "\r\n")
     refused(signed({"claims": {**CLAIMS, "keys": {**CLAIMS["keys"], "signing": folded}}}), "usual form")
     for recipient in ("age1", KEYS.data.recipient.upper(), "", KEYS.data.text().decode()):
         refused(signed({"claims": {**CLAIMS, "keys": {**CLAIMS["keys"], "recipient": recipient}}}), "recipient|usual")
-
-
-def test_a_quote_of_other_claims_is_refused() -> None:
-    quoted = {**CLAIMS, "level": "quoted", "level_note": claims.LEVELS["quoted"]}
-    refused(signed({"claims": quoted, "quote": RECORDED}), "quotes other claims")
-    refused(signed({"claims": quoted, "quote": None}), "quote is not valid")
 
 
 def test_a_quote_binds_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +126,7 @@ def test_a_quote_binds_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
             raise UserError("other claims: ask again.")
         return {"key_pem": "", "pcrs": {}}
 
-    monkeypatch.setattr(quotes, "verify", verify)
+    monkeypatch.setattr(tpm_quotes, "verify", verify)
     evidence = claims.attest(CLAIMS, KEYS)
     found = claims.read_evidence(evidence)
     assert found.claims["level"] == "quoted"
@@ -189,23 +161,23 @@ def test_a_real_quote_in_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_names_of_files_that_are_no_text_can_be_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {os.fsdecode(b"/lib/\xff.so"): "a", os.fsdecode(b"/lib/\xfe.so"): "b", "/lib/😀.so": "c"}
-    monkeypatch.setattr(measure, "everything", lambda: {**MEASURED, "process": {"libraries": names}})
+    monkeypatch.setattr(measurements, "measurements", lambda: {**MEASURED, "process": {"libraries": names}})
     found = claims.read_evidence(claims.attest(claims.gather(None, nonce=NONCE, keys=KEYS), KEYS, quote=False))
     stated = found.claims["process"]["libraries"]
     assert stated == {"/lib/&#56575;.so": "a", "/lib/&#56574;.so": "b", "/lib/😀.so": "c"}
 
 
-@pytest.mark.parametrize("nonce", ["", "short", "n" * 89, "nonce with\nnewline", "nönce-nönce", "nonce\0nonce"])
-def test_unusable_nonces_are_refused(nonce: str) -> None:
-    with pytest.raises(UserError, match="unusable"):
-        claims.gather(None, nonce=nonce, keys=KEYS)
+def test_unusable_nonces_are_refused() -> None:
+    for nonce in ("", "short", "n" * 89, "nonce with\nnewline", "nönce-nönce", "nonce\0nonce"):
+        with pytest.raises(UserError, match="unusable"):
+            claims.gather(None, nonce=nonce, keys=KEYS)
 
 
 def test_files_of_evidence(tmp_path: Path) -> None:
     (tmp_path / "evidence.json").write_bytes(EVIDENCE)
     assert claims.load_evidence(tmp_path / "evidence.json").claims == CLAIMS
     for wrong in (tmp_path, tmp_path / "missing", "/dev/null", "a\0b"):
-        with pytest.raises(UserError, match=r"regular|cannot be read"):
+        with pytest.raises(UserError, match=r"regular|cannot be read|does not exist"):
             claims.load_evidence(wrong)
     (tmp_path / "long.json").write_bytes(b"x" * (claims.MAX_BYTES + 2))
     with pytest.raises(UserError, match="longer"):
@@ -236,13 +208,6 @@ def test_claims_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(JSON)
-def test_nonces_of_any_type_are_refused_in_words(value: Any) -> None:
-    if not isinstance(value, str):
-        refused(signed({"claims": {**CLAIMS, "eat_nonce": value}}))
-
-
-@settings(deadline=None, max_examples=40)
 @given(JSON, st.sampled_from(["recipient", "signing"]))
 def test_keys_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
     try:
@@ -250,12 +215,6 @@ def test_keys_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
     except UserError:
         return
     assert found.recipient == value
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.binary(max_size=100) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_bytes_are_refused_in_words(data: bytes) -> None:
-    refused(data)
 
 
 def test_every_byte_of_the_signature_counts() -> None:

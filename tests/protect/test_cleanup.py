@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wgpu_lora.gpu.buffer_wipe import WipeReport
-from wgpu_lora.protect.hygiene.cleanup import UNREACHABLE, Cleanup, WipeFacts, of_device, overwrite
+from wgpu_lora.protect.hygiene.cleanup import UNREACHABLE, Cleanup, WipeFacts, device_wipe_facts, overwrite
 
 
 def test_every_part_runs_once_whatever_happens_to_the_others() -> None:
@@ -56,7 +56,7 @@ def test_an_interrupt_stops_it_only_at_its_end() -> None:
 
 def test_a_cleanup_in_which_all_went_well_is_complete() -> None:
     cleanup = Cleanup()
-    cleanup.add("device", lambda: of_device(WipeReport(2, 100, 1, 50, 0.12345)))
+    cleanup.add("device", lambda: device_wipe_facts(WipeReport(2, 100, 1, 50, 0.12345)))
     facts = cleanup.run()
     assert facts["complete"]
     assert facts["wiped"] == [
@@ -65,7 +65,7 @@ def test_a_cleanup_in_which_all_went_well_is_complete() -> None:
             "verified": True,
         }
     ]  # fmt: skip
-    failed = of_device(WipeReport(not_wiped=["1 buffer, 64 bytes: the device was lost"]))
+    failed = device_wipe_facts(WipeReport(not_wiped=["1 buffer, 64 bytes: the device was lost"]))
     assert failed.not_wiped == ["1 buffer, 64 bytes: the device was lost"]
     assert not failed.facts["verified"]
 

@@ -12,8 +12,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from support.tokenizers import document
 
-from wgpu_lora.protect.hygiene import host
-from wgpu_lora.protect.hygiene.host import HostProtection, harden
+from wgpu_lora.protect.hygiene import memory_protection
+from wgpu_lora.protect.hygiene.memory_protection import HostProtection, harden
 from wgpu_lora.protect.sealed import keys
 from wgpu_lora.tokenizer.tokenizer_process import TokenizerProcess
 
@@ -40,10 +40,15 @@ def locked_kilobytes() -> int:
 def state() -> tuple[Any, ...]:
     """What `harden` changes."""
     limits = (resource.getrlimit(kind) for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK))
-    return (*limits, locked_kilobytes() > 1000, host.system_library().prctl(host.PR_GET_DUMPABLE, 0, 0, 0, 0))
+    return (
+        *limits,
+        locked_kilobytes() > 1000,
+        memory_protection.system_library().prctl(memory_protection.PR_GET_DUMPABLE, 0, 0, 0, 0),
+    )
 
 
 def test_core_dumps_are_off_and_can_be_turned_on_again() -> None:
+    memory_protection.system_library().munlockall()  # commands that other tests ran here protect their process
     before = state()
     done = harden()
     try:
@@ -61,7 +66,7 @@ def test_core_dumps_are_off_and_can_be_turned_on_again() -> None:
 CRASH = "import os; os.abort()"
 HARDENED = f"""
 import subprocess, sys
-from wgpu_lora.protect.hygiene.host import harden
+from wgpu_lora.protect.hygiene.memory_protection import harden
 harden()
 subprocess.run([sys.executable, "-c", {CRASH!r}])
 {CRASH}
@@ -118,11 +123,11 @@ def test_all_memory_is_locked_only_where_later_allocations_cannot_fail(
             calls.append("undone")
 
     limit = resource.RLIM_INFINITY if unlimited else 8 << 20
-    monkeypatch.setattr(host, "system_library", System)
-    monkeypatch.setattr(host, "_may_lock", lambda: capable)
+    monkeypatch.setattr(memory_protection, "system_library", System)
+    monkeypatch.setattr(memory_protection, "_may_lock", lambda: capable)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     done = HostProtection({})
-    facts = host._lock_memory(done)
+    facts = memory_protection._lock_memory(done)
     tried = capable or unlimited
     assert calls == ([7] if tried else [])
     assert facts["locked"] == ("all" if tried and not refused else "data keys")
@@ -134,7 +139,7 @@ def test_all_memory_is_locked_only_where_later_allocations_cannot_fail(
 def test_swap_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "Filename\t\tType\t\tSize\tUsed\tPriority\n/dev/sda2  partition\t1\t0\t-2\n"
     monkeypatch.setattr(Path, "read_text", lambda self: text)
-    assert host.swap_devices() == ["/dev/sda2"]
+    assert memory_protection.swap_devices() == ["/dev/sda2"]
 
 
 CHILD = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import shutil
 from pathlib import Path
@@ -15,9 +14,9 @@ from support.protected import Hospital
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.runs import job as jobs
-from wgpu_lora.protect.runs.job import Job
-from wgpu_lora.protect.runs.run import _check_beside
+from wgpu_lora.protect.runs import protected_job as jobs
+from wgpu_lora.protect.runs.protected_job import ProtectedJob
+from wgpu_lora.protect.runs.protected_run import _check_beside
 
 URL = "http://127.0.0.1:1"
 
@@ -27,8 +26,8 @@ def hospital(tmp_path: Path) -> Hospital:
     return Hospital(tmp_path / "ward")
 
 
-def read(hospital: Hospital, own: str = "", broker: str | None = URL, **options: Any) -> Job:
-    return jobs.read(hospital.job("job", broker, own, **options))
+def read(hospital: Hospital, own: str = "", broker: str | None = URL, **options: Any) -> ProtectedJob:
+    return jobs.read_job(hospital.job("job", broker, own, **options))
 
 
 def test_paths_are_relative_to_the_file_and_digests_state_the_record(hospital: Hospital) -> None:
@@ -83,76 +82,64 @@ def test_a_recipe_below_the_options(hospital: Hospital) -> None:
         read(hospital, recipe="mine.toml")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"data": "rows.jsonl"}, {"eval_data": "rows.jsonl"}, {"init_adapter": "a"}, {"output": "b"}, {"resume": True},
-        {"report_to": "tensorboard"}, {"teacher_cache": "a"}, {"eval_teacher_cache": "a"}, {"split": "train"},
-        {"eval_split": "x"}, {"dataset_config": "x"}, {"train": "quant-scales", "base_dtype": "lut2"},
-        {"lerning_rate": 1.0}, {"learning_rate": -1.0}, {"max_steps": "many"}, {"recipe": 3}, {"recipe": "nowhere"},
-    ],
-)  # fmt: skip
-def test_options_that_do_not_go_with_sealed_data(hospital: Hospital, options: dict[str, Any]) -> None:
-    with pytest.raises(UserError) as refused:
-        read(hospital, **options)
-    assert len(refused.value.lines) == 1
-    if "recipe" not in options and "lerning_rate" not in options:
-        with pytest.raises(UserError):
-            read(hospital).with_options(options)
+OPTIONS: list[dict[str, Any]] = [
+    {"data": "rows.jsonl"}, {"eval_data": "rows.jsonl"}, {"init_adapter": "a"}, {"output": "b"}, {"resume": True},
+    {"report_to": "tensorboard"}, {"teacher_cache": "a"}, {"eval_teacher_cache": "a"}, {"split": "train"},
+    {"eval_split": "x"}, {"dataset_config": "x"}, {"train": "quant-scales", "base_dtype": "lut2"},
+    {"lerning_rate": 1.0}, {"learning_rate": -1.0}, {"max_steps": "many"}, {"recipe": 3}, {"recipe": "nowhere"},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ('data = "train.jsonl.age"', 'data = "train.jsonl"'),
-        ('data = "train.jsonl.age"', 'data = "other.jsonl.age"'),
-        ('data = "train.jsonl.age"', "data = 3"),
-        ('data = "train.jsonl.age"', 'data = ""'),
-        ('data = "train.jsonl.age"', 'data = "a\\u0000.jsonl.age"'),
-        ('data = "train.jsonl.age"', ""),
-        ('output = "job"', ""),
-        ('broker_key = "broker.pub"', 'broker_key = "train.jsonl.age"'),
-        ('broker_key = "broker.pub"', 'broker_key = "nowhere.pub"'),
-        (f'broker = "{URL}"', ""),
-        (f'broker = "{URL}"', f'broker = "{URL}"\nfiles = "exchange"'),
-        ('recipients = ["', 'recipients = ["x'),
-        ("recipients = [", "recipients = [3, "),
-        ("recipients = ", "recipient = "),
-        ("[protected]", "[protect]"),
-        ("[protected]", 'adapters = "x"\n[protected]'),
-        ("[protected]", '[protected]\nname = "a\\nb"'),
-        ("[protected]", f'[protected]\nname = "{"x" * 101}"'),
-        ("[protected]", '[protected]\narguments = "x"'),
-        ("[protected]", "[protected"),
-        ("[training]", "[training.more]"),
-    ],
-)
-def test_files_that_are_no_job(hospital: Hospital, before: str, after: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_go_with_sealed_data(hospital: Hospital) -> None:
+    for options in OPTIONS:
+        with pytest.raises(UserError) as refused:
+            read(hospital, **options)
+        assert len(refused.value.lines) == 1
+        if "recipe" not in options and "lerning_rate" not in options:
+            with pytest.raises(UserError):
+                read(hospital).with_options(options)
+
+
+DATA, KEY, BROKER = 'data = "train.jsonl.age"', 'broker_key = "broker.pub"', f'broker = "{URL}"'
+CHANGES = [
+    *((DATA, f"data = {value}") for value in ('"train.jsonl"', '"other.jsonl.age"', "3", '""', '"a\\u0000.jsonl.age"')),
+    (DATA, ""), ('output = "job"', ""), (KEY, 'broker_key = "train.jsonl.age"'), (KEY, 'broker_key = "nowhere.pub"'),
+    (BROKER, ""), (BROKER, f'{BROKER}\nfiles = "exchange"'), ('recipients = ["', 'recipients = ["x'),
+    ("recipients = [", "recipients = [3, "), ("recipients = ", "recipient = "), ("[protected]", "[protect]"),
+    ("[protected]", 'adapters = "x"\n[protected]'), ("[protected]", '[protected]\nname = "a\\nb"'),
+    ("[protected]", f'[protected]\nname = "{"x" * 101}"'), ("[protected]", '[protected]\narguments = "x"'),
+    ("[protected]", "[protected"), ("[training]", "[training.more]"),
+]  # fmt: skip
+
+
+def test_files_that_are_no_job(hospital: Hospital, capsys: pytest.CaptureFixture[str]) -> None:
     path = hospital.job("job", URL)
     text = path.read_text()
-    assert before in text
-    path.write_text(text.replace(before, after))
-    with pytest.raises(UserError) as refused:
-        jobs.read(path)
-    assert len(refused.value.lines) == 1
-    assert main(["finetune", "--protected", str(path)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert not (hospital.place / "job").exists()
+    for before, after in CHANGES:
+        assert before in text
+        path.write_text(text.replace(before, after))
+        with pytest.raises(UserError) as refused:
+            jobs.read_job(path)
+        assert len(refused.value.lines) == 1
+        assert main(["finetune", "--protected", str(path)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        assert not (hospital.place / "job").exists()
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "job.toml", tmp_path / ("x" * 300)):
         with pytest.raises(UserError):
-            jobs.read(path)
+            jobs.read_job(path)
 
 
 def test_a_record_of_another_file(hospital: Hospital) -> None:
     job = read(hospital)
-    with job.data.open("ab") as file:
+    data = job.sealed["data"]
+    with data.open("ab") as file:
         file.write(b"x")
     with pytest.raises(UserError, match="is not the file that"):
         job.digests()
-    job.data.with_name(f"{job.data.name}.json").unlink()
+    data.with_name(f"{data.name}.json").unlink()
     assert "rows" not in job.digests()["data"]
 
 
@@ -166,9 +153,7 @@ def test_models_beside_the_base_are_measured(hospital: Hospital) -> None:
     found = job.digests()
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     assert found["reference_adapter"] == {"name": "reference", "sha256": digest, "bytes": 25}
-    attested: Any = SimpleNamespace(
-        job=job, claims={"job": {"data": [{"role": role, **facts} for role, facts in found.items()]}}
-    )
+    attested: Any = SimpleNamespace(job=job, data=found)
     _check_beside(attested)
     (adapter / "more" / "c").write_text("another")
     with pytest.raises(UserError, match="changed since it was attested"):
@@ -178,18 +163,3 @@ def test_models_beside_the_base_are_measured(hospital: Hospital) -> None:
         job.digests()
     taught = read(hospital, objective="kd", teacher="demo").digests()["teacher"]
     assert (taught["name"], len(taught["sha256"])) == ("model", 64)
-
-
-def test_every_key_is_a_field() -> None:
-    assert {
-        "name",
-        "data",
-        "eval_data",
-        "init_adapter",
-        "output",
-        "recipients",
-        "broker",
-        "broker_key",
-        "ca",
-        "files",
-    } == {item.name for item in dataclasses.fields(Job)} - {"path", "content", "broker_file", "arguments", "stated"}

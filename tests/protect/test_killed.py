@@ -9,14 +9,14 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 import pytest
+from support.brokers import serving
 from support.killing import OPTIONS, Site, make_site
 from support.sampling import FULL, seeds
 
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.protect.checking.check import check
 from wgpu_lora.protect.policies.policy import Policy
-from wgpu_lora.protect.sealed.files import unseal_path
-from wgpu_lora.protect.sealed.keys import DataKey
+from wgpu_lora.protect.sealed.sealed_files import unseal_path
 
 ADAPTER = "adapter_model.safetensors"
 pytestmark = [pytest.mark.rare, pytest.mark.skipif(not hasattr(os, "fork"), reason="the server of commands forks")]
@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.rare, pytest.mark.skipif(not hasattr(os, "fork"), reas
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A site with a broker, and a server of commands."""
     made = make_site(tmp_path_factory.mktemp("killed"))
-    policy = made.write_policy()
-    with made.owner.broker(policy, "--requests-per-minute", "100000") as broker, made.serving():
-        made.broker = broker
+    made.write_policy()
+    with serving(made.owner, "--requests-per-minute", "100000") as broker, made.serving():
+        made.broker = broker.url
         yield made
 
 
@@ -48,7 +48,7 @@ def command(site: Site, name: str) -> list[str]:
 def adapter_of(site: Site, name: str) -> str:
     """The SHA-256 of a finished run's adapter, no piece of which is found outside of its sealed file."""
     opened = site.place / f"opened-{name}"
-    unseal_path(site.run(name) / "adapter.tar.age", opened, DataKey.read(site.owner.key))
+    unseal_path(site.run(name) / "adapter.tar.age", opened, site.owner.data)
     weights = (opened / ADAPTER).read_bytes()
     site.pieces.data("the adapter", weights[len(weights) // 2 :][:4096])
     assert not site.leaks()
@@ -72,7 +72,7 @@ def killed(site: Site, name: str, times: Sequence[float]) -> tuple[int, str]:
     last = site.start(*command(site, name))
     assert last.code == 0, last.said
     assert not site.leaks()
-    found = check(site.run(name), site.owner.broker_public, Policy.read(site.policy))
+    found = check(site.run(name), site.owner.signing.public, Policy.read(site.owner.policy))
     assert found.verified, found.failures
     late = sum(one.code == 0 for one in ended)
     took, spent = (statistics.median(getattr(one, what) for one in ended) for what in ("seconds", "processor"))
@@ -96,7 +96,7 @@ def test_killed_at_random_times(site: Site):
 def test_the_search_would_find_them(site: Site):
     """What is searched is where it would be: planted pieces of each kind are found among the run's files."""
     assert OPTIONS["save_steps"]
-    rows, key = site.rows, site.owner.key.read_bytes()
+    rows, key = site.rows, site.owner.data_file.read_bytes()
     for planted in (rows[0].encode(), rows[-1].encode("utf-16-le"), key):
         for below in ("tmp/x", "home/.cache/y", "data/z", "whole/w"):
             path = site.watched / below

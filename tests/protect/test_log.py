@@ -10,9 +10,9 @@ import pytest
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.evidence import anchors
-from wgpu_lora.protect.evidence.chain import MAX_LINE_BYTES, Chain, DamagedError
-from wgpu_lora.protect.evidence.log import KIND, NAME, EvidenceLog, read_log
-from wgpu_lora.protect.sealed.keys import SessionKeys
+from wgpu_lora.protect.evidence.run_evidence import KIND, NAME, EvidenceLog, read_log
+from wgpu_lora.protect.evidence.signed_log import MAX_LINE_BYTES, DamagedError, SignedLog
+from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey
 
 Lines = list[bytes]
 OTHER = b"ab" * 32
@@ -27,7 +27,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def written(directory: Path, run: str = "run-1") -> EvidenceLog:
     """A log of two sessions."""
     directory.mkdir()
-    log = EvidenceLog.create(directory, SessionKeys.generate(), run)
+    log = EvidenceLog.start(directory, SessionKeys.generate(), run)
     log.attested(b"evidence one")
     log.released("token one", {"job": "a"})
     log.append("checkpoint", {"step": 2, "loss": 0.5}, [("checkpoints/step-2.tar.age", "c" * 64)])
@@ -83,15 +83,20 @@ TAMPERING: dict[str, Callable[[Lines], Lines]] = {
 }
 
 
-@pytest.mark.parametrize("change", TAMPERING.values(), ids=TAMPERING.keys())
-def test_tampering_is_found(tmp_path: Path, change: Callable[[Lines], Lines]) -> None:
+def test_tampering_is_found(tmp_path: Path) -> None:
     written(tmp_path / "run")
     path = tmp_path / "run" / NAME
-    path.write_bytes(b"\n".join(change(path.read_bytes().splitlines())) + b"\n")
-    with pytest.raises(DamagedError, match=r"evidence.jsonl, line \d: .* not what was written"):
-        read_log(path)
-    with pytest.raises(DamagedError):
-        EvidenceLog.resume(tmp_path / "run", SessionKeys.generate())
+    lines = path.read_bytes().splitlines()
+    for change in TAMPERING.values():
+        path.write_bytes(b"\n".join(change(lines)) + b"\n")
+        with pytest.raises(DamagedError, match=r"evidence.jsonl, line \d: .* not what was written"):
+            read_log(path)
+        with pytest.raises(DamagedError):
+            EvidenceLog.resume(tmp_path / "run", SessionKeys.generate())
+    for left in range(6):  # an earlier state, where it was written
+        path.write_bytes(b"".join(line + b"\n" for line in lines[:left]))
+        with pytest.raises(UserError, match=r"had come to line 6|no complete line"):
+            EvidenceLog.resume(tmp_path / "run", SessionKeys.generate())
 
 
 def test_lines_of_another_log_or_key_do_not_fit(tmp_path: Path) -> None:
@@ -106,7 +111,7 @@ def test_lines_of_another_log_or_key_do_not_fit(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines))
     keys = SessionKeys.generate()
     log = EvidenceLog.resume(tmp_path / "a", keys)
-    log._chain.append("checkpoint", {"step": 9}, [], keys.signing)  # its key was not attested
+    SignedLog.append(log, "checkpoint", {"step": 9})  # its key was not attested
     with pytest.raises(DamagedError, match=r"line 7: .*signed by"):
         read_log(path)
 
@@ -123,15 +128,6 @@ def test_only_an_incomplete_last_line_is_cut(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
     log.attested(b"three")
     assert len(read_log(path)) == 7
-
-
-@pytest.mark.parametrize("left", range(6))
-def test_a_log_put_back_to_an_earlier_state_is_refused_where_it_was_written(tmp_path: Path, left: int) -> None:
-    written(tmp_path / "run")
-    path = tmp_path / "run" / NAME
-    path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:left]))
-    with pytest.raises(UserError, match=r"had come to line 6|no complete line"):
-        EvidenceLog.resume(tmp_path / "run", SessionKeys.generate())
 
 
 def test_a_copy_that_went_on_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
@@ -157,13 +153,13 @@ def test_another_writer_and_wrong_stages_are_refused(tmp_path: Path) -> None:
     log = written(tmp_path / "run")
     path = tmp_path / "run" / NAME
     with pytest.raises(UserError, match="exists already"):
-        Chain.create(path, "x", KIND)
+        SignedLog(path, "x", KIND, SigningKey.generate()).create()
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / NAME).write_bytes(b'{"payload')  # before its first line was complete
-    EvidenceLog.create(tmp_path / "killed", SessionKeys.generate(), "run-3").attested(b"one")
+    EvidenceLog.start(tmp_path / "killed", SessionKeys.generate(), "run-3").attested(b"one")
     assert len(read_log(tmp_path / "killed" / NAME)) == 1
     with pytest.raises(UserError, match="recorded on this machine before"):
-        EvidenceLog.create(tmp_path / "run", SessionKeys.generate(), "run-1")
+        EvidenceLog.start(tmp_path / "run", SessionKeys.generate(), "run-1")
     before = path.read_bytes()
     with pytest.raises(ValueError, match="cannot be the next line"):
         log.append("hacked", {})
@@ -179,13 +175,13 @@ def test_another_writer_and_wrong_stages_are_refused(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": "run-1"}', b'{"run":"x","sequence":1,"head":"a"}'])
-def test_a_damaged_anchor_is_said(tmp_path: Path, data: Path, content: bytes) -> None:
+def test_a_damaged_anchor_is_said(tmp_path: Path, data: Path) -> None:
     written(tmp_path / "run")
     (anchor,) = (data / "anchors").glob("*.json")
-    anchor.write_bytes(content)
-    with pytest.raises(UserError, match=str(anchor)):
-        EvidenceLog.resume(tmp_path / "run", SessionKeys.generate())
+    for content in (b"", b"{", b"[]", b'{"run": "run-1"}', b'{"run":"x","sequence":1,"head":"a"}'):
+        anchor.write_bytes(content)
+        with pytest.raises(UserError, match=str(anchor)):
+            EvidenceLog.resume(tmp_path / "run", SessionKeys.generate())
     anchor.unlink()
     assert not anchors.check("run-1", [])
     EvidenceLog.resume(tmp_path / "run", SessionKeys.generate())

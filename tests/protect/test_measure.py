@@ -24,7 +24,7 @@ import pytest
 from wgpu_lora import assets
 from wgpu_lora.assets import ASSETS
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.attestation import dependencies, measure, process
+from wgpu_lora.protect.attestation import installed_packages, measurements
 
 
 def change(path: Path) -> None:
@@ -39,55 +39,55 @@ def change(path: Path) -> None:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a part of the package."""
     (tmp_path / "wgpu_lora" / "demo").mkdir(parents=True)
-    for name in ("assets.py", "errors.py"):
-        shutil.copy(measure.PACKAGE / name, tmp_path / "wgpu_lora" / name)
+    for name in ("bounded.py", "errors.py"):
+        shutil.copy(measurements.PACKAGE / name, tmp_path / "wgpu_lora" / name)
     (tmp_path / "wgpu_lora" / "demo" / "odd name").write_bytes(b"12")
     for folder in ASSETS:
         (tmp_path / folder / "sub").mkdir(parents=True)
         (tmp_path / folder / "sub" / "file").write_bytes(folder.encode())
-    monkeypatch.setattr(measure, "PACKAGE", tmp_path / "wgpu_lora")
+    monkeypatch.setattr(measurements, "PACKAGE", tmp_path / "wgpu_lora")
     monkeypatch.setattr(assets, "asset_dir", lambda name: tmp_path / name)
     return tmp_path
 
 
 def test_every_file_of_the_package_counts(package: Path) -> None:
-    whole = measure.package()
+    whole = measurements.package()
     assert sorted(whole["files"]) == [
         "bricks/sub/file", "recipes/sub/file", "shaders/sub/file",
-        "wgpu_lora/assets.py", "wgpu_lora/demo/odd name", "wgpu_lora/errors.py",
+        "wgpu_lora/bounded.py", "wgpu_lora/demo/odd name", "wgpu_lora/errors.py",
     ]  # fmt: skip
     for name in whole["files"]:
         before = (package / name).read_bytes()
         change(package / name)
-        found = measure.package()
+        found = measurements.package()
         assert found["sha256"] != whole["sha256"]
         assert [one for one in whole["files"] if found["files"][one] != whole["files"][one]] == [name]
         (package / name).write_bytes(before)
-    assert measure.package() == whole
+    assert measurements.package() == whole
     (package / "wgpu_lora" / "more.so").touch()
-    assert measure.package()["sha256"] != whole["sha256"]
+    assert measurements.package()["sha256"] != whole["sha256"]
     (package / "wgpu_lora" / "more.so").unlink()
     (package / "wgpu_lora" / "errors.py").rename(package / "wgpu_lora" / "other.py")
-    assert measure.package()["sha256"] != whole["sha256"]
+    assert measurements.package()["sha256"] != whole["sha256"]
 
 
 def test_a_wheel_measures_as_the_checkout_it_was_built_from(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkout = measure.package()
+    checkout = measurements.package()
     for folder in ASSETS:
         shutil.move(package / folder, package / "wgpu_lora" / "_assets" / folder)
     monkeypatch.setattr(assets, "asset_dir", lambda name: package / "wgpu_lora" / "_assets" / name)
     (package / "wgpu_lora" / "__pycache__").mkdir()
     (package / "wgpu_lora" / "__pycache__" / "errors.pyc").write_bytes(b"")
-    assert measure.package() == checkout
+    assert measurements.package() == checkout
 
 
 def test_a_file_that_cannot_be_read_is_an_error(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(measure, "file_digest", broken)
+    monkeypatch.setattr(measurements, "file_digest", broken)
     with pytest.raises(UserError, match="cannot be measured"):
-        measure.package()
+        measurements.measurements()
 
 
 def recorded(content: bytes, kind: str = "sha256") -> str:
@@ -107,9 +107,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., di
         lines = record if record is not None else f"made.py,{recorded(b'x = 1' + bytes([10]))},6\n"
         lines += "__pycache__/made.cpython-311.pyc,,\nmade-1.0.dist-info/RECORD,,\n"
         (info / "RECORD").write_text(lines)
-        monkeypatch.setattr(dependencies, "_required", lambda: {"made": PathDistribution(info)})
-        monkeypatch.setattr(dependencies, "loaded_files", list)
-        return dependencies.installed()["made"].claims
+        monkeypatch.setattr(installed_packages, "_required", lambda: {"made": PathDistribution(info)})
+        monkeypatch.setattr(installed_packages, "loaded_files", list)
+        return installed_packages.installed_packages()["made"].claims
 
     return claims
 
@@ -138,12 +138,12 @@ def test_records_that_prove_nothing_are_not_intact(install: Callable[..., dict[s
     for line in (f"made.py,{recorded(content, 'md5')},6", "made.py,sha256=,6", "made.py,sha256,6", "gone.py,a=b,1"):
         assert install(line + "\n")["intact"] is False
     (tmp_path / "made-1.0.dist-info" / "RECORD").unlink()
-    claims = dependencies._measure(PathDistribution(tmp_path / "made-1.0.dist-info")).claims
+    claims = installed_packages._measure(PathDistribution(tmp_path / "made-1.0.dist-info")).claims
     assert claims == {"version": "1.0", "intact": False, "changed": ["RECORD"]}
 
 
 def test_the_requirements_of_requirements_are_found() -> None:
-    found = dependencies._required()
+    found = installed_packages._required()
     assert {"numpy", "wgpu", "cffi", "cryptography", "sigstore"} <= set(found)  # the last one is model-signing's
     assert "wgpu-lora" not in found
     assert "torch" not in found
@@ -157,62 +157,62 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     spec = importlib.util.spec_from_file_location("placed", path)
     assert spec is not None
     monkeypatch.setitem(sys.modules, "placed", importlib.util.module_from_spec(spec))
-    monkeypatch.setattr(process, "loaded_files", lambda: [str(path)])
-    monkeypatch.setattr(process, "_libraries", list)  # reading all takes a while
-    monkeypatch.setattr(process, "_own_modules", list)
+    monkeypatch.setattr(measurements, "loaded_files", lambda: [str(path)])
+    monkeypatch.setattr(measurements, "_libraries", list)  # reading all takes a while
+    monkeypatch.setattr(measurements, "_own_modules", list)
     return path
 
 
 def test_a_module_of_no_package_is_stated(module: Path) -> None:
-    before = process.measure([])["unlisted"][str(module)]
+    before = measurements.loaded_code([])["unlisted"][str(module)]
     assert before == hashlib.sha256(b"x = 1\n").hexdigest()
     change(module)
-    assert process.measure([])["unlisted"][str(module)] != before
-    assert str(module) not in process.measure([os.path.realpath(module)])["unlisted"]
+    assert measurements.loaded_code([])["unlisted"][str(module)] != before
+    assert str(module) not in measurements.loaded_code([os.path.realpath(module)])["unlisted"]
     linked = module.with_name("linked.py")
     linked.symlink_to(module)  # as installers link files to their cache
-    assert dependencies.accounted(str(linked), [str(linked)])
-    assert not dependencies.accounted(str(linked), [str(linked) + "x"])
+    assert installed_packages.accounted(str(linked), [str(linked)])
+    assert not installed_packages.accounted(str(linked), [str(linked) + "x"])
 
 
 def test_a_module_made_at_run_time_is_stated(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "made_up" not in process.measure([])["fileless"]
+    assert "made_up" not in measurements.loaded_code([])["fileless"]
     monkeypatch.setitem(sys.modules, "made_up", ModuleType("made_up"))
-    assert "made_up" in process.measure([])["fileless"]
-    assert "sys" not in process.measure([])["fileless"]
+    assert "made_up" in measurements.loaded_code([])["fileless"]
+    assert "sys" not in measurements.loaded_code([])["fileless"]
 
 
 def test_many_modules_of_no_package_count_all(module: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     paths = [tmp_path / f"{number:02}.py" for number in range(9)]
     for path in paths:
         path.write_text("x = 1\n")
-    monkeypatch.setattr(process, "loaded_files", lambda: list(map(str, paths)))
-    monkeypatch.setattr(process, "MOST_NAMED", 4)
-    before = process.measure([])["unlisted"]
+    monkeypatch.setattr(measurements, "loaded_files", lambda: list(map(str, paths)))
+    monkeypatch.setattr(measurements, "MOST_NAMED", 4)
+    before = measurements.loaded_code([])["unlisted"]
     assert len(before) == 5
     change(paths[-1])
-    assert process.measure([])["unlisted"] != before
+    assert measurements.loaded_code([])["unlisted"] != before
 
 
 def test_a_compiled_file_that_does_not_fit_its_source_is_stated(module: Path) -> None:
     cached = Path(importlib.util.cache_from_source(str(module)))
-    assert process.measure([])["compiled_otherwise"] == []  # there is none
+    assert measurements.loaded_code([])["compiled_otherwise"] == []  # there is none
     py_compile.compile(str(module), str(cached))
-    assert process.measure([])["compiled_otherwise"] == []
+    assert measurements.loaded_code([])["compiled_otherwise"] == []
     whole = cached.read_bytes()
     other = module.with_name("other.py")
     other.write_text("x = 2\n")
     py_compile.compile(str(other), str(cached))
     cached.write_bytes(whole[:16] + cached.read_bytes()[16:])  # the header, which Python trusts, is that of the source
-    assert process.measure([])["compiled_otherwise"] == [str(module)]
+    assert measurements.loaded_code([])["compiled_otherwise"] == [str(module)]
     for broken in (whole[:20], whole[:16] + b"\xff" * 9):
         cached.write_bytes(broken)
-        assert process.measure([])["compiled_otherwise"] == [str(module)]
+        assert measurements.loaded_code([])["compiled_otherwise"] == [str(module)]
     py_compile.compile(str(other), str(cached), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
-    assert process.measure([])["compiled_otherwise"] == [str(module)]
+    assert measurements.loaded_code([])["compiled_otherwise"] == [str(module)]
     for unused in (b"", b"\0" + whole[1:], whole[:8] + b"\0" + whole[9:]):  # of another Python, or of an older source
         cached.write_bytes(unused[:16] + cached.read_bytes()[16:])
-        assert process.measure([])["compiled_otherwise"] == []
+        assert measurements.loaded_code([])["compiled_otherwise"] == []
 
 
 def test_a_hook_and_a_tracer_are_stated(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,42 +220,42 @@ def test_a_hook_and_a_tracer_are_stated(module: Path, monkeypatch: pytest.Monkey
         pass
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Hook()])
-    assert "Hook" in process.measure([])["import_hooks"]
+    assert "Hook" in measurements.loaded_code([])["import_hooks"]
     monkeypatch.setattr(sys, "gettrace", lambda: print)
-    assert process.measure([])["traced"] is True
+    assert measurements.loaded_code([])["traced"] is True
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how libraries are found here is Linux's")
 def test_a_library_of_no_package_is_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = tmp_path / "preloaded.so"
     shutil.copy(next(path for path in (m.path for m in psutil.Process().memory_maps()) if "_psutil" in path), library)
-    mapped = process._libraries
+    mapped = measurements._libraries
     assert str(library) not in (mapped() or [])
     ctypes.CDLL(str(library))
-    monkeypatch.setattr(process, "_libraries", lambda: [path for path in mapped() or [] if str(tmp_path) in path])
-    monkeypatch.setattr(process, "loaded_files", list)
-    monkeypatch.setattr(process, "_own_modules", list)
-    found = process.measure([])["libraries"]
+    monkeypatch.setattr(measurements, "_libraries", lambda: [path for path in mapped() or [] if str(tmp_path) in path])
+    monkeypatch.setattr(measurements, "loaded_files", list)
+    monkeypatch.setattr(measurements, "_own_modules", list)
+    found = measurements.loaded_code([])["libraries"]
     assert found[str(library)] == hashlib.sha256(library.read_bytes()).hexdigest()
-    assert str(library) not in process.measure([str(library)])["libraries"]
+    assert str(library) not in measurements.loaded_code([str(library)])["libraries"]
 
 
 def test_variables_that_change_behaviour_are_stated_by_digest() -> None:
     names = ("WGPU_LORA_NO_CHECK", "LD_PRELOAD", "PYTHONPATH", "VK_DRIVER_FILES", "vk_icd_filenames", "WGPU_LIB_PATH",
              "LP_NUM_THREADS", "GLIBC_TUNABLES", "GCONV_PATH", "TU_DEBUG", "DYLD_INSERT_LIBRARIES",
              "https_proxy")  # fmt: skip
-    found = measure.environment(dict.fromkeys([*names, "SECRET_TOKEN", "EDITOR", "PANTRY"], "secret"))
+    found = measurements.environment(dict.fromkeys([*names, "SECRET_TOKEN", "EDITOR", "PANTRY"], "secret"))
     assert sorted(found) == sorted(names)
     assert set(found.values()) == {hashlib.sha256(b"secret").hexdigest()}
 
 
 @pytest.mark.slow
 def test_this_machine_can_be_measured() -> None:
-    found = measure.everything()
+    found = measurements.measurements()
     assert found["dependencies"]["wgpu"]["intact"] is True
-    assert found["wgpu"]["native_sha256"] == hashlib.sha256(measure.native_library().read_bytes()).hexdigest()
+    assert found["wgpu"]["native_sha256"] == hashlib.sha256(measurements.native_library().read_bytes()).hexdigest()
     assert found["python"]["version"] == ".".join(map(str, sys.version_info[:3]))
-    assert "wgpu_lora/protect/attestation/measure.py" in found["package"]["files"]
+    assert "wgpu_lora/protect/attestation/measurements.py" in found["package"]["files"]
     assert any(name.startswith("shaders/") and name.endswith(".wgsl") for name in found["package"]["files"])
     assert found["kernel"]["system"]
     assert found["process"]["compiled_otherwise"] == []
@@ -263,11 +263,11 @@ def test_this_machine_can_be_measured() -> None:
 
 
 MODIFIED = """
-import json, sys
-from wgpu_lora.protect.attestation import dependencies
-from wgpu_lora.protect.attestation import measure
-from wgpu_lora.protect.attestation import process
-print(json.dumps([process.measure(dependencies.own_files()), measure.environment()]))
+import json, os
+from wgpu_lora.protect.attestation import installed_packages, measurements
+from wgpu_lora.protect.hygiene.memory_protection import environment_at_start
+variables = measurements.environment(environment_at_start() | dict(os.environ))
+print(json.dumps([measurements.loaded_code(installed_packages.own_files()), variables]))
 """
 
 

@@ -6,9 +6,7 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import stat
-import subprocess
 import tarfile
 from importlib import import_module
 from pathlib import Path
@@ -18,9 +16,9 @@ from support.brokers import Owner, Trainer
 
 from wgpu_lora.cli import main
 from wgpu_lora.closed_streams import discard_when_closed
-from wgpu_lora.protect.sealed.files import seal_path
+from wgpu_lora.protect.sealed.age_streams import seal_bytes
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey, write_private
-from wgpu_lora.protect.sealed.pipes import open_to, seal_to
+from wgpu_lora.protect.sealed.sealed_files import open_to, seal_path, seal_to
 
 ROWS = '{"prompt": "a", "completion": "b"}\n' * 3
 KEY = DataKey.generate()
@@ -29,7 +27,7 @@ KEY = DataKey.generate()
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
-        "wgpu_lora.protect.hygiene.host.harden", lambda: None
+        "wgpu_lora.protect.hygiene.memory_protection.harden", lambda: None
     )  # of this process, which runs other tests
     monkeypatch.chdir(tmp_path)
     write_private("data.key", KEY.file_text())
@@ -69,23 +67,19 @@ def test_keygen_writes_keys_that_only_the_owner_can_read(here: Path, capsys: pyt
         assert {stat.S_IMODE(Path(name).stat().st_mode) for name in ("new.key", "broker.pem")} == {0o600}
 
 
-def test_keygen_makes_the_directory_that_is_missing(here: Path) -> None:
-    assert protect("keygen", "owner/keys/data.key") == 0
-    assert protect("keygen", "other/broker.pem", "--signing") == 0
-    if os.name != "nt":
-        assert stat.S_IMODE(Path("owner/keys").stat().st_mode) == 0o700
-
-
-@pytest.mark.parametrize("arguments", ["data.key", "data.key/new.key", ".", "-", "x.pem --signing", "n" * 300])
-def test_keygen_leaves_what_is_there(here: Path, capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+def test_keygen_leaves_what_is_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("x.pem.pub").write_text("mine")
     before = names()
-    assert protect("keygen", *arguments.split()) == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert "Errno" not in said
-    assert names() == before
+    for arguments in ("data.key", "data.key/new.key", ".", "-", "x.pem --signing", "n" * 300):
+        assert protect("keygen", *arguments.split()) == 2
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == 1
+        assert "Errno" not in said
+        assert names() == before
     assert DataKey.read("data.key").text() == KEY.text()
+    assert protect("keygen", "owner/keys/data.key") == 0
+    if os.name != "nt":
+        assert stat.S_IMODE(Path("owner/keys").stat().st_mode) == 0o700
 
 
 def test_a_file_sealed_and_opened(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,14 +94,6 @@ def test_a_file_sealed_and_opened(here: Path, capsys: pytest.CaptureFixture[str]
     assert protect("open", "rows.jsonl.age", "--key", "data.key", "-o", "again.jsonl") == 0
     assert Path("again.jsonl").read_text() == ROWS
     assert names() == {"data.key", "rows.jsonl", "team", "rows.jsonl.age", "rows.jsonl.age.json", "again.jsonl"}
-
-
-def test_a_directory_sealed_and_opened(here: Path) -> None:
-    Path("adapter/sub").mkdir(parents=True)
-    Path("adapter/sub/weights").write_bytes(bytes(1000))
-    assert protect("seal", "adapter", "--to", KEY.recipient) == 0
-    assert protect("open", "adapter.tar.age", "--key", "data.key", "-o", "again") == 0
-    assert Path("again/sub/weights").read_bytes() == bytes(1000)
 
 
 def test_a_reader_of_standard_output_that_goes_away_is_no_success(here: Path) -> None:
@@ -139,48 +125,34 @@ def test_standard_input_and_output(here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert json.loads(Path("in.jsonl.age.json").read_text())["rows"] == 3
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def refuses(command: str, arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """A command ends with one sentence, and leaves nothing."""
+    before = names()
+    assert protect(command, *arguments.split()) == 2, arguments
+    printed = capsys.readouterr()
+    assert len(printed.err.splitlines()) == 1, arguments
+    assert names() == before, arguments
+    return printed.out + printed.err
+
+
+def test_what_cannot_be_sealed(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", Standard())
+    Path("empty").touch()
+    Path("links").mkdir()
+    Path("links/out").symlink_to("/etc")
+    for arguments in (
         "rows.jsonl", "rows.jsonl --to me", "rows.jsonl --to @missing", "rows.jsonl --to @rows.jsonl",
         "missing --to KEY", "empty --to KEY", "links --to KEY", "rows.jsonl --to KEY -o data.key",
         "rows.jsonl --to KEY -o no/where", "- --to KEY", "- --to KEY -o x", ". --to KEY", ".. --to KEY",
         "links --to KEY -o links/x", "rows.jsonl --to SECRET", "rows.jsonl --to KEY --policy p.toml",
         "data.key --to KEY --offline e.json", "data.key --offline e.json --policy p.toml",
         "rows.jsonl --to KEY --passphrase", "rows.jsonl rows.jsonl --to KEY",
-    ],
-)  # fmt: skip
-def test_what_cannot_be_sealed(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str
-) -> None:
-    monkeypatch.setattr("sys.stdin", Standard())
-    Path("empty").touch()
-    Path("links").mkdir()
-    Path("links/out").symlink_to("/etc")
-    before, words = names(), arguments.replace("KEY", KEY.recipient).replace("SECRET", KEY.text().decode()).split()
-    assert protect("seal", *words) == 2
-    printed = capsys.readouterr().err
-    assert len(printed.splitlines()) == 1
-    assert "AGE-SECRET" not in printed
-    assert names() == before
+    ):  # fmt: skip
+        words = arguments.replace("KEY", KEY.recipient).replace("SECRET", KEY.text().decode())
+        assert "AGE-SECRET" not in refuses("seal", words, capsys)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "sealed", "sealed --key data.key", "sealed -o x", "sealed --key missing -o x", "sealed --key rows.jsonl -o x",
-        "sealed --key other.key -o x", "sealed --key broker.pem -o x", "missing --key data.key -o x",
-        "empty --key data.key -o x", "rows.jsonl --key data.key -o x", "data.key --key data.key -o x",
-        "cut --key data.key -o x", "cut --key data.key -o -", "sealed --key data.key -o rows.jsonl",
-        "sealed --key data.key -o no/where", "links.tar.age --key data.key -o x",
-        "sealed.tar.age --key data.key -o x", ". --key data.key -o x", "- --key data.key -o x",
-    ],
-)  # fmt: skip
-def test_what_cannot_be_opened(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str
-) -> None:
-    from wgpu_lora.protect.sealed.streams import seal_bytes
-
+def test_what_cannot_be_opened(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", Standard())
     sealed = seal_bytes(ROWS.encode(), [KEY.recipient])
     Path("sealed").write_bytes(sealed)
@@ -195,12 +167,15 @@ def test_what_cannot_be_opened(
         link.type, link.linkname = tarfile.SYMTYPE, "/etc"
         tar.addfile(link)
     Path("links.tar.age").write_bytes(seal_bytes(buffer.getvalue(), [KEY.recipient]))
-    before = names()
-    assert protect("open", *arguments.split()) == 2
-    printed = capsys.readouterr()
-    assert len(printed.err.splitlines()) == 1
-    assert "prompt" not in printed.out + printed.err
-    assert names() == before
+    for arguments in (
+        "sealed", "sealed --key data.key", "sealed -o x", "sealed --key missing -o x", "sealed --key rows.jsonl -o x",
+        "sealed --key other.key -o x", "sealed --key broker.pem -o x", "missing --key data.key -o x",
+        "empty --key data.key -o x", "rows.jsonl --key data.key -o x", "data.key --key data.key -o x",
+        "cut --key data.key -o x", "cut --key data.key -o -", "sealed --key data.key -o rows.jsonl",
+        "sealed --key data.key -o no/where", "links.tar.age --key data.key -o x",
+        "sealed.tar.age --key data.key -o x", ". --key data.key -o x", "- --key data.key -o x",
+    ):  # fmt: skip
+        assert "prompt" not in refuses("open", arguments, capsys)
     assert Path("rows.jsonl").read_text() == ROWS
 
 
@@ -219,20 +194,10 @@ def test_closed_streams(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().err.count("Standard input is closed") == 2
 
 
-@pytest.mark.skipif(shutil.which("age") is None, reason="needs the age program")
-def test_the_age_program_and_these_commands(here: Path) -> None:
-    assert protect("seal", "rows.jsonl", "--to", KEY.recipient) == 0
-    opened = subprocess.run(["age", "-d", "-i", "data.key", "rows.jsonl.age"], capture_output=True, check=True)
-    assert opened.stdout.decode() == ROWS
-    subprocess.run(["age", "-a", "-r", KEY.recipient, "-o", "armored", "rows.jsonl"], check=True)
-    assert protect("open", "armored", "--key", "data.key", "-o", "again") == 0
-    assert Path("again").read_text() == ROWS
-
-
 def test_a_missing_library_is_named(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("wgpu_lora.protect.extra.find_spec", lambda name: None if name == "pyrage" else name)
+    monkeypatch.setattr("wgpu_lora.protect.find_spec", lambda name: None if name == "pyrage" else name)
     for words in (["keygen", "k"], ["seal", "rows.jsonl"], ["open", "x", "--key", "data.key", "-o", "y"]):
         assert protect(*words) == 2
         assert "pyrage" in capsys.readouterr().err

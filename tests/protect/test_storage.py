@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.evidence.log import NAME as LOG
-from wgpu_lora.protect.evidence.log import EvidenceLog
-from wgpu_lora.protect.runs.storage import SealedStorage
+from wgpu_lora.protect.evidence.run_evidence import NAME as LOG
+from wgpu_lora.protect.evidence.run_evidence import EvidenceLog
+from wgpu_lora.protect.runs.sealed_storage import SealedStorage
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.checkpoint_store import EVIDENCE
@@ -23,7 +23,7 @@ KEY = DataKey.generate()
 
 def begun(run: Path) -> tuple[EvidenceLog, SessionKeys]:
     keys = SessionKeys.generate()
-    log = EvidenceLog.resume(run, keys) if (run / LOG).exists() else EvidenceLog.create(run, keys, str(run))
+    log = EvidenceLog.resume(run, keys) if (run / LOG).exists() else EvidenceLog.start(run, keys, str(run))
     log.attested(b"evidence")
     return log, keys
 

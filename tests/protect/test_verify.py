@@ -1,4 +1,4 @@
-"""`protect verify`: evidence and finished runs, apart from training; exit codes and lines."""
+"""`protect attest`, `policy` and `verify`: what they write and print, and what they refuse."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.attesting import NONCE as SHORT_NONCE
+from support.attesting import quick
 from support.policies import GIVEN, LEAST, NONCE, digest
+from support.protected import Hospital
 from support.protected_runs import DataOwner, make_run
+from support.tpm import MISSING, software_tpm
 
 from wgpu_lora.cli import main
-from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest
-from wgpu_lora.protect.evidence import envelope
-from wgpu_lora.protect.evidence.statement import RUN
-from wgpu_lora.protect.policies.verify import verify
+from wgpu_lora.protect.attestation import measurements, tpm
+from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest, load_evidence
+from wgpu_lora.protect.evidence import dsse
+from wgpu_lora.protect.evidence.run_statement import RUN
+from wgpu_lora.protect.hygiene.memory_protection import HostProtection
+from wgpu_lora.protect.policies.appraisal import verify
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.runs import protected_session
+from wgpu_lora.protect.runs.protected_job import read_job
+from wgpu_lora.protect.runs.protected_session import job_claims
 from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey
 
 Run = Callable[..., tuple[int, str, str]]
@@ -32,7 +42,8 @@ def _data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def ran(*arguments: Any) -> tuple[int, str, str]:
-        code = main(["protect", "verify", *map(str, arguments)])
+        command = [] if arguments[0] in ("attest", "policy", "verify") else ["verify"]
+        code = main(["protect", *command, *map(str, arguments)])
         return (code, *capsys.readouterr())
 
     return ran
@@ -99,37 +110,19 @@ def test_freshness(tmp_path: Path, policy: Path, run: Run) -> None:
         assert (code, error.count("\n")) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: b"",
-        lambda data: b"{}",
-        lambda data: data[:-9],
-        lambda data: data.replace(b'"sig":"', b'"sig":"A', 1),
-        lambda data: b"\xff" * 100,
-        lambda data: b"[" * 100_000,
-        lambda data: data + b" " * (10 << 20),
-        lambda data: envelope.sign(envelope.statement("other", [("a", digest(1))], {"a": 1}), SigningKey.generate()),
-    ],
-)
-def test_damaged_evidence_is_bad_input(
-    tmp_path: Path, policy: Path, run: Run, damage: Callable[[bytes], bytes]
-) -> None:
-    evidence = write_evidence(tmp_path / "evidence.json")
-    evidence.write_bytes(damage(evidence.read_bytes()))
-    code, out, error = run(evidence, "--policy", policy)
-    assert (code, out) == (2, "")
-    assert error.count("\n") == 1, error
-
-
 def test_bad_input(tmp_path: Path, policy: Path, run: Run) -> None:
     evidence = write_evidence(tmp_path / "evidence.json")
-    cases = [
-        (tmp_path / "none.json", policy),
-        (tmp_path, policy),
-        (evidence, tmp_path / "none.toml"),
-        (evidence, evidence),
-    ]
+    data, other = evidence.read_bytes(), tmp_path / "other.json"
+    statement = dsse.statement("other", [("a", digest(1))], {"a": 1})
+    cases = [(path, policy) for path in (tmp_path / "none.json", tmp_path)]
+    cases += [(evidence, tmp_path / "none.toml"), (evidence, evidence)]
+    for damaged in (
+        b"", b"{}", data[:-9], data.replace(b'"sig":"', b'"sig":"A', 1), b"\xff" * 100, b"[" * 100_000,
+        data + b" " * (10 << 20), dsse.sign(statement, SigningKey.generate()),
+    ):  # fmt: skip
+        other.write_bytes(damaged)
+        code, out, error = run(other, "--policy", policy)
+        assert (code, out, error.count("\n")) == (2, "", 1), error
     for path, rules in cases:
         code, out, error = run(path, "--policy", rules)
         assert (code, out, error.count("\n")) == (2, "", 1), error
@@ -173,20 +166,19 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_statement_that_differs_from_its_evidence(tmp_path: Path, name: str) -> None:
-    change, rules = CHANGES[name]
-    owner = DataOwner()
+def test_a_statement_that_differs_from_its_evidence(tmp_path: Path) -> None:
+    for name, (change, rules) in CHANGES.items():
+        owner = DataOwner()
 
-    def changed(stated: Any) -> Any:
-        claims, *rest = change(stated)
-        job = {**claims["job"], "recipients": [owner.data.recipient]}
-        return ({**claims, "job": job}, *rest)
+        def changed(stated: Any, change: Any = change, owner: DataOwner = owner) -> Any:
+            claims, *rest = change(stated)
+            job = {**claims["job"], "recipients": [owner.data.recipient]}
+            return ({**claims, "job": job}, *rest)
 
-    directory = make_run(tmp_path / "run", owner, {"statement-1": changed}, sessions=1).directory
-    found = verify(directory / "statement.json", owner.policy, None, time.time())
-    assert {failure.rule for failure in found.appraisal.failures} == rules
-    assert found.finished
+        directory = make_run(tmp_path / name, owner, {"statement-1": changed}, run=name, sessions=1).directory
+        found = verify(directory / "statement.json", owner.policy, None, time.time())
+        assert {failure.rule for failure in found.appraisal.failures} == rules, name
+        assert found.finished
 
 
 def test_a_statement_without_the_evidence_of_its_session(tmp_path: Path, run: Run, policy: Path) -> None:
@@ -204,13 +196,117 @@ def test_a_run_stated_twice_is_not_believed(tmp_path: Path) -> None:
     owner = DataOwner()
     made = make_run(tmp_path / "run", owner, sessions=1)
     path = made.directory / "statement.json"
-    statement = envelope.verify(path.read_bytes(), made.keys[0].signing.public)
+    statement = dsse.verify(path.read_bytes(), made.keys[0].signing.public)
     products = statement["predicate"]["runDetails"]["byproducts"]
     products.append(next(one for one in products if one["name"] == RUN))
-    path.write_bytes(envelope.sign(statement, made.keys[0].signing))
+    path.write_bytes(dsse.sign(statement, made.keys[0].signing))
     found = verify(path, owner.policy, None, time.time())
     assert {one.rule for one in found.appraisal.failures} == {
         "statement.materials",
         "training.min_rows",
         "training.max_steps",
     }
+
+
+# -- attest and policy -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is measured is made up, and there is no TPM."""
+    quick(monkeypatch)
+    monkeypatch.delenv(tpm.TCTI, raising=False)
+    monkeypatch.setattr(tpm, "DEVICE", tmp_path / "tpmrm0")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_machine_and_a_job_are_attested(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("attest", "--nonce", SHORT_NONCE)
+    found, out = load_evidence(tmp_path / "evidence.json"), " ".join(out.split())
+    assert code == 0
+    assert "job" not in found.claims
+    for text in (
+        found.claims["device"]["name"], found.sha256, found.recipient, "no quote There is no TPM",
+        "level self-reported. Measured and stated by the program",
+    ):  # fmt: skip
+        assert text in out
+    hospital = Hospital(tmp_path / "ward")
+    job = hospital.job("small", max_steps=7)
+    code, out, _ = run("attest", "--nonce", SHORT_NONCE, "--job", job, "-o", "of the job.json", "--no-quote")
+    assert code == 0
+    stated = load_evidence(tmp_path / "of the job.json").claims
+    assert (stated["job"]["name"], stated["job"]["options"]["max_steps"]) == ("small", 7)
+    assert stated["job"]["recipients"] == [hospital.owner.data.recipient]
+    assert [(one["role"], one["rows"]) for one in stated["job"]["data"]] == [("data", 12)]
+    assert set(stated["base"]) == {"name", "sha256", "hashed", "config_sha256"}
+    assert stated["host"]["core_dumps"]
+    assert "train.jsonl.age, 12 rows" in " ".join(out.split())
+    assert "no_quote" not in stated
+    (tmp_path / "of the job.json").unlink()
+    (tmp_path / "evidence.json").unlink()
+    for arguments, words in (
+        (["--nonce", "short"], "unusable"),
+        (["--nonce", SHORT_NONCE, "--quote"], "no TPM"),
+        (["--nonce", SHORT_NONCE, "--device", "no such device"], "No device is named"),
+        (["--nonce", SHORT_NONCE, "--job", "missing.toml"], "missing.toml"),
+        (["--nonce", SHORT_NONCE, "-o", "missing/evidence.json"], "The directory missing of --output does not exist"),
+    ):
+        code, _, error = run("attest", *arguments)
+        assert (code, words in error, "Traceback" in error) == (2, True, False), error
+        assert list(tmp_path.glob("*.json")) == []
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+def test_a_tpm_signs_if_there_is_one(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tpm").mkdir()
+    with software_tpm(tmp_path / "tpm") as connection:
+        monkeypatch.setenv(tpm.TCTI, connection)
+        code, out, _ = run("attest", "--nonce", SHORT_NONCE)
+    assert code == 0
+    assert load_evidence(tmp_path / "evidence.json").quote is not None
+    assert "PCRs 0, 1, 2, 3, 4, 5, 6, 7" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("strict", [(), ("--strict",)])
+def test_a_policy_of_a_job_verifies_its_evidence(
+    tmp_path: Path, run: Run, strict: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("package", "wgpu", "python", "dependencies", "process", "kernel", "environment")
+    monkeypatch.setattr(protected_session, "harden", lambda: HostProtection(GIVEN.claims["host"]))
+    monkeypatch.setattr(measurements, "measurements", lambda: {name: GIVEN.claims[name] for name in names})
+    job, policy, evidence = Hospital(tmp_path / "ward").job("job"), tmp_path / "policy.toml", tmp_path / "evidence.json"
+
+    def attested(**without: Any) -> bytes:
+        keys = SessionKeys.generate()
+        claims = {**job_claims(read_job(job), nonce=NONCE, keys=keys), "host": GIVEN.claims["host"]}
+        return attest({name: value for name, value in claims.items() if name not in without}, keys, quote=False)
+
+    code, text, error = run("policy", job, *strict)
+    assert (code, error) == (0, "")
+    policy.write_text(text)
+    rules = Policy.read(policy)
+    assert (rules["training.min_rows"], rules["training.max_steps"]) == (12, 6)
+    evidence.write_bytes(attested())
+    assert run(evidence, "--policy", policy, "--nonce", NONCE)[0] == 0
+    job.write_text(job.read_text().replace("max_steps = 6", "max_steps = 7"))
+    evidence.write_bytes(attested())
+    failed = {
+        line.split()[1].rstrip(":")
+        for line in run(evidence, "--policy", policy)[1].splitlines()
+        if line.startswith("failed")
+    }
+    assert failed == {"training.max_steps"} | ({"job.sha256", "recipe.sha256"} if strict else set())
+    # From evidence, the same policy as from the job on the machine that made it.
+    assert run("policy", evidence, *strict)[1] == run("policy", job, *strict)[1]
+    jobless = tmp_path / "jobless.json"
+    jobless.write_bytes(attested(job=None))
+    for arguments in (
+        (tmp_path / "none.toml",),
+        (jobless,),
+        (evidence, "--device", "0"),
+        (job, "--device", "no such device"),
+    ):
+        code, out, error = run("policy", *arguments)
+        assert (code, out, error.count("\n")) == (2, "", 1), arguments

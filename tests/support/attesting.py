@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from wgpu_lora.gpu.device_list import DeviceInfo
-from wgpu_lora.protect.attestation import claims, measure
+from wgpu_lora.protect.attestation import claims, measurements
 from wgpu_lora.protect.sealed.keys import SessionKeys
 
 NONCE = "nonce-of-a-test"
@@ -60,7 +60,7 @@ class Job:
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured: reading all installed files takes seconds."""
-    monkeypatch.setattr(measure, "everything", lambda: MEASURED)
+    monkeypatch.setattr(measurements, "measurements", lambda: MEASURED)
 
 
 def claimed(keys: SessionKeys, job: Job, **changes: Any) -> dict[str, Any]:

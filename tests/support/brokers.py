@@ -17,8 +17,8 @@ from typing import Any
 
 from support.policies import GIVEN, LEAST, OWNER
 from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest
-from wgpu_lora.protect.broker.decide import Broker
-from wgpu_lora.protect.broker.release import Release, open_release
+from wgpu_lora.protect.broker.broker import Broker
+from wgpu_lora.protect.broker.release_token import Release, open_release
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys, SigningKey, write_private
 
@@ -34,13 +34,18 @@ class Owner:
     signing: SigningKey = field(default_factory=SigningKey.generate)
 
     def __post_init__(self) -> None:
+        self.move(self.directory)
+        self.write_policy()
+        write_private(self.data_file, self.data.file_text())
+        write_private(self.signing_file, self.signing.private_pem())
+
+    def move(self, directory: Path) -> None:
+        """Find the files in another directory."""
+        self.directory = directory
         self.policy = self.directory / "policy.toml"
         self.state = self.directory / "policy.broker"
         self.log = self.state / "decisions-1.jsonl"
         self.data_file, self.signing_file = self.directory / "data.key", self.directory / "broker.pem"
-        self.write_policy()
-        write_private(self.data_file, self.data.file_text())
-        write_private(self.signing_file, self.signing.private_pem())
 
     def write_policy(self, more: str = "") -> None:
         self.policy.write_text(LEAST.replace(OWNER, self.data.recipient) + more)

@@ -17,10 +17,10 @@ from typing import Any
 
 
 def main() -> None:
-    from wgpu_lora.protect.runs import run
+    from wgpu_lora.protect.runs import protected_run
     from wgpu_lora.protect.sealed import keys
 
-    assert run  # with everything that it imports
+    assert protected_run  # with everything that it imports
 
     pipe = int(sys.argv[1])
     generate = keys.SessionKeys.generate.__func__  # type: ignore[attr-defined]
@@ -52,10 +52,10 @@ def _warm() -> None:
     from wgpu.backends.wgpu_native._api import ffi
 
     from wgpu_lora.gpu.kernel import _environment as templates
-    from wgpu_lora.protect.attestation import measure
+    from wgpu_lora.protect.attestation import measurements
 
-    measured = measure.everything()
-    measure.everything = lambda: copy.deepcopy(measured)
+    measured = measurements.measurements()
+    measurements.measurements = lambda: copy.deepcopy(measured)
     for name in templates().list_templates(["j2"]):
         templates().get_template(name)
     read, write = os.pipe()

@@ -19,9 +19,11 @@ from typing import Any
 import tokenizers
 
 from support import ROOT
+from support.brokers import Owner
 from support.leaks import Leak, Pieces, identity_pieces
 from support.models import words_model
-from wgpu_lora.protect.overhead import Owner
+from wgpu_lora.atomic import file_digest
+from wgpu_lora.protect.sealed.sealed_files import seal_path
 
 LOG = "evidence.jsonl"
 WORDS, ROWS = 12, 16
@@ -75,10 +77,6 @@ class Site:
         """The trainer's directory, with its home, temporary files and so on."""
         return self.place / "trainer"
 
-    @property
-    def policy(self) -> Path:
-        return self.owner.place / "policy.toml"
-
     def run(self, name: str) -> Path:
         """The directory of a job's run."""
         return self.watched / name
@@ -103,26 +101,24 @@ class Site:
             "name": name,
             "data": "rows.jsonl.age",
             "output": name,
-            "recipients": [self.owner.recipient],
+            "recipients": [self.owner.data.recipient],
             "broker": self.broker or "http://127.0.0.1:1",
-            "broker_key": str(self.owner.broker_key),
+            "broker_key": str(self.owner.directory / "broker.pub"),
         }
         values = OPTIONS | {"model": str(self.place / "model")}
         job.write_text("\n".join(["[protected]", *_toml(protected), "", "[training]", *_toml(values)]) + "\n")
         return job
 
-    def write_policy(self) -> Path:
+    def write_policy(self) -> None:
         """The least policy: what is tested here is not what evidence must state."""
-        from wgpu_lora.protect.sealed.files import sealed_digest
-
-        digest = sealed_digest(self.watched / "rows.jsonl.age")
-        self.policy.write_text(
+        digest = file_digest(self.watched / "rows.jsonl.age")
+        self.owner.policy.write_text(
             f"""
             [policy]
             name = "killed"
             version = 1
             [release]
-            recipients = ["{self.owner.recipient}"]
+            recipients = ["{self.owner.data.recipient}"]
             [attestation]
             level = "self-reported"
             [data]
@@ -131,7 +127,6 @@ class Site:
             max_steps = {OPTIONS["max_steps"]}
             """
         )
-        return self.policy
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -218,15 +213,17 @@ def make_site(place: Path, seed: int = 0) -> Site:
         (trainer / below).mkdir(parents=True, exist_ok=True)
     (trainer / "runtime").chmod(0o700)
     model = words_model(place / "model")
-    owner = Owner.create(place / "owner")
+    (place / "owner").mkdir()
+    owner = Owner(place / "owner")
+    (place / "owner" / "broker.pub").write_text(owner.signing.public.pem)
     rows = [" ".join(f"w{rng.randrange(1, 211)}" for _ in range(WORDS)) for _ in range(ROWS)]
     plain = place / "owner" / "rows.jsonl"
     plain.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    shutil.copy(owner.seal(plain, place / "owner"), trainer)
+    seal_path(plain, place / "owner" / "rows.jsonl.age", [owner.data.recipient])
+    shutil.copy(place / "owner" / "rows.jsonl.age", trainer)
     pieces, words = Pieces(), tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     for number, row in enumerate(rows):
         pieces.text(f"row {number}", row)
         pieces.tokens(f"the ids of row {number}", words.encode(row).ids)
-    identity = next(line for line in owner.key.read_text().splitlines() if line.startswith("AGE-SECRET-KEY-"))
-    identity_pieces(pieces, "the data key", identity)
+    identity_pieces(pieces, "the data key", owner.data.text().decode())
     return Site(place, owner, rows, pieces)

@@ -12,6 +12,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import strategies as st
 from pyrage import x25519
 
+from wgpu_lora.protect.attestation.claims import Evidence
+from wgpu_lora.protect.sealed.keys import PublicKey
+
 NOW = 1_800_000_000
 NONCE = "4c0ffee0" * 8
 
@@ -48,20 +51,8 @@ SESSION = (
 
 
 @dataclass(frozen=True)
-class Signing:
-    pem: str
-    keyid: str = digest("key")
-
-
-@dataclass(frozen=True)
-class Given:
+class Given(Evidence):
     """Verified evidence, as `appraise` takes it."""
-
-    claims: dict[str, Any]
-    quote: Any
-    recipient: str = EPHEMERAL
-    signing: Signing = Signing(SESSION)
-    sha256: str = digest("evidence")
 
     def changed(self, path: str, value: Any) -> Given:
         """With one value replaced, or removed by `...`; `quote.` leads into the quote."""
@@ -123,6 +114,10 @@ GIVEN = Given(
         "host": {"core_dumps": {"off": True}, "memory": {"locked": "keys"}, "swap": []},
     },
     quote={"key_pem": TPM, "pcrs": {0: digest("pcr0"), 7: digest("pcr7")}},
+    statement={},
+    signing=PublicKey.parse(SESSION),
+    recipient=EPHEMERAL,
+    sha256=digest("evidence"),
 )
 
 ALL_RULES = f"""

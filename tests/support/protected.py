@@ -11,7 +11,7 @@ from support.brokers import Owner
 from support.policies import LEAST, OWNER
 from support.training import model_dir
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.protect.sealed.files import seal_path
+from wgpu_lora.protect.sealed.sealed_files import seal_path
 
 SECRET = "the patient of room 7"
 OPTIONS: dict[str, Any] = {

@@ -14,12 +14,12 @@ import jwt
 
 from support.policies import GIVEN, LEAST, OWNER, digest
 from wgpu_lora.protect.attestation.claims import LEVELS, PROFILE, attest, read_evidence
-from wgpu_lora.protect.broker.release import TYPE, make_release
-from wgpu_lora.protect.checking.check import Checked, check
-from wgpu_lora.protect.evidence.log import EvidenceLog
-from wgpu_lora.protect.evidence.signing import NAME as MODEL_SIG
-from wgpu_lora.protect.evidence.signing import sign_model
-from wgpu_lora.protect.evidence.statement import RunFacts, write_statement
+from wgpu_lora.protect.broker.release_token import TYPE, make_release
+from wgpu_lora.protect.checking.check import CheckResult, check
+from wgpu_lora.protect.evidence.model_signature import NAME as MODEL_SIG
+from wgpu_lora.protect.evidence.model_signature import sign_model
+from wgpu_lora.protect.evidence.run_evidence import EvidenceLog
+from wgpu_lora.protect.evidence.run_statement import RunFacts, write_statement
 from wgpu_lora.protect.policies.appraisal import appraise
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SessionKeys, SigningKey
@@ -83,7 +83,7 @@ def make_run(
     return made
 
 
-def checked_run(owner: DataOwner, made: Made, policy: Policy | None = None) -> Checked:
+def checked_run(owner: DataOwner, made: Made, policy: Policy | None = None) -> CheckResult:
     """What `protect check` finds with the owner's key, its policy and the opened adapter."""
     adapter = made.adapter if made.adapter.exists() else None
     return check(made.directory, owner.public, policy or owner.policy, adapter)
@@ -94,7 +94,7 @@ def _session(
 ) -> None:
     keys, directory = SessionKeys.generate(), made.directory
     made.keys.append(keys)
-    log = EvidenceLog.create(directory, keys, run) if number == 1 else EvidenceLog.resume(directory, keys)
+    log = EvidenceLog.start(directory, keys, run) if number == 1 else EvidenceLog.resume(directory, keys)
 
     def changed(name: str, value: Any) -> Any:
         return changes[f"{name}-{number}"](value) if f"{name}-{number}" in changes else value
@@ -155,7 +155,7 @@ def _claims(owner: DataOwner, keys: SessionKeys, number: int, job: str, log: Evi
     claims["job"] |= {"name": job, "recipients": [owner.data.recipient], "sha256": hashlib.sha256(JOB).hexdigest()}
     claims |= {
         "eat_profile": PROFILE,
-        "eat_nonce": digest(f"{log.run} {number}"),
+        "eat_nonce": digest(f"{log.name} {number}"),
         "iat": int(time.time()),
         "level": "self-reported",
         "level_note": LEVELS["self-reported"],

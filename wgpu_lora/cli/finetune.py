@@ -419,16 +419,16 @@ def run_protected(ctx: typer.Context, given: dict[str, Any], recipe: str | None,
         refuse_unused(ctx, ("nonce",), "without --protected")
         return None
     refuse_unused(ctx, NOT_OF_JOBS, "with --protected, whose file has all of that")
-    from wgpu_lora.protect.extra import check_libraries
+    from wgpu_lora.protect import check_libraries
 
     check_libraries()
-    from wgpu_lora.protect.runs import job as jobs
-    from wgpu_lora.protect.runs.run import finetune
+    from wgpu_lora.protect.runs import protected_job as jobs
+    from wgpu_lora.protect.runs.protected_run import finetune_protected
 
     resume = bool(given.pop("resume", False))
-    job = jobs.read(path)
+    job = jobs.read_job(path)
     try:
-        record = finetune(job, resume=resume, nonce=values.get("nonce"), watch=_watched, say=line, **given)
+        record = finetune_protected(job, resume=resume, nonce=values.get("nonce"), watch=_watched, say=line, **given)
     except (UserError, OSError):
         raise
     except Exception as error:  # terminals are logged, too

@@ -7,55 +7,62 @@ import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import read_json
 from wgpu_lora.text import count_noun
+from wgpu_lora.typed_json import typed
 
 SCHEMA = "wgpu-lora-overhead/1"
 PUBLISHED = Path(__file__).with_name("published_overhead.json")
 ORDERS = ("raw-first", "protected-first")
-VERIFIED, ZEROIZED = "verified", "zeroized"
-TARGET = "target seconds"  # the stop reason of a segment that ended with its time
+VERIFIED, ZEROIZED, TARGET = "verified", "zeroized", "target seconds"  # of a clean row
 LIMIT = 1.0  # per cent, of the median over all rows
 ROUNDED = 0.006  # published overheads have two digits
-METHODOLOGY: dict[str, Any] = {
-    "comparison": "A raw and a protected segment run one after the other, in one process and on one device, on the "
-    "same rows with the same recipe and the same tilings. The broker is another process on the same machine. "
-    "Protections of the host last as long as the protected segment.",
-    "durationControl": "Each segment has a target in seconds. Elapsed seconds count from the begin of its first step "
-    "to the end of its last, with everything that lies between: checkpoints, their sealing, the evidence log, and "
-    "reports to the broker.",
-    "notCounted": "Loading, tuning, attestation, key release and decryption before the first step; the final files and "
-    "the cleanup after the last. rawOutsideSec and protectedOutsideSec are their seconds.",
-    "overhead": "overheadPct = 100 (1 - (protectedSteps / protectedElapsedSec) / (rawSteps / rawElapsedSec))",
-    "protectedLifecycle": [
-        *("attestation", "gated key release", "protected LoRA training", "evidence recording", "zeroized cleanup")
-    ],
+TEXTS: dict[str, Any] = {
+    "title": "Overhead of protected LoRA training",
+    "sameAllocation": True,
+    "methodology": {
+        "comparison": "A raw and a protected segment run one after the other, in one process and on one device, on the "
+        "same rows with the same recipe and the same tilings. The broker is another process on the same machine. "
+        "Protections of the host last as long as the protected segment.",
+        "durationControl": "Each segment has a target in seconds. Elapsed seconds count from the begin of its first "
+        "step to the end of its last, with everything that lies between: checkpoints, their sealing, the evidence log, "
+        "and reports to the broker.",
+        "notCounted": "Loading, tuning, attestation, key release and decryption before the first step; the final files "
+        "and the cleanup after the last. rawOutsideSec and protectedOutsideSec are their seconds.",
+        "overhead": "overheadPct = 100 (1 - (protectedSteps / protectedElapsedSec) / (rawSteps / rawElapsedSec))",
+        "protectedLifecycle": [
+            *("attestation", "gated key release", "protected LoRA training", "evidence recording", "zeroized cleanup")
+        ],
+    },
+    "redactionPolicy": "Rows hold figures, options of the recipe and digests of adapters. They hold no text of any row "
+    "of data, no token ids, no keys and no paths.",
 }
-REDACTION = (
-    "Rows hold figures, options of the recipe and digests of adapters. They hold no text of any row of data, no token "
-    "ids, no keys and no paths."
-)
 Row = dict[str, Any]
-# The fields that reports show.
-TEXT, NUMBER = (str,), (int, float)
-FIELDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("label", "model", "gpuModel", "order"), TEXT),
-    **dict.fromkeys(("targetSec", "overheadPct", "rawSteps", "rawElapsedSec", "protectedSteps"), NUMBER),
-    **dict.fromkeys(("protectedElapsedSec", "protectionSec"), NUMBER),
-    "notClean": (list,),
-}
-REQUIRED = ("label", "model", "targetSec", "overheadPct")
+
+
+Figure = NotRequired[float | None]
+ShownRow = TypedDict(  # the fields that reports show
+    "ShownRow",
+    {
+        **dict.fromkeys(("label", "model"), str),  # type: ignore[misc]
+        **dict.fromkeys(("targetSec", "overheadPct"), float),
+        **dict.fromkeys(("gpuModel", "order"), NotRequired[str | None]),
+        **dict.fromkeys(
+            ("rawSteps", "rawElapsedSec", "protectedSteps", "protectedElapsedSec", "protectionSec"), Figure
+        ),
+        "notClean": NotRequired[list[str]],
+    },
+)
 
 
 def overhead_pct(row: Mapping[str, Any]) -> float:
-    """100 (1 - (protected steps / protected seconds) / (raw steps / raw seconds)).
-
-    Raises:
-        ValueError: a segment has no step, or no time.
-    """
+    """100 (1 - (protected steps / protected seconds) / (raw steps / raw seconds)). Raises ValueError: a segment has no
+    step, or no time."""
     steps, seconds = ([row[f"{side}{what}"] for side in ("raw", "protected")] for what in ("Steps", "ElapsedSec"))
     if min(steps) < 1 or not all(0 < value < math.inf for value in seconds):
         raise ValueError("a segment has no step or no time")
@@ -63,14 +70,8 @@ def overhead_pct(row: Mapping[str, Any]) -> float:
 
 
 def make_row(figures: Mapping[str, Any]) -> Row:
-    """A row with its overhead, and whether it is clean: its adapters were trained under verified protection.
-
-    Args:
-        figures: the other fields.
-
-    Raises:
-        UserError: a segment was too short to measure.
-    """
+    """A row with its overhead, and whether it is clean: its adapters were trained under verified protection. Raises
+    UserError: a segment was too short to measure."""
     try:
         row = {**figures, "overheadPct": overhead_pct(figures)}
     except ValueError:
@@ -78,28 +79,24 @@ def make_row(figures: Mapping[str, Any]) -> Row:
         raise UserError(
             f"A segment had {steps}, which is too short to measure: give a longer --target-seconds."
         ) from None
-    row["notClean"] = defects(row)
-    return {**row, "cleanModelArtifact": not row["notClean"]}
-
-
-def defects(row: Mapping[str, Any]) -> list[str]:
-    """The reasons why a row proves nothing about a trained model; empty for a clean row."""
-    digests = {side: row[f"{side}AdapterSha256"] for side in ("raw", "protected")}
-    wrong = {
+    same = (
+        row["rawAdapterSha256"] == row["protectedAdapterSha256"]
+    )  # the same steps on the same rows give the same bits
+    defects = {
         f"the attestation is {row['attestation']}": row["attestation"] != VERIFIED,
         f"the state of the protected run is {row['runtimeState']}": row["runtimeState"] != ZEROIZED,
-        # The same steps on the same rows give the same bits.
-        "both adapters are the same after different numbers of steps": digests["raw"] == digests["protected"]
+        "both adapters are the same after different numbers of steps": same
         and row["rawSteps"] != row["protectedSteps"],
     }
-    for side, digest in digests.items():
-        loss, stopped = row[f"{side}FinalLoss"], row[f"{side}StopReason"]
-        wrong |= {
+    for side in ("raw", "protected"):
+        loss, stopped, digest = (row[f"{side}{name}"] for name in ("FinalLoss", "StopReason", "AdapterSha256"))
+        defects |= {
             f"the final loss of the {side} segment is not finite": loss is None or not math.isfinite(loss),
             f"the {side} segment ended before its target ({stopped})": stopped != TARGET,
             f"the adapter of the {side} segment is the initial one": digest == row["initialAdapterSha256"],
         }
-    return [reason for reason, is_so in wrong.items() if is_so]
+    row["notClean"] = [reason for reason, applies in defects.items() if applies]
+    return {**row, "cleanModelArtifact": not row["notClean"]}
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
@@ -129,45 +126,49 @@ def interpretation(rows: Sequence[Row]) -> list[str]:
         groups = {label: [row for row in rows if row["label"] == label] for label in labels}
         return [f"{label}: {text}" for label, group in groups.items() for text in interpretation(group)]
     summary = summarize(rows)
-    every, repeats = summary["all"], summary["spreadOfRepeats"]
+    every, repeats, median = summary["all"], summary["spreadOfRepeats"], summary["all"]["median"]
     orders = "; ".join(f"{order} {found['median']:+.2f}%" for order, found in summary["byOrder"].items())
     within = "within" if summary["withinLimit"] else "above"
-    one_order = len(summary["byOrder"]) == 1
-    more = "more" if repeats is not None and abs(every["median"]) > repeats else "no more"
-    texts = {
-        f"Overhead over {count_noun(every['rows'], 'row')}: median {every['median']:+.2f}%, from {every['min']:+.2f}% "
-        f"to {every['max']:+.2f}% (medians by order: {orders or 'unknown'}); {within} the limit of {LIMIT:g}%.": True,
-        f"{count_noun(summary['negative'], 'row')} below zero: that is noise, since protection does not make training "
-        "faster.": summary["negative"],
-        "There is one row per order, so the spread of repeats is unknown.": summary["byOrder"] and repeats is None,
-        f"Repeats in the same order differ by up to {repeats or 0:.2f} points; the median overhead is {more} than "
-        "that.": repeats is not None,
-        "Only one order was run, so what the second segment gains or loses by its place is unknown.": one_order,
-    }
-    for row in rows:
-        texts |= {
-            f"{row['label']}, {row['order']}: not clean, because {text}.": True for text in row.get("notClean", ())
-        }
-    return [text for text, shown in texts.items() if shown]
+    texts = [
+        f"Overhead over {count_noun(every['rows'], 'row')}: median {median:+.2f}%, from {every['min']:+.2f}% to "
+        f"{every['max']:+.2f}% (medians by order: {orders or 'unknown'}); {within} the limit of {LIMIT:g}%."
+    ]
+    if summary["negative"]:
+        rows_below = count_noun(summary["negative"], "row")
+        texts.append(f"{rows_below} below zero: that is noise, since protection does not make training faster.")
+    if repeats is not None:
+        more = "more" if abs(median) > repeats else "no more"
+        texts.append(
+            f"Repeats in the same order differ by up to {repeats:.2f} points; the median overhead is {more} than that."
+        )
+    elif orders:
+        texts.append("There is one row per order, so the spread of repeats is unknown.")
+    if len(summary["byOrder"]) == 1:
+        texts.append("Only one order was run, so what the second segment gains or loses by its place is unknown.")
+    return [
+        *texts,
+        *(
+            f"{row['label']}, {row['order']}: not clean, because {why}."
+            for row in rows
+            for why in row.get("notClean", ())
+        ),
+    ]
 
 
 def result_file(rows: Sequence[Row], scope: str, environment: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a result file.
 
     Args:
-        scope: what was measured, in a sentence. environment: device, driver, versions and commit (`results.header`).
+        scope: what was measured, in a sentence. environment: `brick_results.header`.
     """
     return {
         "schema": SCHEMA,
-        "title": "Overhead of protected LoRA training",
         "date": datetime.now(UTC).date().isoformat(),
         "scope": scope,
-        "sameAllocation": True,
-        "methodology": METHODOLOGY,
+        **TEXTS,
         "results": list(rows),
         "summary": summarize(rows),
         "interpretation": interpretation(rows),
-        "redactionPolicy": REDACTION,
         "environment": {name: value for name, value in environment.items() if name != "command"},  # which has paths
     }
 
@@ -184,10 +185,7 @@ def read_rows(path: Path) -> list[Row]:
         raise UserError(f"{path} has {has}, expected '{SCHEMA}': give a file that 'wgpu-lora bench --protected' wrote.")
     try:
         for row in content["results"]:
-            for name, kind in FIELDS.items():
-                value = row.get(name)
-                if (value is not None or name in REQUIRED) and (type(value) is bool or not isinstance(value, kind)):
-                    raise ValueError(f"'{name}' is {value!r:.40}")
+            typed(ShownRow, row, "a row")
             if "rawSteps" in row and abs(overhead_pct(row) - row["overheadPct"]) > ROUNDED:
                 raise ValueError(
                     f"'overheadPct' is {row['overheadPct']:g}, but its figures give {overhead_pct(row):.2f}"

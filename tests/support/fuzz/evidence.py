@@ -10,7 +10,7 @@ from securesystemslib.dsse import Envelope
 
 from support.attesting import Job, claimed
 from wgpu_lora.protect.attestation import claims
-from wgpu_lora.protect.evidence import envelope
+from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.keys import SessionKeys
 
 
@@ -27,7 +27,7 @@ def statements(place: Path) -> list[bytes]:
     quote = {**parts, "pcrs": {"0": "00" * 32}}
     predicates = [{"claims": stated}, {"claims": quoted, "quote": quote}]
     return [
-        json.dumps(envelope.statement(claims.PROFILE, [("claims", claims.digest(one["claims"]))], one)).encode()
+        json.dumps(dsse.statement(claims.PROFILE, [("claims", claims.digest(one["claims"]))], one)).encode()
         for one in predicates
     ]
 
@@ -40,6 +40,6 @@ def read(data: bytes) -> None:
         data = json.dumps(said).encode()
     except (ValueError, TypeError, LookupError, RecursionError):
         pass
-    signed = Envelope(data, envelope.STATEMENT, {})
+    signed = Envelope(data, dsse.STATEMENT, {})
     signed.sign(session().signing.signer)
     claims.read_evidence(json.dumps(signed.to_dict(), separators=(",", ":")).encode())

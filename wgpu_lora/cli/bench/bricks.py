@@ -76,7 +76,7 @@ def protected(
     a broker in a process of its own, and seals what it writes. 'wgpu-lora report FILE' draws the results beside
     published ones. The exit code is 1 if a row is not clean.
     """
-    from wgpu_lora.protect.extra import check_libraries
+    from wgpu_lora.protect import check_libraries
 
     check_libraries()
     from wgpu_lora.bench.training_runs import Work

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import typer
 
-from wgpu_lora.cli.command import Command, Group
+from wgpu_lora.cli import command
 from wgpu_lora.cli.protect.attestation import attest, check, policy, verify
 from wgpu_lora.cli.protect.broker import broker, nonce
 from wgpu_lora.cli.protect.keys_and_sealing import keygen, open_sealed, seal
+from wgpu_lora.protect import check_libraries
 
 protect = typer.Typer(
-    cls=Group,
+    cls=command.Group,
     name="protect",
     help="Train on sealed data: keys, sealing, attestation, gated key release, and evidence.",
     rich_markup_mode=None,
     invoke_without_command=True,
 )
+
+
+class Command(command.Command):
+    """A command that needs the libraries of the extra `protect`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        check_libraries()
+        return super().invoke(ctx)
 
 
 @protect.callback()
@@ -25,12 +37,9 @@ def _root(ctx: typer.Context) -> None:
 
 
 # In the order in which they are used.
-protect.command(cls=Command)(keygen)
-protect.command(cls=Command)(seal)
-protect.command("open", cls=Command)(open_sealed)
-protect.command(cls=Command)(attest)
-protect.command(cls=Command)(policy)
-protect.command(cls=Command)(verify)
-protect.command(cls=Command)(broker)
-protect.command(cls=Command)(nonce)
-protect.command(cls=Command)(check)
+COMMANDS: dict[str, Callable[..., int]] = {
+    "keygen": keygen, "seal": seal, "open": open_sealed, "attest": attest, "policy": policy, "verify": verify,
+    "broker": broker, "nonce": nonce, "check": check,
+}  # fmt: skip
+for _name, _command in COMMANDS.items():
+    protect.command(_name, cls=Command)(_command)

@@ -11,8 +11,8 @@ import typer
 
 from wgpu_lora.cli.console import console, line, print_json, table
 from wgpu_lora.cli.parameters import Device, Json
+from wgpu_lora.cli.protect.broker import POLICY, file
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.extra import check_libraries
 from wgpu_lora.text import count_noun, join_words
 
 SHORT = 16  # hexadecimal digits of a digest
@@ -20,7 +20,7 @@ SHORT = 16  # hexadecimal digits of a digest
 
 def attest(
     nonce: Annotated[str, typer.Option(help="The verifier's nonce; 'wgpu-lora protect nonce' prints one.")],
-    job: Annotated[Path | None, typer.Option(metavar="FILE", help="JOB.toml, whose facts are stated too.")] = None,
+    job: Annotated[Path | None, file("JOB.toml, whose facts are stated too.")] = None,
     device: Device = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the evidence goes.")] = Path(
         "evidence.json"
@@ -34,29 +34,26 @@ def attest(
 
     'protect verify' appraises it. No key can be released to it: training attests with keys of its own.
     """
-    from wgpu_lora.protect.extra import check_libraries
-
-    check_libraries()
     from wgpu_lora.atomic import check_file, replace_file
     from wgpu_lora.gpu.device_list import choose
     from wgpu_lora.protect.attestation import claims
-    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import SessionKeys
 
     claims.check_nonce(nonce)
     check_file(output, "--output")
-    host, keys = harden(), SessionKeys.generate()
+    host = harden()
     try:
-        if job is None:
-            gathered = claims.gather(choose(device)[0], nonce=nonce, keys=keys, host=host.facts)
-        else:
-            from wgpu_lora.protect.runs import job as jobs
-            from wgpu_lora.protect.runs.reference import job_claims
+        with SessionKeys.generate() as keys:
+            if job is None:
+                gathered = claims.gather(choose(device)[0], nonce=nonce, keys=keys)
+            else:
+                from wgpu_lora.protect.runs.protected_job import read_job
+                from wgpu_lora.protect.runs.protected_session import job_claims
 
-            gathered = {**job_claims(jobs.read(job), nonce=nonce, keys=keys, device=device), "host": host.facts}
-        evidence = claims.attest(gathered, keys, quote)
+                gathered = job_claims(read_job(job), nonce=nonce, keys=keys, device=device)
+            evidence = claims.attest({**gathered, "host": host.facts}, keys, quote)
     finally:
-        keys.wipe()
         host.restore()
     replace_file(output, evidence, "--output")
     read = claims.read_evidence(evidence)
@@ -71,15 +68,15 @@ def attest(
 def _rows(claims: dict[str, Any], quote: dict[str, Any] | None) -> list[tuple[str, str]]:
     """The claims in short."""
     package, wgpu, python, kernel = (claims[name] for name in ("package", "wgpu", "python", "kernel"))
-    others = claims["dependencies"]
-    changed = [name for name, one in others.items() if not one["intact"]]
-    process = claims["process"]
+    others, process = claims["dependencies"], claims["process"]
+    changed = ", ".join(name for name, one in others.items() if not one["intact"])
     rows = [
+        ("keys", claims["keys"]["recipient"]),
         ("nonce", claims["eat_nonce"]),
         ("package", f"{package['version']}, {len(package['files'])} files, {package['sha256'][:SHORT]}"),
         ("wgpu-native", f"{wgpu['native_version']}, {wgpu['native_sha256'][:SHORT]}"),
         ("Python", f"{python['version']}, {python['sha256'][:SHORT]}"),
-        ("dependencies", f"{len(others)} packages, " + (f"changed: {', '.join(changed)}" if changed else "all intact")),
+        ("dependencies", f"{len(others)} packages, {f'changed: {changed}' if changed else 'all intact'}"),
         ("of no package", f"{len(process['unlisted'])} modules, {len(process.get('libraries', ()))} libraries"),
         ("kernel", " ".join(kernel[name] for name in ("system", "release", "machine") if name in kernel)),
         ("variables", ", ".join(claims["environment"]) or "none"),
@@ -97,7 +94,7 @@ def _rows(claims: dict[str, Any], quote: dict[str, Any] | None) -> list[tuple[st
         rows += [("recipient", recipient) for recipient in job["recipients"]]
     if quote is not None:
         rows.append(("TPM", f"PCRs {', '.join(map(str, sorted(quote['pcrs'])))}, restarts {quote['reset_count']}"))
-    return [("keys", claims["keys"]["recipient"]), *rows]
+    return rows
 
 
 def policy(
@@ -112,17 +109,13 @@ def policy(
 ) -> int:
     """Print a policy that accepts one job on one machine, to be read and edited by the owner of the data.
 
-    Every rule is explained in docs/protected-policy.md. From evidence, its claims become the reference values: check
+    Every rule is explained in docs/protected-owners.md. From evidence, its claims become the reference values: check
     them first. What is not known, or not so on that machine, is a comment.
     """
-    from wgpu_lora.protect.extra import check_libraries
+    from wgpu_lora.protect.policies.policy_template import policy_for
+    from wgpu_lora.protect.runs.protected_session import reference_claims
 
-    check_libraries()
-    from wgpu_lora.protect.policies.template import policy_for
-    from wgpu_lora.protect.runs.reference import reference_claims
-
-    claims, quote = reference_claims(source, device)
-    typer.echo(policy_for(claims, quote, strict), nl=False)
+    typer.echo(policy_for(*reference_claims(source, device), strict), nl=False)
     return 0
 
 
@@ -130,7 +123,7 @@ def verify(
     evidence: Annotated[
         Path, typer.Argument(metavar="EVIDENCE", help="Evidence, or statement.json of a finished run.")
     ],
-    policy: Annotated[Path, typer.Option(metavar="FILE", help="policy.toml: what the evidence must state.")],
+    policy: Annotated[Path, file(POLICY)],
     nonce: Annotated[
         str | None, typer.Option(help="The nonce that was issued for this evidence; not checked if not given.")
     ] = None,
@@ -144,31 +137,28 @@ def verify(
     Evidence is that of `protect attest`, or evidence-N.json of a run. Of a finished run, statement.json is checked with
     the evidence beside it: also the rows and steps that were trained. Exit code 0 if it passes, 1 if it does not.
     """
-    from wgpu_lora.protect.extra import check_libraries
-
-    check_libraries()
-    from wgpu_lora.protect.policies import verify as verifying
+    from wgpu_lora.protect.policies import appraisal
     from wgpu_lora.protect.policies.policy import Policy
 
     now = time.time() if at is None else _time(at)
     rules = Policy.read(policy)
-    value = verifying.verify(evidence, rules, nonce, now)
+    value = appraisal.verify(evidence, rules, nonce, now)
     result = value.appraisal
+    code = 0 if result.passed else 1
     if json:
         print_json(result.to_json())
-        return 0 if result.passed else 1
-    line("policy", f"{rules.name}, version {rules.version}, SHA-256 {rules.sha256}")
+        return code
+    line("policy", f"{rules['policy.name']}, version {rules['policy.version']}, SHA-256 {rules.sha256}")
     line("evidence", f"{value.subject()}, SHA-256 {result.evidence_sha256}, {result.level}")
     for failure in result.failures:
         line("failed", failure.line())
     if result.not_applied:
-        line(
-            "unchecked", f"not restricted by the policy, or without a value to check: {join_words(result.not_applied)}"
-        )
+        names = join_words(result.not_applied)
+        line("unchecked", f"not restricted by the policy, or without a value to check: {names}")
     checked = count_noun(len(result.applied), "rule")
     failed = {failure.rule for failure in result.failures}
-    line("result", f"passed: {checked}" if result.passed else f"refused: {len(failed)} of {checked} failed")
-    return 0 if result.passed else 1
+    line("result", f"refused: {len(failed)} of {checked} failed" if failed else f"passed: {checked}")
+    return code
 
 
 def _time(text: str) -> float:
@@ -191,7 +181,7 @@ def check(
     adapter: Annotated[
         Path | None, typer.Option(help="Directory of the opened adapter, to verify its signature and files.")
     ] = None,
-    json: Annotated[bool, typer.Option(help="Print JSON.")] = False,
+    json: Json = False,
 ) -> int:
     """Verify the evidence of a protected run, offline.
 
@@ -200,21 +190,16 @@ def check(
     is proven and what is only claimed. Without the broker's key nothing is proven about who ran it. The exit code is 1
     if a part fails.
     """
-    check_libraries()
-    from wgpu_lora.protect.checking.check import check as check_run
+    from wgpu_lora.protect.checking import check as checking
     from wgpu_lora.protect.policies.policy import Policy
     from wgpu_lora.protect.sealed.keys import PublicKey
 
-    result = check_run(
-        run,
-        PublicKey.read(broker_key) if broker_key else None,
-        Policy.read(policy) if policy else None,
-        adapter,
-    )
+    key, rules = PublicKey.read(broker_key) if broker_key else None, Policy.read(policy) if policy else None
+    result = checking.check(run, key, rules, adapter)
     if json:
         print_json(result.to_json())
     else:
         for sentence in result.failures:
             line("failed", sentence)
-        line("failed" if not result.verified else "verified" if broker_key else "unproven", result.line())
+        line("failed" if not result.verified else "verified" if key else "unproven", result.line())
     return 0 if result.verified else 1

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import escape_unprintable
 
-PolicyOption = Annotated[Path, typer.Option(metavar="FILE", help="policy.toml: what evidence must state.")]
-SigningOption = Annotated[Path, typer.Option(metavar="FILE", help="The broker's private key, which signs releases.")]
-StateOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="Directory of the broker's signed log. [default: POLICY.broker beside the policy]"
-    ),
-]
+
+def file(text: str, metavar: str = "FILE", **more: Any) -> Any:
+    """An option that names a file."""
+    return typer.Option(metavar=metavar, help=text, **more)
+
+
+POLICY = "policy.toml: what evidence must state."
+SIGNING_KEY = "The broker's private key, which signs releases."
+STATE = "Directory of the broker's signed log. [default: POLICY.broker beside the policy]"
+State = Annotated[Path | None, file(STATE, "DIR")]
 
 
 def broker(
-    policy: PolicyOption,
-    key: Annotated[Path, typer.Option(metavar="FILE", help="The data key, an age identity.")],
-    signing_key: SigningOption,
+    policy: Annotated[Path, file(POLICY)],
+    key: Annotated[Path, file("The data key, an age identity.")],
+    signing_key: Annotated[Path, file(SIGNING_KEY)],
     host: Annotated[str, typer.Option(help="Name or address; needs TLS if not loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one. [0<=x<=65535]")] = 8713,
-    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate chain in PEM.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's private key in PEM.")] = None,
-    state: StateOption = None,
+    tls_cert: Annotated[Path | None, file("Certificate chain in PEM.")] = None,
+    tls_key: Annotated[Path | None, file("The certificate's private key in PEM.")] = None,
+    state: State = None,
     requests_per_minute: Annotated[
         int, typer.Option(help="Requests from one address; a refusal counts as five. [x>=1]")
     ] = 60,
@@ -37,10 +39,7 @@ def broker(
 
     Every nonce, decision and report of progress is in a signed log before it is answered. The policy is read once.
     """
-    from wgpu_lora.protect.extra import check_libraries
-
-    check_libraries()
-    from wgpu_lora.protect.broker.run import run
+    from wgpu_lora.protect.broker.broker_app import run_broker
 
     if not 0 <= port <= 65535:
         raise UserError(f"--port must be between 0 and 65535, not {port}.")
@@ -49,30 +48,23 @@ def broker(
     if (tls_cert is None) != (tls_key is None):
         raise UserError("--tls-cert and --tls-key belong together: give both, or none.")
     tls = (tls_cert, tls_key) if tls_cert and tls_key else None
-    run(
-        policy,
-        key,
-        signing_key,
-        host,
-        port,
-        tls,
-        state,
-        lambda text: typer.echo(escape_unprintable(text, "\n")),
-        requests_per_minute,
-    )
+
+    def tell(text: str) -> None:
+        typer.echo(escape_unprintable(text, "\n"))
+
+    run_broker(policy, key, signing_key, host, port, tls, state, tell, requests_per_minute)
     return 0
 
 
-def nonce(policy: PolicyOption, signing_key: SigningOption, state: StateOption = None) -> int:
+def nonce(
+    policy: Annotated[Path, file(POLICY)], signing_key: Annotated[Path, file(SIGNING_KEY)], state: State = None
+) -> int:
     """Print a nonce, to be attested on a machine that cannot reach the broker.
 
     It is recorded in the broker's log, can be used once, and expires as the policy says.
     """
-    from wgpu_lora.protect.extra import check_libraries
-
-    check_libraries()
-    from wgpu_lora.protect.broker.offline import nonce_for_files
-    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.broker.broker import nonce_for_files
+    from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import SigningKey
 
     harden()

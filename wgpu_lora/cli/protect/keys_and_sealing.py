@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from wgpu_lora.cli.console import is_terminal, line, print_json
 from wgpu_lora.cli.parameters import Json
+from wgpu_lora.cli.protect.broker import POLICY, SIGNING_KEY, STATE, file
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun
+
+OFFLINE = {"rich_help_panel": "Release a data key by files"}
 
 
 def keygen(
@@ -26,37 +30,21 @@ def keygen(
     A data key is an age identity, as age-keygen makes it. Make one for each data set: whoever gets it can open all that
     was ever sealed to its recipient.
     """
-    from wgpu_lora.protect.extra import check_libraries
-
-    check_libraries()
-    from wgpu_lora.protect.hygiene.host import harden
-    from wgpu_lora.protect.sealed.new_keys import new_data_key, new_signing_key
+    from wgpu_lora.protect.hygiene.memory_protection import harden
+    from wgpu_lora.protect.sealed.keys import new_data_key, new_signing_key
 
     harden()
     if signing:
-        public = new_signing_key(path)
-        beside = f"{path}.pub"
-        if as_json:
-            print_json({"path": str(path), "public": beside, "keyid": public.keyid})
-        else:
-            line("private", f"{path} (keep it secret)")
-            line("public", beside, whole=True)
-            line("key id", public.keyid, whole=True)
-        return 0
-    recipient = new_data_key(path)
-    if as_json:
-        print_json({"path": str(path), "recipient": recipient})
+        facts = {"public": f"{path}.pub", "keyid": new_signing_key(path).keyid}
     else:
-        line("private", f"{path} (keep it secret)")
-        line("recipient", recipient, whole=True)
+        facts = {"recipient": new_data_key(path)}
+    if as_json:
+        print_json({"path": str(path), **facts})
+        return 0
+    line("private", f"{path} (keep it secret)")
+    for name, value in facts.items():
+        line("key id" if name == "keyid" else name, value, whole=True)
     return 0
-
-
-OFFLINE = "Release a data key by files"
-
-
-def _of_offline(metavar: str, text: str) -> Any:
-    return typer.Option(metavar=metavar, help=text, rich_help_panel=OFFLINE)
 
 
 def seal(
@@ -79,16 +67,13 @@ def seal(
     ] = None,
     offline: Annotated[
         Path | None,
-        _of_offline("EVIDENCE", "Seal the data key in PATH to the machine that made this evidence, if that passes."),
+        file(
+            "Seal the data key in PATH to the machine that made this evidence, if that passes.", "EVIDENCE", **OFFLINE
+        ),
     ] = None,
-    policy: Annotated[Path | None, _of_offline("FILE", "policy.toml: what evidence must state.")] = None,
-    signing_key: Annotated[
-        Path | None, _of_offline("FILE", "The broker's private key, which signs the release.")
-    ] = None,
-    state: Annotated[
-        Path | None,
-        _of_offline("DIR", "Directory of the broker's signed log; POLICY.broker beside the policy if not given."),
-    ] = None,
+    policy: Annotated[Path | None, file(POLICY, **OFFLINE)] = None,
+    signing_key: Annotated[Path | None, file(SIGNING_KEY, **OFFLINE)] = None,
+    state: Annotated[Path | None, file(STATE, "DIR", **OFFLINE)] = None,
     as_json: Json = False,
 ) -> int:
     """Seal a file or directory, so that only the recipients' keys open it.
@@ -96,15 +81,16 @@ def seal(
     The format is age's (age-encryption.org/v1), so `age -d` opens it, too. Beside FILE, FILE.json has its digest, by
     which it is believed: age says who can open a file, not who sealed it.
     """
-    from wgpu_lora.protect.extra import check_libraries
-
-    check_libraries()
     if offline is not None:
-        return _release(path, to, output, offline, policy, signing_key, state)
+        if to:
+            raise UserError("--to is not for --offline, which seals to the key that the evidence names: leave it out.")
+        if policy is None or signing_key is None or output is None or output == "-":
+            raise UserError("--offline needs --policy, --signing-key and --output, each a file: give all three.")
+        return _release(path, output, offline, policy, signing_key, state)
     for name, value in (("policy", policy), ("signing-key", signing_key), ("state", state)):
         if value is not None:
             raise UserError(f"--{name} is of --offline, which is missing: give both, or neither.")
-    from wgpu_lora.protect.sealed.pipes import recipients_of, seal_to
+    from wgpu_lora.protect.sealed.sealed_files import recipients_of, seal_to
 
     if output == "-" and is_terminal(sys.stdout):
         raise UserError("Sealed data would be written to the terminal: give -o FILE, or redirect standard output.")
@@ -113,15 +99,7 @@ def seal(
         return 0
     sealed, record = written
     if as_json:
-        print_json(
-            {
-                "path": str(sealed),
-                "sha256": record.sha256,
-                "bytes": record.bytes,
-                "rows": record.rows,
-                "recipients": list(record.recipients),
-            }
-        )
+        print_json({"path": str(sealed), **asdict(record)})
         return 0
     rows = "" if record.rows is None else f", {count_noun(record.rows, 'row')}"
     line("sealed", f"{sealed}, {record.bytes:,} bytes{rows}, to {count_noun(len(record.recipients), 'recipient')}")
@@ -129,32 +107,17 @@ def seal(
     return 0
 
 
-def _release(
-    path: str,
-    to: list[str] | None,
-    output: str | None,
-    evidence: Path,
-    policy: Path | None,
-    signing_key: Path | None,
-    state: Path | None,
-) -> int:
+def _release(path: str, output: str, evidence: Path, policy: Path, signing_key: Path, state: Path | None) -> int:
     """Seals the data key to the machine that made the evidence, if that passes the policy."""
-    if to:
-        raise UserError("--to is not for --offline, which seals to the key that the evidence names: leave it out.")
-    if policy is None or signing_key is None or output is None or output == "-":
-        raise UserError("--offline needs --policy, --signing-key and --output, each a file: give all three.")
     from wgpu_lora.atomic import check_new, write_new_bytes
-    from wgpu_lora.protect.broker.offline import release_by_files
-    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.broker.broker import release_by_files
+    from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
     check_new(output, "--output")  # before the nonce is used up
     harden()
-    key = DataKey.read(path)
-    try:
+    with DataKey.read(path) as key:
         token = release_by_files(evidence, policy, key, SigningKey.read(signing_key), state)
-    finally:
-        key.wipe()
     write_new_bytes(output, token.encode(), "--output")
     line("released", f"{output}: copy it to the machine that waits for it")
     return 0
@@ -162,7 +125,7 @@ def _release(
 
 def open_sealed(
     sealed: Annotated[str, typer.Argument(metavar="SEALED", help="Sealed file; - for standard input.")],
-    key: Annotated[Path, typer.Option(metavar="FILE", help="Data key of one of its recipients.")],
+    key: Annotated[Path, file("Data key of one of its recipients.")],
     output: Annotated[
         str,
         typer.Option(
@@ -178,19 +141,13 @@ def open_sealed(
     Nothing is left if it is damaged or incomplete, or if the key does not open it. Standard output gets each chunk of
     64 KiB as soon as it has been authenticated, so use what it got only if the exit code is 0.
     """
-    from wgpu_lora.protect.extra import check_libraries
-
-    check_libraries()
-    from wgpu_lora.protect.hygiene.host import harden
+    from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import DataKey
-    from wgpu_lora.protect.sealed.pipes import open_to
+    from wgpu_lora.protect.sealed.sealed_files import open_to
 
     harden()
-    data_key = DataKey.read(key)
-    try:
+    with DataKey.read(key) as data_key:
         open_to(sealed, output, data_key, sys.stdin, sys.stdout)
-    finally:
-        data_key.wipe()
     if output != "-":
         line("opened", output)
     return 0

@@ -18,23 +18,23 @@ Digests are SHA-256 in lower-case hexadecimal. What is not known is absent.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyrage
 
-from wgpu_lora.errors import UserError, reason
+from wgpu_lora.errors import UserError
 from wgpu_lora.installation import NAME
-from wgpu_lora.protect.attestation import quotes, tpm
-from wgpu_lora.protect.evidence import envelope
-from wgpu_lora.protect.evidence.envelope import EnvelopeError
+from wgpu_lora.json_files import read_bytes
+from wgpu_lora.protect.attestation import tpm, tpm_quotes
+from wgpu_lora.protect.evidence import dsse
+from wgpu_lora.protect.evidence.dsse import EnvelopeError, sha256
+from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
-from wgpu_lora.protect.sealed.streams import parse_recipient
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device_list import DeviceInfo
@@ -49,27 +49,6 @@ LEVELS = {
     "themselves were measured and stated by the program that they describe.",
 }
 HASHED = "names, types and shapes of all tensors; of each file its size and its first and last 64 KiB"
-
-
-class Job(Protocol):
-    """What the claims say about a job (`protect.job.Job`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def sha256(self) -> str: ...
-    @property
-    def recipe_sha256(self) -> str: ...
-    @property
-    def recipients(self) -> Sequence[str]: ...
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-    def digests(self) -> Mapping[str, Mapping[str, Any]]:
-        """Files by role ("data", "eval_data", "teacher" and so on): name, sha256, bytes, and rows if known."""
-
-
-class _Digested(Protocol):
-    def digest(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +75,7 @@ def gather(
     *,
     nonce: str,
     keys: SessionKeys,
-    job: Job | None = None,
+    job: Any = None,
     base: Mapping[str, Any] | None = None,
     resume: tuple[int, str] | None = None,
     host: Mapping[str, Any] | None = None,
@@ -105,17 +84,19 @@ def gather(
     """The claims of a session. It reads all files of the package and its dependencies.
 
     Args:
-        nonce: the verifier's, which shows that the claims are fresh.
-        base: `base_facts`. resume: sequence and head of the log. host: `HostProtection.facts`.
+        nonce: the verifier's, which shows that the claims are fresh. job: a `ProtectedJob`. base: `base_facts`.
+        resume: sequence and head of the log. host: `HostProtection.facts`.
         now: Unix time in seconds; by default the clock's.
 
     Raises:
         UserError: the nonce is unusable, or a file cannot be read.
     """
-    from wgpu_lora.protect.attestation import measure  # with wgpu, which a broker that reads evidence does not need
+    from wgpu_lora.protect.attestation import (
+        measurements,  # with wgpu, which a broker that reads evidence does not need
+    )
 
     check_nonce(nonce)
-    measured = measure.everything()
+    measured = measurements.measurements()
     claims: dict[str, Any] = {
         "eat_profile": PROFILE,
         "eat_nonce": nonce,
@@ -126,11 +107,11 @@ def gather(
         "level_note": LEVELS["self-reported"],
         "keys": {"recipient": keys.data.recipient, "signing": keys.signing.public.pem},
         **measured,
+        "device": device and asdict(device),
+        "base": base,
+        "resume": resume and {"sequence": resume[0], "head": resume[1]},
+        "host": host,
     }
-    if device is not None:
-        claims["device"] = asdict(device)
-    if base:
-        claims["base"] = dict(base)
     if job is not None:
         claims["job"] = {
             "name": job.name,
@@ -140,22 +121,15 @@ def gather(
             "recipients": list(job.recipients),
             "data": [{"role": role, **facts} for role, facts in job.digests().items()],
         }
-    if resume is not None:
-        claims["resume"] = {"sequence": resume[0], "head": resume[1]}
-    if host:
-        claims["host"] = dict(host)
+    stated = {name: value for name, value in claims.items() if value is not None}
     # As a verifier reads them; file names may be any bytes, which Python has as characters that UTF-8 does not.
-    text = json.dumps(claims, allow_nan=False, ensure_ascii=False).encode("utf-8", "xmlcharrefreplace")
+    text = json.dumps(stated, allow_nan=False, ensure_ascii=False).encode("utf-8", "xmlcharrefreplace")
     plain: dict[str, Any] = json.loads(text)
     return plain
 
 
-def base_facts(name: str, checkpoint: _Digested, config: _Digested) -> dict[str, Any]:
-    """What the claims say about a base model.
-
-    Args:
-        checkpoint: whose digest does not cover the middle of its files, so that a large model need not be read twice.
-    """
+def base_facts(name: str, checkpoint: Any, config: Any) -> dict[str, Any]:
+    """What the claims say about a base model; its files' digest leaves out their middle, so that none is read twice."""
     return {"name": name, "sha256": checkpoint.digest(), "hashed": HASHED, "config_sha256": config.digest()}
 
 
@@ -170,7 +144,7 @@ def check_nonce(nonce: str) -> None:
 
 def digest(claims: Mapping[str, Any]) -> str:
     """SHA-256 of claims as JSON with sorted keys and without spaces, which a TPM's quote and the subject state."""
-    return hashlib.sha256(json.dumps(claims, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return sha256(json.dumps(claims, sort_keys=True, separators=(",", ":")).encode())
 
 
 def attest(claims: Mapping[str, Any], keys: SessionKeys, quote: bool | None = None) -> bytes:
@@ -193,7 +167,7 @@ def attest(claims: Mapping[str, Any], keys: SessionKeys, quote: bool | None = No
                 raise
             stated["no_quote"] = error.problem
     predicate = {"claims": stated} if signed is None else {"claims": stated, "quote": signed}
-    evidence = envelope.sign(envelope.statement(PROFILE, [("claims", digest(stated))], predicate), keys.signing)
+    evidence = dsse.sign(dsse.statement(PROFILE, [("claims", digest(stated))], predicate), keys.signing)
     if len(evidence) > MAX_BYTES:
         raise UserError(f"The evidence is longer than {MAX_BYTES:,} bytes: shorten the job's options.")
     return evidence
@@ -208,8 +182,8 @@ def read_evidence(data: bytes) -> Evidence:
     if len(data) > MAX_BYTES:
         raise UserError(f"The evidence is longer than {MAX_BYTES:,} bytes: give the file that protect attest wrote.")
     try:
-        signing = PublicKey.parse(_text(_claims(envelope.peek(data)), "keys", "signing"))
-        statement = envelope.verify(data, signing)
+        signing = PublicKey.parse(_text(_claims(dsse.peek(data)), "keys", "signing"))
+        statement = dsse.verify(data, signing)
         claims = _claims(statement)
         if signing.pem != claims["keys"]["signing"]:
             raise EnvelopeError("its signing key is not in the usual form")
@@ -221,19 +195,12 @@ def read_evidence(data: bytes) -> Evidence:
     except (UserError, pyrage.RecipientError) as error:
         why = error.problem if isinstance(error, UserError) else "its recipient is no age recipient"
         raise UserError(f"This is no valid evidence ({why}): ask for it again.") from None
-    return Evidence(statement, claims, quote, signing, recipient, hashlib.sha256(data).hexdigest())
+    return Evidence(statement, claims, quote, signing, recipient, sha256(data))
 
 
 def load_evidence(path: str | Path) -> Evidence:
     """The same from a file."""
-    path = Path(path)
-    try:
-        if path.exists() and not path.is_file():  # opening a pipe would block
-            raise UserError(f"{path} is not a regular file: give the file that protect attest wrote.")
-        with path.open("rb") as file:
-            return read_evidence(file.read(MAX_BYTES + 1))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
+    return read_evidence(read_bytes(Path(path), MAX_BYTES))
 
 
 def _claims(statement: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +223,7 @@ def _quote(predicate: Mapping[str, Any], claims: Mapping[str, Any]) -> dict[str,
         raise EnvelopeError("its level does not say whether there is a quote")
     if claims.get("level_note") != LEVELS[level]:
         raise EnvelopeError("its note does not say what its level means")
-    return quotes.verify(predicate["quote"], bytes.fromhex(digest(claims))) if level == "quoted" else None
+    return tpm_quotes.verify(predicate["quote"], bytes.fromhex(digest(claims))) if level == "quoted" else None
 
 
 def _text(claims: Mapping[str, Any], *path: str) -> str:

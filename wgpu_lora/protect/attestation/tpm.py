@@ -12,7 +12,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import pip_line
-from wgpu_lora.protect.attestation import quotes
+from wgpu_lora.protect.attestation import tpm_quotes
 
 DEVICE = Path("/dev/tpmrm0")  # Linux's resource manager
 TCTI = "TPM2TOOLS_TCTI"  # the connection to another TPM, as for tpm2-tools
@@ -52,7 +52,7 @@ def quote(digest: bytes) -> dict[str, Any]:
                     "pcrs": {str(number): value.hex() for number, value in sorted(pcrs.items())},
                 }
                 try:
-                    quotes.verify(found, digest)
+                    tpm_quotes.verify(found, digest)
                 except UserError as error:
                     wrong = error
                 else:

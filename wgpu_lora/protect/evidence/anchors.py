@@ -6,7 +6,6 @@ on the machine that trained can, and so can the broker's.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.json_files import read_json, to_json
 from wgpu_lora.locks import lock_file
+from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.track.run_log import LOCK_SECONDS, data_directory
 from wgpu_lora.typed_json import typed
 
@@ -35,45 +35,36 @@ class Anchor:
 
 
 def find(run: str) -> Anchor | None:
-    """The anchor of a run; None if this machine has none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The anchor of a run; None if this machine has none. Raises UserError if it cannot be read."""
     path = _path(run)
     if not path.exists():
         return None
     try:
         found: Anchor = typed(Anchor, read_json(path, MAX_BYTES))
+        if found.run != run:
+            raise ValueError(f"it belongs to the run {found.run!a:.80}")
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): restore it, or remove it to go on without an anchor.") from None
-    if found.run != run:
-        raise UserError(f"{path} belongs to the run {found.run!a:.80}: restore it, or remove it.")
     return found
 
 
 def remember(run: str, sequence: int, head: str) -> None:
-    """Record that a run's log has come to a line.
-
-    Raises:
-        UserError: it had come further before, or the anchor cannot be written.
-    """
-    path = _path(run)
-    with _turn():
+    """Record that a run's log has come to a line. Raises UserError if it had come further, or it cannot be written."""
+    with _locked():
         known = find(run)
         if known and (known.sequence > sequence or (known.sequence == sequence and known.head != head)):
             raise _rolled_back(known, sequence)
-        write_bytes_atomic(path, to_json(asdict(Anchor(run, sequence, head))).encode())
+        write_bytes_atomic(_path(run), to_json(asdict(Anchor(run, sequence, head))).encode())
 
 
 def prepare() -> None:
     """Make the directory of anchors, before a run needs it. Raises UserError if it cannot be written."""
-    with _turn():
+    with _locked():
         pass
 
 
 @contextmanager
-def _turn() -> Iterator[None]:
+def _locked() -> Iterator[None]:
     """Keep other processes out of the anchors. Raises UserError if they cannot be written."""
     directory = data_directory() / NAME
     try:
@@ -103,10 +94,9 @@ def check(run: str, heads: Sequence[str]) -> bool:
 
 
 def _rolled_back(known: Anchor, sequence: int) -> UserError:
+    what = f"has another line {known.sequence + 1} than this machine wrote"
     if sequence < known.sequence:
         what = f"ends at line {sequence + 1}, but had come to line {known.sequence + 1} on this machine"
-    else:
-        what = f"has another line {known.sequence + 1} than this machine wrote"
     return UserError(
         f"The evidence log of the run {known.run!a:.80} {what}, so that its directory is an older state or a copy "
         "of it: restore the newest one."
@@ -114,4 +104,4 @@ def _rolled_back(known: Anchor, sequence: int) -> UserError:
 
 
 def _path(run: str) -> Path:
-    return data_directory() / NAME / f"{hashlib.sha256(run.encode()).hexdigest()[:32]}.json"
+    return data_directory() / NAME / f"{sha256(run.encode())[:32]}.json"

@@ -110,7 +110,7 @@ def overwrite(buffers: Iterable[Overwritable]) -> WipeFacts:
     return WipeFacts({"buffers": count, "bytes": nbytes}, readonly)
 
 
-def of_device(report: WipeReport) -> WipeFacts:
+def device_wipe_facts(report: WipeReport) -> WipeFacts:
     """What `gpu.buffer_wipe` says, as facts."""
     facts = asdict(report) | {"verified": report.verified, "seconds": round(report.seconds, 3)}
     return WipeFacts(facts, facts.pop("not_wiped"))

@@ -1,44 +1,107 @@
-"""The appraisal of evidence by a policy (RATS, RFC 9334): a pure function that names every rule that failed."""
+"""The appraisal of evidence by a policy (RATS, RFC 9334): a pure function that names every rule that failed.
+
+Its result is an EAR (draft-ietf-rats-ear: EAT attestation results). Of AR4SI's trustworthiness claims
+(draft-ietf-rats-ar4si) only those are made that the evidence can justify.
+"""
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
-from wgpu_lora.protect.policies.claim_checks import Facts, Failed, Unfit, claim
-from wgpu_lora.protect.policies.fields import shown
-from wgpu_lora.protect.policies.policy import Policy
-from wgpu_lora.protect.policies.result import Appraisal, Failure
-from wgpu_lora.protect.policies.rules import RULES
+from packaging.utils import canonicalize_name
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_bytes
+from wgpu_lora.protect.attestation import claims
+from wgpu_lora.protect.attestation.claims import Evidence
+from wgpu_lora.protect.evidence import dsse
+from wgpu_lora.protect.evidence.dsse import EnvelopeError
+from wgpu_lora.protect.evidence.run_statement import KIND, RUN, materials, parameters
+from wgpu_lora.protect.policies.claim_checks import ClaimError, Facts, Failed, any_of, claim, failures_of, shown
+from wgpu_lora.protect.policies.policy import RULES, Policy
 
 # What is checked whatever the policy says; seconds are its own.
 KEYS, NONCE, AGE, AHEAD, HEAD = "evidence.keys", "evidence.nonce", "nonce.seconds", "nonce.skew", "evidence.resume"
-MOST_FAILURES = 20  # of a rule: claims of ten thousand wrong variables need no line for each
-Check = Callable[[Facts], Iterator[Failed]]
+MOST_SESSIONS = 1000
+EVIDENCE = "evidence-*.json"
+PROFILE = "tag:github.com,2023:veraison/ear"  # the profile of EAR's implementations
+# AR4SI: the claim that a section's failure contradicts. 33 and 97 stand for what is not recognised; failures that have
+# no standard value get one of the private range for contraindications.
+VECTOR = {
+    "attestation": ("instance-identity", 97),
+    "device": ("hardware", 97),
+    **dict.fromkeys(("package", "wgpu", "python", "dependencies", "process"), ("executables", 33)),
+    **dict.fromkeys(("kernel", "host", "environment", "job", "recipe", "training"), ("configuration", -97)),
+    **dict.fromkeys(("base", "data"), ("sourced-data", -97)),
+}
+# Name, what is expected, and the failures; None if there is nothing to compare the claims with.
+Checks = list[tuple[str, str, Callable[[Facts], Iterator[Failed]] | None]]
 
 
-class Key(Protocol):
-    @property
-    def pem(self) -> str: ...
-    @property
-    def keyid(self) -> str: ...
+@dataclass(frozen=True)
+class Failure:
+    """A rule that failed. rule: `section.key` of the policy, or what is always checked."""
+
+    rule: str
+    expected: str
+    found: str
+
+    def line(self) -> str:
+        return f"{self.rule}: expected {self.expected}, found {self.found}"
 
 
-class Evidence(Protocol):
-    """Evidence whose signature, by the key that it binds, and whose quote have been verified (`claims.Evidence`)."""
+@dataclass(frozen=True)
+class Appraisal:
+    """What a verifier found.
+
+    applied: the rules that were checked, passed or not. not_applied: those that the policy leaves out, and checks for
+    which the verifier had no value, such as the expected nonce.
+    """
+
+    policy: Mapping[str, Any]
+    evidence_sha256: str
+    nonce: str | None
+    time: float
+    level: str
+    failures: Sequence[Failure]
+    applied: Sequence[str]
+    not_applied: Sequence[str]
 
     @property
-    def claims(self) -> Mapping[str, Any]: ...
-    @property
-    def recipient(self) -> str: ...
-    @property
-    def signing(self) -> Key: ...
-    @property
-    def sha256(self) -> str: ...
-    @property
-    def quote(self) -> Mapping[str, Any] | None: ...
+    def passed(self) -> bool:
+        return not self.failures
+
+    def to_json(self) -> dict[str, Any]:
+        """An attestation result with EAR's names; those of this package start with `ear.wgpu-lora.`."""
+        own: dict[str, Any] = {
+            "ear.status": "affirming" if self.passed else "contraindicated",
+            "ear.appraisal-policy-ids": [f"{self.policy['name']}:{self.policy['version']}"],
+            "ear.wgpu-lora.policy": dict(self.policy),
+            "ear.wgpu-lora.evidence-sha256": self.evidence_sha256,
+            "ear.wgpu-lora.level": self.level,
+            "ear.wgpu-lora.failures": [asdict(failure) for failure in self.failures],
+            "ear.wgpu-lora.applied": [*self.applied],
+            "ear.wgpu-lora.not-applied": [*self.not_applied],
+        }
+        # Self-reported claims affirm nothing. A quote by a TPM of the policy affirms which machine it is, no more.
+        vector = {"instance-identity": 2} if "attestation.tpm_keys" in self.applied else {}
+        vector |= dict(VECTOR[section] for one in self.failures if (section := one.rule.split(".")[0]) in VECTOR)
+        if vector:
+            own["ear.trustworthiness-vector"] = vector
+        made = {
+            "eat_profile": PROFILE,
+            "iat": int(self.time),
+            "ear.verifier-id": {"developer": "wgpu-lora", "build": f"wgpu-lora {version('wgpu-lora')}"},
+            "submods": {"wgpu-lora": own},
+        }
+        return made | ({"eat_nonce": self.nonce} if self.nonce is not None else {})
 
 
 def appraise(
@@ -56,13 +119,10 @@ def appraise(
     Returns:
         The result, which passes only if no rule failed.
     """
-    facts = {
-        **evidence.claims,
-        "quote": evidence.quote,
-        "pins": policy.values.get(("dependencies", "pinned"), ()),
-    }
-    oldest, skew = policy.nonce_seconds, policy.skew_seconds
-    checks: list[tuple[str, str, Check | None]] = [
+    pins = {canonicalize_name(name) for name in policy["dependencies.pinned"] or ()}
+    facts = {**evidence.claims, "quote": evidence.quote, "pins": pins}
+    oldest, skew = policy["nonce.seconds"], policy["nonce.skew"]
+    checks: Checks = [
         (KEYS, "the keys that signed it", partial(_keys, evidence)),
         (NONCE, f"the nonce {shown(nonce)}", None if nonce is None else partial(_nonce, nonce)),
         (AGE, f"evidence of the last {oldest:g} s", None if now is None else partial(_age, oldest, now)),
@@ -70,37 +130,56 @@ def appraise(
         (HEAD, "the newest known entry of the evidence log, or a later one", head and partial(_head, head)),
     ]
     for rule in RULES:
-        value = policy.values.get((rule.section, rule.key))
-        expected = "" if value is None else rule.field.show(value)
-        checks.append((rule.name, expected, None if value is None else partial(rule.failures, value)))
-    failures = [
-        Failure(name, *failed)
-        for name, expected, check in checks
-        if check is not None
-        for failed in failures_of(check, facts, expected)
-    ]
+        assert rule.check
+        value = policy[rule.name]
+        expected = any_of(value) if isinstance(value, tuple | dict) else shown(value)
+        checks.append((rule.name, expected, None if value is None else partial(rule.check.failures, value)))
     return Appraisal(
         policy=policy.as_dict(),
         evidence_sha256=evidence.sha256,
         nonce=nonce,
         time=0.0 if now is None else now,
         level=str(evidence.claims.get("level"))[:40],
-        failures=failures,
-        applied=[name for name, _, check in checks if check is not None],
-        not_applied=[name for name, _, check in checks if check is None],
+        failures=_failures(checks, facts),
+        applied=[name for name, _, check in checks if check],
+        not_applied=[name for name, _, check in checks if not check],
     )
 
 
-def failures_of(check: Check, facts: Facts, expected: str) -> Iterator[Failed]:
-    """A check's failures, at most `MOST_FAILURES`; a claim that it cannot use is one."""
-    try:
-        for number, failed in enumerate(check(facts)):
-            if number == MOST_FAILURES:
-                yield failed[0], "more like these"
-                return
-            yield failed
-    except Unfit as unfit:
-        yield expected, str(unfit)
+def appraise_statement(statement: Mapping[str, Any], evidence: Evidence, policy: Policy, *, now: float) -> Appraisal:
+    """Appraise the statement of a finished run: its session's evidence, and what the run did.
+
+    Args:
+        statement: whose signature by the evidence's key has been verified.
+        evidence: of the session that signed it. Its age and its nonce are not checked: they were at the release.
+        now: of the result.
+    """
+    attested = appraise(evidence, policy, nonce=None, now=None)
+    facts = {"statement": statement["predicate"], "claims": evidence.claims, "run": _run(statement)}
+    least, most = policy["training.min_rows"], policy["training.max_steps"]
+    expected = "the run's"
+    checks: Checks = [
+        ("statement.materials", expected, _materials),
+        ("statement.parameters", expected, _parameters),
+        ("training.min_rows", expected, least and partial(_rows, least)),
+        ("training.max_steps", expected, most and partial(_steps, most)),
+    ]
+    applied = [name for name, _, check in checks if check]
+    return replace(
+        attested,
+        time=now,
+        failures=[*attested.failures, *_failures(checks, facts)],
+        applied=list(dict.fromkeys([*attested.applied, *applied])),
+    )
+
+
+def _failures(checks: Checks, facts: Facts) -> list[Failure]:
+    return [
+        Failure(name, *failed)
+        for name, expected, check in checks
+        if check
+        for failed in failures_of(check, facts, expected)
+    ]
 
 
 def _keys(evidence: Evidence, facts: Facts) -> Iterator[Failed]:
@@ -130,7 +209,7 @@ def _issued(facts: Facts) -> int:
     """`iat`, within the range of clocks, so that differences are finite."""
     found: int = claim(facts, "iat", int)
     if not 0 <= found < 1 << 40:
-        raise Unfit(f"{shown(found)}, which is no time")
+        raise ClaimError(f"{shown(found)}, which is no time")
     return found
 
 
@@ -138,3 +217,88 @@ def _head(head: tuple[int, str], facts: Facts) -> Iterator[Failed]:
     sequence, digest = claim(facts, "resume.sequence", int), claim(facts, "resume.head")
     if sequence < head[0] or (sequence == head[0] and digest != head[1]):
         yield f"entry {head[0]} ({head[1][:12]}), or a later one", f"entry {shown(sequence)} ({shown(digest[:12])})"
+
+
+def _run(statement: Mapping[str, Any]) -> Any:
+    """The facts of the run among the by-products; None if there are none."""
+    details = statement["predicate"].get("runDetails")
+    products = details.get("byproducts") if isinstance(details, Mapping) else None
+    found = [one for one in products or () if isinstance(one, Mapping) and one.get("name") == RUN]
+    return found[0].get("annotations") if len(found) == 1 else None
+
+
+def _materials(facts: Facts) -> Iterator[Failed]:
+    run = facts["run"]
+    weights = run.get("weights_sha256") if isinstance(run, Mapping) else None
+    if claim(facts, "statement.buildDefinition.resolvedDependencies", list) != materials(facts["claims"], weights):
+        yield "the base, data, recipe and package of the evidence, and the weights of the run", "others"
+
+
+def _parameters(facts: Facts) -> Iterator[Failed]:
+    if claim(facts, "statement.buildDefinition.externalParameters", Mapping) != parameters(facts["claims"]):
+        yield "the job, options and recipients of the evidence", "others"
+
+
+def _rows(least: int, facts: Facts) -> Iterator[Failed]:
+    if (found := claim(facts, "run.rows", int)) < least:
+        yield f"at least {least:,} rows trained", f"{found:,}"
+
+
+def _steps(most: int, facts: Facts) -> Iterator[Failed]:
+    if not 0 < (found := claim(facts, "run.steps", int)) <= most:
+        yield f"at most {most:,} steps done", f"{found:,}"
+
+
+# -- files: `protect verify` -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verification:
+    """appraisal: the result. evidence: of the session. finished: whether it is about a finished run's statement."""
+
+    appraisal: Appraisal
+    evidence: Evidence
+    finished: bool
+
+    def subject(self) -> str:
+        """What was appraised, and its job."""
+        job = self.evidence.claims.get("job")
+        name = job.get("name") if isinstance(job, Mapping) else None
+        what = "statement of a finished run" if self.finished else "session"
+        return what if name is None else f"{what} of the job {shown(name)}"
+
+
+def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> Verification:
+    """Appraise a file of evidence, or a finished run's statement.json with the evidence of its session beside it.
+
+    Args:
+        nonce: the one that was issued; None checks no nonce. now: Unix time; a statement has no freshness to check.
+
+    Raises:
+        UserError: the file cannot be read, is neither of the two, or its signature does not fit; or no evidence beside
+            a statement binds the key that signed it.
+    """
+    data = read_bytes(path, dsse.MAX_BYTES)
+    try:
+        kind = dsse.peek(data)["predicateType"]
+    except EnvelopeError as error:
+        raise UserError(
+            f"{path} is neither evidence nor a run's statement ({error.problem}): check the path."
+        ) from None
+    if kind != KIND:
+        evidence = claims.read_evidence(data)
+        return Verification(appraise(evidence, policy, nonce=nonce, now=now), evidence, False)
+    if nonce is not None:
+        raise UserError(f"{path} is the statement of a finished run, which has no nonce: leave --nonce out.")
+    problem = "there is none"
+    for beside in islice(sorted(path.parent.glob(EVIDENCE)), MOST_SESSIONS):
+        evidence = claims.load_evidence(beside)
+        try:
+            statement = dsse.verify(data, evidence.signing)
+        except EnvelopeError as error:
+            problem = error.problem
+            continue
+        return Verification(appraise_statement(statement, evidence, policy, now=now), evidence, True)
+    raise UserError(
+        f"{path} is not signed by a session whose {EVIDENCE} is beside it ({problem}): get the run's files."
+    )

@@ -1,69 +1,192 @@
 """Checks of claims against the values of a policy: each yields its failures, as (expected, found).
 
-A check whose claim is missing or has the wrong type raises `Unfit`, which is a failure: nothing passes because it is
-not stated.
+A check whose claim is missing or has the wrong type raises `ClaimError`, which is a failure: nothing passes because it
+is not stated.
 """
 
 from __future__ import annotations
 
+import glob
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-from wgpu_lora.protect.policies.fields import MOST, any_of, matches, shown, within
+from wgpu_lora.text import escape_unprintable
 
+MOST = 10_000  # items of a list or a table, and characters of a text
+MOST_FAILURES = 20  # of a rule: claims of ten thousand wrong variables need no line for each
+DIGEST = re.compile(r"[0-9a-f]{64}")
+LONGEST = 80  # characters of a value in a message
+NOTHING = "nothing"
 Failed = tuple[str, str]  # what was expected, and what was found
 Facts = Mapping[str, Any]  # the claims, and beside them `quote`, the verified one or None, and `pins`
-Check = Callable[[Any, Facts], Iterator[Failed]]  # failures, from the value in the policy and the facts
-NOTHING = "nothing"
 
 
-class Unfit(Exception):
+class ClaimError(Exception):
     """A claim is missing or has the wrong type; the message says what was found."""
 
 
+@dataclass(frozen=True)
+class ClaimCheck:
+    """A check of claims.
+
+    Attributes:
+        failures: from the value in the policy and the facts.
+        reference: the value of a policy that accepts these claims; None if they do not state it.
+    """
+
+    failures: Callable[[Any, Facts], Iterator[Failed]]
+    reference: Callable[[Facts], Any] = lambda claims: None
+
+
+def failures_of(check: Callable[[Facts], Iterator[Failed]], facts: Facts, expected: str) -> Iterator[Failed]:
+    """A check's failures, at most `MOST_FAILURES`; a claim that it cannot use is one."""
+    try:
+        for number, failed in enumerate(check(facts)):
+            if number == MOST_FAILURES:
+                yield failed[0], "more like these"
+                return
+            yield failed
+    except ClaimError as error:
+        yield expected, str(error)
+
+
 def claim(facts: Facts, path: str, kind: type | tuple[type, ...] = str) -> Any:
-    """The claim at a path such as `device.name`. Raises Unfit unless it is there and has the type."""
-    value: Any = facts
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+    """The claim at a path such as `device.name`. Raises ClaimError unless it is there and has the type."""
+    value = claim_or_none(facts, path)
     if value is None:
-        raise Unfit(f"{NOTHING}: the evidence does not state {path}")
+        raise ClaimError(f"{NOTHING}: the evidence does not state {path}")
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise Unfit(f"{shown(value)}, which is of the wrong type")
+        raise ClaimError(f"{shown(value)}, which is of the wrong type")
     if isinstance(value, float) and not math.isfinite(value):
-        raise Unfit(f"{value}, which is not a finite number")
+        raise ClaimError(f"{value}, which is not a finite number")
     if isinstance(value, Mapping | list | str) and len(value) > MOST:  # more would only take the verifier's time
-        raise Unfit(f"more than {MOST:,} {'characters' if isinstance(value, str) else 'entries'}")
+        raise ClaimError(f"more than {MOST:,} {'characters' if isinstance(value, str) else 'entries'}")
     return value
 
 
-def listed_in(path: str) -> Check:
+def claim_or_none(facts: Facts, path: str) -> Any:
+    """The claim at a path, of any type."""
+    value: Any = facts
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+# -- values in messages ------------------------------------------------------------------------------------------------
+
+
+def shown(value: Any) -> str:
+    """A value of a claim or a policy for a message, short and printable."""
+    try:
+        text = str(value) if isinstance(value, int | float) else repr(value)
+    except ValueError:  # Python refuses to print very large integers
+        text = "an integer of thousands of digits"
+    text = escape_unprintable(text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def any_of(values: Iterable[Any]) -> str:
+    """`'a'`, or `one of 'a', 'b' and 3 more`."""
+    texts = [shown(value) for value in values]
+    if len(texts) < 2:
+        return texts[0] if texts else "none"
+    return f"one of {', '.join(texts[:4])}" + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def listed(
+    path: str,
+    fits: Callable[[str, str], bool] = operator.eq,
+    pattern: Callable[[str], str] = lambda text: text,
+) -> ClaimCheck:
+    """A text that is, or by `fits` is like, one of a list; `pattern` makes the one that fits a text."""
+
     def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
-        if (found := claim(facts, path)) not in allowed:
+        found = claim(facts, path)
+        if not any(fits(found, one) for one in allowed):
             yield any_of(allowed), shown(found)
 
-    return failures
+    def reference(claims: Facts) -> list[Any] | None:
+        value = claim_or_none(claims, path)
+        return None if value is None else [pattern(value) if isinstance(value, str) else value]
+
+    return ClaimCheck(failures, reference)
 
 
-def like(path: str) -> Check:
-    def failures(patterns: Sequence[str], facts: Facts) -> Iterator[Failed]:
+def like(path: str) -> ClaimCheck:
+    """A text that matches a pattern."""
+    return listed(path, matches, glob.escape)
+
+
+def matches(text: str, pattern: str) -> bool:
+    """Whether a text matches a pattern with `*`, `?` and `[...]`, of which only printable ASCII is matched.
+
+    All other characters must be in the pattern itself, so that look-alikes in other scripts match no wildcard.
+    """
+    return fnmatchcase(text, pattern) and all((" " <= c <= "~") or c in pattern for c in text)
+
+
+def version(path: str) -> ClaimCheck:
+    """A version within a PEP 440 specifier; one that is no such version is not."""
+
+    def failures(specifier: str, facts: Facts) -> Iterator[Failed]:
         found = claim(facts, path)
-        if not any(matches(found, pattern) for pattern in patterns):
-            yield any_of(patterns), shown(found)
-
-    return failures
-
-
-def version(path: str) -> Check:
-    def failures(specifier: Any, facts: Facts) -> Iterator[Failed]:
-        if not within(found := claim(facts, path), specifier):
+        try:
+            fits = SpecifierSet(specifier).contains(Version(found), prereleases=True)
+        except ValueError:  # InvalidVersion, or Python refuses to read a number of thousands of digits
+            fits = False
+        if not fits:
             yield f"a version {specifier}", shown(found)
 
-    return failures
+    def reference(claims: Facts) -> str | None:
+        value = claim_or_none(claims, path)
+        return None if value is None else f"=={value}"
+
+    return ClaimCheck(failures, reference)
+
+
+def states(path: str, wanted: bool) -> ClaimCheck:
+    """A claim that is true, or false."""
+
+    def failures(_: bool, facts: Facts) -> Iterator[Failed]:
+        if claim(facts, path, bool) is not wanted:
+            yield f"{path} = {str(wanted).lower()}", str(not wanted).lower()
+
+    return ClaimCheck(failures, lambda claims: True)
+
+
+def each(path: str, kind: type) -> ClaimCheck:
+    """All items of a list, or all values of an object, which are allowed ones."""
+
+    def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
+        found = claim(facts, path, kind)
+        for one in found:
+            value, where = (found[one], f" ({shown(one)})") if kind is dict else (one, "")
+            if value not in allowed:
+                yield any_of(allowed), f"{shown(value)}{where}"
+
+    def reference(claims: Facts) -> Any:
+        value = claim_or_none(claims, path)
+        return digests(value.values()) if isinstance(value, Mapping) else value
+
+    return ClaimCheck(failures, reference)
+
+
+def digests(values: Iterable[Any]) -> list[str]:
+    """Those of some values that are SHA-256 digests, in order."""
+    return sorted({one for one in values if isinstance(one, str) and DIGEST.fullmatch(one)})
 
 
 def level(level: str, facts: Facts) -> Iterator[Failed]:
@@ -87,49 +210,45 @@ def _der(pem: str) -> bytes | None:
         return None
 
 
-def pcrs(expected: Mapping[int, str], facts: Facts) -> Iterator[Failed]:
-    found = claim(facts, "quote.pcrs", Mapping)
+def pcrs(expected: Mapping[str, str], facts: Facts) -> Iterator[Failed]:
+    found = {str(number): value for number, value in claim(facts, "quote.pcrs", Mapping).items()}
     for number, value in expected.items():
-        other = found.get(number, found.get(str(number)))
-        if other != value:
-            yield f"PCR {number} = {value}", shown(other) if other else NOTHING
+        if found.get(number) != value:
+            yield f"PCR {number} = {value}", shown(found[number]) if number in found else NOTHING
+
+
+def dependencies(facts: Facts) -> dict[str, Mapping[str, Any]]:
+    """What is claimed of each package, by its normalised name; none at all and a name in two spellings are errors."""
+    stated = claim(facts, "dependencies", Mapping)
+    found = {canonicalize_name(name): one if isinstance(one, Mapping) else {} for name, one in stated.items()}
+    if not found or len(found) != len(stated):
+        raise ClaimError("one package under two spellings of its name" if found else "no package at all")
+    return {str(name): one for name, one in found.items()}
 
 
 def intact(_: bool, facts: Facts) -> Iterator[Failed]:
-    for name, package in _dependencies(facts).items():
-        if not (isinstance(package, Mapping) and package.get("intact") is True):
-            changed = package.get("changed") if isinstance(package, Mapping) else None
-            yield (
-                f"{shown(name)} as its RECORD lists it",
-                f"changed files {shown(changed)}" if changed else "other files",
-            )
+    for name, package in dependencies(facts).items():
+        if package.get("intact") is not True:
+            yield f"{shown(name)} as its RECORD lists it", f"changed files {shown(package.get('changed'))}"
 
 
 def only_pinned(_: bool, facts: Facts) -> Iterator[Failed]:
-    pins = facts["pins"]
-    for name in _dependencies(facts):
-        if name not in pins:
+    for name in dependencies(facts):
+        if name not in facts["pins"]:
             yield "only the packages in [dependencies.pinned]", shown(name)
 
 
-def pinned(pins: Mapping[str, Sequence[str]], facts: Facts) -> Iterator[Failed]:
-    found = _dependencies(facts)
-    for name, digests in pins.items():
-        package = found.get(name)
-        digest = package.get("sha256") if isinstance(package, Mapping) else None
-        if digest not in digests:
-            yield f"{name} with {any_of(digests)}", shown(digest) if digest else NOTHING
+def pinned(pins: Mapping[str, Any], facts: Facts) -> Iterator[Failed]:
+    found = dependencies(facts)
+    for name, allowed in pins.items():
+        digest = found.get(canonicalize_name(name), {}).get("sha256")
+        if digest not in as_tuple(allowed):
+            yield f"{name} with {any_of(as_tuple(allowed))}", shown(digest) if digest else NOTHING
 
 
-def _dependencies(facts: Facts) -> dict[str, Any]:
-    """By normalised name; no package at all and a name in two spellings are unfit."""
-    stated = claim(facts, "dependencies", Mapping)
-    if not stated:
-        raise Unfit("no package at all")
-    found: dict[str, Any] = {canonicalize_name(name): package for name, package in stated.items()}
-    if len(found) != len(stated):
-        raise Unfit("one package under two spellings of its name")
-    return found
+def as_tuple(allowed: str | Sequence[str]) -> tuple[str, ...]:
+    """One value or several, as several."""
+    return (allowed,) if isinstance(allowed, str) else tuple(allowed)
 
 
 def forbidden(patterns: Sequence[str], facts: Facts) -> Iterator[Failed]:
@@ -138,15 +257,10 @@ def forbidden(patterns: Sequence[str], facts: Facts) -> Iterator[Failed]:
             yield f"no variable like {any_of(patterns)}", shown(name)
 
 
-def only(values: Mapping[str, Sequence[str]], facts: Facts) -> Iterator[Failed]:
+def only(values: Mapping[str, Any], facts: Facts) -> Iterator[Failed]:
     for name, digest in claim(facts, "environment", Mapping).items():
-        if digest not in values.get(name, ()):
+        if digest not in as_tuple(values.get(name, ())):
             yield "only the variables of [environment.only] with their values", shown(name)
-
-
-def untraced(_: bool, facts: Facts) -> Iterator[Failed]:
-    if claim(facts, "process.traced", bool):
-        yield "a process without debugger or tracer", "one that is traced"
 
 
 def compiled(_: bool, facts: Facts) -> Iterator[Failed]:
@@ -154,52 +268,27 @@ def compiled(_: bool, facts: Facts) -> Iterator[Failed]:
         yield "modules that are compiled from their sources", shown(module)
 
 
-def loaded(path: str) -> Check:
-    """Files by path: each must have an allowed digest, wherever it is."""
-
-    def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
-        for name, digest in claim(facts, path, Mapping).items():
-            if digest not in allowed:
-                yield any_of(allowed), f"{shown(digest)} ({shown(name)})"
-
-    return failures
-
-
-def hooks(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
-    for found in claim(facts, "process.import_hooks", list):
-        if found not in allowed:
-            yield any_of(allowed), shown(found)
-
-
-def no_core_dumps(_: bool, facts: Facts) -> Iterator[Failed]:
-    if not claim(facts, "host.core_dumps.off", bool):
-        yield "core dumps turned off", "core dumps that can be written"
-
-
 def no_swap(_: bool, facts: Facts) -> Iterator[Failed]:
-    if claim(facts, "host.memory.locked") != "all" and claim(facts, "host.swap", list):
-        yield "all memory locked, or no swap", f"locked {shown(facts['host']['memory']['locked'])}, and swap"
+    if (locked := claim(facts, "host.memory.locked")) != "all" and claim(facts, "host.swap", list):
+        yield "all memory locked, or no swap", f"locked {shown(locked)}, and swap"
 
 
 def recipients(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
-    found = claim(facts, "job.recipients", list)
-    if not found:
+    if not claim(facts, "job.recipients", list):
         yield any_of(allowed), "no recipient"
-    for one in found:
-        if one not in allowed:
-            yield any_of(allowed), shown(one)
+    yield from each("job.recipients", list).failures(allowed, facts)
 
 
 def _data(facts: Facts) -> list[Facts]:
     """The sealed files of a job."""
     files = claim(facts, "job.data", list)
     if not all(isinstance(file, Mapping) for file in files):
-        raise Unfit("an entry that is not an object")
+        raise ClaimError("an entry that is not an object")
     roles = [shown(file.get("role")) for file in files]
     if shown("data") not in roles:
-        raise Unfit("no training data among the job's files")
+        raise ClaimError("no training data among the job's files")
     if len(set(roles)) != len(roles):
-        raise Unfit("two files for one purpose")
+        raise ClaimError("two files for one purpose")
     return files  # type: ignore[no-any-return]
 
 
@@ -210,33 +299,34 @@ def sealed(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
 
 
 def rows(least: int, facts: Facts) -> Iterator[Failed]:
-    found = [claim(file, "rows", int) for file in _data(facts) if file.get("role") == "data"]
-    if min(found) < 0 or sum(found) < least:
-        yield f"at least {least:,} rows", f"{shown(sum(found))} rows"
+    (data,) = (file for file in _data(facts) if file.get("role") == "data")
+    if (found := claim(data, "rows", int)) < least:
+        yield f"at least {least:,} rows", f"{shown(found)} rows"
 
 
 def steps(most: int, facts: Facts) -> Iterator[Failed]:
     options = claim(facts, "job.options", Mapping)
-    found = options.get("max_steps")
-    if found is None:
+    if options.get("max_steps") is None:
         yield f"at most {most:,} steps", "no bound on them: set max_steps in the job"
-    elif (steps := claim(options, "max_steps", int)) < 1 or steps > most:
-        yield f"at most {most:,} steps", shown(steps)
+    elif not 0 < (found := claim(options, "max_steps", int)) <= most:
+        yield f"at most {most:,} steps", shown(found)
 
 
-def options(bounds: Mapping[str, Mapping[str, Any]], facts: Facts) -> Iterator[Failed]:
+def options(bounds: Mapping[str, Any], facts: Facts) -> Iterator[Failed]:
     stated = claim(facts, "job.options", Mapping)
-    for name, bound in bounds.items():
-        said = f"{name} {' and '.join(f'{key} {shown(value)}' for key, value in bound.items())}"
+    for name, value in bounds.items():
+        bound = asdict(value) if is_dataclass(value) and not isinstance(value, type) else {"allow": [value]}
+        bound = {key: limit for key, limit in bound.items() if limit is not None}
+        expected = f"{name} {' and '.join(f'{key} {shown(limit)}' for key, limit in bound.items())}"
         if name not in stated:
-            yield said, f"{NOTHING}: the evidence does not state {name}"
+            yield expected, f"{NOTHING}: the evidence does not state {name}"
         elif not _within(stated[name], bound):
-            yield said, shown(stated[name])
+            yield expected, shown(stated[name])
 
 
 def _within(value: Any, bound: Mapping[str, Any]) -> bool:
-    if "allow" in bound and not any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in bound["allow"]
+    if not any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in bound.get("allow", [value])
     ):
         return False
     if not {"min", "max"} & set(bound):

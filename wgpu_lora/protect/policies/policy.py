@@ -1,54 +1,191 @@
 """A policy: the reference values of the data owner, from policy.toml (RATS, RFC 9334: appraisal policy for evidence).
 
-Every key is a rule (rules.py) or a setting (below). A rule that is left out restricts nothing, and every appraisal
-says so; those without which a key must never be released are required.
+`KEYS` has every key of every section with its type. Those with a check are rules on claims. A rule that is left out
+restricts nothing, and every appraisal says so; what must be known before a key is released is required.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, make_dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+from pyrage import RecipientError
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import parse_toml, toml_bytes
-from wgpu_lora.protect.policies import fields
-from wgpu_lora.protect.policies.fields import Field, WrongValue
-from wgpu_lora.protect.policies.rules import RULES
-from wgpu_lora.text import escape_unprintable, join_words
+from wgpu_lora.names.aliases import advice
+from wgpu_lora.names.spelling import IN_FILE, naming
+from wgpu_lora.protect.policies import claim_checks as checks
+from wgpu_lora.protect.policies.claim_checks import DIGEST, MOST, ClaimCheck, each, like, listed, states, version
+from wgpu_lora.protect.sealed.age_streams import parse_recipient
+from wgpu_lora.text import escape_unprintable
 from wgpu_lora.train.options.training_arguments import TrainingArguments
+from wgpu_lora.typed_json import Check, Positive, Text, read_as
 
 DAY = 86_400
-MOST_NAMED = 20  # names in a message
-# Settings that are no rules: section, key -> kind, and the default (None if there is none).
-SETTINGS: dict[tuple[str, str], tuple[Field, Any]] = {
-    ("policy", "name"): (fields.TEXT, None),
-    ("policy", "version"): (fields.COUNT, None),
-    ("nonce", "seconds"): (fields.seconds(1, DAY), 300.0),  # from a nonce's issue to its use, and the evidence's age
-    ("nonce", "skew"): (fields.seconds(0, 300), 5.0),  # by which the trainer's clock may be ahead of the verifier's
-    ("release", "seconds"): (fields.seconds(1, 30 * DAY), 3600.0),
-    ("release", "sessions"): (fields.LIMIT, math.inf),  # that get the key, of all jobs together
-}
-KINDS: dict[tuple[str, str], Field] = {key: kind for key, (kind, _) in SETTINGS.items()} | {
-    (rule.section, rule.key): rule.field for rule in RULES
-}
-REQUIRED = [key for key, (_, default) in SETTINGS.items() if default is None] + [
-    (rule.section, rule.key) for rule in RULES if rule.required
+PEM = re.compile(r"\s*-----BEGIN PUBLIC KEY-----[A-Za-z0-9+/=\s]{40,8000}-----END PUBLIC KEY-----\s*")
+
+
+def _is_recipient(value: str) -> bool:
+    try:
+        parse_recipient(value)
+    except (RecipientError, TypeError):
+        return False
+    return True
+
+
+def _is_specifier(value: str) -> bool:
+    try:
+        SpecifierSet(value)
+    except InvalidSpecifier:
+        return False
+    return True
+
+
+_Some = Check(lambda value: 1 <= len(value) <= MOST, "a list with at least one value")
+_Few = Check(lambda value: len(value) <= MOST, f"at most {MOST:,} entries")
+Short = Annotated[Text, Check(lambda value: len(value) <= MOST, f"at most {MOST:,} characters long")]
+Digest = Annotated[str, Check(DIGEST.fullmatch, "the 64 lower-case hexadecimal digits of a SHA-256")]
+Pem = Annotated[str, Check(PEM.fullmatch, "a public key in PEM")]
+Recipient = Annotated[str, Check(_is_recipient, "an age recipient (age1...)")]
+Specifier = Annotated[Short, Check(_is_specifier, "a version specifier such as '>=1.2,<2' (PEP 440)")]
+Pcr = Annotated[str, Check(re.compile(r"\d|1\d|2[0-3]").fullmatch, "the number of a PCR, from 0 to 23")]
+Texts = Annotated[tuple[Short, ...], _Some]  # in patterns, * and ? stand for any characters
+Digests = Annotated[tuple[Digest, ...], _Some]
+OnlyTexts = Annotated[tuple[Short, ...], _Few]  # an empty list allows nothing
+OnlyDigests = Annotated[tuple[Digest, ...], _Few]
+DigestsByName = Annotated[dict[str, Digest | Digests], _Few]
+Pins = Annotated[
+    DigestsByName,
+    Check(
+        lambda pins: len({*map(canonicalize_name, pins)}) == len(pins), "a table with each package once, not one twice"
+    ),
 ]
+TrueOnly = Annotated[bool, Check(bool, "true, or left out")]
+Number = str | bool | int | float
+
+
+def _seconds(least: float, most: float) -> Check:
+    return Check(lambda value: least <= value <= most, f"between {least:g} and {most:,g} seconds")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of an option."""
+
+    min: int | float | None = None
+    max: int | float | None = None
+    allow: Annotated[tuple[Number, ...], _Some] | None = None
+
+
+Limit = Annotated[Bound, Check(lambda bound: bound != Bound(), "a value, or a table with min, max or allow")]
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a policy, `section.key`. kind: the type of its value. check: makes it a rule on claims."""
+
+    name: str
+    kind: Any
+    check: ClaimCheck | None = None
+    default: Any = None
+    required: bool = False
+
+
+def _true(failures: Any) -> ClaimCheck:
+    return ClaimCheck(failures, lambda claims: True)
+
+
+KEYS = (
+    Key("policy.name", Short, required=True),
+    Key("policy.version", Positive, required=True),
+    # From a nonce's issue to its use, and the evidence's age; by which the trainer's clock may be ahead.
+    Key("nonce.seconds", Annotated[float, _seconds(1, DAY)], default=300.0),
+    Key("nonce.skew", Annotated[float, _seconds(0, 300)], default=5.0),
+    Key("release.seconds", Annotated[float, _seconds(1, 30 * DAY)], default=3600.0),
+    Key("release.sessions", Positive, default=math.inf),  # that get the key, of all jobs together
+    Key("release.recipients", Annotated[tuple[Recipient, ...], _Some], ClaimCheck(checks.recipients), required=True),
+    Key("attestation.level", Literal["self-reported", "quoted"], ClaimCheck(checks.level), required=True),
+    Key("attestation.tpm_keys", Annotated[tuple[Pem, ...], _Some], ClaimCheck(checks.tpm_keys)),
+    Key("attestation.pcrs", dict[Pcr, Digest], ClaimCheck(checks.pcrs)),
+    Key("data.sha256", Digests, ClaimCheck(checks.sealed), required=True),
+    Key("job.names", Texts, listed("job.name")),
+    Key("job.sha256", Digests, listed("job.sha256")),
+    Key("base.sha256", Digests, listed("base.sha256")),
+    Key("base.config_sha256", Digests, listed("base.config_sha256")),
+    Key("recipe.sha256", Digests, listed("job.recipe_sha256")),
+    Key("recipe.options", Annotated[dict[str, Limit | Number], _Few], ClaimCheck(checks.options)),
+    Key("training.min_rows", Positive, ClaimCheck(checks.rows)),
+    Key("training.max_steps", Positive, ClaimCheck(checks.steps)),
+    Key("package.versions", Specifier, version("package.version")),
+    Key("package.sha256", Digests, listed("package.sha256")),
+    Key("wgpu.versions", Specifier, version("wgpu.version")),
+    Key("wgpu.native_versions", Specifier, version("wgpu.native_version")),
+    Key("wgpu.native_sha256", Digests, listed("wgpu.native_sha256")),
+    Key("python.implementations", Texts, listed("python.implementation")),
+    Key("python.versions", Specifier, version("python.version")),
+    Key("python.sha256", Digests, listed("python.sha256")),
+    Key("python.library_sha256", Digests, listed("python.library_sha256")),
+    Key("dependencies.intact", TrueOnly, _true(checks.intact)),
+    Key("dependencies.only_pinned", TrueOnly, _true(checks.only_pinned)),
+    Key("dependencies.pinned", Pins, ClaimCheck(checks.pinned)),
+    Key("device.names", Texts, like("device.name")),
+    Key("device.backends", Texts, listed("device.backend")),
+    Key("device.kinds", Texts, listed("device.kind")),
+    Key("device.drivers", Texts, like("device.driver")),
+    Key("kernel.systems", Texts, listed("kernel.system")),
+    Key("kernel.machines", Texts, listed("kernel.machine")),
+    Key("kernel.releases", Texts, like("kernel.release")),
+    Key("environment.forbidden", Texts, ClaimCheck(checks.forbidden)),
+    Key("environment.only", DigestsByName, ClaimCheck(checks.only, lambda claims: claims.get("environment"))),
+    Key("host.no_core_dumps", TrueOnly, states("host.core_dumps.off", True)),
+    Key("host.no_swap", TrueOnly, _true(checks.no_swap)),
+    Key("process.untraced", TrueOnly, states("process.traced", False)),
+    Key("process.compiled", TrueOnly, _true(checks.compiled)),
+    Key("process.import_hooks", OnlyTexts, each("process.import_hooks", list)),
+    Key("process.unlisted", OnlyDigests, each("process.unlisted", dict)),
+    Key("process.libraries", OnlyDigests, each("process.libraries", dict)),
+)
+RULES = tuple(key for key in KEYS if key.check)
+
+
+def _file_type() -> Any:
+    """A dataclass of the whole file, which has one for each section."""
+    sections: dict[str, list[Any]] = {}
+    for key in KEYS:
+        section, name = key.name.split(".")
+        kind, default = (key.kind, MISSING) if key.required else (key.kind | None, key.default)
+        sections.setdefault(section, []).append((name, kind, field(default=default, kw_only=True)))
+    kinds = {name: make_dataclass(name, parts, frozen=True) for name, parts in sections.items()}
+    needed = {key.name.split(".")[0] for key in KEYS if key.required}
+    parts = [
+        (name, kind, field(kw_only=True) if name in needed else field(default_factory=kind, kw_only=True))
+        for name, kind in kinds.items()
+    ]
+    return make_dataclass("PolicyFile", parts, frozen=True)
+
+
+PolicyFile = _file_type()
 
 
 @dataclass(frozen=True)
 class Policy:
     """A policy that has been read and checked.
 
-    values: by section and key, without those left out. sha256: of the file, which decisions and releases state.
+    Attributes:
+        values: by `section.key`, defaults among them; None for a rule that is left out.
+        sha256: of the file, which decisions and releases state.
     """
 
-    values: Mapping[tuple[str, str], Any]
+    values: Mapping[str, Any]
     sha256: str
 
     @classmethod
@@ -64,98 +201,35 @@ class Policy:
     @classmethod
     def parse(cls, data: bytes, where: str = "The policy") -> Policy:
         """The same from bytes; `where` begins the messages."""
-        found: dict[tuple[str, str], Any] = {}
-        for section, table in parse_toml(data, where).items():
-            if section not in (sections := dict.fromkeys(name for name, _ in KINDS)):
-                raise UserError(f"{where} has an unknown section [{_name(section)}]: {_meant(section, sections)}")
-            if not isinstance(table, dict):
-                raise UserError(f"{where}: '{section}' must be a section: write [{section}], then its keys.")
-            for key, value in table.items():
-                if (section, key) not in KINDS:
-                    keys = [name for where_, name in KINDS if where_ == section]
-                    raise UserError(f"{where}: [{section}] has an unknown key '{_name(key)}': {_meant(key, keys)}")
-                try:
-                    found[section, key] = KINDS[section, key].read(value, f"'{key}'")
-                except WrongValue as error:
-                    raise UserError(f"{where}, [{section}]: {str(error).removesuffix('.')}.") from None
-        _complete(found, where)
-        return cls(found, hashlib.sha256(data).hexdigest())
+        file = read_as(PolicyFile, parse_toml(data, where), where)
+        values = {key.name: attrgetter(key.name)(file) for key in KEYS}
+        _check_whole(values, where)
+        return cls(values, hashlib.sha256(data).hexdigest())
 
-    def _setting(self, section: str, key: str) -> Any:
-        return self.values.get((section, key), SETTINGS[section, key][1])
-
-    @property
-    def name(self) -> str:
-        return str(self._setting("policy", "name"))
-
-    @property
-    def version(self) -> int:
-        return int(self._setting("policy", "version"))
-
-    @property
-    def nonce_seconds(self) -> float:
-        """From the issue of a nonce to its use, and the oldest evidence that is accepted."""
-        return float(self._setting("nonce", "seconds"))
-
-    @property
-    def skew_seconds(self) -> float:
-        """By which the trainer's clock may be ahead of the verifier's."""
-        return float(self._setting("nonce", "skew"))
-
-    @property
-    def release_seconds(self) -> float:
-        """From a release to its expiry."""
-        return float(self._setting("release", "seconds"))
-
-    @property
-    def sessions(self) -> float:
-        """To how many sessions a broker releases the key, those of all jobs and those that resume."""
-        return float(self._setting("release", "sessions"))
-
-    @property
-    def recipients(self) -> tuple[str, ...]:
-        """To whom results and checkpoints may be sealed."""
-        return tuple(self.values["release", "recipients"])
-
-    @property
-    def min_rows(self) -> int | None:
-        return self.values.get(("training", "min_rows"))
-
-    @property
-    def max_steps(self) -> int | None:
-        return self.values.get(("training", "max_steps"))
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
 
     def as_dict(self) -> dict[str, Any]:
         """What a release and a decision state of the policy."""
-        return {"name": self.name, "version": self.version, "sha256": self.sha256}
+        return {"name": self["policy.name"], "version": self["policy.version"], "sha256": self.sha256}
 
 
-def _complete(found: Mapping[tuple[str, str], Any], where: str) -> None:
-    """Raise UserError for a missing value, or for values that need others."""
-    for section, key in REQUIRED:
-        if (section, key) not in found:
-            raise UserError(f"{where} has no '{key}' in [{section}], which is required: add it.")
-    quoted = found["attestation", "level"] == "quoted"
-    if quoted and ("attestation", "tpm_keys") not in found:
+def _check_whole(values: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for values that need others, and for bounds of options that there are not."""
+    quoted = values["attestation.level"] == "quoted"
+    if quoted and values["attestation.tpm_keys"] is None:
         raise UserError(
             f"{where} asks for quotes without saying of which TPMs: add 'tpm_keys' to [attestation], since anybody "
             "can run a TPM in software."
         )
     for key in () if quoted else ("tpm_keys", "pcrs"):
-        if ("attestation", key) in found:
+        if values[f"attestation.{key}"] is not None:
             raise UserError(f"{where} has '{key}' in [attestation], which needs level = \"quoted\": add it.")
-    if ("dependencies", "only_pinned") in found and ("dependencies", "pinned") not in found:
+    if values["dependencies.only_pinned"] and values["dependencies.pinned"] is None:
         raise UserError(f"{where} has 'only_pinned' in [dependencies], but no [dependencies.pinned]: add it.")
-    for name in found.get(("recipe", "options"), ()):
-        if name not in (options := TrainingArguments.__dataclass_fields__):
-            raise UserError(f"{where}: [recipe.options] has no option '{_name(name)}': {_meant(name, options)}")
-
-
-def _name(text: str) -> str:
-    return escape_unprintable(text)[:60]
-
-
-def _meant(name: str, known: Collection[str]) -> str:
-    """The end of a sentence about an unknown name."""
-    close = get_close_matches(name, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"use {join_words([*known][:MOST_NAMED])}."
+    known = list(TrainingArguments.__dataclass_fields__)
+    for name in values["recipe.options"] or ():
+        if name not in known:
+            with naming(IN_FILE):
+                cure = advice(name, known, "use an option of finetune.")
+            raise UserError(f"{where}: [recipe.options] has no option '{escape_unprintable(name)[:60]}': {cure}")

@@ -1,6 +1,7 @@
 """Directories as archives: POSIX.1-1988 ustar of regular files and empty directories, the same for the same files.
 
-An archive is untrusted even if it was sealed, because anybody can seal to a recipient.
+An archive is untrusted even if it was sealed, because anybody can seal to a recipient: only what `pack` and `stream`
+write is read.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from wgpu_lora.errors import UserError
@@ -23,108 +24,56 @@ PIECE = 1 << 20
 
 
 def pack(files: Mapping[str, bytes | bytearray | memoryview]) -> bytes:
-    """An archive of files in memory, in the order of their names.
-
-    Args:
-        files: content by relative path, with "/" between directories.
+    """An archive of files in memory, by relative paths with "/" between directories, in the order of their names.
 
     Raises:
-        UserError: a name cannot be in an archive (see `check_member`), or does not fit into its header.
+        UserError: a name cannot be in an archive, or does not fit into its header.
     """
     parts: list[bytes | bytearray | memoryview] = []
-    _check_all(list(files))
+    _check_names(list(files))
     for name in sorted(files):
-        content = files[name]
-        parts += [_header(name, len(content)), content, bytes(-len(content) % BLOCK)]
+        parts += [_header(name, len(files[name])), files[name], bytes(-len(files[name]) % BLOCK)]
     return b"".join([*parts, END])
 
 
 def unpack(data: bytes | bytearray | memoryview) -> dict[str, bytes]:
-    """The files of an archive, as copies. Raises UserError as `views`."""
-    return {name: bytes(view) for name, view in views(data).items()}
-
-
-def views(data: bytes | bytearray | memoryview) -> dict[str, memoryview]:
-    """The files of an archive where they are in its bytes, so that overwriting those overwrites them.
+    """The files of an archive, as copies.
 
     Raises:
         UserError: it is not an archive of `pack` or `stream`: damaged, or with links, unsafe names, or too many files.
     """
-    return {name: view for name, view in _members(memoryview(data).cast("B")) if view is not None}
-
-
-def stream(directory: Path) -> Iterator[bytes]:
-    """The archive of a directory in pieces, without it ever being whole in memory.
-
-    Raises:
-        UserError: it holds a link or special file, has no file, cannot be read, or changes meanwhile.
-    """
-    try:
-        found = sorted(_walk(directory, directory))
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read ({error.strerror}): check its permissions.") from None
-    if not any(size is not None for _, size in found):
-        raise UserError(f"{directory} holds no file: give a directory with files.")
-    _check_all([name for name, _ in found])
-    for name, size in found:
-        yield _header(name, size)
-        if size is None:
-            continue
-        changed = UserError(
-            f"{directory / name} has changed while it was read: seal it again when nobody writes to it."
-        )
-        left = size
-        try:
-            with (directory / name).open("rb") as file:
-                while piece := file.read(PIECE):
-                    left -= len(piece)
-                    if left < 0:
-                        raise changed
-                    yield piece
-        except OSError as error:
-            raise UserError(f"{directory / name} cannot be read ({error.strerror}): check its permissions.") from None
-        if left:
-            raise changed
-        yield bytes(-size % BLOCK)
-    yield END
+    return {name: bytes(view) for name, view in _members(memoryview(data)) if view is not None}
 
 
 def extract(data: memoryview, directory: Path) -> None:
     """Writes the files of an archive into an empty directory that nobody else can write to.
 
     Raises:
-        UserError: as `views`. OSError: a file cannot be written.
+        UserError: as `unpack`. OSError: a file cannot be written.
     """
     for name, view in _members(data):
         path = directory / name
-        if view is None:
-            path.mkdir(parents=True, exist_ok=True)
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:
-            file.write(view)
+        (path if view is None else path.parent).mkdir(parents=True, exist_ok=True)
+        if view is not None:
+            with path.open("xb") as file:
+                file.write(view)
 
 
-def check_member(name: str) -> None:
-    """Raises UserError unless a name of an archive stays below the directory where it is unpacked, on any system."""
-    parts = name.split("/")
-    if not is_path(name) or any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in name:
-        raise UserError(
-            f"The archive holds the name '{escape_unprintable(name):.80}', which is not a plain relative path: do not "
-            "open it."
-        )
-
-
-def _check_all(names: list[str]) -> None:
-    """Raises UserError unless these names can be in one archive."""
-    if len(names) > MAX_MEMBERS:
-        raise UserError(f"The archive would hold more than {MAX_MEMBERS:,} files: seal fewer at a time.")
-    for name in names:
-        check_member(name)
-    taken = set(names)
-    for name in names:
-        if any(str(parent) in taken for parent in PurePosixPath(name).parents):
-            raise UserError(f"The archive holds {escape_unprintable(name):.80} below a file: do not open it.")
+def stream(directory: Path) -> Iterator[bytes]:
+    """The archive of a directory in pieces, without it ever being whole in memory. Raises UserError: it holds a link or
+    special file, has no file, cannot be read, or changes meanwhile."""
+    try:
+        found = sorted(_walk(directory, directory))
+        if not any(size is not None for _, size in found):
+            raise UserError(f"{directory} holds no file: give a directory with files.")
+        _check_names([name for name, _ in found])
+        for name, size in found:
+            yield _header(name, size)
+            if size is not None:
+                yield from _content(directory / name, size)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}): check its permissions.") from None
+    yield END
 
 
 def _walk(directory: Path, top: Path) -> Iterator[tuple[str, int | None]]:
@@ -132,38 +81,57 @@ def _walk(directory: Path, top: Path) -> Iterator[tuple[str, int | None]]:
     with os.scandir(directory) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
-        name = Path(entry.path).relative_to(top).as_posix()
-        info = entry.stat(follow_symlinks=False)
+        name, info = Path(entry.path).relative_to(top).as_posix(), entry.stat(follow_symlinks=False)
         if stat.S_ISREG(info.st_mode):
             yield name, info.st_size
         elif stat.S_ISDIR(info.st_mode):
-            below = list(_walk(Path(entry.path), top))
-            yield from below or [(name, None)]
+            yield from list(_walk(Path(entry.path), top)) or [(name, None)]
         else:
             raise UserError(
                 f"{entry.path} is a link or a special file: replace it by what it stands for, or remove it."
             )
 
 
+def _content(path: Path, size: int) -> Iterator[bytes]:
+    left = size
+    with path.open("rb") as file:
+        while left >= 0 and (piece := file.read(PIECE)):
+            left -= len(piece)
+            yield piece
+    if left:
+        raise UserError(f"{path} has changed while it was read: seal it again when nobody writes to it.")
+    yield bytes(-size % BLOCK)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Raises UserError unless these names can be in one archive, and stay below where it is unpacked, on any system."""
+    if len(names) > MAX_MEMBERS:
+        raise UserError(f"The archive holds more than {MAX_MEMBERS:,} files: seal fewer at a time.")
+    taken = set(names)
+    if len(taken) < len(names):
+        raise UserError("The archive holds a name twice: do not open it.")
+    for name in names:
+        text, unsafe = f"{escape_unprintable(name):.80}", "\\" in name or ":" in name or not is_path(name)
+        if unsafe or any(part in ("", ".", "..") for part in name.split("/")):
+            raise UserError(f"The archive holds the name '{text}', which is not a plain relative path: do not open it.")
+        if any(str(parent) in taken for parent in PurePosixPath(name).parents):
+            raise UserError(f"The archive holds {text} below a file: do not open it.")
+
+
 def _header(name: str, size: int | None) -> bytes:
-    info = tarfile.TarInfo(name)
+    info, shown = tarfile.TarInfo(name), f"{escape_unprintable(name):.80}"
     info.size, info.mode = size or 0, 0o600
     if size is None:
         info.type, info.mode = tarfile.DIRTYPE, 0o700
     if info.size > MAX_MEMBER_BYTES:
-        raise UserError(
-            f"{escape_unprintable(name):.80} is longer than {MAX_MEMBER_BYTES:,} bytes, more than an archive can "
-            "hold: split it."
-        )
+        raise UserError(f"{shown} is longer than {MAX_MEMBER_BYTES:,} bytes, more than an archive can hold: split it.")
     try:
         return info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "strict")
     except ValueError:
-        raise UserError(
-            f"{escape_unprintable(name):.80} is too long a name for an archive (ustar): shorten it."
-        ) from None
+        raise UserError(f"{shown} is too long a name for an archive (ustar): shorten it.") from None
 
 
-def _members(data: memoryview) -> Iterator[tuple[str, memoryview | None]]:
+def _members(data: memoryview) -> list[tuple[str, memoryview | None]]:
     """(name, content) of an archive's files, and (name, None) of its directories."""
     found: list[tuple[str, memoryview | None]] = []
     at = 0
@@ -179,13 +147,9 @@ def _members(data: memoryview) -> Iterator[tuple[str, memoryview | None]]:
             )
         if not 0 <= info.size <= len(data) - at:
             raise UserError("The archive ends too early: seal its directory again.")
-        if len(found) == MAX_MEMBERS:
-            raise UserError(f"The archive holds more than {MAX_MEMBERS:,} files: do not open it.")
-        directory = info.type == tarfile.DIRTYPE
-        found.append((info.name, None if directory else data[at : at + info.size]))
-        at += 0 if directory else -(-info.size // BLOCK) * BLOCK
-    names = [name for name, _ in found]
-    if len(set(names)) != len(names):
-        raise UserError("The archive holds a name twice: do not open it.")
-    _check_all(names)
-    return iter(found)
+        if len(found) > MAX_MEMBERS:
+            break
+        found.append((info.name, data[at : at + info.size] if info.type == tarfile.REGTYPE else None))
+        at += 0 if info.type == tarfile.DIRTYPE else -(-info.size // BLOCK) * BLOCK
+    _check_names([name for name, _ in found])
+    return found

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pyrage
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -17,16 +17,31 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
-from wgpu_lora.atomic import new_file
+from wgpu_lora.atomic import new_file, write_new_bytes
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.locks import check_output, unwritable
-from wgpu_lora.protect.hygiene.host import lock_pages
+from wgpu_lora.protect.hygiene.memory_protection import lock_pages
 
 MAX_KEY_BYTES = 64 << 10  # of a file of keys or recipients
 SECRET = b"AGE-SECRET-KEY-1"
+P256 = "is not a P-256 key: make one with wgpu-lora protect keygen --signing."
 
 
-class DataKey:
+class _Secret:
+    """A key that `with` wipes at its end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wipe()
+
+    def wipe(self) -> None:
+        """Drops the key, which its library overwrites then; it cannot be used afterwards."""
+        raise NotImplementedError
+
+
+class DataKey(_Secret):
     """An age X25519 identity; whoever has it opens all that was sealed to its recipient.
 
     The key is in pyrage's object alone, which overwrites it when it is dropped, and whose page is locked in memory
@@ -34,8 +49,7 @@ class DataKey:
     and copies in the libraries, cannot be overwritten.
 
     Attributes:
-        recipient: the public half, "age1...".
-        locked: whether the key cannot be swapped out.
+        recipient: the public half, "age1...". locked: whether the key cannot be swapped out.
     """
 
     def __init__(self, identity: pyrage.x25519.Identity) -> None:
@@ -51,7 +65,7 @@ class DataKey:
         return cls(pyrage.x25519.Identity.generate())
 
     @classmethod
-    def parse(cls, text: str | bytes | bytearray | memoryview, where: str = "The key") -> Self:
+    def parse(cls, text: bytes | bytearray, where: str = "The key") -> Self:
         """An identity from an age identity file's text: lines of "#" and one of "AGE-SECRET-KEY-1...".
 
         Args:
@@ -60,8 +74,7 @@ class DataKey:
         Raises:
             UserError: there is no identity, or more than one, or it is damaged.
         """
-        data = text.encode() if isinstance(text, str) else text
-        lines = [line.strip() for line in bytes(data).splitlines()]
+        lines = [line.strip() for line in bytes(text).splitlines()]
         found = [line for line in lines if line and not line.startswith(b"#")]
         if len(found) != 1 or not found[0].upper().startswith(SECRET):
             several = "has several lines that are not comments" if len(found) > 1 else "has no age identity"
@@ -93,13 +106,12 @@ class DataKey:
         """AGE-SECRET-KEY-1..., as a copy that cannot be wiped. Raises ValueError after `wipe`."""
         return str(self.identity()).encode()
 
-    def file_text(self, now: datetime | None = None) -> bytes:
+    def file_text(self) -> bytes:
         """An identity file as age-keygen writes it."""
-        created = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return b"# created: %s\n# public key: %s\n%s\n" % (created.encode(), self.recipient.encode(), self.text())
 
     def wipe(self) -> None:
-        """Drops the key, which pyrage overwrites then; it cannot be used afterwards."""
         self._identity = None
 
 
@@ -127,8 +139,8 @@ class PublicKey:
             raise UserError(
                 f"{where} is not a public key in PEM: give the .pub file that wgpu-lora protect keygen --signing wrote."
             ) from None
-        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-            raise UserError(f"{where} is not a P-256 key: make one with wgpu-lora protect keygen --signing.")
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not _is_p256(key):
+            raise UserError(f"{where} {P256}")
         return cls.of(key)
 
     @classmethod
@@ -151,7 +163,7 @@ class PublicKey:
         return SSlibKey.from_crypto(self.crypto_key(), self.keyid)
 
 
-class SigningKey:
+class SigningKey(_Secret):
     """An ECDSA key on P-256 (FIPS 186-5, SHA-256). OpenSSL overwrites it when it is dropped.
 
     Attributes:
@@ -171,11 +183,7 @@ class SigningKey:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Reads a P-256 private key in PEM, without a password.
-
-        Raises:
-            UserError: the file cannot be read, or holds no such key.
-        """
+        """Reads a P-256 private key in PEM, without a password. Raises UserError: it cannot be read, or is none."""
         content = read_small(path, "The signing key")
         try:
             key = serialization.load_pem_private_key(content, password=None)
@@ -187,8 +195,8 @@ class SigningKey:
             ) from None
         finally:
             content[:] = bytes(len(content))
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
-            raise UserError(f"{path} is not a P-256 key: make one with wgpu-lora protect keygen --signing.")
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or not _is_p256(key):
+            raise UserError(f"{path} {P256}")
         return cls(key)
 
     @property
@@ -209,12 +217,15 @@ class SigningKey:
         return self.key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, no_password)
 
     def wipe(self) -> None:
-        """Drops the key, which OpenSSL overwrites then; it cannot be used afterwards."""
         self._key = None
 
 
+def _is_p256(key: Any) -> bool:
+    return isinstance(key.curve, ec.SECP256R1)
+
+
 @dataclass
-class SessionKeys:
+class SessionKeys(_Secret):
     """The two ephemeral keys of a session: the data key is released to `data`, and `signing` signs its evidence."""
 
     data: DataKey
@@ -229,6 +240,32 @@ class SessionKeys:
         self.signing.wipe()
 
 
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def new_data_key(path: Path) -> str:
+    """Writes a new age identity and returns its recipient. Raises UserError if the path exists or cannot be written."""
+    with DataKey.generate() as key:
+        write_private(path, key.file_text())
+        return key.recipient
+
+
+def new_signing_key(path: Path) -> PublicKey:
+    """Writes a new P-256 key to `path` (PKCS #8 in PEM), and its public half to PATH.pub.
+
+    Raises:
+        UserError: one of the two exists or cannot be written; then neither is left.
+    """
+    with SigningKey.generate() as key:
+        write_private(path, key.private_pem())
+        try:
+            write_new_bytes(path.with_name(f"{path.name}.pub"), key.public.pem.encode(), "PATH")
+        except BaseException:
+            path.unlink()
+            raise
+        return key.public
+
+
 def write_private(path: str | Path, content: bytes) -> None:
     """Writes a new file, in a directory that is made if missing, that only its owner may read (except on Windows).
 
@@ -236,6 +273,8 @@ def write_private(path: str | Path, content: bytes) -> None:
         UserError: the path exists, or cannot be written; then nothing is left of it.
     """
     path = Path(path)
+    if path.name in ("", "-", ".."):
+        raise UserError(f"A key is written to a file of its own, not to '{path}': give a path, such as data.key.")
     check_output(path, "PATH")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,0 +1,246 @@
+"""Measurements of the program that attests: files, libraries, system, environment and what is loaded, as claims.
+
+They are taken by the process that they describe. They show a file that was changed and a library that was swapped to
+whoever runs an unchanged program; a changed program can state what it likes (`claims.LEVELS`).
+Everything is read anew: no digest is kept on disk, where it could be edited.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import marshal
+import os
+import platform
+import re
+import site
+import struct
+import sys
+import sysconfig
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import psutil
+
+from wgpu_lora.assets import PACKAGE, combined, package_files, walk
+from wgpu_lora.atomic import file_digest
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device_list import native_library, native_version
+from wgpu_lora.installation import NAME
+from wgpu_lora.protect.attestation import installed_packages
+from wgpu_lora.protect.attestation.installed_packages import PACKAGE_PREFIX, accounted, loaded_files
+from wgpu_lora.protect.evidence.dsse import sha256
+from wgpu_lora.protect.hygiene.memory_protection import environment_at_start
+
+FLAGS = ("optimize", "isolated", "no_site", "ignore_environment")
+STANDARD_FINDERS = {"BuiltinImporter", "FrozenImporter", "PathFinder"}
+MAX_PYC, HEADER = 32 << 20, 16
+MOST_NAMED = 500  # files of each kind
+# Variables of this package, Python, the loader, the Vulkan loader, drivers, wgpu, NumPy's libraries and the network.
+BEHAVIOUR = re.compile(
+    "(WGPU|PYTHON|LD|DYLD|VK|MESA|LIBGL|GALLIUM|LP|LVP|RADV|ANV|INTEL|NVK|NIR|ACO|AMD|DRI|D3D12|MTL|CUDA|NVIDIA"
+    "|__GL|__NV|__EGL|RUST|MALLOC|OMP|OPENBLAS|MKL|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|SSL|OPENSSL|REQUESTS|CURL"
+    "|TPM2TOOLS|TSS2|XDG)_?.*|(ZINK|NOUVEAU|NAK|HK|TU|FD|IR3|PAN|VN|AGX|ASAHI|V3D|V3DV|EGL|VULKAN)_.*"
+    "|GLIBC_TUNABLES|GCONV_PATH|LOCPATH|PATH|HOME|TMPDIR|TEMP|TMP|(https?|no|all)_proxy",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def measurements() -> dict[str, Any]:
+    """All measurements, by the names of their claims. It reads the files of all dependencies.
+
+    Raises:
+        UserError: a file of this package or of Python cannot be read.
+    """
+    try:
+        own, installed = package(), installed_packages.installed_packages()
+        listed = installed_packages.own_files().union(*(one.files for one in installed.values()))
+        return {
+            "package": own,
+            "wgpu": {
+                "version": version("wgpu"),
+                "native_version": native_version(),
+                "native_sha256": file_digest(native_library()),
+            },
+            "python": python(),
+            "dependencies": {name: one.claims for name, one in sorted(installed.items())},
+            "process": loaded_code(listed),
+            "kernel": kernel(),
+            "environment": environment(environment_at_start() | dict(os.environ)),
+        }
+    except OSError as error:
+        raise UserError(
+            f"{error.filename} cannot be measured ({error.strerror}): make it readable, or install it again."
+        ) from None
+
+
+def package() -> dict[str, Any]:
+    """This package: its version, the SHA-256 of each of its files, and `sha256` over them all.
+
+    The names, and so the digest, are the same for a checkout and for the wheel that is built from it.
+    """
+    digests = {name: file_digest(path) for name, path in package_files(PACKAGE).items()}
+    try:
+        found = version(NAME)
+    except PackageNotFoundError:  # run from source
+        found = "0"
+    return {"version": found, "sha256": combined(digests), "files": digests}
+
+
+def python() -> dict[str, Any]:
+    """The interpreter: its executable, its standard library, and flags that change what code means."""
+    files: dict[str, Path] = {}
+    for name in ("stdlib", "platstdlib"):
+        files |= dict(walk(Path(sysconfig.get_path(name)), ("site-packages", "dist-packages", "test")))
+    return {
+        "version": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "sha256": file_digest(Path(sys.executable).resolve()),
+        "library_sha256": combined({name: file_digest(path) for name, path in sorted(files.items())}),
+        "flags": {name: int(getattr(sys.flags, name)) for name in FLAGS},
+    }
+
+
+def kernel() -> dict[str, Any]:
+    """The operating system (without the machine's name) and, on Linux, what guards a process from its administrator."""
+    system = platform.uname()
+    found = {name: getattr(system, name) for name in ("system", "release", "version", "machine")}
+    guards = {
+        "ptrace_scope": "/proc/sys/kernel/yama/ptrace_scope",
+        "tainted": "/proc/sys/kernel/tainted",
+        "lockdown": "/sys/kernel/security/lockdown",
+    }
+    for name, path in guards.items():
+        with suppress(OSError, ValueError):
+            found[name] = Path(path).read_text().strip()[:80]
+    return {name: value for name, value in found.items() if value}
+
+
+def environment(values: Mapping[str, str]) -> dict[str, str]:
+    """SHA-256 of the values of the variables that change behaviour."""
+    return {
+        name: sha256(value.encode("utf-8", "surrogateescape"))
+        for name, value in sorted(values.items())
+        if BEHAVIOUR.fullmatch(name)
+    }
+
+
+# -- what this process has loaded that no list of files accounts for ---------------------------------------------------
+
+
+def loaded_code(listed: Collection[str]) -> dict[str, Any]:
+    """What is loaded now.
+
+    Args:
+        listed: files that the dependencies' RECORDs account for, as absolute paths.
+
+    Returns:
+        unlisted: SHA-256, by path, of loaded modules and .pth files that belong to no package.
+        fileless: modules without a file that are not Python's own: parts of compiled ones, or made at run time.
+        compiled_otherwise: modules that are loaded, or of this package, whose compiled file is not what their source
+            compiles to.
+        libraries: SHA-256, by path, of native libraries that belong to no package; absent where they cannot be listed.
+        import_hooks: types of finders other than Python's own. traced: whether a debugger or tracer is attached.
+    """
+    modules = loaded_files()
+    found: dict[str, Any] = {
+        "unlisted": _digests([*modules, *_pth_files()], listed),
+        "fileless": sorted(
+            name
+            for name, module in list(sys.modules.items())
+            if name not in sys.builtin_module_names
+            and not isinstance(getattr(module, "__file__", None), str)
+            and not hasattr(module, "__path__")
+        ),
+        "compiled_otherwise": sorted(path for path in {*modules, *_own_modules()} if _compiled_otherwise(path)),
+        "import_hooks": sorted({_name(hook) for hook in sys.meta_path} - STANDARD_FINDERS),
+        "traced": sys.gettrace() is not None or sys.getprofile() is not None or _tracer(),
+    }
+    libraries = _libraries()
+    if libraries is not None:
+        found["libraries"] = _digests(libraries, listed)
+    return found
+
+
+def _own_modules() -> list[str]:
+    """All modules of this package, of which some are loaded later."""
+    return [str(path) for path in Path(PACKAGE_PREFIX).rglob("*.py")]
+
+
+def _digests(paths: Iterable[str], listed: Collection[str]) -> dict[str, str]:
+    """SHA-256 of files that nothing accounts for: the first, and one over all others, so that evidence stays short."""
+    digests = {path: _digest(path) for path in paths if not accounted(path, listed)}
+    rest = [f"{value}  {name}\n" for name, value in list(digests.items())[MOST_NAMED:]]
+    first = dict(list(digests.items())[:MOST_NAMED])
+    more = {f"and {len(rest)} more": sha256("".join(rest).encode("utf-8", "surrogateescape"))} if rest else {}
+    return first | more
+
+
+def _digest(path: str) -> str:
+    try:
+        return file_digest(Path(path))
+    except OSError:
+        return "unreadable"
+
+
+def _compiled_otherwise(source: str) -> bool:
+    """Whether Python would load, for a module, a compiled file that is not what its source compiles to.
+
+    RECORD has no digests of compiled files, and Python trusts one that states the time and size of the source.
+    """
+    if not source.endswith(".py"):
+        return False
+    try:
+        with open(importlib.util.cache_from_source(source), "rb") as file:
+            cached = file.read(MAX_PYC)
+        if not _would_be_loaded(cached, os.stat(source)):
+            return False
+    except (OSError, NotImplementedError):
+        return False  # there is none
+    try:
+        code = marshal.loads(cached[HEADER:])
+        meant = compile(Path(source).read_bytes(), source, "exec", dont_inherit=True, optimize=sys.flags.optimize)
+    except (OSError, ValueError, EOFError, TypeError, SyntaxError):
+        return True
+    return not isinstance(code, CodeType) or code != meant
+
+
+def _would_be_loaded(cached: bytes, source: os.stat_result) -> bool:
+    """Whether a compiled file's header (PEP 552) fits this Python and its source; one by hash is taken to do so."""
+    if len(cached) < HEADER or cached[:4] != importlib.util.MAGIC_NUMBER:
+        return False
+    flags, stated, size = struct.unpack("<3I", cached[4:HEADER])
+    return bool(flags) or (stated, size) == (int(source.st_mtime) & 0xFFFFFFFF, source.st_size & 0xFFFFFFFF)
+
+
+def _libraries() -> list[str] | None:
+    """The native libraries and programs that are mapped into this process to be executed, gone ones too.
+
+    Memory that a driver shares by a name of its own, such as lavapipe's /memfd:allocation, is none.
+    """
+    try:
+        maps = psutil.Process().memory_maps(grouped=False)
+    except (AttributeError, psutil.Error, OSError):  # macOS
+        return None
+    return sorted({one.path for one in maps if "x" in one.perms and os.path.isabs(one.path)})
+
+
+def _pth_files() -> list[str]:
+    """Files whose lines Python runs when it starts (`site`)."""
+    folders = {*site.getsitepackages(), site.getusersitepackages()} if hasattr(site, "getsitepackages") else set()
+    return sorted(str(path) for folder in folders for path in Path(folder).glob("*.pth"))
+
+
+def _tracer() -> bool:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)
+
+
+def _name(hook: object) -> str:
+    return (hook if isinstance(hook, type) else type(hook)).__name__

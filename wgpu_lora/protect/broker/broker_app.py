@@ -1,0 +1,290 @@
+"""The broker as an HTTP server: an ASGI application, and what keeps requests from using up memory, time and disk."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from uvicorn import Config, Server
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.protect.broker.broker import Broker, BrokerRefusal, default_state
+from wgpu_lora.protect.broker.broker_client import MEDIA_TYPE, is_loopback, resolve
+from wgpu_lora.protect.hygiene.memory_protection import harden
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
+from wgpu_lora.signals import on_end_signal
+
+MAX_EVIDENCE, MAX_PROGRESS = 2 << 20, 16 << 10  # bytes of bodies; evidence takes 0.2 MB
+REFUSED = 4  # requests that a refusal counts as, beside its own
+AT_ONCE = 4  # bodies that are parsed at the same time
+BODY_SECONDS = 10.0
+MAX_ADDRESSES = 4096
+PER_MINUTE = 60  # requests from an address; from all of them ten times as many
+CONNECTIONS = 64  # at the same time; further ones get the status 503
+CONNECTION_SECONDS = 30.0  # that a connection may last
+HEADER_BYTES = 16 << 10
+END_SECONDS = 5
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2, for which uvicorn's own are older ones
+
+
+def make_app(
+    broker: Broker, tell: Callable[[str], None] = lambda line: None, per_minute: int = PER_MINUTE
+) -> Starlette:
+    """POST /v1/nonce, /v1/release and /v1/progress, GET /v1/health.
+
+    Answers are JSON. Those to refused requests have `error`, a sentence, and `failures`, the rules that failed.
+
+    Args:
+        tell: called with a line about each request that could not be decided.
+        per_minute: requests from an address, and ten times as many from all of them.
+    """
+    rate, turns = Rate(per_minute, 10 * per_minute), asyncio.Semaphore(AT_ONCE)
+
+    def post(path: str, limit: int, does: Callable[[bytes], dict[str, Any]]) -> Route:
+        async def answer(request: Request) -> Response:
+            address = request.client.host if request.client else ""
+            rate.take(address)
+            if "origin" in request.headers:  # a page in the owner's browser can reach a loopback address, too
+                raise BrokerRefusal("The broker answers no browsers: ask with wgpu-lora.")
+            body = await read_body(request, limit)
+            async with turns:
+                try:
+                    return JSONResponse(await run_in_threadpool(does, body))
+                except BrokerRefusal:
+                    rate.charge(address, REFUSED)  # it has taken room in the log
+                    raise
+
+        return Route(path, answer, methods=["POST"])
+
+    def progress(body: bytes) -> dict[str, Any]:
+        broker.progress(body)
+        return {"status": "recorded"}
+
+    async def health(request: Request) -> Response:
+        await run_in_threadpool(broker.check)
+        facts = {"policy": broker.policy.as_dict(), "recipient": broker.recipient, "keyid": broker.public.keyid}
+        return JSONResponse({"status": "ok", **facts})
+
+    async def failed(request: Request, error: Exception) -> Response:
+        """Messages of other errors name files of the broker's machine, which are not the client's business."""
+        if isinstance(error, BrokerRefusal):
+            return JSONResponse({"error": error.lines[0], "failures": error.failures}, error.status)
+        if isinstance(error, HTTPException):
+            sentence = f"The broker has no {request.method} {request.url.path:.80}: ask as the broker's client does."
+            return JSONResponse({"error": sentence, "failures": []}, error.status_code)
+        tell(str(error) if isinstance(error, UserError) else f"The broker failed with {type(error).__name__}.")
+        sentence = "The broker cannot record or date its decisions now: ask its owner to read what it prints."
+        return JSONResponse({"error": sentence, "failures": []}, 503)
+
+    routes = [
+        post("/v1/nonce", 0, lambda _: {"nonce": broker.nonce(), "seconds": broker.policy["nonce.seconds"]}),
+        post("/v1/release", MAX_EVIDENCE, lambda body: {"release": broker.decide(body)}),
+        post("/v1/progress", MAX_PROGRESS, progress),
+        Route("/v1/health", health),
+    ]
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys((UserError, HTTPException, Exception), failed))
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """A request's body, read no further than `limit` bytes and for no longer than `BODY_SECONDS`.
+
+    Raises:
+        BrokerRefusal: it is too long or too slow, compressed, or of another media type.
+    """
+    headers = request.headers
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise BrokerRefusal("The body is compressed: send it as it is.", status=415)
+    if limit and headers.get("content-type", "").split(";")[0].strip().lower() not in (MEDIA_TYPE, "application/json"):
+        raise BrokerRefusal(f"The body must have the content type {MEDIA_TYPE}: set it.", status=415)
+    too_long = BrokerRefusal(f"The body is longer than {limit:,} bytes: shorten it.", status=413)
+    stated = headers.get("content-length", "0")
+    if not stated.isdecimal() or len(stated) > 15 or int(stated) > limit:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                if len(body) + len(part) > limit:
+                    raise too_long
+                body += part
+    except TimeoutError:
+        raise BrokerRefusal(f"The body took longer than {BODY_SECONDS:g} s: send it faster.", status=408) from None
+    except ClientDisconnect:
+        raise BrokerRefusal("The body ended early: send all of it.", status=400) from None
+    return bytes(body)
+
+
+class Rate:
+    """Token buckets, one for each client's address and one for all.
+
+    Args:
+        one, all_: requests per minute, which may also come at once.
+    """
+
+    def __init__(self, one: int, all_: int) -> None:
+        self._per_minute = {True: one, False: all_}
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what is left, and when that was
+        self._total = float(all_), time.monotonic()
+
+    def take(self, address: str) -> None:
+        """Count a request. Raises BrokerRefusal if there were too many."""
+        if min(self._left(address)) < 1:
+            raise BrokerRefusal("There are too many requests: wait a minute, then ask again.", status=429)
+        self.charge(address, 1)
+
+    def charge(self, address: str, cost: float) -> None:
+        """Count a request that was let through as `cost` ones, which may leave less than none."""
+        (mine, total), now = self._left(address), time.monotonic()
+        self._buckets[address], self._total = (mine - cost, now), (total - cost, now)
+        self._buckets.move_to_end(address)
+        if len(self._buckets) > MAX_ADDRESSES:
+            self._buckets.popitem(last=False)
+
+    def _left(self, address: str) -> list[float]:
+        now = time.monotonic()
+        buckets = {True: self._buckets.get(address, (self._per_minute[True], now)), False: self._total}
+        return [
+            min(most, buckets[one][0] + (now - buckets[one][1]) * most / 60) for one, most in self._per_minute.items()
+        ]
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+class _BriefProtocol(H11Protocol):
+    """A connection that ends in time, whatever its client does: uvicorn's own limits do not count slow headers."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._end = self.loop.call_later(CONNECTION_SECONDS, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end.cancel()
+        super().connection_lost(exc)
+
+
+class _Server(Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are handled by `serve`: uvicorn's handlers would raise them again after the end."""
+        yield
+
+
+def serve(
+    broker: Broker,
+    host: str,
+    port: int,
+    tls: tuple[Path, Path] | None = None,
+    tell: Callable[[str], None] = print,
+    per_minute: int = PER_MINUTE,
+) -> None:
+    """Answer requests until a signal ends the process.
+
+    Args:
+        port: 0 takes a free one. tls: certificate chain and private key, in PEM.
+        tell: called with lines about the server and its requests; the first one has its URL.
+        per_minute: as for `make_app`.
+
+    Raises:
+        UserError: the address cannot be used, or is not loopback and there is no certificate; or TLS cannot be set up.
+    """
+    certificate, key = tls or (None, None)
+    config = Config(
+        make_app(broker, tell, per_minute), http=_BriefProtocol, ws="none", lifespan="off", log_config=None,
+        access_log=False, proxy_headers=False, server_header=False, limit_concurrency=CONNECTIONS,
+        headers=[("Connection", "close"), ("Cache-Control", "no-store")], h11_max_incomplete_event_size=HEADER_BYTES,
+        timeout_graceful_shutdown=END_SECONDS, ssl_ciphers=CIPHERS, ssl_certfile=certificate,
+        ssl_keyfile=key and str(key),
+        ssl_keyfile_password="",  # else OpenSSL would ask the terminal for the password of a protected key
+    )  # fmt: skip
+    try:
+        config.load()
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise UserError(
+            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({error}): give a certificate and its key, "
+            "in PEM, without a password."
+        ) from None
+    sockets = listen(host, port, tls is not None)
+    try:
+        server = _Server(config)
+        scheme, name = "https" if tls else "http", f"[{host}]" if ":" in host else host
+        tell(f"Listening on {scheme}://{name}:{sockets[0].getsockname()[1]}")
+        with on_end_signal(lambda number: setattr(server, "should_exit", True)):
+            asyncio.run(server.serve(sockets))
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def listen(host: str, port: int, encrypted: bool) -> list[socket.socket]:
+    """Sockets on all addresses of a host, with one port. What is checked here is what is bound, not the name. Raises
+    UserError: the name cannot be resolved, an address is in use, or not loopback without encryption."""
+    addresses = resolve(host, f"--host {host!a:.80}")
+    if not encrypted and not all(map(is_loopback, addresses)):
+        raise UserError(f"--host {host} is not loopback, which needs TLS: give --tls-cert and --tls-key.")
+    sockets: list[socket.socket] = []
+    wrong: OSError | None = None
+    for address in addresses:
+        try:
+            one = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        except OSError as error:
+            wrong = error  # such as ::1 on a machine without IPv6
+            continue
+        port = one.getsockname()[1]
+        sockets.append(one)
+    if not sockets:
+        raise UserError(f"--host {host} --port {port} cannot be used ({wrong}): give another one.")
+    return sockets
+
+
+def run_broker(
+    policy: Path,
+    key: Path,
+    signing: Path,
+    host: str,
+    port: int,
+    tls: tuple[Path, Path] | None,
+    state: Path | None,
+    tell: Callable[[str], None],
+    per_minute: int,
+) -> None:
+    """Serve until a signal ends the process; then the keys are wiped.
+
+    Args:
+        policy, key, signing: files. state: None takes `default_state`.
+        host, port, tls, per_minute: as `serve` takes them.
+        tell: called with lines for the broker's owner.
+
+    Raises:
+        UserError: a file cannot be read, the state or the address cannot be used, or TLS is needed.
+    """
+    facts = harden().facts
+    rules, directory = Policy.read(policy), state or default_state(policy)
+    with (
+        DataKey.read(key) as data_key,
+        SigningKey.read(signing) as signing_key,
+        Broker(directory, rules, signing_key, data_key, tell) as broker,
+    ):
+        tell(f"Policy {rules['policy.name']}, version {rules['policy.version']}, SHA-256 {rules.sha256}.")
+        tell(f"Data key {data_key.recipient}, broker's key {broker.public.keyid}.")
+        tell(f"Log {directory} at {broker.head}.")
+        broker.note("started", {"host": facts, "recipient": data_key.recipient})
+        try:
+            serve(broker, host, port, tls, tell, per_minute)
+        finally:
+            broker.note("stopped", {})
+            tell(f"Stopped; the log is at {broker.head}.")

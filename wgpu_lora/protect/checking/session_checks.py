@@ -1,0 +1,258 @@
+"""The sessions of a run: whose keys signed the log, and who endorsed them.
+
+A session's key is believed because its evidence binds it, and because the broker, which appraised that evidence, signed
+a release for it. A resumed session's evidence states the log's end, so that each release endorses all lines before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
+from wgpu_lora.protect.broker.release_token import AFFIRMING, SLACK, missing_line, read_release
+from wgpu_lora.protect.evidence.dsse import sha256
+from wgpu_lora.protect.evidence.run_evidence import ENDS
+from wgpu_lora.protect.evidence.signed_log import Entry, read_bytes
+from wgpu_lora.protect.policies.appraisal import appraise
+from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.sealed.keys import PublicKey
+from wgpu_lora.text import escape_unprintable
+
+BEFORE_RELEASE = ("attested", "released", "leftovers", "failed", "interrupted", "wiped")
+STEPS = "checkpoints/"
+REMOVED = "removed"  # the fact of a line that names an older checkpoint, since the run went back to it
+BACK = 1.0  # seconds by which the clock may go back between two lines
+MAX_SMALL = 8 << 20  # bytes of a file of evidence
+MAX_SHOWN = 70  # characters of a value in a message
+MISSING = type("Missing", (), {"__repr__": lambda self: "missing"})()
+
+
+@dataclass
+class Findings:
+    """Sentences without a full stop. A run is verified if none failed."""
+
+    proven: list[str] = field(default_factory=list)
+    claimed: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def fail(self, sentence: str) -> None:
+        self.failures.append(escape_unprintable(sentence))
+
+    def expect(self, what: str, found: Any, expected: Any) -> bool:
+        """Fail unless two values are equal; of mappings and lists, each part that differs is named."""
+        differing = list(_differences(what, found, expected))
+        for where, *values in differing:
+            one, other = (text if len(text := repr(v)) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..." for v in values)
+            self.fail(f"{where} is {one}, expected {other}")
+        return not differing
+
+    @contextmanager
+    def part(self, what: str) -> Iterator[None]:
+        """What cannot be read, or has another form, fails here, and the check goes on with the next part."""
+        try:
+            yield
+        except UserError as error:
+            self.fail(f"{what}: {error.lines[0]}")
+        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+            self.fail(f"{what} has not the form it must have ({type(error).__name__}: {error!s:.100})")
+
+
+def _differences(where: str, found: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(found, Mapping) and isinstance(expected, Mapping):
+        for name in sorted({*found, *expected}, key=str):
+            yield from _differences(f"{where}.{name}", found.get(name, MISSING), expected.get(name, MISSING))
+    elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            yield from _differences(f"{where}[{number}]", one, other)
+    elif type(found) is not type(expected) or found != expected:
+        yield where, found, expected
+
+
+@dataclass
+class Session:
+    """A session's lines, and what belongs to them. number: from 1."""
+
+    number: int
+    entries: list[Entry]
+    evidence: Evidence | None = None
+    release: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> PublicKey:
+        return PublicKey.parse(self.entries[0].facts["key"])
+
+    @property
+    def claims(self) -> Mapping[str, Any]:
+        return self.evidence.claims if self.evidence else {}
+
+    def steps(self) -> list[Entry]:
+        """The lines about checkpoints of steps; after each, its checkpoint is the newest one, or there is none."""
+        return [
+            one
+            for one in self.named("checkpoint")
+            if (one.subjects[0][0].startswith(STEPS) if one.subjects else REMOVED in one.facts)
+        ]
+
+    def named(self, *stages: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry.stage in stages]
+
+
+def sessions_of(entries: Sequence[Entry]) -> list[Session]:
+    """A log's lines by session; the first line of a verified log is `attested`."""
+    found: list[Session] = []
+    for entry in entries:
+        if entry.stage == "attested":
+            found.append(Session(len(found) + 1, []))
+        found[-1].entries.append(entry)
+    return found
+
+
+def check_sessions(
+    run: Path, sessions: Sequence[Session], broker: PublicKey | None, policy: Policy | None, found: Findings
+) -> None:
+    """Verify evidence, releases, and what the lines of a session say about each other."""
+    before: Entry | None = None
+    for session in sessions:
+        number, earlier = session.number, sessions[: session.number - 1]
+        with found.part(f"evidence-{number}.json"):
+            _check_evidence(run, session, before, found)
+        with found.part(f"release-{number}.jwt"):
+            _check_release(run, session, broker, earlier, found)
+        with found.part(f"session {number}"):
+            _check_stages(session, found)
+            _check_data(session, found)
+            _check_steps(session, earlier, found)
+        if policy is not None and session.evidence is not None and session.release:
+            with found.part(f"the policy for session {number}"):
+                _check_policy(session, session.evidence, before, policy, found)
+        if earlier:
+            found.expect(f"the job of session {number}", session.claims.get("job"), sessions[0].claims.get("job"))
+        before = session.entries[-1]
+    # What is used twice was replayed.
+    for name, used in {
+        "key": [session.entries[0].keyid for session in sessions],
+        "nonce": [session.claims["eat_nonce"] for session in sessions if "eat_nonce" in session.claims],
+        "release": [session.release["jti"] for session in sessions if session.release],
+    }.items():
+        if len(set(used)) < len(used):
+            found.fail(f"two sessions have the same {name}")
+    for one, other in pairwise(entry for session in sessions for entry in session.entries):
+        if other.seconds < one.seconds - BACK:
+            found.fail(f"the clock went back by {one.seconds - other.seconds:,.0f} s at line {other.sequence + 1}")
+
+
+def _check_evidence(run: Path, session: Session, before: Entry | None, found: Findings) -> None:
+    line, name = session.entries[0], f"evidence-{session.number}.json"
+    data = read_bytes(run / name, MAX_SMALL)
+    found.expect(f"the evidence of session {session.number} in the log", line.facts.get("evidence"), name)
+    if not found.expect(f"SHA-256 of {name}", sha256(data), line.facts.get("evidence_sha256")):
+        return
+    session.evidence = evidence = read_evidence(data)
+    found.expect(f"the key that {name} binds", evidence.signing.keyid, line.keyid)
+    expected = {} if before is None else {"sequence": before.sequence, "head": before.digest}
+    found.expect(f"the end of the log that {name} states", dict(evidence.claims.get("resume") or {}), expected)
+    late = line.seconds - float(evidence.claims["iat"])
+    if not -SLACK <= late <= SLACK:
+        found.fail(f"{name} was made {late:,.0f} s before the log's line that names it")
+
+
+def _check_release(
+    run: Path, session: Session, broker: PublicKey | None, earlier: Sequence[Session], found: Findings
+) -> None:
+    number, name = session.number, f"release-{session.number}.jwt"
+    lines = session.named("released")
+    if not lines:
+        return  # _check_stages: then it may do nothing that needs a release
+    data = read_bytes(run / name, MAX_SMALL)
+    found.expect(f"the release of session {number} in the log", lines[0].facts.get("release"), name)
+    if len(lines) != 1 or not found.expect(f"SHA-256 of {name}", sha256(data), lines[0].facts.get("release_sha256")):
+        return
+    session.release = release = read_release(data.decode("ascii"), broker)
+    claims, evidence = session.claims, session.evidence
+    expected = {
+        "iss": broker.keyid if broker else release["iss"],
+        "aud": session.entries[0].keyid,
+        "sub": claims.get("job", {}).get("name"),
+        "eat_nonce": claims.get("eat_nonce"),
+        "ear.status": AFFIRMING,
+        "evidence_sha256": evidence.sha256 if evidence else None,
+    }
+    for key, value in expected.items():
+        found.expect(f"{key} of {name}", release[key], value)
+    if release["recipient"] not in claims.get("job", {}).get("recipients", []):
+        found.fail(f"the key that {name} released is not among the job's recipients")
+    asked, used = session.entries[0].seconds, max(line.seconds for line in session.named("released", "opened"))
+    if used >= release["exp"]:
+        found.fail(f"{name} had expired {used - release['exp']:,.0f} s before it was used")
+    if not asked - SLACK <= release["iat"] <= used + SLACK:
+        found.fail(f"{name} was not issued between the attestation of session {number} and its use")
+    # The log has the lines that the broker knew; else it was put back, and went on otherwise.
+    digests = [entry.digest for one in earlier for entry in one.entries]
+    if (missing := missing_line(release, digests)) is not None:
+        found.fail(f"the broker knew another line {missing + 1} before session {number} than the log has")
+
+
+def _check_stages(session: Session, found: Findings) -> None:
+    """The order of a session's lines."""
+    what, stages = f"session {session.number}", [entry.stage for entry in session.entries]
+    first = stages.index("released") if "released" in stages else len(stages)
+    for stage in stages[:first]:
+        if stage not in BEFORE_RELEASE:
+            found.fail(f"{what} has the line {stage!r} before any release")
+    for stage in ("released", *ENDS, "wiped"):
+        if stages.count(stage) > 1:
+            found.fail(f"{what} has {stages.count(stage)} lines {stage!r}")
+    for end, following in pairwise(stages):
+        if end in ENDS and following != "wiped":
+            found.fail(f"{what} goes on with {following!r} after it {end}")
+    if "wiped" in stages[:-1]:
+        found.fail(f"{what} goes on after its cleanup")
+
+
+def _check_data(session: Session, found: Findings) -> None:
+    what, opened = f"session {session.number}", session.named("opened")
+    if not opened:
+        if session.named("started", "resumed", "checkpoint", "finished"):
+            found.fail(f"{what} trained without opening data")
+        return
+    expected = sorted(item["sha256"] for item in session.claims.get("job", {}).get("data", []))
+    found.expect(f"the data of {what}", sorted(digest for line in opened for _, digest in line.subjects), expected)
+    least, rows = session.release.get("min_rows"), max(line.facts.get("trained_rows", 0) for line in opened)
+    if least is not None and rows < least:
+        found.fail(f"{what} trained on {rows} rows, fewer than {least}")
+
+
+def _check_steps(session: Session, earlier: Sequence[Session], found: Findings) -> None:
+    """The checkpoint that a session goes on from, and its steps."""
+    what, most = f"session {session.number}", session.release.get("max_steps")
+    last = next((entry for one in reversed(earlier) for entry in reversed(one.steps())), None)
+    for entry in session.named("resumed"):
+        if last is None or not last.subjects:
+            found.fail(f"{what} resumed from a checkpoint that no earlier session made")
+        else:
+            found.expect(f"the checkpoint that {what} resumed from", entry.subjects, last.subjects)
+            found.expect(f"the step that {what} resumed from", entry.facts.get("step"), last.facts.get("step"))
+    if last and last.subjects and session.named("started"):
+        found.fail(f"{what} started anew though there was a checkpoint")
+    step = highest = last.facts["step"] if last else 0
+    for entry in [*session.steps(), *session.named("finished")]:
+        at = entry.facts["steps" if entry.stage == "finished" else "step"]
+        if at < step and REMOVED not in entry.facts:
+            found.fail(f"{what} has step {at} after step {step}")
+        step, highest = at, max(highest, at)
+    if most is not None and highest > most:
+        found.fail(f"{what} took {highest} steps, more than {most}")
+
+
+def _check_policy(session: Session, evidence: Evidence, before: Entry | None, policy: Policy, found: Findings) -> None:
+    found.expect(f"the policy of release-{session.number}.jwt", dict(session.release["policy"]), policy.as_dict())
+    head = None if before is None else (before.sequence, before.digest)
+    nonce, now = session.release["eat_nonce"], float(session.release["iat"])
+    for failure in appraise(evidence, policy, nonce=nonce, now=now, head=head).failures:
+        found.fail(f"the policy for session {session.number}, {failure.line()}")

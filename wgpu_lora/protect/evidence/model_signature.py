@@ -1,0 +1,92 @@
+"""OpenSSF model signing of an adapter, in memory: the signature, model.sig, is made before a file touches a disk.
+
+A signature is a Sigstore bundle v0.3 around a DSSE envelope whose in-toto statement lists all files with their SHA-256
+(https://github.com/ossf/model-signing-spec). `model_signing verify key` accepts it; `verify_model` uses its library.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from model_signing import verifying
+
+from wgpu_lora.atomic import file_digest
+from wgpu_lora.errors import UserError
+from wgpu_lora.protect.evidence import dsse
+from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
+from wgpu_lora.text import escape_unprintable
+
+NAME = "model.sig"
+KIND = "https://model_signing/signature/v1.0"
+BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+
+
+def sign_model(files: Mapping[str, bytes | bytearray], key: SigningKey, name: str = "adapter") -> bytes:
+    """The content of model.sig for a model.
+
+    Args:
+        files: contents by their paths in the model's directory, with `/`; without model.sig.
+        name: of the model.
+    """
+    digests = {path: hashlib.sha256(data).digest() for path, data in sorted(files.items())}
+    predicate = {
+        "serialization": {
+            "method": "files",
+            "hash_type": "sha256",
+            "allow_symlinks": False,
+            "ignore_paths": [NAME],
+        },
+        "resources": [
+            {"name": path, "algorithm": "sha256", "digest": digest.hex()} for path, digest in digests.items()
+        ],
+    }
+    root = hashlib.sha256(b"".join(digests.values())).hexdigest()
+    signed = json.loads(dsse.sign(dsse.statement(KIND, [(name, root)], predicate), key))
+    hint = hashlib.sha256(key.public.pem.encode()).hexdigest()
+    bundle = {
+        "mediaType": BUNDLE,
+        "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
+        "dsseEnvelope": signed,
+    }
+    return json.dumps(bundle).encode()
+
+
+def verify_model(directory: Path, public: PublicKey) -> None:
+    """Verify model.sig in a model's directory: signed by this key, and for exactly the files that are there. Raises
+    UserError: it is not."""
+    with tempfile.TemporaryDirectory() as temporary:
+        key = Path(temporary, "key.pub")
+        key.write_text(public.pem)
+        try:
+            config = verifying.Config().use_elliptic_key_verifier(public_key=key)
+            config.verify(directory, directory / NAME)
+            other = _other_files(directory)  # the library leaves out those of git
+        except Exception as error:  # the library raises whatever an invalid bundle causes
+            other = []
+            with suppress(Exception):
+                other = _other_files(directory)
+            said = escape_unprintable(str(error))[:200] or type(error).__name__
+        else:
+            said = ""
+    if other or said:
+        what = f"{', '.join(map(escape_unprintable, other[:10]))} {'is' if len(other) == 1 else 'are'} not as signed"
+        raise UserError(
+            f"{directory / NAME} does not verify the files of {directory} ({what if other else said}): open the sealed "
+            "adapter anew."
+        )
+
+
+def _other_files(directory: Path) -> list[str]:
+    """Files that a bundle, which need not be valid, does not list as they are, or that are missing."""
+    content = json.loads((directory / NAME).read_bytes())
+    statement = json.loads(base64.b64decode(content["dsseEnvelope"]["payload"]))
+    signed = {item["name"]: item["digest"] for item in statement["predicate"]["resources"]}
+    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not path.is_dir()}
+    found = {name: file_digest(path) for name, path in paths.items() if name != NAME}
+    return sorted(name for name in {*signed, *found} if signed.get(name) != found.get(name))

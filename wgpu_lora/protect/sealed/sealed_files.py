@@ -1,0 +1,252 @@
+"""Sealed files and directories on disk, and the records beside them, by whose digest they are believed.
+
+Also what `protect seal` and `protect open` do: paths, and - for standard input and output as the `age` program has it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Annotated, BinaryIO, TextIO
+
+from wgpu_lora.atomic import check_new, file_digest, new_directory, new_file, write_new_bytes
+from wgpu_lora.errors import UserError, reason
+from wgpu_lora.json_files import read_json
+from wgpu_lora.names.spelling import flag
+from wgpu_lora.paths import check_path
+from wgpu_lora.protect.sealed import archive
+from wgpu_lora.protect.sealed.age_streams import (
+    Reader,
+    parse_recipients,
+    read_recipients,
+    seal_stream,
+    unseal_stream,
+)  # fmt: skip
+from wgpu_lora.protect.sealed.keys import DataKey
+from wgpu_lora.typed_json import Check, Count, read_as
+
+ARCHIVE = ".tar.age"
+STANDARD = "-"
+_HEXADECIMAL = set("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class SealRecord:
+    """What a sealed file is, in NAME.age.json beside it: nothing that says what is in it.
+
+    Attributes:
+        sha256: digest of the sealed file. bytes: its size.
+        rows: of a JSONL file, lines that are not blank; None for other files.
+        recipients: who can open it.
+    """
+
+    sha256: Annotated[str, Check(lambda text: len(text) == 64 and set(text) <= _HEXADECIMAL, "a SHA-256")]
+    bytes: Count
+    rows: Count | None
+    recipients: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> SealRecord:
+        """Reads NAME.age.json. Raises UserError if it is not such a record."""
+        return read_as(cls, read_json(path), f"{path} is not the record of a sealed file")
+
+
+def record_path(sealed: Path) -> Path:
+    return sealed.with_name(sealed.name + ".json")
+
+
+def recipients_of(given: Sequence[str]) -> list[str]:
+    """Recipients, and those in recipients files, which are given as @FILE. Raises UserError: there is none, one is not
+    one, or a file cannot be read."""
+    if not given:
+        raise UserError("--to is missing: give who can open it, age1..., as wgpu-lora protect keygen prints it.")
+    found = [one for text in given for one in (read_recipients(text[1:]) if text.startswith("@") else [text])]
+    parse_recipients(found)
+    return found
+
+
+# -- sealing -----------------------------------------------------------------------------------------------------------
+
+
+def seal_path(path: str | Path, to: str | Path, recipients: Sequence[str]) -> SealRecord:
+    """Seals a file, or a directory as an archive, to a new file, and writes its record beside it.
+
+    Raises:
+        UserError: a recipient is not one; the path cannot be read, or holds links; or `to` exists or cannot be written.
+            Then nothing is left of it.
+    """
+    path, to = Path(path), Path(to)
+    check_path(path)
+    check_path(to)
+    if path.is_dir() and to.resolve().is_relative_to(path.resolve()):
+        raise UserError(f"{to} would be in the directory that it seals: choose a path elsewhere.")
+    return _seal(_pieces(path), to, recipients, rows=path.suffix == ".jsonl")
+
+
+def seal_to(
+    path: str, output: str | None, recipients: Sequence[str], stdin: TextIO | None, stdout: TextIO | None
+) -> tuple[Path, SealRecord] | None:
+    """Seals a path or standard input; None if it went to standard output, which gets no record. Raises UserError: see
+    `seal_path`."""
+    given = Path(path)
+    if path == STANDARD and output is None:
+        raise UserError("Standard input has no name: give -o FILE, or -o - for standard output.")
+    if output == STANDARD:
+        source = _read_pieces(_stream(stdin, "input"), "Standard input") if path == STANDARD else _pieces(given)
+        target = _standard_output(stdout)
+        seal_stream(_PieceReader(source), target, recipients)
+        target.flush()
+        return None
+    if path == STANDARD:
+        to = Path(output or "")
+        source = _read_pieces(_stream(stdin, "input"), "Standard input")
+        return to, _seal(source, to, recipients, rows=to.name.endswith(".jsonl.age"))
+    if not output and given.name in ("", ".."):
+        raise UserError(f"{path} has no name to call its sealed file by: give -o FILE.")
+    to = Path(output) if output else given.with_name(given.name + (ARCHIVE if given.is_dir() else ".age"))
+    return to, seal_path(given, to, recipients)
+
+
+def _seal(source: Iterator[bytes], to: Path, recipients: Sequence[str], rows: bool) -> SealRecord:
+    """As `seal_path`, for content in pieces. rows: whether to count its lines that are not blank."""
+    parse_recipients(recipients)
+    check_path(to)
+    reader, beside = _PieceReader(source), record_path(to)
+    check_new(beside, flag("output"))
+    with ExitStack() as undone:
+        with new_file(to, flag("output")) as place:
+            with place.open("xb") as file:
+                seal_stream(reader, file, recipients)
+            digest, size, unique = file_digest(place), place.stat().st_size, tuple(dict.fromkeys(recipients))
+            record = SealRecord(digest, size, reader.rows if rows else None, unique)
+            write_new_bytes(beside, (json.dumps(asdict(record), indent=2) + "\n").encode(), flag("output"))
+            undone.callback(beside.unlink)  # if the file does not get its name
+        undone.pop_all()
+    return record
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """The content of a file, or the archive of a directory. Raises UserError if it cannot be read, or is empty."""
+    try:
+        if path.is_dir():
+            yield from archive.stream(path)
+            return
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a file or directory: seal a file, or standard input with -.")
+        with path.open("rb") as file:
+            yield from _read_pieces(file, str(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
+
+
+def _read_pieces(file: IO[bytes], where: str) -> Iterator[bytes]:
+    first = file.read(archive.PIECE)
+    if not first:
+        raise UserError(f"{where} is empty: there is nothing to seal.")
+    yield first
+    yield from iter(partial(file.read, archive.PIECE), b"")
+
+
+class _PieceReader:
+    """A reader of pieces that counts lines that are not blank."""
+
+    def __init__(self, source: Iterator[bytes]) -> None:
+        self._source, self._rest, self._inside = source, b"", False
+        self.rows = 0
+
+    def read(self, size: int = -1) -> bytes:
+        if not self._rest:
+            self._rest = next(self._source, b"")
+            self._count(self._rest)
+        piece = self._rest if size < 0 else self._rest[:size]
+        self._rest = self._rest[len(piece) :]
+        return piece
+
+    def _count(self, data: bytes) -> None:
+        for number, line in enumerate(data.split(b"\n")):
+            self._inside = self._inside and not number
+            if not self._inside and line.strip():
+                self.rows += 1
+                self._inside = True
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def unseal_path(sealed: str | Path, to: str | Path, key: DataKey) -> None:
+    """Opens a sealed file to a new file, or an archive (NAME.tar.age) to a new directory, unless that is named *.tar.
+
+    Until everything has been authenticated, it is in a private directory beside `to`. What is opened can be read by
+    this user only (on Windows, by whom its directory says).
+
+    Raises:
+        TamperedError: see `unseal_stream`. UserError: a path cannot be read or written, or an archive is unsafe.
+            In both cases nothing is left.
+    """
+    sealed, to = Path(sealed), Path(to)
+    check_new(to, flag("output"), directory=True)
+    with open_sealed(sealed) as source:
+        _unseal(source, to, key, str(sealed), unpack=sealed.name.endswith(ARCHIVE) and to.suffix != ".tar")
+
+
+def open_to(sealed: str, output: str, key: DataKey, stdin: TextIO | None, stdout: TextIO | None) -> None:
+    """Opens a path or standard input. Raises TamperedError, UserError: see `unseal_path`."""
+    if output != STANDARD and sealed != STANDARD:
+        unseal_path(sealed, output, key)
+        return
+    where = "Standard input" if sealed == STANDARD else sealed
+    target = _standard_output(stdout) if output == STANDARD else None
+    with nullcontext(_stream(stdin, "input")) if sealed == STANDARD else open_sealed(Path(sealed)) as source:
+        if target is None:
+            _unseal(source, Path(output), key, where)
+        else:
+            unseal_stream(source, target, key, where)
+            target.flush()
+
+
+def _unseal(source: Reader, to: Path, key: DataKey, where: str, unpack: bool = False) -> None:
+    if not unpack:
+        with new_file(to, flag("output"), private=True) as place, place.open("xb") as file:
+            unseal_stream(source, file, key, where)
+        return
+    with new_directory(to, flag("output"), private=True) as place, tempfile.TemporaryFile(dir=place) as whole:
+        unseal_stream(source, whole, key, where)
+        whole.flush()
+        if not whole.tell():  # cannot be mapped
+            archive.extract(memoryview(b""), place)
+        with mmap.mmap(whole.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+            archive.extract(view, place)
+
+
+def open_sealed(path: Path) -> IO[bytes]:
+    """A sealed file, for `unseal_stream`. Raises UserError if it cannot be read."""
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a file: give the path of a sealed file.")
+        return path.open("rb")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
+
+
+def _standard_output(stdout: TextIO | None) -> BinaryIO | io.FileIO:
+    """Standard output, not buffered. A reader that goes away is an error here: a part of the data is no success."""
+    target = _stream(stdout, "output")
+    try:
+        number = target.fileno()
+    except (OSError, ValueError):  # not a file
+        return target
+    target.flush()
+    return io.FileIO(number, "w", closefd=False)
+
+
+def _stream(stream: TextIO | None, what: str) -> BinaryIO:
+    if stream is None:  # closed before the start
+        raise UserError(f"Standard {what} is closed: give a path instead of -.")
+    return stream.buffer
