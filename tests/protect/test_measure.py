@@ -39,7 +39,7 @@ def change(path: Path) -> None:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a part of the package."""
     (tmp_path / "wgpu_lora" / "demo").mkdir(parents=True)
-    for name in ("bounded.py", "errors.py"):
+    for name in ("json_files.py", "errors.py"):
         shutil.copy(measurements.PACKAGE / name, tmp_path / "wgpu_lora" / name)
     (tmp_path / "wgpu_lora" / "demo" / "odd name").write_bytes(b"12")
     for folder in ASSETS:

@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora import bounded
 from wgpu_lora.atomic import sync_directory
 from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import read_bytes as read_file
 from wgpu_lora.json_files import to_json
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.evidence.dsse import sha256
@@ -174,7 +174,7 @@ class SignedLog:
 
 def read_bytes(path: Path, limit: int = MAX_LOG_BYTES) -> bytes:
     """A file's content. Raises UserError: it is missing, unreadable, not a regular file, or longer than the limit."""
-    data = bounded.read_bytes(path, limit)
+    data = read_file(path, limit)
     if len(data) > limit:
         raise UserError(f"{path} is longer than {limit:,} bytes: restore the file.")
     return data
