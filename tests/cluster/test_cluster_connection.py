@@ -138,9 +138,9 @@ def test_what_a_call_raises(monkeypatch: pytest.MonkeyPatch, raised: Exception, 
 def test_a_store_of_a_host_or_of_the_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, calls = Cluster.__new__(Cluster), []
     monkeypatch.setattr(cluster, "host", lambda *arguments: calls.append(arguments) or [])
-    cluster.store("node").missing("r/a", ["d"])
+    cluster.store("node").listed("r/a")
     cluster.store("node", "s3://bucket")._call("piece", "r/a", "d", 0)
-    assert calls == [("node", "missing", "r/a", ["d"]), ("node", "piece", "r/a", "d", 0, "s3://bucket")]
+    assert calls == [("node", "listed", "r/a"), ("node", "piece", "r/a", "d", 0, "s3://bucket")]
 
 
 def test_a_connection_that_ray_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

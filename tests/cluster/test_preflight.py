@@ -13,10 +13,9 @@ from support.fake_cluster import VERSIONS, FakeCluster, device_facts, node_facts
 from wgpu_lora.cli.cluster import running
 from wgpu_lora.cluster import node_versions
 from wgpu_lora.cluster.cluster_connection import Target
-from wgpu_lora.cluster.cluster_file import RunOptions, read_cluster_file
+from wgpu_lora.cluster.cluster_file import RunOptions, SweepOptions, read_cluster_file
 from wgpu_lora.cluster.messages import RunRequest, Task, from_plain, to_plain
 from wgpu_lora.cluster.preflight import MOST_SAID, missing_hosts, request_of, surveyed
-from wgpu_lora.cluster.sweep import SweepOptions
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.memory import RunRequirements
 

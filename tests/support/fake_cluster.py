@@ -157,8 +157,8 @@ class FakeCluster:
         }
         return {"tasks": plans, "taught": taught}
 
-    def _missing(self, host: str, unit: str, digests: list[str]) -> list[str]:
-        return [digest for digest in digests if (host, digest) not in self.sent]
+    def _listed(self, host: str, unit: str) -> list[str]:
+        return [digest for name, digest in self.sent if name == host]
 
     def _append(self, host: str, unit: str, digest: str, offset: int, data: bytes, size: int) -> None:
         before = self.sent.get((host, digest), b"")

@@ -227,7 +227,7 @@ def test_what_a_replica_does_not_compute_its_leader_does(
     args = whole(tmp_path, "run")
     with (
         replicas(args, 2, replicas_device, wrong) as (sharing, _),
-        pytest.warns(UserWarning, match="helper 2 .* answers with values that are not finite"),
+        pytest.warns(UserWarning, match="replica 2 .* answers with values that are not finite"),
     ):
         record = trained(device, args, sharing)
     assert_same_run(record, alone)

@@ -99,7 +99,7 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
         ({"job": "finetune", "options": {"port": 3}}, "has an unknown option 'port'"),
         (
             {"job": "finetune", "options": {"where": 3}},
-            "takes recipe, helpers, requests and the options in 'wgpu-lora finetune --help-all'.",
+            "takes recipe, requests and the options in 'wgpu-lora finetune --help-all'.",
         ),
         (
             {"job": "generate", "options": {"prompts": ["a"], "where": 3}},

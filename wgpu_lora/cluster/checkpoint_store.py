@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path, PureWindowsPath
@@ -29,16 +30,18 @@ class DamagedCheckpoint(Exception):
 class Store(Protocol):
     """Files of units, by digest."""
 
-    def missing(self, unit: str, digests: Collection[str]) -> set[str]: ...
-
     def write(self, unit: str, digest: str, source: Path) -> None:
         """Add a file. Raises StorageError if there is no room, or the store cannot be reached."""
 
     def read(self, unit: str, digest: str, target: Path) -> None:
         """Get a file. Raises DamagedCheckpoint if the store does not have it."""
 
-    def keep(self, unit: str, digests: Collection[str]) -> None:
-        """Remove all other files of the unit."""
+    def listed(self, unit: str) -> set[str]:
+        """The digests of the unit's files."""
+        ...
+
+    def remove(self, unit: str, digests: Collection[str]) -> None:
+        """Remove files of the unit."""
 
     def forget(self, run: str) -> None:
         """Remove the files of all units of a run."""
@@ -48,7 +51,10 @@ class FolderStore:
     """Files in a folder or a bucket, `URL/RUN/TASK/DIGEST`. url: as fsspec has it, or a path."""
 
     def __init__(self, url: str | Path):
-        self._files, self._root = fsspec.core.url_to_fs(str(url))
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(str(url))
+        except Exception as error:  # an unknown protocol, or its library is missing
+            raise StorageError(f"The storage {url} cannot be used ({_reason(error)}): check it.") from None
         self._local = "file" in self._files.protocol
 
     def _place(self, unit: str, name: str = "") -> str:
@@ -64,12 +70,30 @@ class FolderStore:
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{digest[:12]} of {unit} is missing in {self._root}") from None
 
-    def missing(self, unit: str, digests: Collection[str]) -> set[str]:
+    def listed(self, unit: str) -> set[str]:
         try:
             names = self._files.ls(self._place(unit), detail=False, refresh=True)
         except FileNotFoundError:
-            names = []
-        return set(digests) - {name.rpartition("/")[2] for name in names}
+            return set()
+        return {name.rpartition("/")[2] for name in names}
+
+    def check(self, name: str, write: bool) -> bool:
+        """Whether a small file of this name is in the store; write: put it there.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        with tempfile.TemporaryDirectory(prefix="wgpu-lora-") as place:
+            file = Path(place, "file")
+            file.write_text(name)
+            if write:
+                self.write(f"check/{name}", digest, file)
+            try:
+                self.read(f"check/{name}", digest, file)
+                return True
+            except (DamagedCheckpoint, ConnectionError):
+                return False
 
     def write(self, unit: str, digest: str, source: Path) -> None:
         target = self._place(unit, digest)
@@ -80,23 +104,24 @@ class FolderStore:
                 os.replace(f"{target}{PART}", target)
             else:
                 self._files.put_file(str(source), target)
-        except OSError as error:
-            raise StorageError(
-                f"A checkpoint cannot be written to {self._root} ({reason(error)}): make room."
-            ) from None
+        except Exception as error:  # libraries of buckets have errors of their own
+            text = (
+                f"A checkpoint cannot be written to {self._root} ({_reason(error)}): make room, or check the storage."
+            )
+            raise StorageError(text) from None
 
     def read(self, unit: str, digest: str, target: Path) -> None:
         try:
             self._files.get_file(self._place(unit, digest), str(target))
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{digest[:12]} of {unit} is missing in {self._root}") from None
+        except Exception as error:
+            raise ConnectionError(f"{self._root} cannot be read ({_reason(error)})") from None
 
-    def keep(self, unit: str, digests: Collection[str]) -> None:
-        with suppress(FileNotFoundError):
-            for name in self._files.ls(self._place(unit), detail=False, refresh=True):
-                if name.rpartition("/")[2] not in digests:
-                    with suppress(FileNotFoundError):
-                        self._files.rm_file(name)
+    def remove(self, unit: str, digests: Collection[str]) -> None:
+        for digest in digests:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(self._place(unit, digest))
 
     def forget(self, run: str) -> None:
         with suppress(FileNotFoundError):
@@ -143,8 +168,8 @@ class HostStore:
     def __init__(self, call: Any):
         self._call = call
 
-    def missing(self, unit: str, digests: Collection[str]) -> set[str]:
-        return set(self._call("missing", unit, sorted(digests)))
+    def listed(self, unit: str) -> set[str]:
+        return set(self._call("listed", unit))
 
     def write(self, unit: str, digest: str, source: Path) -> None:
         size, offset = source.stat().st_size, 0
@@ -161,31 +186,37 @@ class HostStore:
             while data := self._call("piece", unit, digest, file.tell()):
                 file.write(data)
 
-    def keep(self, unit: str, digests: Collection[str]) -> None:
-        self._call("keep", unit, sorted(digests))
+    def remove(self, unit: str, digests: Collection[str]) -> None:
+        self._call("remove", unit, sorted(digests))
 
     def forget(self, run: str) -> None:
         self._call("forget", run)
 
 
-def store_files(stores: Sequence[Store], unit: str, directory: Path, files: Sequence[StoredFile]) -> list[int]:
-    """Write the files of a directory to stores; returns the numbers of the stores that have all of them.
+def store_files(
+    stores: Sequence[Store], unit: str, directory: Path, files: Sequence[StoredFile]
+) -> tuple[list[int], dict[int, set[str]]]:
+    """Write the files of a directory to stores.
+
+    Returns:
+        The numbers of the stores that have all of them, and the digests that each had before.
 
     Raises:
         StorageError, ConnectionError: none of them does.
     """
-    complete, errors = list[int](), list[Exception]()
+    before, errors = dict[int, set[str]](), list[Exception]()
     sources = {file.digest: directory / file.path for file in files}
     for number, store in enumerate(stores):
         try:
-            for digest in sorted(store.missing(unit, sources.keys())):
+            listed = store.listed(unit)
+            for digest in sorted(sources.keys() - listed):
                 store.write(unit, digest, sources[digest])
-            complete.append(number)
+            before[number] = listed
         except (StorageError, ConnectionError, DamagedCheckpoint) as error:
             errors.append(error)
-    if not complete:
+    if not before:
         raise errors[0]
-    return complete
+    return list(before), before
 
 
 def restore_files(stores: Iterable[Store], unit: str, files: Sequence[StoredFile], directory: Path) -> None:
@@ -195,16 +226,21 @@ def restore_files(stores: Iterable[Store], unit: str, files: Sequence[StoredFile
         DamagedCheckpoint: no store has a file with its digest, or a path leads out of the directory.
         ConnectionError: no store has it, and one that may have it does not answer.
     """
-    whole = directory.with_name(f".{directory.name}.tmp")
-    shutil.rmtree(whole, ignore_errors=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    whole = Path(tempfile.mkdtemp(prefix=f".{directory.name[:40]}.", suffix=".tmp", dir=directory.parent))
     try:
         _read_files(list(stores), unit, files, whole)
         shutil.rmtree(directory, ignore_errors=True)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        whole.mkdir(exist_ok=True)
+        whole.chmod(0o777 & ~_umask())
         whole.rename(directory)
     finally:
         shutil.rmtree(whole, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _read_files(stores: Sequence[Store], unit: str, files: Sequence[StoredFile], directory: Path) -> None:
@@ -236,6 +272,10 @@ def is_plain_path(path: str) -> bool:
     """Whether a relative path stays below its folder, on any system."""
     plain = is_path(path) and path.isprintable() and "\\" not in path and not PureWindowsPath(path).drive
     return plain and not {"", ".", ".."} & set(path.split("/"))
+
+
+def _reason(error: Exception) -> str:
+    return reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _digest(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -10,10 +11,12 @@ from typing import Any
 import ray
 
 from wgpu_lora.chain.chain_run import code_digest
-from wgpu_lora.cluster.cluster_paths import options_here
+from wgpu_lora.cluster.checkpoint_store import FolderStore
+from wgpu_lora.cluster.cluster_paths import checkpoints_directory, options_here, parcels_of
+from wgpu_lora.cluster.data_upload import place_parcel
 from wgpu_lora.cluster.device_resources import device_index
-from wgpu_lora.cluster.host_actor import own_environment
-from wgpu_lora.cluster.messages import NAMESPACE
+from wgpu_lora.cluster.host_actor import host_store, living_nodes, own_environment
+from wgpu_lora.cluster.messages import NAMESPACE, Parcel
 from wgpu_lora.data import split_python_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.data_parallel.leader import DataParallelLeader
@@ -25,27 +28,38 @@ class ReplicaActor:
     """Holds a device and computes parts of the steps of a run. Ray starts it again if it dies.
 
     Args:
-        key: of the device. options: of the run, as its training actor has them.
+        key: of the device. options: of the run, as its training actor has them. parcels: files that they name.
     """
 
-    def __init__(self, key: str, options: dict[str, Any]):
+    def __init__(self, key: str, options: dict[str, Any], parcels: Sequence[Parcel]):
         own_environment()
-        self._stack = ExitStack()
-        index = device_index(key)
-        if index is None:
-            raise UserError(f"There is no device {key} on this host any more: look at 'wgpu-lora cluster status'.")
-        own = {name: value for name, value in options_here(options).items() if value is not None}
-        texts, rows = split_python_rows({**own, "device": index})
-        args, _ = resolve_options(texts, None, "a replica")
-        job = prepare_worker(args, rows=rows)
-        self._worker = self._stack.enter_context(serve_gradients(job, code=code_digest()))
+        self._key, self._options, self._parcels = key, options, parcels
+        self._lock, self._stack = threading.Lock(), ExitStack()
+        self._worker: Any = None
 
     def ready(self) -> None:
-        """Returns once the model is loaded."""
+        """Returns once the model is loaded. Raises UserError if it cannot be, for now."""
+        with self._lock:
+            if self._worker is None:
+                self._worker = self._load()
+
+    def _load(self) -> Any:
+        index = device_index(self._key)
+        if index is None:
+            raise UserError(f"There is no device {self._key} on this host any more: see 'wgpu-lora cluster status'.")
+        wanted = set(parcels_of(self._options))
+        for parcel in self._parcels:
+            if parcel.digest in wanted:
+                place_parcel([FolderStore(checkpoints_directory()), *map(host_store, living_nodes())], parcel)
+        own = {name: value for name, value in options_here(self._options).items() if value is not None}
+        texts, rows = split_python_rows({**own, "device": index})
+        args, _ = resolve_options(texts, None, "a replica")
+        return self._stack.enter_context(serve_gradients(prepare_worker(args, rows=rows), code=code_digest()))
 
     def compute(self, question: bytes) -> bytes:
         """The gradients and totals of a part of a step, see `DataParallelWorker.answer`."""
-        return self._worker.answer(question)
+        answer: bytes = self._worker.answer(question)
+        return answer
 
 
 class _ActorLink:

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from filelock import FileLock
+
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.cluster.checkpoint_store import Store, is_plain_path, restore_files, store_files
 from wgpu_lora.cluster.cluster_paths import DIGEST, SENDABLE, sent_directory
@@ -101,10 +103,13 @@ def place_parcel(stores: Sequence[Store], parcel: Parcel) -> Path:
         DamagedCheckpoint: no store has a file. OSError: the disk refuses.
     """
     place = sent_directory() / checked_parcel(parcel).digest
+    place.parent.mkdir(parents=True, exist_ok=True)
     if place.is_dir():
         os.utime(place)  # removed when nobody has used it for long
     else:
-        restore_files(stores, parcel.unit, parcel.files, place)
+        with FileLock(place.with_name(f".{place.name}.lock")):  # other units of this host may need it, too
+            if not place.is_dir():
+                restore_files(stores, parcel.unit, parcel.files, place)
     return place / parcel.name
 
 

@@ -101,8 +101,8 @@ class HostActor:
 
     # -- checkpoints and data ------------------------------------------------------------------------------------------
 
-    def missing(self, unit: str, digests: list[str]) -> list[str]:
-        return sorted(self._store.missing(unit, digests))
+    def listed(self, unit: str) -> list[str]:
+        return sorted(self._store.listed(unit))
 
     def append(self, unit: str, digest: str, offset: int, data: bytes, size: int) -> None:
         self._store.append(unit, digest, offset, data, size)
@@ -112,21 +112,27 @@ class HostActor:
         store = FolderStore(f"{storage.rstrip('/')}/checkpoints") if storage else self._store
         return store.piece(unit, digest, offset, PIECE)
 
-    def keep(self, unit: str, digests: list[str]) -> None:
-        self._store.keep(unit, digests)
+    def remove(self, unit: str, digests: list[str]) -> None:
+        self._store.remove(unit, digests)
+
+    def check_storage(self, storage: str, name: str, write: bool) -> bool:
+        """Whether this host finds a small file of this name in a storage. Raises StorageError if it cannot write it."""
+        return FolderStore(f"{storage.rstrip('/')}/checkpoints").check(name, write)
 
     def place(self, parcel: Parcel) -> str:
         """The path of a parcel whose files have been sent here."""
         return str(place_parcel([self._store], parcel))
 
-    def forget(self, run: str, parcels: Collection[Parcel] = ()) -> None:
-        """Remove everything of a run from this host, also these parcels, the run's teacher caches."""
+    def forget(self, run: str, parcels: Collection[Parcel] = (), storage: str | None = None) -> None:
+        """Remove everything of a run from this host and the storage, also these parcels, the run's teacher caches."""
         self._store.forget(run)
+        if storage:
+            FolderStore(f"{storage.rstrip('/')}/checkpoints").forget(run)
         for part in ("units", "caches"):
             shutil.rmtree(cluster_root() / part / run, ignore_errors=True)
         for parcel in parcels:
             shutil.rmtree(sent_directory() / parcel.digest, ignore_errors=True)
-            self._store.keep(parcel.unit, ())
+            self._store.remove(parcel.unit, self._store.listed(parcel.unit))
 
     def publish(
         self, unit: str, task: str, files: list[StoredFile], output: str, shared: str, storage: str | None
@@ -141,7 +147,8 @@ class HostActor:
         if not Path(shared).is_dir():
             raise UserError(f"The result of {task} cannot be written: this host has no {shared}: mount it there.")
         store = FolderStore(f"{storage.rstrip('/')}/checkpoints") if storage else self._store
-        fetch([store], unit, task, files, Path(output))
+        if not fetch([store], unit, task, files, Path(output)):
+            raise UserError(f"{output} is being written by another program: wait for it.")
 
     def pid(self) -> int:
         return os.getpid()
@@ -212,9 +219,11 @@ def remove_old_files(now: float | None = None) -> list[Path]:
     then; returns what was removed."""
     oldest = (time.time() if now is None else now) - KEEP_SECONDS
     root = cluster_root()
-    old = [
-        path for part in ("units", "checkpoints", "caches") for path in _folders(root / part) if _newest(path) < oldest
+    runs = [
+        path for part in ("units", "checkpoints", "caches") for path in _folders(root / part) if path.name != "sent"
     ]
+    runs += _folders(root / "checkpoints" / "sent")
+    old = [path for path in runs if _newest(path) < oldest]
     old += [path for path in _folders(sent_directory()) if _changed(path) < oldest]
     for path in old:
         shutil.rmtree(path, ignore_errors=True)

@@ -203,7 +203,7 @@ class Commit:
     """A complete state of a unit's directory in the store.
 
     generation: of the actor that wrote it. steps: by task. hosts: addresses of those that keep it; empty: `storage`.
-    final: the results are complete.
+    final: the results are complete. outcomes: of the tasks then, as a Report has them.
     """
 
     unit: str
@@ -212,6 +212,7 @@ class Commit:
     files: list[StoredFile]
     hosts: list[str] = field(default_factory=list)
     final: bool = False
+    outcomes: dict[str, str] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from wgpu_lora.cluster.cluster_connection import Cluster
-from wgpu_lora.cluster.cluster_file import ClusterFile, HostSpec, RunOptions
+from wgpu_lora.cluster.cluster_file import ClusterFile, HostSpec, RunOptions, SweepOptions
 from wgpu_lora.cluster.cluster_paths import HERE, unreadable
 from wgpu_lora.cluster.data_upload import send_data
 from wgpu_lora.cluster.messages import (
@@ -26,7 +27,6 @@ from wgpu_lora.cluster.messages import (
 )
 from wgpu_lora.cluster.placement import refusal
 from wgpu_lora.cluster.placement_field import Place
-from wgpu_lora.cluster.sweep import SweepOptions
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, join_words
 from wgpu_lora.train.memory import RunRequirements
@@ -85,7 +85,8 @@ def _other_versions(nodes: Iterable[NodeFacts], own: Versions, here: bool) -> It
     from wgpu_lora.cluster.node_versions import difference
 
     for node in nodes:
-        if not (what := difference(own, node.versions)):
+        # The controller leaves out nodes that differ from the head, by which they have no devices.
+        if not (what := difference(own, node.versions)) or not (node.devices or here):
             continue
         if here:
             yield (
@@ -280,6 +281,8 @@ def _with_data(
         lacking = {path: hosts for path, hosts in lacking.items() if path not in parcels}
     for path, hosts in lacking.items():
         refusals.add(_lacks(path, hosts, why[path], users[path], path == run.shared))
+    if run.storage and able:
+        refusals.add(*_unusable_storage(cluster, able, run.storage))
     if run.shared and run.shared not in lacking and able:
         outputs = [Task(task.name, {}, task.output) for task in tasks]
         try:
@@ -287,6 +290,18 @@ def _with_data(
         except UserError as error:
             refusals.add(str(error))
     return list(tasks), list(parcels.values())
+
+
+def _unusable_storage(cluster: Cluster, nodes: Sequence[NodeFacts], storage: str) -> Iterable[str]:
+    """Refusals of a storage that a host cannot use, or that is not the same on all hosts."""
+    name, (first, *others) = secrets.token_hex(8), nodes
+    try:
+        cluster.host(first.id, "check_storage", storage, name, True)
+        for node in others:
+            if not cluster.host(node.id, "check_storage", storage, name, False):
+                yield f"{node.host} does not find in {storage} what {first.host} has written: mount the same there."
+    except UserError as error:
+        yield f"{first.host}: {error}"
 
 
 def _lacks(path: str, hosts: Sequence[NodeFacts], why: str, users: Sequence[str], shared: bool) -> str:

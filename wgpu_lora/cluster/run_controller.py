@@ -77,9 +77,13 @@ class RunController:
         self._reports: dict[str, tuple[Any, float]] = {}  # the report that a unit's actor was asked for, and when
         self._beside: dict[str, Future[Any]] = {}  # work that is done once at a time, by name
         self._pool = ThreadPoolExecutor(CALLS, thread_name_prefix="beside")
+        self._surveys = ThreadPoolExecutor(CALLS, thread_name_prefix="survey")
+        self._long = ThreadPoolExecutor(CALLS, thread_name_prefix="long")
+        self._not_before: dict[str, float] = {}  # publishing is tried again
         self._queue, self._saved, self._surveyed, self._used = run_queue.Queue(), b"", 0.0, self.now()
         self._misses: dict[str, int] = {}
         self._other_versions: dict[str, str | None] = {}
+        self._evaluators: set[str] = set()  # devices whose actors have been made
         self._measured_steps: dict[tuple[str, str], int] = {}
         self._file = state_file()
         self._state = self._read()
@@ -145,8 +149,11 @@ class RunController:
         if not self._state.nodes:
             self._survey()
         with self._lock:
-            if run.name in run_state.forgettable_runs(self._state, self.now()):
-                self._forget(run.name)
+            known = self._state.requests.get(run.name)
+            forgettable = run.name in run_state.forgettable_runs(self._state, self.now())
+        if known and forgettable:  # to its end: the new run has the same folders
+            self._forget(run.name)
+        with self._lock:
             run_state.check_run(self._state, run)
             run_queue.check_placeable(self._state, run)
             run_state.add_run(self._state, run, self.now())
@@ -234,7 +241,7 @@ class RunController:
             call_host(node, "publish", *arguments, seconds=PUBLISH_SECONDS)
         except (ConnectionError, UserError) as error:
             task.reason = f"its results are not in {output} yet: {error}"
-            time.sleep(RETRY_SECONDS)
+            self._not_before[task.id] = self.now() + RETRY_SECONDS
             return
         with self._lock:
             task.reason = "" if task.state == "finished" else task.reason
@@ -270,7 +277,7 @@ class RunController:
             self._save()
             request = self._state.requests[unit.run]
             if request.eval_device and not commit.final:
-                self._do_beside(f"evaluate {unit.id}", self._evaluate, unit.id, commit)
+                self._do_beside(f"evaluate {unit.id}", self._evaluate, unit.id, commit, pool=self._long)
             return True
 
     # -- turns ---------------------------------------------------------------------------------------------------------
@@ -285,16 +292,29 @@ class RunController:
             self._wake.clear()
 
     def _turn(self) -> None:
+        with self._lock:
+            outdated = [
+                run
+                for run in run_state.forgettable_runs(self._state, self.now())
+                if self.now() - self._state.runs[run].ended > KEEP_SECONDS
+            ]
+        for run in outdated:
+            self._forget(run)
         if self._idle():
+            self._save()
             self._rest()
             return
-        self._used = self.now()
+        self._used = max(self._used, self.now())
         living = set(living_nodes())
         if living != {node.id for node in self._state.nodes} or self.now() - self._surveyed > SURVEY_SECONDS:
             self._do_beside("survey", self._survey)
         self._find_actors()
         self._poll()
         self._make_caches()
+        with self._lock:
+            runs = [run.name for run in self._state.runs.values() if not run.ended]
+            reserved = {self._state.requests[run].eval_device for run in runs}
+        self._end_evaluators({device for device in self._evaluators if device not in reserved})
         with self._lock:
             measures = run_state.devices_to_measure(self._state, self.now()) if self._speeds_matter() else []
         for device, node, key in measures:
@@ -303,11 +323,9 @@ class RunController:
         self._save()
         with self._lock:
             for task in self._state.tasks.values():
-                if task.results and not task.fetched and self._state.requests[task.run].shared:
+                due = self.now() >= self._not_before.get(task.id, 0.0)
+                if task.results and not task.fetched and due and self._state.requests[task.run].shared:
                     self._do_beside(f"publish {task.id}", self._publish, task)
-            for run in run_state.forgettable_runs(self._state, self.now()):
-                if self.now() - self._state.runs[run].ended > KEEP_SECONDS:
-                    self._forget(run)
 
     def _idle(self) -> bool:
         with self._lock:
@@ -316,8 +334,10 @@ class RunController:
     def _speeds_matter(self) -> bool:
         return run_queue.speeds_matter(self._state)
 
-    def _do_beside(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
-        """Do something beside turns, unless it is being done."""
+    def _do_beside(
+        self, name: str, work: Callable[..., None], *arguments: Any, pool: ThreadPoolExecutor | None = None
+    ) -> None:
+        """Do something beside turns, unless it is being done. pool: for what takes long."""
 
         def guarded() -> None:
             try:
@@ -331,7 +351,7 @@ class RunController:
 
         with self._lock:
             if name not in self._beside:
-                self._beside[name] = self._pool.submit(guarded)
+                self._beside[name] = (pool or self._pool).submit(guarded)
 
     def _rest(self) -> None:
         """After a while without anything to do, end the actors of hosts and evaluations, which hold memory."""
@@ -349,7 +369,7 @@ class RunController:
         living = living_nodes()
         with self._lock:
             before = {node.id: node for node in self._state.nodes}
-        found = list(self._pool.map(lambda node: self._ask_node(node, before.get(node)), living))
+        found = list(self._surveys.map(lambda node: self._ask_node(node, before.get(node)), living))
         with self._lock:
             self._surveyed = self.now()
             run_state.take_survey(self._state, [node for node in found if node is not None], self.now())
@@ -357,7 +377,7 @@ class RunController:
     def _ask_node(self, node: str, before: NodeFacts | None) -> NodeFacts | None:
         try:
             facts = from_plain(NodeFacts, call_host(node, "survey"))
-        except (ConnectionError, UserError, ValueError) as error:
+        except Exception as error:  # of its driver or its files, too; others are surveyed all the same
             self._misses[node] = self._misses.get(node, 0) + 1
             if self._misses[node] == 1:
                 with self._lock:
@@ -400,7 +420,12 @@ class RunController:
                     unit = run_state.join_units(state, placement.tasks)
                     run_state.start_unit(state, unit, placement.devices, placement.needed, now)
                     started.append(unit)
-            self._save()  # a generation must be known before its actor is
+            try:
+                self._save()  # a generation must be known before its actor is
+            except UserError as error:
+                for unit in started:
+                    run_state.wait_again(self._state, unit, now, str(error))
+                raise
         for unit in started:
             self._start_actor(unit)
 
@@ -414,7 +439,7 @@ class RunController:
         for number, device in enumerate(devices[1:], 1):
             name = f"{_actor_name(unit)}:{number}"
             options = self._actor_options(name, device, jobs) | {"max_restarts": -1}
-            ray.remote(ReplicaActor).options(**options).remote(device.facts.key, order.tasks[0].options)
+            ray.remote(ReplicaActor).options(**options).remote(device.facts.key, order.tasks[0].options, order.parcels)
             replicas.append(name)
         options = self._actor_options(_actor_name(unit), devices[0], jobs)
         handle = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
@@ -515,8 +540,16 @@ class RunController:
             known = self._state.devices.get(device)
         if known is None or known.gone:
             raise ConnectionError(f"{device} is gone")
+        self._evaluators.add(device)
         options = self._actor_options(f"evaluation:{device}", known, 1)
         return ray.remote(EvaluationActor).options(**options).remote(known.facts.key)
+
+    def _end_evaluators(self, devices: set[str]) -> None:
+        """End the actors of these devices, which other runs can use then."""
+        for device in devices & self._evaluators:
+            self._evaluators.discard(device)
+            with suppress(ValueError, ray.exceptions.RayError):
+                ray.kill(ray.get_actor(f"evaluation:{device}", namespace=NAMESPACE))
 
     def _evaluate(self, unit_id: str, commit: Commit) -> None:
         """Measure the tasks of a commit; while that goes on, newer commits of the unit are not measured."""
@@ -563,8 +596,11 @@ class RunController:
                 waits = any(unit.phase == "waiting" for unit in run_queue.units_of_cache(self._state, cache))
                 if cache.phase == "waiting" and waits and self.now() >= cache.not_before and self._state.nodes:
                     cache.phase, cache.reason = "making", ""
-                if cache.phase == "making":
-                    self._do_beside(f"cache {cache.id}", self._make_cache, cache)
+                if cache.phase == "making" and not run_queue.units_of_cache(self._state, cache):
+                    self._end_evaluators({self._state.requests[cache.run].eval_device or ""})  # it was cancelled
+                    cache.phase = "waiting"
+                elif cache.phase == "making":
+                    self._do_beside(f"cache {cache.id}", self._make_cache, cache, pool=self._long)
                     self._do_beside(f"cache progress {cache.id}", self._follow_cache, cache)
 
     def _make_cache(self, cache: CacheState) -> None:
@@ -627,19 +663,24 @@ class RunController:
 
     def _forget(self, run: str) -> None:
         """Forget a run that is over, and have hosts remove what they keep of it."""
-        state = self._state
-        others = {p.digest for cache in state.caches.values() if cache.run != run for p in cache.parcels.values()}
-        parcels = [
-            parcel
-            for cache in state.caches.values()
-            if cache.run == run
-            for parcel in cache.parcels.values()
-            if parcel.digest not in others
-        ]
-        run_state.forget_run(state, run)
-        self._evaluations(run).unlink(missing_ok=True)
-        for node in living_nodes():
-            self._do_beside(f"forget {run} on {node}", lambda node: call_host(node, "forget", run, parcels), node)
+        with self._lock:
+            state, storage = self._state, self._state.requests[run].storage
+            others = {p.digest for cache in state.caches.values() if cache.run != run for p in cache.parcels.values()}
+            parcels = [
+                parcel
+                for cache in state.caches.values()
+                if cache.run == run
+                for parcel in cache.parcels.values()
+                if parcel.digest not in others
+            ]
+            run_state.forget_run(state, run)
+            self._evaluations(run).unlink(missing_ok=True)
+
+        def on(node: str) -> None:
+            with suppress(ConnectionError, UserError, OSError):
+                call_host(node, "forget", run, parcels, storage)
+
+        list(self._surveys.map(on, living_nodes()))
 
 
 def _actor_name(unit: UnitState) -> str:

@@ -168,12 +168,15 @@ def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]
     for unit in state.placed():
         for name in unit.devices:
             active.setdefault(name, []).append(unit)
+    reserved = {state.requests[run.name].eval_device for run in state.runs.values() if not run.ended}
     found = []
     for name, device in state.devices.items():
         units, host = active.get(name, []), state.hosts[device.facts.address]
         busy = [_seconds_left(state, unit) for unit in units]
         if device.measuring > now:
             busy.append(MEASURED_SECONDS)
+        share = sum(1 / state.requests[unit.run].jobs_per_device for unit in units)  # of its resource in Ray
+        used = jobs_per_device if device.measuring > now else math.ceil(share * jobs_per_device)
         found.append(
             Place(
                 id=name,
@@ -181,7 +184,7 @@ def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]
                 host=device.facts.address,
                 free=device.free,
                 speed=device.facts.speed,
-                active=jobs_per_device if device.measuring > now else len(units),
+                active=used,
                 busy_seconds=min(busy, default=0.0),
                 bases=frozenset(host.bases),
                 data=frozenset(host.data),
@@ -190,7 +193,7 @@ def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]
                 held=sum(unit.needed for unit in units),
                 budget=device.facts.budget,
                 name=state.device_name(name),
-                out=device.out,
+                out=device.out or ("reserved for evaluations" if name in reserved else ""),
             )
         )
     return found
@@ -226,7 +229,9 @@ class Refusals:
 
     def __init__(self, state: ClusterState, request: RunRequest):
         self._state, self._request = state, request
-        self._places = [place for place in places(state, 1, 0.0) if place.id != request.eval_device]
+        devices = {name: device.out for name, device in state.devices.items()}
+        every = [replace(place, out=devices[place.id]) for place in places(state, 1, 0.0)]
+        self._places = [place for place in every if place.id != request.eval_device]
         self._placeable: set[tuple[tuple[str, int], ...]] = set()
 
     def of(self, names: Sequence[str]) -> str | None:

@@ -32,6 +32,7 @@ REMEASURE_SECONDS = 1800.0  # after which one that was measured beside other pro
 RETAIN_SECONDS = 7 * 86400.0  # how long results wait for somebody to fetch them
 MAX_REMEMBERED = 64  # bases and data of a host
 MAX_NAMES = 5  # in a sentence
+RESERVED = ("sent", "check")  # folders of stores that are of no run
 
 
 @dataclass
@@ -239,6 +240,8 @@ def add_run(state: ClusterState, request: RunRequest, now: float) -> None:
 
 def check_run(state: ClusterState, request: RunRequest) -> None:
     """Refuse a run whose name, tasks or outputs cannot be taken. Raises UserError."""
+    if request.name in RESERVED:
+        raise UserError(f"A run cannot have the name '{request.name}': choose another --name.")
     if request.name in state.runs:
         raise UserError(f"A run '{request.name}' is known already: choose another --name, or attach to that one.")
     if not request.tasks:
@@ -488,11 +491,17 @@ def merged_progress(before: Progress, new: Progress) -> Progress:
 
 def lose_unit(state: ClusterState, unit: UnitState, reason: str, now: float) -> None:
     """The actor of a unit has died, or its node."""
-    for task in state.members(unit):
-        task.deaths += 1
-    if not unit.started:
+    final = unit.commit is not None and unit.commit.final and unit.commit.generation == unit.generation
+    if final and unit.commit and unit.commit.outcomes:  # it died before its last report
+        _release(state, unit)
+        _finish(state, unit, unit.commit.outcomes, "")
+    elif unit.started:
+        for task in state.members(unit):
+            task.deaths += 1
+        _try_again(state, unit, reason, now)
+    else:  # others may hold its device, of whom only Ray knows
         unit.avoid[unit.devices[0]] = now + NO_ROOM_SECONDS
-    _try_again(state, unit, reason, now)
+        wait_again(state, unit, now, reason)
     settle_run(state, unit.run, now)
 
 
@@ -519,7 +528,8 @@ def _ended(
         unit.commit = None
         for task in tasks:
             task.committed = Progress()
-        wait_again(state, unit, now, reason)
+            task.deaths += 1
+        _try_again(state, unit, reason, now)
     elif ended == "stopped":
         for task in tasks:
             task.deaths += 1
@@ -565,10 +575,9 @@ def _try_again(state: ClusterState, unit: UnitState, reason: str, now: float) ->
     state.log(now, f"{unit_name(unit)} was interrupted on {state.device_name(tasks[0].device or '')}: {reason}")
     if all(len(task.failed_on) < FAILURES and task.deaths < DEATHS for task in tasks):
         wait_again(state, unit, now, reason)
-    elif len(tasks) > 1:  # which one is the reason shows when each is alone
+    elif len(tasks) > 1 and not unit.commit:  # which one is the reason shows when each is alone
         for task in tasks:
             task.alone, task.failed_on, task.deaths = True, [], 0
-        unit.commit = None
         wait_again(state, unit, now, reason)
     else:
         times = count_noun(max(len(tasks[0].failed_on), tasks[0].deaths), "time")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.cluster.cluster_file import LONGEST, safe_name, told_apart
+from wgpu_lora.cluster.cluster_file import LONGEST, MAX_TRIALS, SweepOptions, safe_name, told_apart
 from wgpu_lora.cluster.cluster_tasks import REFUSED, Draft, finished
 from wgpu_lora.cluster.messages import RunView, Snapshot, Sweep, Task, TaskView
 from wgpu_lora.cluster.task_outputs import output_of
@@ -19,39 +19,8 @@ from wgpu_lora.errors import UserError, reason
 from wgpu_lora.json_files import to_json
 from wgpu_lora.names.spelling import flag, setting
 from wgpu_lora.train.memory import RunRequirements
-from wgpu_lora.train.option_types import READERS, TYPES, Range, check, kinds, option
+from wgpu_lora.train.option_types import READERS, TYPES, kinds
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values, named
-
-SWEEP = "Sweep"  # heading of its options in help
-METRICS, SCHEDULERS = ("eval_loss", "loss"), ("none", "asha")
-MOST = 10_000  # tasks
-
-
-@dataclass(frozen=True)
-class SweepOptions:
-    """The options of `cluster sweep`, declared as those of training are.
-
-    grace_period: None for a tenth of the shortest task's steps.
-    """
-
-    max_trials: int | None = option(
-        None, SWEEP, "Draw so many of the combinations, by --seed. Default: all.", within=Range(1, at_most=MOST)
-    )
-    metric: str = option("eval_loss", SWEEP, "What the adapters are compared by; lower is better.", choices=METRICS)
-    scheduler: str = option(
-        "none", SWEEP, "What ends poor adapters early: nothing, or ASHA of Ray Tune.", choices=SCHEDULERS
-    )
-    grace_period: int | None = option(
-        None, SWEEP, "With ASHA, the steps before an adapter may be ended. Default: a tenth.", within=Range(1)
-    )
-    reduction_factor: float = option(
-        4.0, SWEEP, "With ASHA, one of so many goes on at each rung.", within=Range(above=1, at_most=1000)
-    )
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            check(item.name, getattr(self, item.name), item.metadata)
-
 
 RESULTS = "sweep.json"
 # Options that no task may vary, and why.
@@ -141,8 +110,10 @@ def sweep_tasks(
     if Path(output_of(args.output, shared), RESULTS).exists():
         raise UserError(f"{args.output} already holds a sweep's {RESULTS}: choose another directory.")
     count = min(grid.size, options.max_trials or grid.size)
-    if count > MOST:
-        raise UserError(f"A grid of {grid.size:,} adapters is more than {MOST:,}: give fewer values, or --max-trials.")
+    if count > MAX_TRIALS:
+        raise UserError(
+            f"A grid of {grid.size:,} adapters is more than {MAX_TRIALS:,}: give fewer values, or --max-trials."
+        )
     indices = sorted(random.Random(args.seed).sample(range(grid.size), count))
     found = [grid.at(index) for index in indices]
     names = told_apart([_name(params, number, count) for number, params in enumerate(found, 1)])

@@ -48,16 +48,16 @@ class Cancelled(Exception):
     """The unit was cancelled before its first step."""
 
 
+class StorageUnavailable(Exception):
+    """Results could not be stored, which is no fault of the device."""
+
+
 class StaleActor(Exception):
     """The unit is another actor's: nothing of it may be written any more."""
 
 
 class TrainingActor:
-    """Trains an order on a thread of its own, so that calls are answered meanwhile.
-
-    Args:
-        commit: asks the controller to accept a Commit; returns False if the unit is another actor's.
-    """
+    """Trains an order on a thread of its own, so that calls are answered meanwhile."""
 
     def __init__(self, order: Order, controller: Any):
         own_environment()
@@ -97,6 +97,15 @@ class TrainingActor:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        ended, why = "failed", "its thread has ended"
+        try:
+            ended, why = self._run_to_end()
+        except BaseException as error:
+            why = _sentence(error)
+        finally:
+            self._end = ended, why
+
+    def _run_to_end(self) -> tuple[str, str]:
         try:
             ended, why = self._train()
             self._commit_results(whole=True)
@@ -105,8 +114,10 @@ class TrainingActor:
             ended, why = "stopped", "its device was taken for lost, and it goes on elsewhere."
         except Cancelled:
             ended, why = "stopped", ""
-            with suppress(StaleActor):
+            with suppress(Exception):
                 self._commit_results(whole=False)
+        except StorageUnavailable as error:
+            ended, why = "stopped", str(error)
         except DamagedCheckpoint as error:
             ended, why = "no checkpoint", str(error)
         except ConnectionError as error:  # which is no fault of this device
@@ -116,7 +127,7 @@ class TrainingActor:
             if self._order.mirror_steps:  # the newest checkpoint of a run that failed
                 with suppress(Exception):
                     self._commit_results(whole=False)
-        self._end = ended, why
+        return ended, why
 
     def _train(self) -> tuple[str, str]:
         order = self._order
@@ -149,7 +160,12 @@ class TrainingActor:
         wanted = set(parcels_of(task.options))
         for parcel in order.parcels:
             if parcel.digest in wanted:
-                place_parcel(self._all_stores(), parcel)
+                try:
+                    place_parcel(self._all_stores(), parcel)
+                except DamagedCheckpoint as error:
+                    raise StorageError(
+                        f"The data {parcel.name} are missing on all hosts ({error}): send them again."
+                    ) from None
         given = {name: value for name, value in task.options.items() if value is not None and name not in OWN}
         own = given.get("save_steps") or order.save_steps
         given["save_steps"] = min(own, order.save_steps) if order.save_steps > 0 else own
@@ -171,7 +187,7 @@ class TrainingActor:
 
     def _pass_on_ends(self) -> None:
         job = self._job
-        for name in self._ending if job else ():
+        for name in list(self._ending) if job else ():
             job.requests.end(name if len(self._order.tasks) > 1 else None)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -220,27 +236,30 @@ class TrainingActor:
         try:
             files, steps = self._snapshots.take(target, ended)
             stores = self._stores()
-            complete = store_files(stores, order.unit, target, files)
+            complete, before = store_files(stores, order.unit, target, files)
             hosts = [] if order.storage else [(own_address(), *map(address_of, order.mirrors))[i] for i in complete]
-            commit = Commit(order.unit, order.generation, steps, files, hosts, final)
+            commit = Commit(order.unit, order.generation, steps, files, hosts, final, dict(self._progress.outcomes))
             if not ray.get(self._controller.commit.remote(commit), timeout=PATIENCE):
                 raise StaleActor
-            for number in complete:
+            for number in complete:  # of files that came later, another actor may be the owner
                 with suppress(OSError, StorageError, ConnectionError):
-                    stores[number].keep(order.unit, {file.digest for file in files})
-        except (OSError, StorageError, ConnectionError, DamagedCheckpoint, ray.exceptions.RayError) as error:
+                    stores[number].remove(order.unit, before[number] - {file.digest for file in files})
+        except StaleActor:
+            raise
+        except Exception as error:
             self._problem = f"Its newest checkpoint could not be stored: {_sentence(error)}"
             return False
         finally:
             shutil.rmtree(target, ignore_errors=True)
-        self._problem, self._stored_steps = "", steps
+        self._stored_steps = steps
+        self._problem = "" if len(complete) == len(stores) else "its checkpoints are stored on its own host only"
         return True
 
     def _commit_results(self, whole: bool) -> None:
         """Store what training has left: its results, or the newest checkpoint of a run that failed.
 
         Raises:
-            StaleActor: the unit is another actor's. StorageError: results could not be stored.
+            StaleActor: the unit is another actor's. StorageUnavailable: results could not be stored.
         """
         if whole:
             self._progress.doing("copying the results")
@@ -252,7 +271,7 @@ class TrainingActor:
             if not whole:
                 return
             if time.monotonic() > until:  # what another actor would train again is worth waiting for
-                raise StorageError(self._problem or "The results could not be stored.")
+                raise StorageUnavailable(self._problem or "the results could not be stored")
             time.sleep(RETRY_SECONDS)
         shutil.rmtree(self._directory, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -12,6 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
+from wgpu_lora.atomic import replace_directory
 from wgpu_lora.cluster.cluster_paths import cluster_root, options_here
 from wgpu_lora.cluster.device_resources import DEVICE, hold_any_device
 from wgpu_lora.cluster.messages import NodeFacts, Progress, RunRequest, RunView, Snapshot, Task, TaskView
@@ -64,17 +68,20 @@ def run_tune(request: RunRequest, storage: str) -> Snapshot:
     from ray.tune.schedulers import ASHAScheduler
 
     assert request.sweep is not None
-    metric, steps = request.sweep.metric, _most_steps(request)
+    metric = request.sweep.metric
     options = {task.name: task.options for task in request.tasks}
     trained = tune.with_parameters(train_trial, options=options, metric=metric)
     trainable = tune.with_resources(trained, {"cpu": 0, DEVICE: 1})
-    path = f"{storage}/{request.name}"
+    content = json.dumps([options, metric], sort_keys=True)
+    name = f"{request.name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"  # other tasks are another experiment
+    path = f"{storage}/{name}"
     if tune.Tuner.can_restore(path):
         tuner = tune.Tuner.restore(path, trainable, resume_errored=True)
     else:
         scheduler = ASHAScheduler(
             time_attr=STEP,
-            max_t=steps,
+            max_t=1 + max(_steps(request, task) for task in request.tasks),
+            stop_last_trials=False,  # a trial ends by itself, with its results
             grace_period=request.sweep.grace_period,
             reduction_factor=request.sweep.reduction_factor,
         )
@@ -83,18 +90,24 @@ def run_tune(request: RunRequest, storage: str) -> Snapshot:
             param_space={CONFIG: tune.grid_search(list(options))},
             tune_config=tune.TuneConfig(metric=metric, mode="min", scheduler=scheduler),
             run_config=tune.RunConfig(
-                name=request.name,
+                name=name,
                 storage_path=storage,
                 failure_config=tune.FailureConfig(max_failures=FAILURES),
                 verbose=1,
             ),
         )
-    by_name = {result.config[CONFIG]: result for result in tuner.fit()}
-    return _snapshot(request, [_view(request, task, by_name.get(task.name)) for task in request.tasks])
+    results = tuner.fit()
+    if results.num_terminated + results.num_errors < len(request.tasks):
+        raise KeyboardInterrupt  # Tune has saved its state
+    by_name = {result.config[CONFIG]: result for result in results}
+    views = [_view(request, task, by_name.get(task.name)) for task in request.tasks]
+    files, root = fsspec.core.url_to_fs(path)
+    files.rm(root, recursive=True)
+    return Snapshot(0.0, [RunView(request.name, request.by, 0.0, True, None, request.sweep)], views, [], [])
 
 
-def _most_steps(request: RunRequest) -> int:
-    return max((plan.steps for plans in request.plans.values() for plan in plans.values()), default=1)
+def _steps(request: RunRequest, task: Task) -> int:
+    return max((plan.steps for plan in request.plans[task.name].values()), default=1)
 
 
 def train_trial(config: dict[str, Any], options: dict[str, dict[str, Any]], metric: str) -> None:
@@ -155,14 +168,14 @@ class _TrialEvents(Events):
 def _view(request: RunRequest, task: Task, result: Any) -> TaskView:
     """A task as it ended, whose result is brought to its output."""
     metrics = (result.metrics or {}) if result else {}
-    total, step = _most_steps(request), int(metrics.get(STEP, 0))
-    state, why = ("finished" if step >= total else "stopped"), ""
+    total, step, state, why = _steps(request, task), int(metrics.get(STEP, 0)), "stopped", ""
     if result is None or result.error:
         state, why = "failed", str(result.error).strip().splitlines()[-1] if result else "it was not started"
     elif result.checkpoint is None:
-        state, why = "stopped", "it has no checkpoint"
+        why = "it has no checkpoint"
     else:
         _bring(result.checkpoint, Path(task.output))
+        state = "finished" if (Path(task.output) / "run.json").is_file() else "stopped"
     best = None
     if result is not None and result.metrics_dataframe is not None and EVAL_LOSS in result.metrics_dataframe:
         best = float(result.metrics_dataframe[EVAL_LOSS].min())
@@ -172,20 +185,16 @@ def _view(request: RunRequest, task: Task, result: Any) -> TaskView:
 
 def _bring(checkpoint: Any, output: Path) -> None:
     """Copy the run of a trial. One that was ended early gets the adapter of its newest checkpoint."""
+    hidden = output.with_name(f".{output.name}.tmp")
     with checkpoint.as_directory() as place:
         try:
-            shutil.copytree(Path(place, RUN), output, dirs_exist_ok=True)
-            if not (output / "adapter_model.safetensors").exists():
-                newest = run_checkpoint.latest_checkpoint(output)
-                for file in run_checkpoint.ADAPTER_FILES if newest else ():
-                    with suppress(FileNotFoundError):
-                        shutil.copyfile(newest / file, output / file)  # type: ignore[operator]
+            shutil.rmtree(hidden, ignore_errors=True)
+            shutil.copytree(Path(place, RUN), hidden)
+            newest = run_checkpoint.latest_checkpoint(hidden)
+            for file in run_checkpoint.ADAPTER_FILES if newest and not (hidden / "run.json").exists() else ():
+                with suppress(FileNotFoundError):
+                    shutil.copyfile(newest / file, hidden / file)  # type: ignore[operator]
+            replace_directory(hidden, output)
         except OSError as error:
-            raise UserError(
-                f"The result cannot be written to {output} ({reason(error)}): run the sweep again."
-            ) from None
-
-
-def _snapshot(request: RunRequest, tasks: list[TaskView]) -> Snapshot:
-    run = RunView(request.name, request.by, 0.0, True, request.shared, request.sweep)
-    return Snapshot(0.0, [run], tasks, [], [])
+            text = f"The result cannot be written to {output} ({reason(error)}): run the sweep again."
+            raise UserError(text) from None

@@ -25,7 +25,7 @@ from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.console import table as made_table
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig
 from wgpu_lora.cli.parameters import Json, is_given, option_parameter, training_options, warn_unused
-from wgpu_lora.cluster.sweep import SWEEP, SweepOptions
+from wgpu_lora.cluster.cluster_file import SWEEP, SweepOptions
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import program
 from wgpu_lora.text import escape_unprintable

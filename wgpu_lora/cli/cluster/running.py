@@ -24,9 +24,8 @@ from wgpu_lora.signals import on_end_signal
 from wgpu_lora.text import count_noun, join_words
 
 if TYPE_CHECKING:
-    from wgpu_lora.cluster.cluster_file import RunOptions
+    from wgpu_lora.cluster.cluster_file import RunOptions, SweepOptions
     from wgpu_lora.cluster.local_ray import Local
-    from wgpu_lora.cluster.sweep import SweepOptions
 
 SUBMIT_SECONDS = 120.0
 MOST = 3  # runs that a line names
@@ -73,8 +72,11 @@ def _tune(cluster: Cluster, request: RunRequest, detach: bool) -> int:
     """A sweep by Ray Tune, in the foreground; the exit code. The same command goes on with one that was interrupted."""
     from wgpu_lora.cluster.tune_sweep import run_tune, tune_storage
 
-    if detach:
-        raise UserError("--detach is for sweeps without a scheduler: Ray Tune runs in the foreground.")
+    if detach or request.shared or request.eval_device or request.data_parallel > 1 or request.jobs_per_device > 1:
+        raise UserError(
+            "--detach, --shared, --eval-device, --data-parallel and --jobs-per-device are for sweeps without a "
+            "scheduler: leave them out."
+        )
     nodes = [from_plain(NodeFacts, node) for node in cluster.controller("nodes", seconds=SURVEY_SECONDS)]
     line("sweep", f"{request.name}: {count_noun(len(request.tasks), 'trial')} of Ray Tune")
     followed = Followed(run_tune(request, tune_storage(request, nodes)))
@@ -104,9 +106,12 @@ def _request(
     cluster: Cluster, what: Target, tasks: Sequence[Task], options: RunOptions, sweep: SweepOptions | None
 ) -> RunRequest:
     """What to ask the controller for, which has been checked on the cluster. Raises UserError if it is refused."""
-    from wgpu_lora.cluster.node_versions import own_versions
+    from wgpu_lora.cluster.node_versions import difference, own_versions
 
     nodes = surveyed(cluster, own_versions(), what.here)
+    for node in nodes:
+        if not node.devices and (what_differs := difference(own_versions(), node.versions)):
+            line("left out", f"{node.host}, since {what_differs}")
     devices = sum(len(node.devices) for node in nodes)
     line("cluster", f"{count_noun(devices, 'device')} of {count_noun(len(nodes), 'host')}: {listed_hosts(nodes)}")
     if what.file and (gone := missing_hosts(nodes, what.file)):
