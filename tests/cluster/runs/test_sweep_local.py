@@ -55,6 +55,7 @@ def test_a_grid_is_trained_and_listed_the_best_first(tmp_path: Path, environment
     assert [trial["params"] for trial in trials] == [{"learning_rate": 2e-3}, {"learning_rate": 1e-6}]
     assert [trial["value"] for trial in trials] == sorted(trial["value"] for trial in trials)
     assert (trials[0]["state"], trials[0]["step"]) == ("finished", 16)
+    assert (Path(trials[0]["output"]) / "run.json").exists()
     assert trials[1]["state"] == "stopped"
     assert 4 <= trials[1]["step"] < 16
     for trial in trials:  # the ended ones keep their results, too
