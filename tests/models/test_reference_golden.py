@@ -94,7 +94,7 @@ def test_generated_tokens():
 
 def test_preference_runs(monkeypatch):
     pytest.importorskip("trl")
-    from golden import preferences
+    from scripts.golden import golden_preferences as preferences
 
     monkeypatch.setattr(preferences, "STEPS", 3)
     initial = load_file(FIXTURES / "golden" / f"{preferences.ARCHITECTURE}.safetensors")
@@ -168,12 +168,12 @@ def test_peft_loads_our_adapters_and_we_load_pefts(architecture, tmp_path):
 
 @pytest.mark.parametrize("name", ["patterns", "rslora", "expression", "rslora-patterns", "dora-patterns"])
 def test_pefts_options_and_ours_give_the_same_logits(name, tmp_path):
-    from golden import adapters
+    from scripts.golden import golden_training as adapters
 
     models, stored = FIXTURES / "models", load_file(FIXTURES / "golden" / "peft.safetensors")
     ids, expected = stored[f"{name}.input_ids"], stored[f"{name}.logits"]
     adapters.save_adapter(name, models, tmp_path / "theirs")
-    assert_same_numbers({name: adapters.logits(name, models, tmp_path / "theirs", ids)}, {name: expected})
+    assert_same_numbers({name: adapters.adapter_logits(name, models, tmp_path / "theirs", ids)}, {name: expected})
     # Read and written by us, it is the same adapter to PEFT.
     config, matrices = read_adapter(tmp_path / "theirs")
     tensors = {
@@ -182,7 +182,7 @@ def test_pefts_options_and_ours_give_the_same_logits(name, tmp_path):
         for factor, value in zip(PARTS, pair, strict=False)
     }
     write_adapter(tmp_path / "ours", tensors, config)
-    assert_same_numbers({name: adapters.logits(name, models, tmp_path / "ours", ids)}, {name: expected})
+    assert_same_numbers({name: adapters.adapter_logits(name, models, tmp_path / "ours", ids)}, {name: expected})
 
 
 pytestmark = pytest.mark.reference
