@@ -691,7 +691,7 @@ def _death(error: Exception) -> str:
     """Why an actor has died, for people."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return f"its actor failed ({_why(error)})"
-    return "its node was lost" if "node" in str(error).lower() and "died" in str(error).lower() else "its process ended"
+    return "its node was lost" if "its node has died" in str(error) else "its process ended"
 
 
 def _why(error: Exception) -> str:
