@@ -234,6 +234,11 @@ def replace_directory(tmp: str | Path, final: str | Path) -> None:
     remove(previous)
 
 
+def sha256(data: bytes) -> str:
+    """The SHA-256 of bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def file_digest(path: Path) -> str:
     """A file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:

@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 import pyrage
 
+from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import NAME
 from wgpu_lora.json_files import read_bytes
 from wgpu_lora.protect.attestation import tpm, tpm_quotes
 from wgpu_lora.protect.evidence import dsse
-from wgpu_lora.protect.evidence.dsse import EnvelopeError, sha256
+from wgpu_lora.protect.evidence.dsse import EnvelopeError
 from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
 

@@ -21,9 +21,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from wgpu_lora import assets
-from wgpu_lora.atomic import file_digest
+from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.installation import NAME
-from wgpu_lora.protect.evidence.dsse import sha256
 
 HASHES = {"sha256", "sha384", "sha512"}
 BY_INSTALLERS = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD")  # in .dist-info; they differ between machines

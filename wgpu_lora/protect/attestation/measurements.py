@@ -26,13 +26,12 @@ from typing import Any
 import psutil
 
 from wgpu_lora.assets import PACKAGE, combined, package_files, walk
-from wgpu_lora.atomic import file_digest
+from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device_list import native_library, native_version
 from wgpu_lora.installation import NAME
 from wgpu_lora.protect.attestation import installed_packages
 from wgpu_lora.protect.attestation.installed_packages import PACKAGE_PREFIX, accounted, loaded_files
-from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.hygiene.memory_protection import environment_at_start
 
 FLAGS = ("optimize", "isolated", "no_site", "ignore_environment")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn, Self
 
 from filelock import Timeout
 
+from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import read_bytes
 from wgpu_lora.locks import lock_file
@@ -20,7 +21,6 @@ from wgpu_lora.protect.attestation.claims import MAX_BYTES, Evidence, read_evide
 from wgpu_lora.protect.broker.decision_log import DecisionLog
 from wgpu_lora.protect.broker.release_token import make_release
 from wgpu_lora.protect.evidence import dsse
-from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.policies.appraisal import HEAD, KEYS, NONCE, Failure, appraise
 from wgpu_lora.protect.policies.claim_checks import DIGEST, shown
 from wgpu_lora.protect.policies.policy import Policy

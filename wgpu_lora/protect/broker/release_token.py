@@ -17,9 +17,9 @@ import jwt
 import pyrage
 from typing_extensions import TypedDict  # pydantic reads that of `typing` from Python 3.12 on
 
+from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import Evidence
-from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.policies.appraisal import Appraisal
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.age_streams import parse_recipient

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import file_digest
+from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.checking.file_checks import check_cleanup, check_files
 from wgpu_lora.protect.checking.session_checks import MAX_SMALL, Findings, Session, check_sessions, sessions_of
@@ -192,7 +192,7 @@ def _check_statement(
     statement = dsse.verify(read_bytes(run / run_statement.NAME, MAX_SMALL), sessions[-1].key)
     found.expect(f"the predicate type of {run_statement.NAME}", statement["predicateType"], run_statement.KIND)
     entries = [entry for session in sessions for entry in session.entries]
-    cleanup = dsse.sha256(read_bytes(run / CLEANUP, MAX_SMALL))
+    cleanup = sha256(read_bytes(run / CLEANUP, MAX_SMALL))
     expected = run_statement.provenance(entries, sessions[-1].claims, cleanup, end.facts)
     agrees = found.expect(run_statement.NAME, statement["predicate"], expected)
     subjects = {item["name"]: item["digest"]["sha256"] for item in statement["subject"]}

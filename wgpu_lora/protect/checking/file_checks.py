@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from wgpu_lora.atomic import file_digest
+from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.paths import is_path, links_outside
 from wgpu_lora.protect.checking.session_checks import MAX_SMALL, Findings, Session
@@ -77,7 +77,7 @@ def check_cleanup(run: Path, sessions: Sequence[Session], found: Findings) -> No
     for line in last.named("wiped")[:1]:
         with found.part(CLEANUP):
             data = read_bytes(run / CLEANUP, MAX_SMALL)
-            found.expect(f"SHA-256 of {CLEANUP}", dsse.sha256(data), dict(line.subjects).get(CLEANUP))
+            found.expect(f"SHA-256 of {CLEANUP}", sha256(data), dict(line.subjects).get(CLEANUP))
             stated = dsse.verify(data, last.key)
             found.expect(f"the predicate type of {CLEANUP}", stated["predicateType"], CLEANUP_KIND)
             found.expect(CLEANUP, stated["predicate"], {"session": last.number, **line.facts})

@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
 from wgpu_lora.protect.broker.release_token import AFFIRMING, SLACK, missing_line, read_release
-from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.evidence.run_evidence import ENDS
 from wgpu_lora.protect.evidence.signed_log import Entry, read_bytes
 from wgpu_lora.protect.policies.appraisal import appraise

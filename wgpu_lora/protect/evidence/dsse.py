@@ -7,7 +7,6 @@ Envelopes are read in the one form that `sign` writes, so that no byte of one ca
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -133,11 +132,6 @@ def _parse_statement(payload: bytes) -> dict[str, Any]:
         why = escape_unprintable(str(error))[:200]
         raise EnvelopeError(f"The signed content is no in-toto statement ({why}): get the original file.") from None
     return fields
-
-
-def sha256(data: bytes) -> str:
-    """SHA-256 in hexadecimal."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def _object(data: bytes, what: str) -> dict[str, Any]:

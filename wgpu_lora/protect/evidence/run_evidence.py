@@ -27,11 +27,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.atomic import sha256, write_bytes_atomic
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import to_json
 from wgpu_lora.protect.evidence import anchors, dsse
-from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.evidence.signed_log import Entry, SignedLog, read_bytes, read_lines, unwritable
 from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
 

@@ -14,8 +14,8 @@ from typing import Any
 from google.protobuf import json_format
 from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
 
+from wgpu_lora.atomic import sha256
 from wgpu_lora.protect.evidence import dsse
-from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.evidence.run_evidence import CLEANUP, EvidenceLog
 from wgpu_lora.protect.evidence.run_evidence import NAME as LOG
 from wgpu_lora.protect.evidence.signed_log import Entry, read_bytes

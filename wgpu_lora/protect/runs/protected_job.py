@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from wgpu_lora.assets import asset_dir
-from wgpu_lora.atomic import file_digest
+from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.json_files import parse_toml, to_json, toml_bytes
 from wgpu_lora.names.spelling import IN_FILE, flag, naming
 from wgpu_lora.paths import check_path, is_name
-from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.sealed.age_streams import parse_recipients
 from wgpu_lora.protect.sealed.keys import PublicKey
 from wgpu_lora.protect.sealed.sealed_files import ARCHIVE, SealRecord, record_path

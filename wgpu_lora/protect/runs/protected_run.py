@@ -13,6 +13,7 @@ from typing import Any
 
 from filelock import Timeout
 
+from wgpu_lora.atomic import sha256
 from wgpu_lora.data.memory_rows import SealedRows
 from wgpu_lora.data.row_counts import SKIPPED, skipped_rows
 from wgpu_lora.errors import UserError
@@ -23,7 +24,6 @@ from wgpu_lora.locks import check_output, lock_file
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.evidence import anchors
-from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.evidence.run_statement import RunFacts, write_statement
 from wgpu_lora.protect.hygiene.cleanup import Cleanup, device_wipe_facts, overwrite
 from wgpu_lora.protect.hygiene.memory_protection import harden, swap_risks

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.atomic import sha256, write_bytes_atomic
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import program
 from wgpu_lora.json_files import read_bytes
@@ -27,7 +27,6 @@ from wgpu_lora.protect.broker.broker_client import BrokerClient, RefusalError
 from wgpu_lora.protect.broker.release_token import MAX_TOKEN, Release, missing_line, open_release
 from wgpu_lora.protect.checking.session_checks import Findings, check_sessions, sessions_of
 from wgpu_lora.protect.evidence import anchors
-from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.evidence.run_evidence import CLEANUP, EvidenceLog, read_log
 from wgpu_lora.protect.evidence.run_evidence import NAME as LOG
 from wgpu_lora.protect.evidence.run_statement import NAME as STATEMENT

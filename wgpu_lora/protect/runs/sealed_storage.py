@@ -14,14 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.atomic import sync_directory, write_bytes_atomic
+from wgpu_lora.atomic import sha256, sync_directory, write_bytes_atomic
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.row_counts import SKIPPED
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import MAX_JSON_BYTES, read_bytes
 from wgpu_lora.locks import sweep
 from wgpu_lora.names.spelling import flag
-from wgpu_lora.protect.evidence.dsse import sha256
 from wgpu_lora.protect.evidence.model_signature import NAME as SIGNATURE
 from wgpu_lora.protect.evidence.model_signature import sign_model
 from wgpu_lora.protect.evidence.run_evidence import EvidenceLog
