@@ -158,6 +158,11 @@ class FolderStore:
             return data
 
 
+def shared_store(storage: str) -> FolderStore:
+    """The checkpoints in a storage that all hosts reach."""
+    return FolderStore(f"{storage.rstrip('/')}/checkpoints")
+
+
 class HostStore:
     """The folder of another host, through its actor.
 

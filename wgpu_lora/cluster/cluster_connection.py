@@ -141,10 +141,12 @@ class Cluster:
 def _answer(actor: Callable[[], Any], method: str, arguments: Sequence[Any], seconds: float) -> Any:
     import ray
 
+    from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint
+
     try:
         return ray.get(getattr(actor(), method).remote(*arguments), timeout=seconds)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, UserError | ConnectionError | Warning):
+        if isinstance(error.cause, UserError | ConnectionError | DamagedCheckpoint):
             raise error.cause from None
         raise
     except (ray.exceptions.RayError, ConnectionError, ValueError, RuntimeError) as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api.call_arguments import path_as_text
-from wgpu_lora.cluster.checkpoint_store import FolderStore, Store, restore_files, store_files
+from wgpu_lora.cluster.checkpoint_store import FolderStore, Store, restore_files, shared_store, store_files
 from wgpu_lora.cluster.cluster_paths import ADAPTERS, checked_part, checkpoints_directory, cluster_root, options_here
 from wgpu_lora.cluster.data_upload import MAX_CACHE_BYTES, MAX_CACHE_FILES, parcel, place_parcel
 from wgpu_lora.cluster.device_resources import device_index
@@ -153,7 +153,7 @@ class _CacheProgress(Events):
 
 def _stores(nodes: Sequence[str], storage: str | None) -> list[Store]:
     if storage:
-        return [FolderStore(f"{storage.rstrip('/')}/checkpoints")]
+        return [shared_store(storage)]
     return [FolderStore(checkpoints_directory()), *map(host_store, nodes)]
 
 

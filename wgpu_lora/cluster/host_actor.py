@@ -18,7 +18,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from wgpu_lora.cluster.checkpoint_store import PIECE, FolderStore, HostStore
+from wgpu_lora.cluster.checkpoint_store import PIECE, FolderStore, HostStore, shared_store
 from wgpu_lora.cluster.cluster_paths import (
     allowed_roots,
     checkpoints_directory,
@@ -109,7 +109,7 @@ class HostActor:
 
     def piece(self, unit: str, digest: str, offset: int, storage: str | None = None) -> bytes:
         """A piece of a file of a checkpoint, here or in the storage of all hosts; empty at its end."""
-        store = FolderStore(f"{storage.rstrip('/')}/checkpoints") if storage else self._store
+        store = shared_store(storage) if storage else self._store
         return store.piece(unit, digest, offset, PIECE)
 
     def remove(self, unit: str, digests: list[str]) -> None:
@@ -117,7 +117,7 @@ class HostActor:
 
     def check_storage(self, storage: str, name: str, write: bool) -> bool:
         """Whether this host finds a small file of this name in a storage. Raises StorageError if it cannot write it."""
-        return FolderStore(f"{storage.rstrip('/')}/checkpoints").check(name, write)
+        return shared_store(storage).check(name, write)
 
     def place(self, parcel: Parcel) -> str:
         """The path of a parcel whose files have been sent here."""
@@ -127,7 +127,7 @@ class HostActor:
         """Remove everything of a run from this host and the storage, also these parcels, the run's teacher caches."""
         self._store.forget(run)
         if storage:
-            FolderStore(f"{storage.rstrip('/')}/checkpoints").forget(run)
+            shared_store(storage).forget(run)
         for part in ("units", "caches"):
             shutil.rmtree(cluster_root() / part / run, ignore_errors=True)
         for parcel in parcels:
@@ -146,7 +146,7 @@ class HostActor:
             raise UserError(f"The output directory {output} of {task} {wrong}: choose another.")
         if not Path(shared).is_dir():
             raise UserError(f"The result of {task} cannot be written: this host has no {shared}: mount it there.")
-        store = FolderStore(f"{storage.rstrip('/')}/checkpoints") if storage else self._store
+        store = shared_store(storage) if storage else self._store
         if not fetch([store], unit, task, files, Path(output)):
             raise UserError(f"{output} is being written by another program: wait for it.")
 

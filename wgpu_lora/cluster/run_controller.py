@@ -316,7 +316,8 @@ class RunController:
             reserved = {self._state.requests[run].eval_device for run in runs}
         self._end_evaluators({device for device in self._evaluators if device not in reserved})
         with self._lock:
-            measures = run_state.devices_to_measure(self._state, self.now()) if self._speeds_matter() else []
+            matter = run_queue.speeds_matter(self._state)
+            measures = run_state.devices_to_measure(self._state, self.now()) if matter else []
         for device, node, key in measures:
             self._do_beside(f"measure {device}", self._measure, device, node, key)
         self._start_units()
@@ -330,9 +331,6 @@ class RunController:
     def _idle(self) -> bool:
         with self._lock:
             return all(run.ended for run in self._state.runs.values()) and not self._actors
-
-    def _speeds_matter(self) -> bool:
-        return run_queue.speeds_matter(self._state)
 
     def _do_beside(
         self, name: str, work: Callable[..., None], *arguments: Any, pool: ThreadPoolExecutor | None = None

@@ -14,7 +14,14 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, FolderStore, Store, restore_files, store_files
+from wgpu_lora.cluster.checkpoint_store import (
+    DamagedCheckpoint,
+    FolderStore,
+    Store,
+    restore_files,
+    shared_store,
+    store_files,
+)
 from wgpu_lora.cluster.cluster_paths import (
     ADAPTERS,
     PIPELINE,
@@ -210,7 +217,7 @@ class TrainingActor:
     def _stores(self) -> list[Store]:
         """Where checkpoints are written: the storage of all hosts, or this host's folder and those of its mirrors."""
         if self._order.storage:
-            return [FolderStore(f"{self._order.storage.rstrip('/')}/checkpoints")]
+            return [shared_store(self._order.storage)]
         return [FolderStore(checkpoints_directory()), *map(host_store, self._order.mirrors)]
 
     def _all_stores(self) -> list[Store]:
