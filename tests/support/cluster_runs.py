@@ -9,6 +9,16 @@ from typing import Any
 from support.cli import write_rows
 from support.hosts import Hosts
 
+# Options of runs whose steps are as short as the demo model allows, so that many kills fall into one run.
+SMALL_STEPS: dict[str, Any] = {
+    "model": "demo",
+    "max_length": 16,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "lora_r": 4,
+    "logging_steps": 1,
+}
+
 
 def rows_of(shared: Path, number: int) -> Path:
     """Rows of token ids that differ from adapter to adapter."""

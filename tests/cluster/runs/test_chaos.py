@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from support.cli import flags
-from support.cluster_runs import cluster, rows_of, status
+from support.cluster_runs import SMALL_STEPS, cluster, rows_of, status
 from support.hosts import Host, Hosts, drivers_here, hosts_here, until
 from support.sampling import FULL, seeds
 
@@ -24,15 +24,7 @@ KILLS = 30 if FULL else 10
 STEPS = 800 if FULL else 400
 ROWS = 8  # of each adapter, one per step
 WAIT = 600  # seconds, for all that is left to do after the kills
-OPTIONS = {
-    "model": "demo",
-    "max_length": 16,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "lora_r": 4,
-    "logging_steps": 1,
-    "max_steps": STEPS,
-}
+OPTIONS = {**SMALL_STEPS, "max_steps": STEPS}
 # Two kinds of damage leave their host to Ray and take seconds to be noticed; a killed worker is noticed at once.
 KINDS = ("worker",) * 6 + ("node", "network")
 

@@ -5,21 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from support.cli import flags
-from support.cluster_runs import cluster, rows_of, status
+from support.cluster_runs import SMALL_STEPS, cluster, rows_of, status
 from support.hosts import hosts_here, until
 
 from wgpu_lora.train.run.training_log import LOG, read_log
 
 STEPS = 300
-OPTIONS = {
-    "model": "demo",
-    "max_length": 16,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "lora_r": 4,
-    "logging_steps": 1,
-    "max_steps": STEPS,
-}
+OPTIONS = {**SMALL_STEPS, "max_steps": STEPS}
 
 
 def test_the_heads_ray_starts_again(tmp_path: Path) -> None:
