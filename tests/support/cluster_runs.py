@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,27 @@ def cluster(hosts: Hosts, command: str, *words: Any, check: bool = True) -> Any:
     return hosts[0].python(*argv, timeout=400, check=check)
 
 
+OBSERVER = """
+import json, sys
+from wgpu_lora.cluster.cluster_connection import Target, connected
+from wgpu_lora.cluster.run_status import as_json, snapshot_of
+with connected(Target(sys.argv[1])) as cluster:
+    for line in sys.stdin:
+        cluster.controller("nodes", seconds=60)
+        print(json.dumps(as_json(snapshot_of(cluster))), flush=True)
+"""
+
+
 def status(hosts: Hosts) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(cluster(hosts, "status", "--json").stdout)
-    return found
+    """What `cluster status --json` prints, by one process on the head: a command each time takes seconds to start."""
+    observer = hosts.observer
+    if observer is None or observer.poll() is not None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        argv = [sys.executable, "-c", OBSERVER, hosts.address]
+        observer = hosts.observer = hosts[0].start(argv, text=True, **pipes)
+    assert observer.stdin
+    assert observer.stdout
+    print(file=observer.stdin, flush=True)
+    line = next(line for line in observer.stdout if line.startswith("{"))  # Ray prints lines of its own
+    answer: dict[str, Any] = json.loads(line)
+    return answer

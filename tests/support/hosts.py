@@ -15,10 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import pytest
 
 from support.namespaces import (
     HOST,
@@ -33,10 +36,10 @@ from support.namespaces import (
 )
 from wgpu_lora.cluster.launcher import processes
 
-__all__ = ["Host", "Hosts", "drivers_here", "environment", "hosts_here", "namespaces_allowed", "until"]
+__all__ = ["Host", "Hosts", "drivers_here", "environment", "namespaces_allowed", "until"]
 
 ROOT = Path(__file__).resolve().parents[2]
-PORT, CLIENT_PORT = 6379, 10001  # of the head: for other nodes and drivers on hosts, and for ray://
+PORT = 6379  # of the head
 LAVAPIPE = next(iter(sorted(Path("/usr/share/vulkan/icd.d").glob("lvp_icd*.json"))), None)
 SWIFTSHADER = ROOT / ".drivers" / "swiftshader.json"
 QUICK = {  # a lost node is noticed after about 6 s instead of 30 s
@@ -48,7 +51,6 @@ QUICK = {  # a lost node is noticed after about 6 s instead of 30 s
 }
 QUIET = {**processes.SETTINGS, "RAY_COLOR_PREFIX": "0"}
 # Measured speeds and compiled shaders stay from test to test: else these would take most of the time.
-ONE_HOST = "WGPU_LORA_TESTS_ONE_HOST"
 KEPT = Path.home() / ".cache" / "wgpu-lora-tests"
 
 
@@ -136,28 +138,14 @@ class Host:
 
     # -- Ray ----------------------------------------------------------------------------------------------------------
 
-    def start_node(self, resources: Mapping[str, float] | None = None, env: Mapping[str, str] | None = None) -> None:
-        """Starts a Ray node: the first host's is the head. It returns when the node has started.
-
-        Args:
-            resources: of Ray; by default what `wgpu-lora cluster resources` prints.
-            env: added to the node's environment, and to that of all its workers.
-        """
-        if resources is None:
-            resources = json.loads(self.python("-m", "wgpu_lora", "cluster", "resources", env=env or {}).stdout)
-        head = [
-            "--head",
-            "--port",
-            str(PORT),
-            "--ray-client-server-port",
-            str(CLIENT_PORT),
-            "--include-dashboard=false",
-        ]
+    def start_node(self) -> None:
+        """Starts a Ray node: the first host's is the head. It returns when the node has started."""
+        head = ["--head", "--port", str(PORT), "--include-dashboard=false", "--no-monitor"]
         joins = ["--address", self.hosts.address]
-        self._started = dict(resources), dict(env or {})
         self.python("-m", "ray.scripts.scripts", "start", *(joins if self.index else head), "--node-ip-address",
                     self.address, "--num-cpus", "1", "--object-store-memory", "100000000", "--temp-dir", "/tmp/ray",
-                    "--resources", json.dumps(resources), "--disable-usage-stats", env=env or {})  # fmt: skip
+                    "--resources", json.dumps(self.hosts.resources(self)), "--disable-usage-stats",
+                    "--include-log-monitor=false")  # fmt: skip
 
     def kill_node(self) -> None:
         """SIGKILL for every process of this host, as if its power went off. Its files stay."""
@@ -167,7 +155,7 @@ class Host:
     def restart_node(self) -> None:
         """Kills what is left of the node and starts it as it was started before; it is a new node to Ray."""
         self.kill_node()
-        self.start_node(*self._started)
+        self.start_node()
 
     def partition(self) -> None:
         """Cuts this host off from all others; its own processes still reach each other."""
@@ -188,7 +176,7 @@ class Hosts:
     Attributes:
         shared: a directory that all hosts and the test have at the same path.
         token: of Ray's authentication, which all hosts' commands have in their environment.
-        address: of Ray's head, `host:port`; client: the same for ray://.
+        address: of Ray's head, `host:port`.
 
     Args:
         count: of hosts. drivers: the hosts' Vulkan drivers (paths of ICD files) in turn; by default lavapipe and
@@ -201,13 +189,18 @@ class Hosts:
         self._temporary = shared is None
         self.drivers = drivers or drivers_here()
         self.count, self.token = count, secrets.token_hex(32)
-        self.address, self.client = f"10.77.0.1:{PORT}", f"ray://10.77.0.1:{CLIENT_PORT}"
+        self.address = f"10.77.0.1:{PORT}"
         self.names = self.shared / ".hosts"
         self.switch: int | None = None
+        self.observer: subprocess.Popen[Any] | None = None  # of `cluster_runs.status`
         self._outer: subprocess.Popen[Any] | None = None
         self._hosts: list[Host] = []
+        self._resources: dict[str, dict[str, float]] = {}
 
     def __enter__(self) -> Hosts:
+        """Skips the test where namespaces cannot be made."""
+        if not namespaces_allowed():
+            pytest.skip("namespaces cannot be made here")
         lines = [f"10.77.0.{i + 1} host{i + 1}" for i in range(self.count)]
         self.names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         try:
@@ -239,10 +232,21 @@ class Hosts:
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
 
-    def start_nodes(self, resources: Mapping[str, float] | None = None) -> None:
-        """Starts Ray on all hosts, the head first."""
+    def start_nodes(self) -> None:
+        """Starts Ray on all hosts, the head first; what still runs of it is killed before."""
         for host in self:
-            host.start_node(resources)
+            host.kill_node()
+        head, *others = self
+        head.start_node()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Host.start_node, others))
+
+    def resources(self, host: Host) -> dict[str, float]:
+        """What `wgpu-lora cluster resources` prints on a host, asked once for hosts with the same driver."""
+        driver = host.env.get("VK_DRIVER_FILES", "")
+        if driver not in self._resources:
+            self._resources[driver] = json.loads(host.python("-m", "wgpu_lora", "cluster", "resources").stdout)
+        return self._resources[driver]
 
     def on_switch(self, *argv: str) -> None:
         assert self.switch is not None
@@ -259,15 +263,6 @@ class Hosts:
 def drivers_here() -> list[Path | None]:
     """Software Vulkan drivers installed here, unlike ones next to each other; [None] is whatever is the default."""
     return [path for path in (LAVAPIPE, SWIFTSHADER) if path is not None and path.exists()] or [None]
-
-
-def hosts_here(count: int, shared: Path | None = None, drivers: Sequence[Path | None] | None = None) -> Any:
-    """`Hosts`, or where namespaces are not allowed, and where ONE_HOST is set, `one_host.OneHost`."""
-    if namespaces_allowed() and not os.environ.get(ONE_HOST):
-        return Hosts(count, shared, drivers)
-    from support.one_host import OneHost
-
-    return OneHost(count, shared, drivers)
 
 
 def environment(token: str, driver: Path | None, tmp: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Random kills of workers, nodes and the network between them, drawn by the commit: every adapter is trained once."""
+"""Random kills of workers, nodes, the head and the network, drawn by the commit: every adapter is trained once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -14,19 +13,19 @@ from typing import Any
 
 from support.cli import flags
 from support.cluster_runs import SMALL_STEPS, cluster, rows_of, status
-from support.hosts import Host, Hosts, drivers_here, hosts_here, until
+from support.hosts import Host, Hosts, drivers_here, until
 from support.sampling import FULL, seeds
 
 from wgpu_lora.train.run.training_log import LOG, read_log
 
-ADAPTERS = 6
+ADAPTERS = 4
 KILLS = 30 if FULL else 10
 STEPS = 800 if FULL else 400
 ROWS = 8  # of each adapter, one per step
 WAIT = 600  # seconds, for all that is left to do after the kills
 OPTIONS = {**SMALL_STEPS, "max_steps": STEPS}
-# Two kinds of damage leave their host to Ray and take seconds to be noticed; a killed worker is noticed at once.
-KINDS = ("worker",) * 6 + ("node", "network")
+KINDS = ("worker", "node", "network", "head")  # one of each, then by weight: all but the first take many seconds
+WEIGHTS = (6, 1, 1, 0)
 
 
 def workers(host: Host) -> list[int]:
@@ -34,29 +33,25 @@ def workers(host: Host) -> list[int]:
     return [pid for pid, line in host.processes().items() if line.startswith("ray::TrainingActor")]
 
 
-def harm(hosts: Hosts, random: Random, kinds: Sequence[str]) -> str | None:
-    """One kill, of something that trains now; None if nothing does."""
-    kind = random.choice(kinds)
+def harm(hosts: Hosts, random: Random, kind: str) -> None:
+    """Kill or cut off something, which trains now if anything does."""
     busy = [host for host in hosts if workers(host)]
-    others = [host for host in busy if host.index]  # what is lost with the head is said in docs/cluster.md
-    if kind == "worker" or not others:
-        if not busy:
-            return None
-        pids = workers(random.choice(busy))
-        if not pids:
-            return None
-        with suppress(ProcessLookupError):
+    if kind == "worker":
+        pids = [pid for host in busy for pid in workers(host)]
+        with suppress(ProcessLookupError, IndexError):
             os.kill(random.choice(pids), signal.SIGKILL)
-        return "worker"
-    host = random.choice(others)
-    if kind == "node":
-        host.kill_node()
-        host.restart_node()
+    elif kind == "head":  # all of Ray starts again, and with a command the controller, which goes on from its state
+        hosts.start_nodes()
+        status(hosts)
     else:
-        host.partition()
-        time.sleep(random.uniform(1, 20))  # shorter and longer than Ray takes to notice
-        host.heal()
-    return kind
+        _, *others = hosts
+        host = random.choice([host for host in others if host in busy] or others)
+        if kind == "node":
+            host.restart_node()
+        else:
+            host.partition()
+            time.sleep(random.uniform(1, 20))  # shorter and longer than Ray takes to notice
+            host.heal()
 
 
 def supervise(hosts: Hosts) -> None:
@@ -73,26 +68,20 @@ def test_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     outputs = [tmp_path / "made" / f"a{number}" for number in range(ADAPTERS)]
     named = [word for rows, output in zip(data, outputs, strict=True) for word in ("--adapters", f"{rows}:{output}")]
     # Of one kind: an adapter that ends on a driver ten times as slow would take most of the time.
-    with hosts_here(3, shared=tmp_path, drivers=drivers_here()[:1]) as hosts:
-        for host in hosts:
-            host.start_node()
+    with Hosts(3, shared=tmp_path, drivers=drivers_here()[:1]) as hosts:
+        hosts.start_nodes()
         until(lambda: len(status(hosts)["devices"]) == 3, 300)
         said = ["--name", "chaos", "--mirror-steps", "20", "--join", "never", "--detach"]
         cluster(hosts, "run", *said, *named, *flags(**OPTIONS))
-        done: list[str] = []
-        kinds = KINDS if isinstance(hosts, Hosts) else KINDS[:-1]  # nodes of one host have no network between them
-        while len(done) < KILLS:
+        kinds = [*random.sample(KINDS, len(KINDS)), *random.choices(KINDS, WEIGHTS, k=KILLS - len(KINDS))]
+        for kind in kinds:
             supervise(hosts)
-            until(lambda: any(workers(host) for host in hosts), 300)
+            until(lambda: any(map(workers, hosts)) or _over(hosts), 300)
             time.sleep(random.uniform(0.5, 3))
-            # First one of each kind, in any order.
-            left = [kind for kind in kinds if kind not in done]
-            if kind := harm(hosts, random, left or kinds):
-                done.append(kind)
+            harm(hosts, random, kind)
         seen = until(lambda: _over(hosts), WAIT, 2)
         cluster(hosts, "attach", "chaos")  # fetches the results
     assert [task["state"] for task in seen["tasks"]] == ["finished"] * ADAPTERS, seen["events"]
-    assert set(done) == set(kinds)
     for output in outputs:
         entries = read_log(output / LOG)
         assert [entry["step"] for entry in entries] == list(range(1, STEPS + 1))

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 from support.cli import QWEN2, ROWS, SMALL, flags, write_rows
-from support.hosts import Host, Hosts, namespaces_allowed, until
+from support.hosts import Host, Hosts, until
 from support.sshd import make_client, ssh_installed, start_sshd
 
 pytestmark = [
-    pytest.mark.skipif(not namespaces_allowed(), reason="namespaces cannot be made here"),
     pytest.mark.skipif(not ssh_installed(), reason="scripts/install_cluster.sh has not been run"),
 ]
 NAME = f"lab-{secrets.token_hex(4)}"  # the hosts' processes are seen from outside
