@@ -36,8 +36,8 @@ from wgpu_lora.cluster.data_upload import place_parcel
 from wgpu_lora.cluster.device_resources import device_index, hold_device
 from wgpu_lora.cluster.host_actor import host_store, own_environment
 from wgpu_lora.cluster.messages import Commit, Order, Report, Task
+from wgpu_lora.cluster.unit_files import UnitFiles
 from wgpu_lora.cluster.unit_progress import UnitProgress
-from wgpu_lora.cluster.unit_snapshot import ChangedMeanwhile, Snapshots
 from wgpu_lora.errors import StorageError, UserError
 from wgpu_lora.train.adapter_tasks import split_options
 from wgpu_lora.worker.job_process import EventWriter
@@ -71,7 +71,7 @@ class TrainingActor:
         self._order, self._controller = order, controller
         self._directory = unit_directory(order.unit) / f"generation-{order.generation}"
         self._progress = UnitProgress([task.name for task in order.tasks])
-        self._snapshots = Snapshots(self._directory)
+        self._files = UnitFiles(self._directory)
         self._stored_steps: dict[str, int] = {}
         self._cancelled = threading.Event()
         self._ending: set[str] = set()
@@ -229,8 +229,7 @@ class TrainingActor:
         """Store the newest checkpoint if `mirror_steps` steps were taken since the last one that was."""
         steps, mirror = self._progress.saved, self._order.mirror_steps
         if mirror and any(step - self._stored_steps.get(name, 0) >= mirror for name, step in steps.items()):
-            with suppress(ChangedMeanwhile):  # the next one will do
-                self._commit(ended=False, final=False)
+            self._commit(ended=False, final=False)
 
     def _commit(self, *, ended: bool, final: bool) -> bool:
         """Store the unit's files; returns whether that could be done.
@@ -239,11 +238,11 @@ class TrainingActor:
             StaleActor: the unit is another actor's.
         """
         order = self._order
-        target = self._directory.with_name(f".{self._directory.name}.snapshot")
         try:
-            files, steps = self._snapshots.take(target, ended)
-            stores = self._stores()
-            complete, before = store_files(stores, order.unit, target, files)
+            if ended:
+                self._files.sweep()
+            files, steps, stores = self._files.stored(ended), self._files.steps(), self._stores()
+            complete, before = store_files(stores, order.unit, self._directory, files)
             hosts = [] if order.storage else [(own_address(), *map(address_of, order.mirrors))[i] for i in complete]
             commit = Commit(order.unit, order.generation, steps, files, hosts, final, dict(self._progress.outcomes))
             if not ray.get(self._controller.commit.remote(commit), timeout=PATIENCE):
@@ -256,8 +255,6 @@ class TrainingActor:
         except Exception as error:
             self._problem = f"Its newest checkpoint could not be stored: {_sentence(error)}"
             return False
-        finally:
-            shutil.rmtree(target, ignore_errors=True)
         self._stored_steps = steps
         self._problem = "" if len(complete) == len(stores) else "its checkpoints are stored on its own host only"
         return True
@@ -271,10 +268,7 @@ class TrainingActor:
         if whole:
             self._progress.doing("copying the results")
         until = time.monotonic() + PATIENCE
-        while True:
-            with suppress(ChangedMeanwhile):
-                if self._commit(ended=True, final=whole):
-                    break
+        while not self._commit(ended=True, final=whole):
             if not whole:
                 return
             if time.monotonic() > until:  # what another actor would train again is worth waiting for
