@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_what_plans_say_about_comparing() -> None:
     sweep, same = planned(SweepOptions(), tasks, plans(0))
     assert (sweep.scheduler, same) == ("none", tasks)
     sweep, found = planned(SweepOptions(scheduler="asha"), tasks, plans(60))
-    assert sweep == Sweep("eval_loss", "asha", 6, 4.0)
+    assert sweep == Sweep("eval_loss", "asha", 6, 4.0, 6)
     assert [task.options["eval_steps"] for task in found] == [6, 3]
     with pytest.raises(UserError, match="--metric eval_loss needs held-out rows, but a has none"):
         planned(SweepOptions(), tasks, plans(60, heldout=False))
@@ -135,6 +136,10 @@ def test_what_plans_say_about_comparing() -> None:
         planned(SweepOptions(scheduler="asha"), tasks, plans(0))
     with pytest.raises(UserError, match="--grace-period 100 leaves nothing"):
         planned(SweepOptions(scheduler="asha", grace_period=100), tasks, plans(60))
+    _, found = planned(SweepOptions(scheduler="pbt", perturbation_interval=5), tasks, plans(60))
+    assert [(task.options["eval_steps"], task.options["save_steps"]) for task in found] == [(5, 5), (3, 5)]
+    with pytest.raises(UserError, match="--param --lora-r cannot be varied with --scheduler pbt"):
+        planned(SweepOptions(scheduler="pbt"), [replace(task, params={"lora_r": 4}) for task in tasks], plans(60))
 
 
 def test_the_best_comes_first_and_failed_ones_last(tmp_path: Path) -> None:

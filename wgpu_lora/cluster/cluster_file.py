@@ -430,7 +430,7 @@ def _tables(values: Any, where: str, most: int) -> list[dict[str, Any]]:
 # -- sweeps ------------------------------------------------------------------------------------------------------------
 
 SWEEP = "Sweep"  # heading of its options in help
-METRICS, SCHEDULERS = ("eval_loss", "loss"), ("none", "asha")
+METRICS, SCHEDULERS = ("eval_loss", "loss"), ("none", "asha", "pbt")
 MAX_TRIALS = 10_000
 
 
@@ -438,7 +438,7 @@ MAX_TRIALS = 10_000
 class SweepOptions:
     """The options of `cluster sweep`, declared as those of training are.
 
-    grace_period: None for a tenth of the shortest task's steps.
+    grace_period, perturbation_interval: None for a tenth of the shortest task's steps.
     """
 
     max_trials: int | None = option(
@@ -446,13 +446,16 @@ class SweepOptions:
     )
     metric: str = option("eval_loss", SWEEP, "What the adapters are compared by; lower is better.", choices=METRICS)
     scheduler: str = option(
-        "none", SWEEP, "What ends poor adapters early: nothing, or ASHA of Ray Tune.", choices=SCHEDULERS
+        "none", SWEEP, "Of Ray Tune: asha ends poor adapters early, pbt lets them copy better ones.", choices=SCHEDULERS
     )
     grace_period: int | None = option(
         None, SWEEP, "With ASHA, the steps before an adapter may be ended. Default: a tenth.", within=Range(1)
     )
     reduction_factor: float = option(
         4.0, SWEEP, "With ASHA, one of so many goes on at each rung.", within=Range(above=1, at_most=1000)
+    )
+    perturbation_interval: int | None = option(
+        None, SWEEP, "With PBT, the steps after which adapters are compared. Default: a tenth.", within=Range(1)
     )
 
     def __post_init__(self) -> None:

@@ -119,13 +119,14 @@ class CachedTeacher:
 class Sweep:
     """How a sweep compares its tasks. metric: `eval_loss` or `loss`, lower is better.
 
-    scheduler: `none`, or `asha`, with its grace period in steps and its reduction factor.
+    scheduler: `none`, `asha` (grace period in steps, reduction factor) or `pbt` (interval in steps).
     """
 
     metric: str = "eval_loss"
     scheduler: str = "none"
     grace_period: int = 1
     reduction_factor: float = 4.0
+    perturbation_interval: int = 1
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,12 @@ FIXED = {
     **dict.fromkeys(("output", "goal", "notes", "run_log", "report_to"), "it does not change what is trained"),
     **dict.fromkeys(("eval_data", "eval_split", "validation_split", "objective"), COMPARED),
 }
+# Options whose values may change while an adapter is trained.
+MUTABLE = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "lora_dropout", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("loraplus_lr_ratio", "label_smoothing", "beta", "ld_alpha", "cpo_alpha", "simpo_gamma"),
+    *("desirable_weight", "undesirable_weight", "temperature", "kd_weight", "hard_top1_weight", "hard_full_weight"),
+)
 
 
 @dataclass(frozen=True)
@@ -133,13 +139,13 @@ def _name(params: Mapping[str, Any], number: int, count: int) -> str:
 def planned(
     options: SweepOptions, tasks: Sequence[Task], plans: Mapping[str, Mapping[str, RunRequirements]]
 ) -> tuple[Sweep, list[Task]]:
-    """How the tasks are compared, by what their plans say; with ASHA, they measure held-out losses at its rungs.
+    """How the tasks are compared, by what their plans say; a scheduler has held-out losses measured when it compares.
 
     Args:
         plans: by task and plan class.
 
     Raises:
-        UserError: the metric is not measured, or the tasks are too short to compare.
+        UserError: the metric is not measured, the tasks are too short to compare, or an option cannot be mutated.
     """
     known = {task.name: [plan for plan in plans.get(task.name, {}).values() if not plan.refused] for task in tasks}
     blind = [name for name, found in known.items() if any(not plan.heldout for plan in found)]
@@ -157,15 +163,24 @@ def planned(
             f"{setting('scheduler', options.scheduler)} compares adapters by steps, but these end by time: give "
             f"{flag('max_steps')} instead of {flag('target_seconds')}."
         )
-    grace = options.grace_period or max(1, min(steps, default=1) // 10)
-    if grace >= max(steps, default=grace + 1):
+    name = "grace_period" if options.scheduler == "asha" else "perturbation_interval"
+    interval = getattr(options, name) or max(1, min(steps, default=1) // 10)
+    if interval >= max(steps, default=interval + 1):
         raise UserError(
-            f"{setting('grace_period', grace)} leaves nothing to end early, since the longest adapter has "
-            f"{max(steps):,} steps: give a smaller one."
+            f"{setting(name, interval)} leaves nothing to compare, since the longest adapter has {max(steps):,} steps: "
+            "give a smaller one."
         )
-    if options.metric == "eval_loss":
-        tasks = [replace(task, options={"eval_steps": grace, **task.options}) for task in tasks]
-    return replace(sweep, grace_period=grace), list(tasks)
+    defaults: dict[str, Any] = {"eval_steps": interval} if options.metric == "eval_loss" else {}
+    if options.scheduler == "pbt":
+        fixed = sorted({param for task in tasks for param in task.params} - set(MUTABLE))
+        if fixed:
+            raise UserError(
+                f"--param {flag(fixed[0])} cannot be varied with {setting('scheduler', 'pbt')}, which changes it for "
+                f"adapters that are being trained: choose among {', '.join(map(flag, MUTABLE))}, or another scheduler."
+            )
+        defaults["save_steps"] = interval  # what others copy
+    tasks = [replace(task, options={**defaults, **task.options}) for task in tasks]
+    return replace(sweep, grace_period=interval, perturbation_interval=interval), list(tasks)
 
 
 VERSION = 1

@@ -1,4 +1,4 @@
-"""Sweeps with a scheduler: Ray Tune runs a trial for each task, and ends poor ones early."""
+"""Sweeps with a scheduler of Ray Tune, a trial a task: ASHA ends poor ones early, PBT lets them copy better ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from wgpu_lora.worker.kinds.training_jobs import prepare_finetune
 
 STEP, LOSS, EVAL_LOSS = "step", "loss", "eval_loss"  # of a report
 FAILURES = 3  # of a trial
-CONFIG = "task"  # the parameter of a trial
+CONFIG, NAME, PARAMS = "task", "name", "params"  # the parameter of a trial, and what it has
 RUN = "run"  # the folder of a run in a trial's checkpoint
 
 
@@ -36,8 +36,8 @@ def check_tune() -> None:
     missing = [name for name in ("ray", "pandas", "pyarrow", "fsspec", "requests") if find_spec(name) is None]
     if missing:
         raise UserError(
-            f"ASHA needs Ray Tune, whose library {missing[0]} is not installed: run {pip_line('sweep')}, or leave the "
-            "scheduler out."
+            f"A scheduler needs Ray Tune, whose library {missing[0]} is not installed: run {pip_line('sweep')}, or "
+            "leave the scheduler out."
         )
 
 
@@ -65,30 +65,28 @@ def run_tune(request: RunRequest, storage: str) -> Snapshot:
         UserError: a result cannot be written.
     """
     from ray import tune
-    from ray.tune.schedulers import ASHAScheduler
 
     assert request.sweep is not None
     metric = request.sweep.metric
     options = {task.name: task.options for task in request.tasks}
     trained = tune.with_parameters(train_trial, options=options, metric=metric)
     trainable = tune.with_resources(trained, {"cpu": 0, DEVICE: 1})
-    content = json.dumps([options, metric], sort_keys=True)
+    content = json.dumps([options, metric, request.sweep.scheduler], sort_keys=True)
     name = f"{request.name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"  # other tasks are another experiment
     path = f"{storage}/{name}"
     if tune.Tuner.can_restore(path):
         tuner = tune.Tuner.restore(path, trainable, resume_errored=True)
     else:
-        scheduler = ASHAScheduler(
-            time_attr=STEP,
-            max_t=1 + max(_steps(request, task) for task in request.tasks),
-            stop_last_trials=False,  # a trial ends by itself, with its results
-            grace_period=request.sweep.grace_period,
-            reduction_factor=request.sweep.reduction_factor,
-        )
+        trials = [{NAME: task.name, PARAMS: task.params} for task in request.tasks]
         tuner = tune.Tuner(
             trainable,
-            param_space={CONFIG: tune.grid_search(list(options))},
-            tune_config=tune.TuneConfig(metric=metric, mode="min", scheduler=scheduler),
+            param_space={CONFIG: tune.grid_search(trials)},
+            tune_config=tune.TuneConfig(
+                metric=metric,
+                mode="min",
+                scheduler=_scheduler(request),
+                trial_name_creator=lambda trial: str(trial.config[CONFIG][NAME]),
+            ),
             run_config=tune.RunConfig(
                 name=name,
                 storage_path=storage,
@@ -99,11 +97,37 @@ def run_tune(request: RunRequest, storage: str) -> Snapshot:
     results = tuner.fit()
     if results.num_terminated + results.num_errors < len(request.tasks):
         raise KeyboardInterrupt  # Tune has saved its state
-    by_name = {result.config[CONFIG]: result for result in results}
+    # With PBT, the configuration of a trial may be another's by now, but for one that has reported nothing.
+    by_name = {(result.metrics or {}).get(NAME) or result.config[CONFIG][NAME]: result for result in results}
     views = [_view(request, task, by_name.get(task.name)) for task in request.tasks]
     files, root = fsspec.core.url_to_fs(path)
     files.rm(root, recursive=True)
     return Snapshot(0.0, [RunView(request.name, request.by, 0.0, True, None, request.sweep)], views, [], [])
+
+
+def _scheduler(request: RunRequest) -> Any:
+    from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+
+    sweep = request.sweep
+    assert sweep is not None
+    if sweep.scheduler == "pbt":
+        values: dict[str, list[Any]] = {}
+        for task in request.tasks:
+            for name, value in task.params.items():
+                values.setdefault(name, []).append(value)
+        mutations = {name: sorted(set(found)) for name, found in values.items()}
+        return PopulationBasedTraining(
+            time_attr=STEP,
+            perturbation_interval=sweep.perturbation_interval,
+            hyperparam_mutations={CONFIG: {PARAMS: mutations}},
+        )
+    return ASHAScheduler(
+        time_attr=STEP,
+        max_t=1 + max(_steps(request, task) for task in request.tasks),
+        stop_last_trials=False,  # a trial ends by itself, with its results
+        grace_period=sweep.grace_period,
+        reduction_factor=sweep.reduction_factor,
+    )
 
 
 def _steps(request: RunRequest, task: Task) -> int:
@@ -119,49 +143,60 @@ def train_trial(config: dict[str, Any], options: dict[str, dict[str, Any]], metr
     from ray import tune
 
     with tempfile.TemporaryDirectory(prefix="wgpu-lora-trial-") as place, hold_any_device() as index:
+        name, params = tune.get_context().get_trial_name(), config[CONFIG][PARAMS]
         run, checkpoint = Path(place, RUN), tune.get_checkpoint()
         if checkpoint:
             checkpoint.to_directory(place)
-        own = {name: value for name, value in options_here(options[config[CONFIG]]).items() if value is not None}
+            if newest := run_checkpoint.latest_checkpoint(run):  # with PBT, that of a trial with other values
+                run_checkpoint.change_options(newest, params)
+        own = {option: value for option, value in options_here(options[name]).items() if value is not None} | params
         own |= {"device": index, "output": str(run)} | ({"resume": True} if checkpoint else {})
-        job, _ = prepare_finetune(own, config[CONFIG])
-        job.train(_TrialEvents(Path(place), metric))
+        job, _ = prepare_finetune(own, name)
+        job.train(_TrialEvents(Path(place), name, metric))
         # The results, by a last report of the same values.
         state = json.loads((run / "run.json").read_text())["state"]
         losses = {LOSS: state["last_loss"], EVAL_LOSS: state["last_eval_loss"]}
-        tune.report({STEP: state["step"], **losses}, checkpoint=tune.Checkpoint.from_directory(place))
+        tune.report({NAME: name, STEP: state["step"], **losses}, checkpoint=tune.Checkpoint.from_directory(place))
 
 
 class _TrialEvents(Events):
-    """Reports the metric of a trial, with the newest checkpoint of its run."""
+    """Reports the metric of a trial, with the newest checkpoint of its run: that of the same step if it is saved."""
 
-    def __init__(self, place: Path, metric: str):
-        self._place, self._metric = place, metric
+    def __init__(self, place: Path, name: str, metric: str):
+        self._place, self._name, self._metric = place, name, metric
         self._loss = math.nan
         self._saved = False
+        self._due: tuple[int, float | None] | None = None  # a step and its held-out loss
 
     def saved(self, directory: Path, step: int, adapter: str | None) -> None:
         self._saved = True
+        self._report()
 
     def step(self, result: StepResult) -> bool | None:
+        self._report()
         self._loss = result.loss
         if self._metric == LOSS or result.eval_loss is not None:
-            self._report(result.step, result.eval_loss)
+            self._due = result.step, result.eval_loss
         return None
 
     def evaluating(self, evaluating: Evaluating) -> None:
         if evaluating.loss is not None and evaluating.step == 0:
-            self._report(0, evaluating.loss)
+            self._due = 0, evaluating.loss
 
-    def _report(self, step: int, eval_loss: float | None) -> None:
+    def _report(self) -> None:
         from ray import tune
 
+        if self._due is None:
+            return
+        (step, eval_loss), self._due = self._due, None
         with tempfile.TemporaryDirectory(prefix="wgpu-lora-report-") as copy:
             checkpoint = None
             if self._saved:  # the run goes on writing, so a copy of what it has now
                 shutil.copytree(self._place / RUN, Path(copy, RUN), ignore=shutil.ignore_patterns(".*"))
                 checkpoint = tune.Checkpoint.from_directory(copy)
-            values = {STEP: step, LOSS: self._loss} | ({} if eval_loss is None else {EVAL_LOSS: eval_loss})
+            values = {NAME: self._name, STEP: step, LOSS: self._loss} | (
+                {} if eval_loss is None else {EVAL_LOSS: eval_loss}
+            )
             tune.report(values, checkpoint=checkpoint)
 
 
@@ -180,7 +215,8 @@ def _view(request: RunRequest, task: Task, result: Any) -> TaskView:
     if result is not None and result.metrics_dataframe is not None and EVAL_LOSS in result.metrics_dataframe:
         best = float(result.metrics_dataframe[EVAL_LOSS].min())
     progress = Progress(step, total, metrics.get(LOSS), metrics.get(EVAL_LOSS), best)
-    return TaskView(request.name, task.name, state, None, progress, task.output, 1, why, True, task.params)
+    params = result.config[CONFIG][PARAMS] if result else task.params
+    return TaskView(request.name, task.name, state, None, progress, task.output, 1, why, True, params)
 
 
 def _bring(checkpoint: Any, output: Path) -> None:

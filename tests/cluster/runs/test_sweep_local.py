@@ -1,4 +1,4 @@
-"""A sweep on this machine, whole: a poor adapter is ended by Ray Tune's ASHA, and the results are listed."""
+"""A sweep on this machine, whole, with a scheduler of Ray Tune."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.sampling import sample
 
 pytest.importorskip("ray.tune")
 SECONDS = 400
@@ -38,34 +39,49 @@ def wgpu_lora(environment: dict[str, str], folder: Path, *words: str) -> subproc
     )
 
 
-def test_a_grid_is_trained_and_listed_the_best_first(tmp_path: Path, environment: dict[str, str]) -> None:
+SCHEDULERS = {
+    "asha": ("--grace-period", "4", "--reduction-factor", "2"),
+    "pbt": ("--perturbation-interval", "8"),
+}
+
+
+@pytest.mark.parametrize("scheduler", sample([*SCHEDULERS], 1 / 2))
+def test_a_grid_is_trained_and_listed_the_best_first(
+    tmp_path: Path, environment: dict[str, str], scheduler: str
+) -> None:
+    """With ASHA, the poor adapter ends early; with PBT, it goes on from the good one."""
     (tmp_path / "rows").mkdir()
     rows = [json.dumps({"prompt": f"Say {i}.", "completion": f"It is {i * i % 7}."}) for i in range(24)]
     (tmp_path / "rows/train.jsonl").write_text("\n".join(rows))
     (tmp_path / "rows/valid.jsonl").write_text("\n".join(rows[:4]))
     words = ("sweep", "--local", "--data", "rows", "--model", "demo", "--max-length", "64", "--max-steps", "16")
-    words += ("--param", "learning_rate=2e-3,1e-6", "--output", "out")
-    words += ("--scheduler", "asha", "--grace-period", "4", "--reduction-factor", "2")
+    words += ("--param", "learning_rate=2e-3,1e-6", "--output", "out", "--logging-steps", "1", "--warmup-ratio", "0")
+    words += ("--scheduler", scheduler, *SCHEDULERS[scheduler])
     done = wgpu_lora(environment, tmp_path, *words)
     assert done.returncode == 0, done.stdout + done.stderr
 
-    found = json.loads((tmp_path / "out/sweep.json").read_text())
-    trials = found["adapters"]
-    assert found["over"]
-    assert [trial["params"] for trial in trials] == [{"learning_rate": 2e-3}, {"learning_rate": 1e-6}]
+    result = json.loads((tmp_path / "out/sweep.json").read_text())
+    trials = result["adapters"]
+    assert result["over"]
     assert [trial["value"] for trial in trials] == sorted(trial["value"] for trial in trials)
     assert (trials[0]["state"], trials[0]["step"]) == ("finished", 16)
-    assert (Path(trials[0]["output"]) / "run.json").exists()
-    assert trials[1]["state"] == "stopped"
-    assert 4 <= trials[1]["step"] < 16
+    logs = []
     for trial in trials:  # the ended ones keep their results, too
         directory = Path(trial["output"])
         assert directory.parent == tmp_path / "out"
         assert (directory / "adapter_model.safetensors").exists()
-        log = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
-        steps = [line["step"] for line in log if "loss" in line]
-        assert steps == sorted(set(steps))
-        assert steps[-1] == trial["step"]
+        logs.append([json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()])
+        steps = [line["step"] for line in logs[-1] if "loss" in line]
+        assert steps == list(range(1, trial["step"] + 1))
+    if scheduler == "asha":
+        assert [trial["params"] for trial in trials] == [{"learning_rate": 2e-3}, {"learning_rate": 1e-6}]
+        assert trials[1]["state"] == "stopped"
+        assert 4 <= trials[1]["step"] < 16
+    else:
+        poor = next(log for trial, log in zip(trials, logs, strict=True) if trial["name"].endswith("1e-06"))
+        assert [trial["state"] for trial in trials] == ["finished", "finished"]
+        first = next(line for line in poor if line["step"] == 1)
+        assert first["learning_rate"] == pytest.approx(2e-3, rel=0.1), "its first steps are now those of the good one"
 
     again = wgpu_lora(environment, tmp_path, *words)
     assert again.returncode == 2

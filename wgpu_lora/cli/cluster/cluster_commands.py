@@ -315,7 +315,7 @@ def _sweep(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values
     from wgpu_lora.cluster.tune_sweep import check_tune
 
     sweep = SweepOptions(**{name: values[name] for name in OWN if is_given(ctx, name)})
-    if sweep.scheduler == "asha":
+    if sweep.scheduler != "none":
         check_tune()
     grid = grid_of(values["param"] or [])
     what = target(values["address"], values["file"], values["local"])

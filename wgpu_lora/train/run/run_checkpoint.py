@@ -257,6 +257,17 @@ def write_manifest(directory: Path) -> None:
     (directory / MANIFEST).write_text(_text(files))
 
 
+def change_options(directory: Path, options: Mapping[str, Any]) -> None:
+    """Record other values of options in a checkpoint, for a run that goes on from it with them."""
+    metadata, state = read_json(directory / METADATA), read_json(directory / STATE)
+    for recorded in (metadata["options"], state["identity"]["options"]):
+        recorded.update(options)
+    (directory / METADATA).write_text(to_json(metadata, indent=1) + "\n")
+    (directory / STATE).write_text(to_json(state, indent=1))
+    (directory / MANIFEST).unlink()
+    write_manifest(directory)
+
+
 def _text(files: dict[str, str]) -> str:
     return to_json({"sha256": files}, indent=1) + "\n"
 
