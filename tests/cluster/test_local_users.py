@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 from support.fake_cluster import FakeCluster, snapshot, task_view
+from wgpu_lora.cluster.node_processes import MARK
 
 from wgpu_lora.cli.cluster import running
 from wgpu_lora.cluster import local_ray
 from wgpu_lora.cluster.cluster_connection import Target
 from wgpu_lora.cluster.cluster_file import RunOptions
-from wgpu_lora.cluster.launcher.processes import MARK
 from wgpu_lora.cluster.local_ray import Local, end_unused, using
 from wgpu_lora.cluster.messages import RunRequest, Sweep, Task
 from wgpu_lora.errors import UserError

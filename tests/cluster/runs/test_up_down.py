@@ -29,12 +29,11 @@ print(json.dumps([[node["NodeManagerAddress"], node["Labels"].get("rack"), node[
 THROUGH_TUNNEL = """
 import os, subprocess, sys
 from pathlib import Path
-from wgpu_lora.cluster.launcher.token import authentication
-from wgpu_lora.cluster.launcher.tunnel import tunnel
 from wgpu_lora.cluster.cluster_file import read_cluster_file
-spec = read_cluster_file(Path(sys.argv[1]))
-with tunnel(spec) as address:
-    subprocess.run([sys.executable, "-c", sys.argv[2], address], env=os.environ | authentication(spec), check=True)
+from wgpu_lora.cluster.ssh import tunnel
+with tunnel(read_cluster_file(Path(sys.argv[1]))) as (address, token):
+    env = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    subprocess.run([sys.executable, "-c", sys.argv[2], address], env=env, check=True)
 """
 
 
@@ -78,13 +77,13 @@ labels = {{ rack = "a'b" }}
     file.write_text(top + table.format(head.name, "one") + table.format(worker.name, "two"))
 
     said = wgpu_lora(here, "up", "-f", file).stdout
-    assert "$ ray up --yes" in said
+    assert "$ ray start --head" in said
     assert "on all interfaces: 6379 gcs_server" in said
     assert "is up: 2 hosts" in said
     assert "Warning" not in said  # 10.77.0.0/24 is not the Internet's
     again = wgpu_lora(here, "up", "-f", file).stdout
     assert again.count("runs already") == 2
-    assert "$ ray up" not in again
+    assert "$ ray start" not in again
 
     nodes = json.loads(here.python("-c", THROUGH_TUNNEL, file, STATUS).stdout.splitlines()[-1])
     assert {(address, rack) for address, rack, _ in nodes} == {(head.address, "one"), (worker.address, "two")}
@@ -134,7 +133,7 @@ def test_hosts_that_cannot_be_used_are_named_before_anything_runs(hosts: Hosts, 
     lines = refused.stderr.splitlines()
     assert len(lines) == 4
     for line, words in zip(
-        lines, ("3 hosts cannot", "/no/such/python", "key that is not known", "refuses SSH"), strict=True
+        lines, ("3 hosts cannot", "/no/such/python", "key that is not known", "Connection refused"), strict=True
     ):
         assert words in line
     key.chmod(0o644)
