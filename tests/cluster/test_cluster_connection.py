@@ -15,7 +15,7 @@ import pytest
 import ray
 from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot, task_view
 
-from wgpu_lora.cluster import cluster_connection, host_actor, local_ray, run_controller
+from wgpu_lora.cluster import cluster_connection, host_actor, local_ray, node_processes, run_controller
 from wgpu_lora.cluster.cluster_connection import (
     Cluster,
     ClusterGone,
@@ -24,7 +24,6 @@ from wgpu_lora.cluster.cluster_connection import (
     explained,
     target,
 )
-from wgpu_lora.cluster import node_processes
 from wgpu_lora.cluster.local_ray import Local
 from wgpu_lora.cluster.run_status import chosen_device, chosen_run
 from wgpu_lora.errors import UserError

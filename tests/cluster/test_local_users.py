@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 from support.fake_cluster import FakeCluster, snapshot, task_view
-from wgpu_lora.cluster.node_processes import MARK
 
 from wgpu_lora.cli.cluster import running
 from wgpu_lora.cluster import local_ray
@@ -22,6 +21,7 @@ from wgpu_lora.cluster.cluster_connection import Target
 from wgpu_lora.cluster.cluster_file import RunOptions
 from wgpu_lora.cluster.local_ray import Local, end_unused, using
 from wgpu_lora.cluster.messages import RunRequest, Sweep, Task
+from wgpu_lora.cluster.node_processes import MARK
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import to_json
 from wgpu_lora.process_identity import boot_id
