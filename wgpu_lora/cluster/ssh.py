@@ -96,7 +96,7 @@ def tunnel(spec: ClusterFile) -> Iterator[tuple[str, str]]:
     start = f"start it with 'wgpu-lora cluster up -f {spec.path}'"
     not_up = f"The cluster {spec.name} is not up on {head.host}: {start}."
     forward = f"{LOCAL}:{port}:{spec.address_of(head)}:{spec.ports['ray-client-server']}"
-    argv = [*ssh(head, "-L", forward), f"cat {folder_on(spec, head)}/token && cat > /dev/null"]
+    argv = [*ssh(head, "-L", forward), f"cat {folder_on(spec, head)}/token && echo && cat > /dev/null"]
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
             process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
