@@ -8,6 +8,7 @@ import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,12 +56,10 @@ def told_apart(names: Sequence[str], fixed: Collection[str] = ()) -> list[str]:
     seen = {name.casefold() for name in fixed}
     taken = seen | {name.casefold() for name in names}
     for name in names:
-        one, number = name, 1
-        while one.casefold() in seen or (number > 1 and one.casefold() in taken):
-            number += 1
-            one = f"{name[: LONGEST - 1 - len(str(number))]}-{number}"
-        seen.add(one.casefold())
-        found.append(one)
+        numbered = (f"{name[: LONGEST - 1 - len(str(number))]}-{number}" for number in count(2))
+        free = (one for one in numbered if one.casefold() not in taken | seen)
+        found.append(name if name.casefold() not in seen else next(free))
+        seen.add(found[-1].casefold())
     return found
 
 

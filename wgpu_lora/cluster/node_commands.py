@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.cluster import node_processes
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 
 START_SECONDS, CONNECT_SECONDS = 150.0, 5.0
 TRIES = 2
@@ -32,7 +32,7 @@ def check(node: dict[str, Any]) -> dict[str, Any]:
     from wgpu_lora.cluster.node_versions import own_versions
 
     running = node_processes.running(node["cluster"])
-    token = (_folder(node) / "token").read_text("utf-8") if running else None
+    token = (node["folder"] / "token").read_text("utf-8") if running else None
     found = {"versions": asdict(own_versions()), "addresses": node_processes.addresses()}
     return {**found, "running": running, "token": token}
 
@@ -50,8 +50,16 @@ def start(node: dict[str, Any]) -> dict[str, Any]:
 
     if left := node_processes.end(node["cluster"]):  # of a node that died
         raise UserError(f"{node['host']} still runs processes of {node['cluster']} that cannot be ended: {left[0]}.")
-    _reach(node["head"])
-    folder, temporary = _folder(node), _temporary(node)
+    if node["head"]:
+        address, port = node["head"]
+        try:
+            socket.create_connection((address, port), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise UserError(
+                f"{node['host']} cannot reach the head at {address}:{port} ({reason(error)}): open the way between the "
+                "hosts, or correct the head's 'address'."
+            ) from None
+    folder, temporary = node["folder"], _temporary(node)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = folder / "token"
     token.touch(0o600)
@@ -90,7 +98,7 @@ def stop(node: dict[str, Any]) -> dict[str, Any]:
         UserError: some cannot be ended.
     """
     left = node_processes.end(node["cluster"])
-    for path in (_folder(node), _temporary(node)):
+    for path in (node["folder"], _temporary(node)):
         shutil.rmtree(path, ignore_errors=True)
     if left:
         raise UserError(f"{node['host']}: these processes cannot be ended: {', '.join(left[:5])}.")
@@ -101,11 +109,6 @@ def ports(node: dict[str, Any]) -> dict[str, Any]:
     """On which ports processes of the cluster listen here, and which addresses of this host are public."""
     found = node_processes.listening(node["cluster"])
     return {"listening": found, "public": node_processes.public(node_processes.addresses())}
-
-
-def _folder(node: dict[str, Any]) -> Path:
-    """Of the cluster's files here. Several hosts may share a home."""
-    return Path(node["folder"]).expanduser()
 
 
 def _temporary(node: dict[str, Any]) -> Path:
@@ -120,19 +123,6 @@ def _temporary(node: dict[str, Any]) -> Path:
     return made
 
 
-def _reach(head: list[Any] | None) -> None:
-    """Raise UserError unless the head, an address and a port, can be reached from here."""
-    if head is None:
-        return
-    try:
-        socket.create_connection((head[0], head[1]), CONNECT_SECONDS).close()
-    except OSError as error:
-        raise UserError(
-            f"{socket.gethostname()} cannot reach the head at {head[0]}:{head[1]} ({error.strerror or error}): open "
-            "the way between the hosts, or correct the head's 'address'."
-        ) from None
-
-
 COMMANDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "check": check, "start": start, "stop": stop, "ports": ports
 }  # fmt: skip
@@ -141,7 +131,8 @@ COMMANDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 def main(command: str) -> int:
     """Run a command; 1 if it was refused."""
     try:
-        print(json.dumps(COMMANDS[command](json.load(sys.stdin))))
+        node = json.load(sys.stdin)
+        print(json.dumps(COMMANDS[command]({**node, "folder": Path(node["folder"]).expanduser()})))
     except UserError as error:
         print(json.dumps({"refused": str(error)}))
         return 1
