@@ -18,7 +18,7 @@ from wgpu_lora.typed_json import typed
 CHECK_SECONDS = 90.0  # a first start of Python there, and a digest of the package
 AT_ONCE = 16
 OTHER_VERSION = "has another version of wgpu-lora: install the one that is here"
-_SAID = {  # by Python, and what it means
+_MEANINGS = {  # of what Python prints
     "nknown option: -P": "is older than Python 3.11: give another one",
     "SyntaxError": "is older than Python 3.11: give another one",
     "No module named 'wgpu_lora'": "has no wgpu-lora: install it there, in the version that is here",
@@ -41,7 +41,7 @@ def on_all(hosts: Sequence[HostSpec], work: Callable[[HostSpec], T], failed: str
     """What `work` gives for each host, several at once.
 
     Raises:
-        UserError: it raised one for some of them; all that they say, a line each.
+        UserError: it raised one for some of them; all of them, a line each.
     """
 
     def attempt(host: HostSpec) -> T | UserError:
@@ -51,29 +51,27 @@ def on_all(hosts: Sequence[HostSpec], work: Callable[[HostSpec], T], failed: str
             return error
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(attempt, hosts))
-    refused = [str(one) for one in found if isinstance(one, UserError)]
-    if len(refused) == 1:
-        raise UserError(refused[0])
-    if refused:
-        raise UserError(f"{count_noun(len(refused), 'host')} {failed}:", refused)
-    return [one for one in found if not isinstance(one, UserError)]
+        results = list(pool.map(attempt, hosts))
+    errors = [str(one) for one in results if isinstance(one, UserError)]
+    if len(errors) == 1:
+        raise UserError(errors[0])
+    if errors:
+        raise UserError(f"{count_noun(len(errors), 'host')} {failed}:", errors)
+    return [one for one in results if not isinstance(one, UserError)]
 
 
-def host_addresses(spec: ClusterFile) -> list[str]:
-    """The address of each host.
+def check_addresses(spec: ClusterFile) -> None:
+    """Check the addresses of all hosts.
 
     Raises:
         UserError: one cannot be used, or two hosts are the same.
     """
     seen: dict[str, str] = {}
-    found = [spec.address_of(host) for host in spec.host or [spec.head]]
-    for host, address in zip(spec.host, found, strict=True):
-        for name in {host.host.casefold(), address}:
+    for host in spec.host or [spec.head]:
+        for name in {host.host.casefold(), spec.address_of(host)}:
             if name in seen:
                 raise UserError(f"{seen[name]} and {host.host} are the same host, {name}: leave one of them out.")
             seen[name] = host.host
-    return found
 
 
 def check_host(spec: ClusterFile, host: HostSpec) -> NodeCheck:
@@ -85,15 +83,15 @@ def check_host(spec: ClusterFile, host: HostSpec) -> NodeCheck:
     from wgpu_lora.cluster.node_versions import difference, own_versions
 
     try:
-        found: NodeCheck = typed(NodeCheck, ask(spec, host, "check", CHECK_SECONDS))
+        node: NodeCheck = typed(NodeCheck, ask(spec, host, "check", CHECK_SECONDS))
     except ValueError:
         raise UserError(f"{host.host} {OTHER_VERSION}.") from None
-    if (other := difference(own_versions(), found.versions)) is not None:
+    if (other := difference(own_versions(), node.versions)) is not None:
         raise UserError(f"{host.host}: {other}: install the same versions there as here.")
-    if (address := spec.address_of(host)) not in found.addresses:
-        has = ", ".join(one for one in found.addresses if ":" not in one and not one.startswith("127.")) or "none"
+    if (address := spec.address_of(host)) not in node.addresses:
+        has = ", ".join(one for one in node.addresses if ":" not in one and not one.startswith("127.")) or "none"
         raise UserError(f"{host.host} has no interface with the address {address} (it has {has}): give its 'address'.")
-    return found
+    return node
 
 
 def ask(spec: ClusterFile, host: HostSpec, command: str, seconds: float, **values: Any) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def ask(spec: ClusterFile, host: HostSpec, command: str, seconds: float, **value
         raise UserError(
             f"{where} cannot be run there: give the path of the Python in whose environment wgpu-lora is installed."
         )
-    for text, meaning in _SAID.items():
+    for text, meaning in _MEANINGS.items():
         if text in done.stderr:
             raise UserError(f"{where} {meaning}.")
     raise UserError(f"{where} fails there ({last_line(done.stderr)}): try it by hand.")
@@ -124,9 +122,9 @@ def last_object(output: str) -> dict[str, Any] | None:
     """The JSON object in the last line that has one: login scripts and drivers may print others."""
     for line in reversed(output.splitlines()):
         try:
-            found = json.loads(line)
+            value = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict):
-            return found
+        if isinstance(value, dict):
+            return value
     return None

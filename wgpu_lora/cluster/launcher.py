@@ -11,51 +11,51 @@ import shlex
 from typing import Any, Protocol
 
 from wgpu_lora.cluster.cluster_file import ClusterFile, HostSpec
-from wgpu_lora.cluster.host_checks import ask, check_host, host_addresses, on_all
+from wgpu_lora.cluster.host_checks import ask, check_addresses, check_host, on_all
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, join_words
 
 UP_SECONDS, DOWN_SECONDS, PORTS_SECONDS = 400.0, 180.0, 60.0
 
 
-class Say(Protocol):
+class PrintLine(Protocol):
     """How a line is shown: a label and a text; `whole`: it is a command, which is not wrapped."""
 
     def __call__(self, label: str, text: str, whole: bool = False) -> None: ...
 
 
-def up(spec: ClusterFile, say: Say) -> None:
+def up(spec: ClusterFile, line: PrintLine) -> None:
     """Start Ray on all hosts of a cluster where it does not run yet, the head first.
 
     Raises:
         UserError: a host cannot be used, in which case nothing is started; or Ray does not start on it.
     """
-    host_addresses(spec)
-    found = on_all(spec.host, lambda host: check_host(spec, host), "cannot be used")
-    token, start = found[0].token or secrets.token_hex(32), found[0].running or secrets.token_hex(8)
-    strangers = [host.host for host, one in zip(spec.host, found, strict=True) if one.running not in (None, start)]
+    check_addresses(spec)
+    nodes = on_all(spec.host, lambda host: check_host(spec, host), "cannot be used")
+    token, start = nodes[0].token or secrets.token_hex(32), nodes[0].running or secrets.token_hex(8)
+    strangers = [host.host for host, node in zip(spec.host, nodes, strict=True) if node.running not in (None, start)]
     if strangers:  # their head has gone, and they would never find the new one
         raise UserError(
             f"{join_words(strangers)} still {'runs' if len(strangers) == 1 else 'run'} what an earlier start of "
             f"{spec.name} left: run 'wgpu-lora cluster down -f {spec.path}' first."
         )
-    missing = [host for host, one in zip(spec.host, found, strict=True) if one.running is None]
+    missing = [host for host, node in zip(spec.host, nodes, strict=True) if node.running is None]
     for host in spec.host:
         if host not in missing:
-            say(host.host, "runs already")
+            line(host.host, "runs already")
 
     def start_node(host: HostSpec) -> None:
         options = start_options(spec, host)
-        say(host.host, f"$ {shlex.join(['ray', 'start', *options])}", whole=True)
+        line(host.host, f"$ {shlex.join(['ray', 'start', *options])}", whole=True)
         head = None if host == spec.head else [spec.address_of(spec.head), spec.port]
         ask(spec, host, "start", UP_SECONDS, id=start, token=token, options=options, head=head,
             paths=spec.node_paths(host))  # fmt: skip
-        say(host.host, "started")
+        line(host.host, "started")
 
     if spec.head in missing:
         start_node(missing.pop(0))
     on_all(missing, start_node, "did not start")
-    _report(spec, say)
+    _report(spec, line)
 
 
 def start_options(spec: ClusterFile, host: HostSpec) -> list[str]:
@@ -72,21 +72,21 @@ def start_options(spec: ClusterFile, host: HostSpec) -> list[str]:
     return [*options, *([f"--labels={labels}"] if labels else []), "--disable-usage-stats", "--log-style=record"]
 
 
-def _report(spec: ClusterFile, say: Say) -> None:
+def _report(spec: ClusterFile, line: PrintLine) -> None:
     """What listens where, and what the Internet may reach."""
-    found = on_all(spec.host, lambda host: ask(spec, host, "ports", PORTS_SECONDS), "do not answer")
-    for host, answer in zip(spec.host, found, strict=True):
-        say(host.host, f"listens {_ports(answer['listening'])}")
+    answers = on_all(spec.host, lambda host: ask(spec, host, "ports", PORTS_SECONDS), "do not answer")
+    for host, answer in zip(spec.host, answers, strict=True):
+        line(host.host, f"listens {_ports(answer['listening'])}")
         everywhere = sorted({one["port"] for one in answer["listening"] if one["address"] == "*"})
         if answer["public"] and everywhere:
-            say(
+            line(
                 "Warning",
                 f"{host.host} has the public address {join_words(answer['public'])}, and Ray listens on all "
                 f"interfaces, on ports {join_words(everywhere)}: close them with a firewall, as docs/cluster-hosts.md "
                 "shows.",
             )
     head = f"{spec.head.host}, {spec.address_of(spec.head)}:{spec.port}"
-    say(spec.name, f"is up: {count_noun(len(spec.host), 'host')}; head {head}")
+    line(spec.name, f"is up: {count_noun(len(spec.host), 'host')}; head {head}")
 
 
 def _ports(listening: list[dict[str, Any]]) -> str:
@@ -97,7 +97,7 @@ def _ports(listening: list[dict[str, Any]]) -> str:
     return "; ".join(f"{where}: {', '.join(found)}" for where, found in sorted(by_address.items())) or "on no port"
 
 
-def down(spec: ClusterFile, say: Say) -> None:
+def down(spec: ClusterFile, line: PrintLine) -> None:
     """End all processes of a cluster on all hosts, and what they run.
 
     Raises:
@@ -106,6 +106,6 @@ def down(spec: ClusterFile, say: Say) -> None:
 
     def stop_node(host: HostSpec) -> None:
         ask(spec, host, "stop", DOWN_SECONDS)
-        say(host.host, "down")
+        line(host.host, "down")
 
     on_all(spec.host or [spec.head], stop_node, "may still run something")

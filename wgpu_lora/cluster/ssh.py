@@ -22,7 +22,7 @@ OPTIONS = {
     "ServerAliveCountMax": "3",
     "ExitOnForwardFailure": "yes",
 }
-_SAID = {  # by ssh, and what it means; {login} is what to give to ssh by hand
+_MEANINGS = {  # of what ssh prints; {login} is what to give to ssh by hand
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "has another host key than the one that is known here, so something else "
     "may be answering: find out why, and if it is right remove the old key with 'ssh-keygen -R {host}'",
     "Host key verification failed": "has a host key that is not known here: run 'ssh{login}' once and compare the "
@@ -59,14 +59,14 @@ def run(host: HostSpec, command: str, text: str = "", seconds: float = 60) -> su
     return done
 
 
-def refusal(host: HostSpec, said: str) -> str:
-    """A sentence about what ssh said when it could not connect."""
+def refusal(host: HostSpec, stderr: str) -> str:
+    """A sentence about what ssh printed when it could not connect."""
     name = f"{host.user}@{host.host}" if host.user else host.host
     login = f"{f' -i {shlex.quote(host.ssh_key)}' if host.ssh_key else ''} {name}"
-    for text, meaning in _SAID.items():
-        if text in said:
+    for text, meaning in _MEANINGS.items():
+        if text in stderr:
             return f"{host.host} {meaning.format(host=name, login=login)}."
-    return f"{host.host} cannot be reached by SSH ({last_line(said)}): make 'ssh{login}' work."
+    return f"{host.host} cannot be reached by SSH ({last_line(stderr)}): make 'ssh{login}' work."
 
 
 def last_line(text: str) -> str:
@@ -93,13 +93,12 @@ def tunnel(spec: ClusterFile) -> Iterator[tuple[str, str]]:
         probe.bind((LOCAL, 0))
         port = probe.getsockname()[1]
     head = spec.head
-    start = f"start it with 'wgpu-lora cluster up -f {spec.path}'"
-    not_up = f"The cluster {spec.name} is not up on {head.host}: {start}."
+    advice = f"start it with 'wgpu-lora cluster up -f {spec.path}'"
     forward = f"{LOCAL}:{port}:{spec.address_of(head)}:{spec.ports['ray-client-server']}"
     argv = [*ssh(head, "-L", forward), f"cat {folder_on(spec, head)}/token && echo && cat > /dev/null"]
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
         try:
-            process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+            process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
                                        start_new_session=True)  # fmt: skip
         except OSError as error:
             raise UserError(f"ssh cannot be run ({reason(error)}): install OpenSSH's client.") from None
@@ -108,8 +107,10 @@ def tunnel(spec: ClusterFile) -> Iterator[tuple[str, str]]:
                 lines = map(str.strip, iter(process.stdout.readline, ""))  # type: ignore[union-attr]
                 token = next((line for line in lines if re.fullmatch(r"[0-9a-f]{64}", line)), None)
                 if token is None:
-                    said.seek(0)
-                    raise UserError(refusal(head, said.read(1 << 16)) if process.wait() == 255 else not_up)
+                    errors.seek(0)
+                    if process.wait() == 255:
+                        raise UserError(refusal(head, errors.read(1 << 16)))
+                    raise UserError(f"The cluster {spec.name} is not up on {head.host}: {advice}.")
                 yield f"ray://{LOCAL}:{port}", token
             finally:
                 process.kill()

@@ -112,7 +112,7 @@ def test_hosts_that_cannot_be_used_are_named_before_anything_runs(hosts: Hosts, 
     file.write_text(
         f'name = "{NAME}"\nuser = "root"\nssh_key = "{key}"\n'
         f'[[host]]\nhost = "{head.name}"\npython = "/no/such/python"\n'
-        f'[[host]]\nhost = "{worker.name}"\nssh_key = "{open_key}"\n'
+        f'[[host]]\nhost = "{worker.name}"\naddress = "10.77.0.8"\nssh_key = "{open_key}"\n'
         f'[[host]]\nhost = "{worker.address}"\naddress = "10.77.0.9"\n'  # its key is known by the name only
         f'[[host]]\nhost = "{here.name}"\n'
     )
