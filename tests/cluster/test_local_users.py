@@ -100,7 +100,7 @@ def test_a_start_that_was_killed_leaves_no_process(state: Path, tmp_path: Path) 
 
 def test_a_clock_that_is_set_ends_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     living = Local("127.0.0.1:1", str(tmp_path / "wgl-z"), boot_id())
-    monkeypatch.setattr(local_ray.processes, "running", lambda mark: "1")
+    monkeypatch.setattr(local_ray.node_processes, "running", lambda mark: "1")
     monkeypatch.setattr(time, "time", lambda: 0.0)
     monkeypatch.setattr(psutil, "boot_time", lambda: 86400.0)  # which is computed from the clock
     assert living.alive()
