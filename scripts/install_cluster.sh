@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the tests of `make test-cluster` need on their hosts, which are namespaces: an SSH server, rsync, ip, nft.
+# Installs what the tests of `make test-cluster` need on their hosts, which are namespaces: an SSH server, ip, nft.
 # The SSH server of this machine is neither started nor configured. SwiftShader becomes the second of two unlike devices.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,6 @@ packages=()
 need() { command -v "$1" >/dev/null || [ -x "/usr/sbin/$1" ] || packages+=("$2"); }
 need sshd openssh-server
 need ssh openssh-client
-need rsync rsync
 need ip iproute2
 need ss iproute2
 need nft nftables

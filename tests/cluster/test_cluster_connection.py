@@ -15,7 +15,7 @@ import pytest
 import ray
 from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot, task_view
 
-from wgpu_lora.cluster import cluster_connection, host_actor, local_ray, run_controller
+from wgpu_lora.cluster import cluster_connection, host_actor, local_ray, node_processes, run_controller
 from wgpu_lora.cluster.cluster_connection import (
     Cluster,
     ClusterGone,
@@ -24,7 +24,6 @@ from wgpu_lora.cluster.cluster_connection import (
     explained,
     target,
 )
-from wgpu_lora.cluster.launcher import processes
 from wgpu_lora.cluster.local_ray import Local
 from wgpu_lora.cluster.run_status import chosen_device, chosen_run
 from wgpu_lora.errors import UserError
@@ -176,7 +175,7 @@ def test_the_own_ray_has_its_own_token(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     local = Local("127.0.0.1:1", str(tmp_path / "wgl-x"), boot_id())
-    assert "RAY_AUTH_TOKEN" not in processes.environment(local.environment)  # which goes before the path
+    assert "RAY_AUTH_TOKEN" not in node_processes.environment(local.environment)  # which goes before the path
     joined = Mock(side_effect=lambda address: Mock(environment=dict(os.environ)))
     monkeypatch.setattr(local_ray, "running_ray", lambda: local)
     monkeypatch.setattr(cluster_connection, "_probe", lambda address: None)

@@ -1,26 +1,26 @@
-"""What `cluster up` checks and writes, without hosts: `ssh` is a script."""
+"""What `cluster up`, `down` and the tunnel do on this machine: `ssh` is a script."""
 
 from __future__ import annotations
 
 import json
-import os
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
-import yaml
 from support.fake_ssh import FakeSsh, cluster_file, good
+from support.hosts import until
 
 from wgpu_lora.cluster.cluster_file import HostSpec
-from wgpu_lora.cluster.launcher import commands
-from wgpu_lora.cluster.launcher.checks import answered, check_here, check_hosts
-from wgpu_lora.cluster.launcher.config import ports_of, write_host
-from wgpu_lora.cluster.launcher.files import folder_of
-from wgpu_lora.cluster.launcher.ssh import quoted, refusal
-from wgpu_lora.cluster.launcher.token import authentication, new_token
+from wgpu_lora.cluster.host_checks import last_object
+from wgpu_lora.cluster.launcher import down, start_options, up
+from wgpu_lora.cluster.ssh import refusal, ssh, tunnel
 from wgpu_lora.errors import UserError
 
 ONE, TWO = 'host = "one"\naddress = "10.9.0.1"', 'host = "two"\naddress = "10.9.0.2"'
+TOKEN = "f" * 64
 
 
 @pytest.fixture
@@ -37,12 +37,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
         ("Host key verification failed.", "run 'ssh -i '/a key' me@one' once"),
         ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "ssh-keygen -R me@one"),
         ("me@one: Permission denied (publickey).", "does not let this user in"),
-        ("ssh: connect to host one port 22: Connection timed out", "does not answer within 10 s"),
-        ("ssh: Could not resolve hostname one: Name or service not known", "is not a name"),
-        (
-            "kex_exchange_identification: read: Connection reset",
-            "(kex_exchange_identification: read: Connection reset)",
-        ),
+        ("Permissions 0644 for 'k' are too open.\n@ WARNING: UNPROTECTED PRIVATE KEY FILE! @\nx", "chmod 600"),
+        ("ssh: connect to host one port 22: Connection timed out", "(ssh: connect to host one port 22: Connection"),
         ("", "(without a word)"),
     ],
 )
@@ -53,220 +49,218 @@ def test_what_ssh_says_becomes_a_sentence(said: str, meaning: str) -> None:
     assert "\n" not in sentence
 
 
+def test_ssh_checks_host_keys_and_asks_nothing() -> None:
+    argv = ssh(HostSpec("one", user="me", ssh_key="/100% a key"))
+    assert {"-oStrictHostKeyChecking=yes", "-oBatchMode=yes"} <= set(argv)
+    assert not any("UserKnownHostsFile" in word for word in argv)
+    assert argv[argv.index("-i") + 1] == "/100%% a key"
+    assert argv[-4:] == ["-l", "me", "--", "one"]
+
+
 @pytest.mark.parametrize(
-    ("hosts", "top", "says"),
+    ("hosts", "says"),
     [
-        ([], "", "no [[host]]"),
-        ([ONE, 'host = "two"\naddress = "10.9.0.1"'], "", "10.9.0.1"),
-        ([ONE, 'host = "localhost"'], "", "which no other host reaches"),
-        ([ONE, 'host = "no-such-host.invalid"'], "", "give its 'address'"),
-        ([ONE, 'host = "fe80::1"\naddress = "10.9.0.2"'], "", "IPv6"),
-        ([ONE, 'host = "two"\naddress = "fe80::1"'], "", "IPv4"),
-        ([ONE], 'ssh_key = "/no/such/key"', "does not exist"),
+        ([], "no [[host]]"),
+        ([ONE, 'host = "ONE"\naddress = "10.9.0.2"'], "are the same host, one"),
+        ([ONE, 'host = "two"\naddress = "10.9.0.1"'], "are the same host, 10.9.0.1"),
+        ([ONE, 'host = "localhost"'], "by which no other host reaches it"),
+        ([ONE, 'host = "no-such-host.invalid"'], "give its 'address'"),
     ],
 )
 def test_a_file_that_cannot_work_is_refused_before_any_host_is_asked(
-    fake: FakeSsh, tmp_path: Path, hosts: list[str], top: str, says: str
+    fake: FakeSsh, tmp_path: Path, hosts: list[str], says: str
 ) -> None:
-    with pytest.raises(UserError) as refused:
-        check_here(cluster_file(tmp_path, *hosts, top=top))
-    assert says in str(refused.value)
+    for command in (up, down):
+        if command is up or not hosts:
+            with pytest.raises(UserError) as refused:
+                command(cluster_file(tmp_path, *hosts), Lines())
+            assert says in str(refused.value)
     assert not fake.arguments
 
 
-def test_a_key_that_others_may_read_is_refused(fake: FakeSsh, tmp_path: Path) -> None:
-    key = tmp_path / "a key"
-    key.touch(0o644)
-    spec = cluster_file(tmp_path, ONE, top=f'ssh_key = "{key}"')
-    with pytest.raises(UserError, match="chmod 600"):
-        check_here(spec)
-    key.chmod(0o600)
-    check_here(spec)
-
-
-@pytest.mark.parametrize("program", ["ssh", "rsync"])
-def test_missing_programs(fake: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    monkeypatch.setenv("PATH", str(fake.bin))
-    (fake.bin / program).unlink()
-    with pytest.raises(UserError, match=f"{program} is not installed here"):
-        check_here(cluster_file(tmp_path, ONE))
+def test_without_ssh(fake: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for command in (up, down):
+        with pytest.raises(UserError, match=r"ssh cannot be run .*install OpenSSH"):
+            command(cluster_file(tmp_path, ONE), Lines())
+    with pytest.raises(UserError, match="ssh cannot be run"), tunnel(cluster_file(tmp_path, ONE)):
+        pass
 
 
 def test_each_host_that_cannot_be_used_has_a_line(fake: FakeSsh, tmp_path: Path) -> None:
     wrong = {
-        "a": ({'err': "ssh: connect to host a port 22: Connection refused\n", 'code': 255}, "refuses SSH"),
+        "a": ({'err': "ssh: connect to host a port 22: Connection refused\n", 'code': 255}, "Connection refused"),
         "b": ({'err': "sh: 1: python9: not found\n", 'code': 127}, "cannot be run there"),
-        "c": ({'err': "python3: Error while finding module specification for 'wgpu_lora.cluster.launcher.node' "
+        "c": ({'err': "python3: Error while finding module specification for 'wgpu_lora.cluster.node_commands' "
                        "(ModuleNotFoundError: No module named 'wgpu_lora')", 'code': 1}, "has no wgpu-lora"),
         "d": ({'err': "Unknown option: -P\nusage: python", 'code': 2}, "older than Python 3.11"),
         "e": ({'out': good("10.9.0.5", python="3.99.1")}, "Python is 3.99.1"),
         "f": ({'out': good("10.1.1.1")}, "no interface with the address 10.9.0.6 (it has 10.1.1.1)"),
-        "g": ({'out': {**good("10.9.0.7"), "rsync": False}}, "has no rsync"),
+        "g": ({'err': "No module named wgpu_lora.cluster.node_commands", 'code': 1}, "another version"),
         "h": ({'out': {"versions": 3}}, "another version"),
         "i": ({'out': {"refused": "i: no."}}, "i: no."),
-        "j": ({'out': "hello\n" + json.dumps(good("10.9.0.10")) + "\nbye"}, None),
+        "j": ({'err': "Traceback:\nOSError: disk full\n", 'code': 1}, "fails there (OSError: disk full)"),
+        "k": ({'out': "hello\n" + json.dumps(good("10.9.0.11")) + "\nbye"}, None),
     }  # fmt: skip
     for name, (given, _) in wrong.items():
         fake.answers(name, **given)  # type: ignore[arg-type]
     hosts = [f'host = "{name}"\naddress = "10.9.0.{number}"' for number, name in enumerate(wrong, 1)]
     with pytest.raises(UserError) as refused:
-        check_hosts(cluster_file(tmp_path, *hosts))
+        up(cluster_file(tmp_path, *hosts), Lines())
     lines = refused.value.lines
-    assert lines[0] == "9 hosts cannot be used:"
+    assert lines[0] == "10 hosts cannot be used:"
     said = [(name, text) for name, (_, text) in wrong.items() if text]
     for line, (name, text) in zip(lines[1:], said, strict=True):
         assert line.startswith(name)
         assert text in line
+    assert not fake.commands
 
 
 def test_the_answer_is_found_among_other_lines() -> None:
-    assert answered('Welcome\n{"a": 1}\n{not json\n[1]\n') == {"a": 1}
-    assert answered("Welcome") is None
-
-
-# -- values are data ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", ["/a b/c", "~/x;y", "~", "/$(touch x)`y`'z'", '/"q"', "~/a'b c", "-x"])
-def test_paths_are_one_word_of_a_shell(path: str, tmp_path: Path) -> None:
-    argv = ["sh", "-c", f"printf '%s\\n' {quoted(path)}"]
-    found = subprocess.run(argv, env={**os.environ, "HOME": "/home/me"}, capture_output=True, text=True, check=True)
-    assert found.stdout == (f"/home/me/{path[2:]}" if path.startswith("~/") else path) + "\n"
-
-
-def test_what_rays_launcher_is_given(fake: FakeSsh, tmp_path: Path) -> None:
-    key = tmp_path / "it's 100% a key; $(x)"
-    key.touch(0o600)
-    tables = f'{ONE}\nlabels = {{ rack = "a.b" }}', f'{TWO}\nuser = "me"\npython = "~/v/bin/python"'
-    spec = cluster_file(tmp_path, *tables, top=f'ssh_key = "{key}"\nport = 7000')
-    check_here(spec)
-    fake.answers("one", "host one\nuser root\nport 22")
-    folder = folder_of(spec.name)
-    token = new_token()
-    configs = [write_host(spec, host, folder, "0123", token) for host in spec.hosts]
-    read = [yaml.safe_load(path.read_text()) for path in configs]
-    assert [one["auth"] for one in read] == [{"ssh_user": "root"}, {"ssh_user": "me"}]  # no key: Ray would copy it
-    assert read[0]["provider"]["host"]["ssh_key"] == str(key)
-    there = "~/.local/state/wgpu-lora/nodes/lab"
-    assert [[*one["file_mounts"]] for one in read] == [[f"{there}/one"], [f"{there}/two"]]
-    assert read[1]["head_start_ray_commands"] == [
-        f"~/v/bin/python -P -m wgpu_lora.cluster.launcher.node start {there}/two"
-    ]
-    assert read[0]["provider"]["folder"] == f"{there}/one"
-    nodes = [json.loads(Path(one["file_mounts"][f"{there}/{name}"], "node.json").read_text())
-             for one, name in zip(read, ("one", "two"), strict=True)]  # fmt: skip
-    assert [node["head"] for node in nodes] == [True, False]
-    assert nodes[0]["labels"] == {"rack": "a.b"}
-    assert nodes[1]["head_address"] == "10.9.0.1"
-    assert nodes[1]["ports"] == ports_of(spec)
-    assert ports_of(spec)["gcs"] == 7000
-    for path in folder.rglob("*"):
-        assert path.stat().st_mode & 0o077 == 0, path
-        assert path.name == "token" or path.is_dir() or token not in path.read_text()
-
-
-def test_the_highest_port_leaves_room_for_those_that_follow(tmp_path: Path) -> None:
-    assert max(ports_of(cluster_file(tmp_path, ONE, top="port = 65527")).values()) == 65535
-    with pytest.raises(UserError, match="65527"):
-        cluster_file(tmp_path, ONE, top="port = 65528")
-
-
-def test_the_token_is_read_from_the_head(fake: FakeSsh, tmp_path: Path) -> None:
-    spec, token = cluster_file(tmp_path, ONE, TWO), new_token()
-    fake.answers("one", token)
-    assert authentication(spec) == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    assert "two" not in fake.arguments
-    for wrong in ({"err": "cat: no such file", "code": 1}, {"out": "something else"}):
-        fake.answers("one", **wrong)  # type: ignore[arg-type]
-        with pytest.raises(UserError, match="is not up on one: start it"):
-            authentication(spec)
+    assert last_object('Welcome\n{"a": 1}\n{not json\n[1]\n') == {"a": 1}
+    assert last_object("Welcome") is None
 
 
 # -- up and down -------------------------------------------------------------------------------------------------------
 
 
-class Said(list[str]):
+class Lines(list[str]):
     def __call__(self, label: str, text: str, whole: bool = False) -> None:
         self.append(f"{label} {text}")
 
 
-@pytest.fixture
-def ray(fake: FakeSsh, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `ray` that notes what it was asked for, and fails for a host whose file RAY.<host> says so."""
-    script = fake.program("ray", '#!/bin/sh\nfor last; do :; done\necho "$1 $last" >> "$FAKE_SSH/ray"\n'
-                          'name=$(basename "$last" .yaml)\n[ "$1" = down ] && rm -f "${last%.yaml}.state"\n'
-                          '[ ! -e "$FAKE_SSH/RAY.$name" ] || { cat "$FAKE_SSH/RAY.$name"; exit 1; }\n')  # fmt: skip
-    monkeypatch.setattr(commands, "RAY", [str(script)])
-    return fake.folder / "ray"
-
-
-def calls(ray: Path) -> list[str]:
-    lines = ray.read_text().splitlines() if ray.exists() else []
-    return [f"{line.split()[0]} {Path(line.split()[1]).stem}" for line in lines]
-
-
 def all_good(fake: FakeSsh, **running: str | None) -> None:
     for number, name in ((1, "one"), (2, "two")):
-        listens = [{"process": "gcs_server", "address": "*", "port": 6379}]
-        answer = {
-            **good(f"10.9.0.{number}", running.get(name)),
-            "listening": listens,
-            "public": ["203.0.113.9"][: number - 1],
-        }
-        fake.answers(name, "user me\n" + json.dumps(answer))
+        listening = [{"process": "gcs_server", "address": "*", "port": 6379}]
+        fake.answers(f"{name}.check", good(f"10.9.0.{number}", running.get(name)))
+        fake.answers(f"{name}.ports", {"listening": listening, "public": ["203.0.113.9"][: number - 1]})
+        fake.answers(name, "{}")
 
 
-def test_up_starts_the_head_first_and_says_what_the_internet_may_reach(
-    fake: FakeSsh, ray: Path, tmp_path: Path
-) -> None:
+def test_up_starts_the_head_first_and_says_what_the_internet_may_reach(fake: FakeSsh, tmp_path: Path) -> None:
     all_good(fake)
-    said = Said()
-    commands.up(cluster_file(tmp_path, ONE, TWO), said)
-    assert calls(ray) == ["up one", "up two"]
+    said = Lines()
+    key = tmp_path / "it's 100% a key; $(x)"
+    key.write_text("secret")
+    data = '[data]\nroot = "/mnt/lab"\n'
+    tables = f'{ONE}\nlabels = {{ rack = "a.b" }}', f'{TWO}\npython = "~/v/bin/python"\ndata = "/d"'
+    up(cluster_file(tmp_path, *tables, top=f'ssh_key = "{key}"\nport = 7000\n{data}'), said)
+    assert fake.commands == ["start one", "start two"]
+    assert "~/v/bin/python -P -m wgpu_lora.cluster.node_commands start" in fake.arguments
+    one, two = fake.sent("one", "start"), fake.sent("two", "start")
+    assert one["token"] == two["token"]
+    assert len(one["token"]) == 64
+    assert one["id"] == two["id"]
+    assert (one["head"], two["head"]) == (None, ["10.9.0.1", 7000])
+    assert (one["paths"], two["paths"]) == ({}, {"/mnt/lab": "/d"})
+    assert {"--head", "--port=7000", "--node-ip-address=10.9.0.1", "--labels=rack=a.b"} <= set(one["options"])
+    assert "--address=10.9.0.1:7000" in two["options"]
+    assert not any("secret" in path.read_text() for path in fake.folder.iterdir())  # the key stays here
+    assert not any(one["token"] in line for line in [*fake.arguments, *said])
+    assert said[0].startswith("one $ ray start --head --port=7000")  # the command is said
     warnings = [line for line in said if line.startswith("Warning")]
     assert len(warnings) == 1
     assert "two has the public address 203.0.113.9" in warnings[0]
     assert "ports 6379" in warnings[0]
-    assert said[0].startswith("one $ ray ")  # the command is said
 
 
-def test_a_head_that_does_not_start_is_said_in_its_own_words(fake: FakeSsh, ray: Path, tmp_path: Path) -> None:
+def test_the_highest_port_leaves_room_for_those_that_follow(tmp_path: Path) -> None:
+    spec = cluster_file(tmp_path, ONE, top="port = 65527")
+    assert "--dashboard-port=65535" in start_options(spec, spec.head)
+    with pytest.raises(UserError, match="65527"):
+        cluster_file(tmp_path, ONE, top="port = 65528")
+
+
+def test_a_head_that_does_not_start_is_said_in_its_own_words(fake: FakeSsh, tmp_path: Path) -> None:
     all_good(fake)
-    (fake.folder / "RAY.one").write_text('2026 INFO\n{"refused": "one: Ray does not start: no memory."}\nError\n')
+    fake.answers("one.start", '2026 INFO\n{"refused": "one: Ray does not start: no memory."}\nError', code=1)
     with pytest.raises(UserError, match=r"^one: Ray does not start: no memory\.$"):
-        commands.up(cluster_file(tmp_path, ONE, TWO), Said())
-    assert calls(ray) == ["up one"]
+        up(cluster_file(tmp_path, ONE, TWO), Lines())
+    assert fake.commands == ["start one"]
 
 
-def test_up_adds_what_is_missing_with_the_token_of_the_head(
-    fake: FakeSsh, ray: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_up_adds_what_is_missing_with_the_token_of_the_head(fake: FakeSsh, tmp_path: Path) -> None:
     all_good(fake, one="abcd")
-    monkeypatch.setattr(commands, "token_of", lambda spec: "f" * 64)
-    commands.up(cluster_file(tmp_path, ONE, TWO), Said())
-    assert calls(ray) == ["up two"]
-    mounted = folder_of("lab") / "hosts" / "two"
-    assert (mounted / "token").read_text() == "f" * 64
-    assert json.loads((mounted / "node.json").read_text())["id"] == "abcd"
+    said = Lines()
+    up(cluster_file(tmp_path, ONE, TWO), said)
+    assert said[0] == "one runs already"
+    assert fake.commands == ["start two"]
+    sent = fake.sent("two", "start")
+    assert (sent["token"], sent["id"]) == (TOKEN, "abcd")
 
 
-def test_up_is_refused_where_the_head_has_gone(fake: FakeSsh, ray: Path, tmp_path: Path) -> None:
+def test_up_is_refused_where_the_head_has_gone(fake: FakeSsh, tmp_path: Path) -> None:
     all_good(fake, two="abcd")
     with pytest.raises(UserError, match=r"two still runs .* cluster down -f"):
-        commands.up(cluster_file(tmp_path, ONE, TWO), Said())
-    assert not calls(ray)
+        up(cluster_file(tmp_path, ONE, TWO), Lines())
+    assert not fake.commands
 
 
-def test_down_goes_on_where_a_host_fails_and_keeps_what_is_needed_to_try_again(
-    fake: FakeSsh, ray: Path, tmp_path: Path
-) -> None:
+def test_down_goes_on_where_a_host_fails(fake: FakeSsh, tmp_path: Path) -> None:
     all_good(fake)
-    spec = cluster_file(tmp_path, ONE, TWO)
-    (fake.folder / "RAY.one").write_text("one does not answer.\n")
-    with pytest.raises(UserError, match=r"one: Ray's launcher failed \(one does not answer"):
-        commands.down(spec, Said())
-    assert sorted(calls(ray)) == ["down one", "down two"]
-    assert (folder_of("lab") / "one.yaml").exists()
-    (fake.folder / "RAY.one").unlink()
-    commands.down(spec, Said())
-    assert not list(folder_of("lab").iterdir())
+    fake.answers("one", err="ssh: connect to host one port 22: No route to host", code=255)
+    said = Lines()
+    with pytest.raises(UserError, match="one cannot be reached"):
+        down(cluster_file(tmp_path, ONE, TWO), said)
+    assert sorted(fake.commands) == ["stop one", "stop two"]
+    assert said == ["two down"]
+
+
+# -- the tunnel --------------------------------------------------------------------------------------------------------
+
+FORWARDS = f"""#!{sys.executable}
+import os, socket, sys
+from pathlib import Path
+port = int(sys.argv[sys.argv.index("-L") + 1].split(":")[1])
+Path(os.environ["FAKE_SSH"], "pid").write_text(str(os.getpid()))
+server = socket.create_server(("127.0.0.1", port))
+print("Welcome")
+print("{TOKEN}", flush=True)
+sys.stdin.read()
+"""
+
+
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_the_tunnel_lasts_as_long_as_its_context(fake: FakeSsh, tmp_path: Path) -> None:
+    fake.program(FORWARDS)
+    with tunnel(cluster_file(tmp_path, ONE)) as (address, token):
+        assert token == TOKEN
+        host, port = address.removeprefix("ray://").split(":")
+        socket.create_connection((host, int(port)), 5).close()
+        ssh = psutil.Process(int((fake.folder / "pid").read_text()))
+    assert not ssh.is_running()
+
+
+def test_the_tunnel_ends_with_a_process_that_is_killed(fake: FakeSsh, tmp_path: Path) -> None:
+    fake.program(FORWARDS)
+    code = (
+        "import sys, time; from pathlib import Path; from wgpu_lora.cluster.ssh import tunnel\n"
+        "from wgpu_lora.cluster.cluster_file import read_cluster_file\n"
+        "with tunnel(read_cluster_file(Path(sys.argv[1]))) as (address, _): print(address, flush=True); time.sleep(600)"
+    )
+    spec = cluster_file(tmp_path, ONE)
+    process = subprocess.Popen([sys.executable, "-c", code, spec.path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("ray://127.0.0.1:")
+    ssh = psutil.Process(int((fake.folder / "pid").read_text()))
+    process.kill()
+    process.wait()
+    until(lambda: not alive(ssh), 10)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"err": "ssh: connect to host one port 22: No route to host", "code": 255}, "one cannot be reached"),
+        ({"err": "cat: no such file", "code": 1}, "is not up on one: start it with"),
+        ({"out": "something else"}, "is not up on one"),
+    ],
+)
+def test_a_cluster_that_is_not_there(fake: FakeSsh, tmp_path: Path, given: dict[str, object], says: str) -> None:
+    fake.answers("one", **given)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=says), tunnel(cluster_file(tmp_path, ONE, TWO)):
+        pass
+    assert "two" not in fake.arguments

@@ -19,9 +19,9 @@ from wgpu_lora.cli.cluster import running
 from wgpu_lora.cluster import local_ray
 from wgpu_lora.cluster.cluster_connection import Target
 from wgpu_lora.cluster.cluster_file import RunOptions
-from wgpu_lora.cluster.launcher.processes import MARK
 from wgpu_lora.cluster.local_ray import Local, end_unused, using
 from wgpu_lora.cluster.messages import RunRequest, Sweep, Task
+from wgpu_lora.cluster.node_processes import MARK
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import to_json
 from wgpu_lora.process_identity import boot_id
@@ -100,7 +100,7 @@ def test_a_start_that_was_killed_leaves_no_process(state: Path, tmp_path: Path) 
 
 def test_a_clock_that_is_set_ends_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     living = Local("127.0.0.1:1", str(tmp_path / "wgl-z"), boot_id())
-    monkeypatch.setattr(local_ray.processes, "running", lambda mark: "1")
+    monkeypatch.setattr(local_ray.node_processes, "running", lambda mark: "1")
     monkeypatch.setattr(time, "time", lambda: 0.0)
     monkeypatch.setattr(psutil, "boot_time", lambda: 86400.0)  # which is computed from the clock
     assert living.alive()

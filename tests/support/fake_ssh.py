@@ -5,42 +5,48 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from wgpu_lora.cluster.cluster_file import ClusterFile, read_cluster_file
-from wgpu_lora.cluster.messages import to_plain
 
-# Prints what the file HOST.out has, fails as HOST.code says with HOST.err, and notes its arguments.
+# Notes its arguments, and of commands of hosts also what they are sent. Prints what the file HOST.COMMAND.out has, or
+# HOST.out, and fails as .code says with .err.
 _SSH = """#!/bin/sh
 printf '%s\\n' "$@" >> "$FAKE_SSH/arguments"
-while [ $# -gt 0 ] && [ "$1" != "--" ]; do shift; done
-cat "$FAKE_SSH/$2.out" 2>/dev/null
-cat "$FAKE_SSH/$2.err" >&2 2>/dev/null
-exit $(cat "$FAKE_SSH/$2.code" 2>/dev/null || echo 0)
+while [ "$1" != "--" ]; do shift; done
+answer=$FAKE_SSH/$2
+case "$3" in *node_commands*)
+  command=${3##* }
+  echo "$command $2" >> "$FAKE_SSH/commands"
+  cat > "$answer.$command.in"
+  [ ! -e "$answer.$command.out" ] || answer=$answer.$command ;;
+esac
+cat "$answer.out" 2>/dev/null
+cat "$answer.err" >&2 2>/dev/null
+exit $(cat "$answer.code" 2>/dev/null || echo 0)
 """
 
 
 class FakeSsh:
-    """The answers of hosts, by their names."""
+    """The answers of hosts, by their names or by HOST.COMMAND."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.bin = folder / "answers", folder / "bin"
         self.folder.mkdir()
         self.bin.mkdir()
-        self.program("ssh", _SSH)
-        self.program("rsync", '#!/bin/sh\nprintf \'%s\\n\' rsync "$@" >> "$FAKE_SSH/arguments"\n')
+        self.program(_SSH)
         monkeypatch.setenv("FAKE_SSH", str(self.folder))
         monkeypatch.setenv("PATH", f"{self.bin}{os.pathsep}{os.environ['PATH']}")
-        monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
 
-    def program(self, name: str, text: str) -> Path:
-        path = self.bin / name
+    def program(self, text: str) -> None:
+        """What `ssh` is from now on."""
+        path = self.bin / "ssh"
         path.write_text(text)
         path.chmod(0o755)
-        return path
 
     def answers(self, host: str, out: Any = "", err: str = "", code: int = 0) -> None:
         """What a host's commands print from now on; `out` may be an object for JSON."""
@@ -51,16 +57,30 @@ class FakeSsh:
     @property
     def arguments(self) -> list[str]:
         """Of all calls so far, in one list."""
-        path = self.folder / "arguments"
+        return self._lines("arguments")
+
+    @property
+    def commands(self) -> list[str]:
+        """Of all hosts so far, such as `start one`; without `check` and `ports`, which change nothing."""
+        return [line for line in self._lines("commands") if line.split()[0] in ("start", "stop")]
+
+    def sent(self, host: str, command: str) -> dict[str, Any]:
+        """What a command of a host was sent last."""
+        found: dict[str, Any] = json.loads((self.folder / f"{host}.{command}.in").read_text())
+        return found
+
+    def _lines(self, name: str) -> list[str]:
+        path = self.folder / name
         return path.read_text().splitlines() if path.exists() else []
 
 
 def good(address: str, running: str | None = None, **versions: str) -> dict[str, Any]:
-    """What `launcher.node check` answers on a host where all is well."""
+    """What `check` answers on a host where all is well."""
     from wgpu_lora.cluster.node_versions import own_versions
 
-    return {"versions": {**to_plain(own_versions()), **versions}, "addresses": ["127.0.0.1", address], "rsync": True,
-            "running": running}  # fmt: skip
+    token = "f" * 64 if running else None
+    found = {"versions": {**asdict(own_versions()), **versions}, "addresses": ["127.0.0.1", address]}
+    return {**found, "running": running, "token": token}
 
 
 def cluster_file(folder: Path, *hosts: str, top: str = "") -> ClusterFile:

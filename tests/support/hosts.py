@@ -34,7 +34,7 @@ from support.namespaces import (
     settled,
     unshare,
 )
-from wgpu_lora.cluster.launcher import processes
+from wgpu_lora.cluster import node_processes as processes
 
 __all__ = ["Host", "Hosts", "drivers_here", "environment", "namespaces_allowed", "until"]
 

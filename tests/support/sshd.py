@@ -14,7 +14,7 @@ SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
 def ssh_installed() -> bool:
     """Whether hosts can run SSH servers that the launcher can use: see scripts/install_cluster.sh."""
-    return Path(SSHD).exists() and all(map(shutil.which, ("ssh", "ssh-keygen", "rsync")))
+    return Path(SSHD).exists() and all(map(shutil.which, ("ssh", "ssh-keygen")))
 
 
 def start_sshd(hosts: Hosts, server: Host) -> subprocess.Popen[Any]:

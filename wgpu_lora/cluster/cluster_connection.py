@@ -197,12 +197,11 @@ def endpoint(what: Target) -> Iterator[Endpoint]:
         if running is None:
             raise UserError("Ray does not run on this machine: start a run with 'wgpu-lora cluster run --local'.")
         yield Endpoint(running.address, running.environment)
-    elif what.file and what.file.hosts:
-        from wgpu_lora.cluster.launcher.token import authentication
-        from wgpu_lora.cluster.launcher.tunnel import tunnel
+    elif what.file and what.file.host:
+        from wgpu_lora.cluster.ssh import tunnel
 
-        with tunnel(what.file) as address:
-            yield Endpoint(address, authentication(what.file))
+        with tunnel(what.file) as (address, token):
+            yield Endpoint(address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token})
     elif what.address:
         yield Endpoint(what.address)
     else:

@@ -174,7 +174,7 @@ def _adapters_of(file: ClusterFile) -> Iterator[AdapterTask]:
     """The [[adapter]] tables, in which any option of training is allowed."""
     options = [item.name for item in fields(TrainingArguments)]
     otherwise = f"choose among {', '.join([*OWN, *OPTIONS])} and the options of training."
-    for number, table in enumerate(file.adapters, 1):
+    for number, table in enumerate(file.adapter, 1):
         where = f"{file.where}, adapter {number}"
         with naming(IN_FILE):
             values = real_names(table, [*OWN, *OPTIONS, *KEYS, *options], where, "key", otherwise)
@@ -188,7 +188,7 @@ def _adapters_of(file: ClusterFile) -> Iterator[AdapterTask]:
 
 def _of_recipes(file: ClusterFile, given: Mapping[str, Any]) -> Iterator[Draft]:
     """The [[recipe]] tables: recipe, name, and options of training over its own."""
-    for number, table in enumerate(file.recipes, 1):
+    for number, table in enumerate(file.recipe, 1):
         where = f"{file.where}, recipe {number}"
         with in_file(where):
             values = named(table, where, *OWN_OF_RECIPE)

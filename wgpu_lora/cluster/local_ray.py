@@ -23,7 +23,7 @@ from filelock import Timeout
 from platformdirs import user_state_dir
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.cluster.launcher import processes
+from wgpu_lora.cluster import node_processes
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.json_files import read_json, to_json
 from wgpu_lora.locks import lock_file
@@ -59,7 +59,7 @@ class Local:
 
     @property
     def environment(self) -> dict[str, str | None]:
-        """What a program needs to join it, as `processes.environment` takes it."""
+        """What a program needs to join it, as `node_processes.environment` takes it."""
         token = {"RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(Path(self.place) / "token")}
         return {"RAY_AUTH_MODE": "token", **token, ALONE: "0"}
 
@@ -75,12 +75,12 @@ class Local:
 
     def alive(self) -> bool:
         """Whether its Ray has started, and has a process."""
-        return bool(self.address) and self.boot == boot_id() and processes.running(self.mark) is not None
+        return bool(self.address) and self.boot == boot_id() and node_processes.running(self.mark) is not None
 
     def end(self) -> None:
         """End all of its processes, the jobs among them, and remove its files; a signal meanwhile acts afterwards."""
         with end_signal_delayed():
-            processes.end(self.mark)
+            node_processes.end(self.mark)
             shutil.rmtree(self.place, ignore_errors=True)
 
 
@@ -195,9 +195,9 @@ def _start(resources: Mapping[str, float], dashboard: bool) -> Local:
             *("--dashboard-agent-listen-port=0", f"--include-dashboard={str(dashboard).lower()}"),
             *(("--dashboard-host=127.0.0.1", "--dashboard-port=0") if dashboard else ()),
         ]
-        own = {processes.MARK: f"{local.mark}/1"}
-        changes = {**local.environment, **processes.SETTINGS, **own, "RAY_ADDRESS": None}
-        output = _run(command, processes.environment(changes), place)
+        own = {node_processes.MARK: f"{local.mark}/1"}
+        changes = {**local.environment, **node_processes.SETTINGS, **own, "RAY_ADDRESS": None}
+        output = _run(command, node_processes.environment(changes), place)
         return Local(_address(place, port, output), str(place), local.boot)
     except BaseException:
         Local("", str(place), "").end()

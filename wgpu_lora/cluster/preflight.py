@@ -102,7 +102,7 @@ def missing_hosts(nodes: Sequence[NodeFacts], spec: ClusterFile) -> list[str]:
     known = {node.address for node in nodes} | {node.host.partition(".")[0] for node in nodes}
     return [
         f"{host.host} ({host.address})" if host.address else host.host
-        for host in spec.hosts
+        for host in spec.host
         if not known & {_address(host), host.host.partition(".")[0]}
     ]
 

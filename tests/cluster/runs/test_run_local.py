@@ -125,7 +125,7 @@ def test_other_machines_reach_nothing(commands: Commands, monkeypatch: pytest.Mo
     commands.environment["RAY_AUTH_TOKEN"] = "f" * 64
     running, _ = local.start_ray(lambda: {"webgpu:x": 1})
     assert commands.status()["nodes"][0]["address"] == local.HERE  # the controller and the host's actor run
-    from wgpu_lora.cluster.launcher import processes
+    from wgpu_lora.cluster import node_processes as processes
 
     found = processes.listening(running.mark)
     assert {"gcs_server", "raylet", "ray.util.client.server", "ray::RunController"} <= {one["process"] for one in found}
@@ -137,7 +137,7 @@ def test_a_ray_that_was_killed_is_forgotten(commands: Commands) -> None:
     assert fresh
     assert oct(Path(running.place, "token").stat().st_mode)[-3:] == "600"
     assert local.start_ray(dict) == (running, False)
-    from wgpu_lora.cluster.launcher import processes
+    from wgpu_lora.cluster import node_processes as processes
 
     for process in processes.of_cluster(running.mark).values():
         process.kill()

@@ -217,7 +217,7 @@ def up(file: File) -> None:
     """
     from wgpu_lora.cluster.cluster_file import read_cluster_file
     from wgpu_lora.cluster.extra import check_ray
-    from wgpu_lora.cluster.launcher.commands import up
+    from wgpu_lora.cluster.launcher import up
 
     check_ray()
     up(read_cluster_file(file), line)
@@ -227,7 +227,7 @@ def down(file: ClusterToml = None, local: Here = False) -> None:
     """End Ray and all jobs on the hosts of a cluster file, or on this machine. Checkpoints and results stay."""
     from wgpu_lora.cluster.cluster_file import read_cluster_file
     from wgpu_lora.cluster.extra import check_ray
-    from wgpu_lora.cluster.launcher.commands import down
+    from wgpu_lora.cluster.launcher import down
     from wgpu_lora.cluster.local_ray import end_local
     from wgpu_lora.cluster.state_file import unfinished_runs
 

@@ -18,7 +18,7 @@ SETTINGS = {  # of Ray, wherever we start it
     "RAY_worker_niceness": "0",  # Ray's own is 15; jobs train here as fast as `finetune` would
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # Ray's client server forks while its other threads use gRPC
 }
-GRACE = 10.0  # seconds
+SECONDS = 10.0  # until killed processes have ended
 ROUNDS = 5
 
 
@@ -49,30 +49,25 @@ def running(name: str) -> str | None:
 
 
 def end(name: str) -> list[str]:
-    """Ends all processes of a cluster here; the command lines of those that are still there.
+    """Kill all processes of a cluster here; the titles of those that are still there.
 
-    Training is asked first, so that it saves what it has. Ray's processes keep nothing, and would take half a minute.
+    Checkpoints are in the store, and Ray's own processes keep nothing, but take half a minute if they are asked.
     """
-    for ask in (True, *[False] * ROUNDS):  # some may be started while others are ended
-        found = list(of_cluster(name).values())
+    for _ in range(ROUNDS):  # some may be started while others are ended
+        found = of_cluster(name).values()
         if not found:
             return []
-        asked = [process for process in found if title(process).startswith("wgpu_lora")] if ask else found
-        for process in asked:
+        for process in found:
             with suppress(psutil.Error):
-                process.terminate() if ask else process.kill()
-        _wait(asked)
+                process.kill()
+        last = time.monotonic() + SECONDS
+        while time.monotonic() < last and any(map(_alive, found)):
+            time.sleep(0.05)
     return [title(process) for process in of_cluster(name).values()]
 
 
-def _wait(processes: list[psutil.Process]) -> None:
-    """Until they have ended, for some seconds; one that only its parent has not noticed yet has ended."""
-    last = time.monotonic() + GRACE
-    while time.monotonic() < last and any(map(_alive, processes)):
-        time.sleep(0.05)
-
-
 def _alive(process: psutil.Process) -> bool:
+    """Whether it has not ended; one that only its parent has not noticed yet has."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -93,14 +88,8 @@ def listening(name: str) -> list[dict[str, Any]]:
 
 def addresses() -> list[str]:
     """The IP addresses of this host's interfaces."""
-    return sorted(
-        {
-            one.address.partition("%")[0]
-            for all_of_one in psutil.net_if_addrs().values()
-            for one in all_of_one
-            if getattr(one.family, "name", "") in ("AF_INET", "AF_INET6")
-        }
-    )
+    found = [one for interface in psutil.net_if_addrs().values() for one in interface]
+    return sorted({one.address.partition("%")[0] for one in found if one.family.name in ("AF_INET", "AF_INET6")})
 
 
 def public(found: list[str]) -> list[str]:
@@ -109,15 +98,14 @@ def public(found: list[str]) -> list[str]:
 
 
 def title(process: psutil.Process) -> str:
-    """A process in a word or two."""
+    """A process in a word: its module, its script or its program."""
     try:
-        line = process.cmdline()
+        line = process.cmdline() or ["?"]
     except psutil.Error:
         return str(process.pid)
     if "-m" in line[:-1]:
         return str(line[line.index("-m") + 1])
-    scripts = [word for word in line[1:3] if word.endswith(".py")]
-    return os.path.basename(str((scripts or line or ["?"])[0]))[:60]
+    return os.path.basename(str(next((word for word in line[1:3] if word.endswith(".py")), line[0])))[:60]
 
 
 def _mark(process: psutil.Process) -> str:

@@ -1,1 +1,0 @@
-"""`wgpu-lora cluster up` and `down`: Ray started on hosts by its own launcher, over SSH, and the way there."""
