@@ -27,8 +27,7 @@ from wgpu_lora.protect.hygiene.memory_protection import HostProtection
 from wgpu_lora.protect.policies.appraisal import verify
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.runs import protected_session
-from wgpu_lora.protect.runs.protected_job import read_job
-from wgpu_lora.protect.runs.protected_session import job_claims
+from wgpu_lora.protect.runs.protected_session import machine_claims
 from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey
 
 Run = Callable[..., tuple[int, str, str]]
@@ -280,7 +279,7 @@ def test_a_policy_of_a_job_verifies_its_evidence(
 
     def attested(**without: Any) -> bytes:
         keys = SessionKeys.generate()
-        claims = {**job_claims(read_job(job), nonce=NONCE, keys=keys), "host": GIVEN.claims["host"]}
+        claims = {**machine_claims(NONCE, keys, job), "host": GIVEN.claims["host"]}
         return attest({name: value for name, value in claims.items() if name not in without}, keys, quote=False)
 
     code, text, error = run("policy", job, *strict)

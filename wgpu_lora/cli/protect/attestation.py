@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Annotated, Any
 
 import typer
@@ -35,26 +36,14 @@ def attest(
     'protect verify' appraises it. No key can be released to it: training attests with keys of its own.
     """
     from wgpu_lora.atomic import check_file, replace_file
-    from wgpu_lora.gpu.device_list import choose
     from wgpu_lora.protect.attestation import claims
-    from wgpu_lora.protect.hygiene.memory_protection import harden
+    from wgpu_lora.protect.runs.protected_session import machine_claims
     from wgpu_lora.protect.sealed.keys import SessionKeys
 
     claims.check_nonce(nonce)
     check_file(output, "--output")
-    host = harden()
-    try:
-        with SessionKeys.generate() as keys:
-            if job is None:
-                gathered = claims.gather(choose(device)[0], nonce=nonce, keys=keys)
-            else:
-                from wgpu_lora.protect.runs.protected_job import read_job
-                from wgpu_lora.protect.runs.protected_session import job_claims
-
-                gathered = job_claims(read_job(job), nonce=nonce, keys=keys, device=device)
-            evidence = claims.attest({**gathered, "host": host.facts}, keys, quote)
-    finally:
-        host.restore()
+    with SessionKeys.generate() as keys:
+        evidence = claims.attest(machine_claims(nonce, keys, job, device), keys, quote)
     replace_file(output, evidence, "--output")
     read = claims.read_evidence(evidence)
     console().print(table(("claim", "what is claimed"), _rows(read.claims, read.quote), ("claim", "what is claimed")))
@@ -112,10 +101,22 @@ def policy(
     Every rule is explained in docs/protected-owners.md. From evidence, its claims become the reference values: check
     them first. What is not known, or not so on that machine, is a comment.
     """
+    from wgpu_lora.protect.attestation.claims import load_evidence
     from wgpu_lora.protect.policies.policy_template import policy_for
-    from wgpu_lora.protect.runs.protected_session import reference_claims
+    from wgpu_lora.protect.runs.protected_session import machine_claims
+    from wgpu_lora.protect.sealed.keys import SessionKeys
 
-    typer.echo(policy_for(*reference_claims(source, device), strict), nl=False)
+    if source.suffix.lower() != ".json":
+        with SessionKeys.generate() as keys:
+            claims, quote = machine_claims(token_urlsafe(), keys, source, device), None
+    else:
+        if device is not None:
+            raise UserError("--device does not apply to evidence, which states its own: leave it out, or give the job.")
+        evidence = load_evidence(source)
+        claims, quote = evidence.claims, evidence.quote
+        if "job" not in claims:
+            raise UserError(f"{source} states no job, so it has no data to allow: attest with --job JOB.toml.")
+    typer.echo(policy_for(claims, quote, strict), nl=False)
     return 0
 
 

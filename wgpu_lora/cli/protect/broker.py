@@ -39,7 +39,10 @@ def broker(
 
     Every nonce, decision and report of progress is in a signed log before it is answered. The policy is read once.
     """
-    from wgpu_lora.protect.broker.broker_app import run_broker
+    from wgpu_lora.protect.broker.broker import open_broker
+    from wgpu_lora.protect.broker.broker_app import serve
+    from wgpu_lora.protect.hygiene.memory_protection import harden
+    from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
     if not 0 <= port <= 65535:
         raise UserError(f"--port must be between 0 and 65535, not {port}.")
@@ -52,7 +55,22 @@ def broker(
     def tell(text: str) -> None:
         typer.echo(escape_unprintable(text, "\n"))
 
-    run_broker(policy, key, signing_key, host, port, tls, state, tell, requests_per_minute)
+    protection = harden().facts
+    with (
+        DataKey.read(key) as data_key,
+        SigningKey.read(signing_key) as signing,
+        open_broker(policy, signing, data_key, state, tell) as opened,
+    ):
+        rules = opened.policy
+        tell(f"Policy {rules['policy.name']}, version {rules['policy.version']}, SHA-256 {rules.sha256}.")
+        tell(f"Data key {data_key.recipient}, broker's key {opened.public.keyid}.")
+        tell(f"Log {opened.directory} at {opened.head}.")
+        opened.note("started", {"host": protection, "recipient": data_key.recipient})
+        try:
+            serve(opened, host, port, tls, tell, requests_per_minute)
+        finally:
+            opened.note("stopped", {})
+            tell(f"Stopped; the log is at {opened.head}.")
     return 0
 
 
@@ -63,10 +81,11 @@ def nonce(
 
     It is recorded in the broker's log, can be used once, and expires as the policy says.
     """
-    from wgpu_lora.protect.broker.broker import nonce_for_files
+    from wgpu_lora.protect.broker.broker import open_broker
     from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import SigningKey
 
     harden()
-    typer.echo(nonce_for_files(policy, SigningKey.read(signing_key), state))
+    with open_broker(policy, SigningKey.read(signing_key), state=state) as opened:
+        typer.echo(opened.nonce())
     return 0

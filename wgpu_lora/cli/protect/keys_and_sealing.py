@@ -110,14 +110,17 @@ def seal(
 def _release(path: str, output: str, evidence: Path, policy: Path, signing_key: Path, state: Path | None) -> int:
     """Seals the data key to the machine that made the evidence, if that passes the policy."""
     from wgpu_lora.atomic import check_new, write_new_bytes
-    from wgpu_lora.protect.broker.broker import release_by_files
+    from wgpu_lora.json_files import read_bytes
+    from wgpu_lora.protect.attestation.claims import MAX_BYTES
+    from wgpu_lora.protect.broker.broker import open_broker
     from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
     check_new(output, "--output")  # before the nonce is used up
     harden()
-    with DataKey.read(path) as key:
-        token = release_by_files(evidence, policy, key, SigningKey.read(signing_key), state)
+    signed = read_bytes(evidence, MAX_BYTES)
+    with DataKey.read(path) as key, open_broker(policy, SigningKey.read(signing_key), key, state) as broker:
+        token = broker.decide(signed)
     write_new_bytes(output, token.encode(), "--output")
     line("released", f"{output}: copy it to the machine that waits for it")
     return 0

@@ -78,9 +78,16 @@ class Release:
         """What logs say about it."""
         return {**self.claims, "release_sha256": sha256(self.token.encode())}
 
-    def check_expired(self, now: float) -> None:
-        """Raise UserError if the release has expired. now: seconds since 1970."""
-        _check_times(self.claims, now)
+
+def check_expired(claims: Mapping[str, Any], now: float) -> None:
+    """Raise UserError if a release has expired, or is not yet valid. now: seconds since 1970."""
+    late, early = now - claims["exp"], claims["iat"] - now
+    if late >= 0:
+        raise UserError(f"The release expired {late:,.0f} s ago: ask the broker again, or set this machine's clock.")
+    if early > SLACK:
+        raise UserError(
+            f"The release was issued {early:,.0f} s in the future: set this machine's clock, or the broker's."
+        )
 
 
 def make_release(
@@ -152,7 +159,7 @@ def open_release(
     for name, value in expected.items():
         if claims[name] != value:
             raise UserError(f"The release answers other evidence (its {name} differs): ask the broker again.")
-    _check_times(claims, now)
+    check_expired(claims, now)
     if recipients is not None and claims["recipient"] not in recipients:
         raise UserError(
             f"The released key is {claims['recipient']}, which is not among the job's recipients: add it to the job."
@@ -208,13 +215,3 @@ def missing_line(claims: Mapping[str, Any], log: Sequence[str]) -> int | None:
         if not 0 <= number < len(log) or log[number] != line["head"]:
             return number
     return None
-
-
-def _check_times(claims: Mapping[str, Any], now: float) -> None:
-    late, early = now - claims["exp"], claims["iat"] - now
-    if late >= 0:
-        raise UserError(f"The release expired {late:,.0f} s ago: ask the broker again, or set this machine's clock.")
-    if early > SLACK:
-        raise UserError(
-            f"The release was issued {early:,.0f} s in the future: set this machine's clock, or the broker's."
-        )
