@@ -41,11 +41,17 @@ class ClaimCheck:
 
     Attributes:
         failures: from the value in the policy and the facts.
-        reference: the value of a policy that accepts these claims; None if they do not state it.
+        path, accepting: of a claim, and what makes the value of a policy that accepts it; None if nothing does.
     """
 
     failures: Callable[[Any, Facts], Iterator[Failed]]
-    reference: Callable[[Facts], Any] = lambda claims: None
+    path: str = ""
+    accepting: Callable[[Any], Any] | None = None
+
+    def reference(self, claims: Facts) -> Any:
+        """The value of a policy that accepts these claims; None if they do not state it."""
+        value = claim_or_none(claims, self.path) if self.path else claims
+        return None if value is None or self.accepting is None else self.accepting(value)
 
 
 def failures_of(check: Callable[[Facts], Iterator[Failed]], facts: Facts, expected: str) -> Iterator[Failed]:
@@ -118,11 +124,7 @@ def listed(
         if not any(fits(found, one) for one in allowed):
             yield any_of(allowed), shown(found)
 
-    def reference(claims: Facts) -> list[Any] | None:
-        value = claim_or_none(claims, path)
-        return None if value is None else [pattern(value) if isinstance(value, str) else value]
-
-    return ClaimCheck(failures, reference)
+    return ClaimCheck(failures, path, lambda value: [pattern(value) if isinstance(value, str) else value])
 
 
 def like(path: str) -> ClaimCheck:
@@ -150,11 +152,12 @@ def version(path: str) -> ClaimCheck:
         if not fits:
             yield f"a version {specifier}", shown(found)
 
-    def reference(claims: Facts) -> str | None:
-        value = claim_or_none(claims, path)
-        return None if value is None else f"=={value}"
+    return ClaimCheck(failures, path, lambda value: f"=={value}")
 
-    return ClaimCheck(failures, reference)
+
+def true(failures: Callable[[Any, Facts], Iterator[Failed]]) -> ClaimCheck:
+    """A check that a policy can only ask for."""
+    return ClaimCheck(failures, accepting=lambda claims: True)
 
 
 def states(path: str, wanted: bool) -> ClaimCheck:
@@ -164,7 +167,7 @@ def states(path: str, wanted: bool) -> ClaimCheck:
         if claim(facts, path, bool) is not wanted:
             yield f"{path} = {str(wanted).lower()}", str(not wanted).lower()
 
-    return ClaimCheck(failures, lambda claims: True)
+    return true(failures)
 
 
 def each(path: str, kind: type) -> ClaimCheck:
@@ -177,11 +180,7 @@ def each(path: str, kind: type) -> ClaimCheck:
             if value not in allowed:
                 yield any_of(allowed), f"{shown(value)}{where}"
 
-    def reference(claims: Facts) -> Any:
-        value = claim_or_none(claims, path)
-        return digests(value.values()) if isinstance(value, Mapping) else value
-
-    return ClaimCheck(failures, reference)
+    return ClaimCheck(failures, path, lambda value: digests(value.values()) if isinstance(value, Mapping) else value)
 
 
 def digests(values: Iterable[Any]) -> list[str]:
@@ -325,11 +324,9 @@ def options(bounds: Mapping[str, Any], facts: Facts) -> Iterator[Failed]:
 
 
 def _within(value: Any, bound: Mapping[str, Any]) -> bool:
-    if not any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in bound.get("allow", [value])
-    ):
+    allowed = bound.get("allow", [value])
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
         return False
-    if not {"min", "max"} & set(bound):
-        return True
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and bound.get("min", -math.inf) <= value <= bound.get("max", math.inf)
+    low, high = bound.get("min"), bound.get("max")
+    return (low is None or (number and value >= low)) and (high is None or (number and value <= high))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from filelock import Timeout
 
 from wgpu_lora.atomic import sha256
 from wgpu_lora.data.memory_rows import SealedRows
@@ -20,9 +18,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, EventForwarder, Events
 from wgpu_lora.gpu.buffer_wipe import Wiper
 from wgpu_lora.json_files import read_bytes
-from wgpu_lora.locks import check_output, lock_file
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
-from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.evidence.run_statement import RunFacts, write_statement
 from wgpu_lora.protect.hygiene.cleanup import Cleanup, device_wipe_facts, overwrite
@@ -35,12 +31,12 @@ from wgpu_lora.protect.sealed.age_streams import unseal_bytes
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 from wgpu_lora.signals import on_end_signal
 from wgpu_lora.text import count_noun
-from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.finetune import FinetuneJob, locked, prepare_job
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.resume import check_output_free
 
-LOCK = ".session.lock"
+LOCK = ".session.lock"  # beside that of training, which begins later
 SIGNING_KEY = "the session's signing key, which signs this record; it is dropped, and overwritten by OpenSSL, after it"
 DROPPED = "adapters and checkpoints that were opened or made, in immutable bytes, which are dropped"
 BASE = "the base model's weights, which are not secret"
@@ -99,7 +95,7 @@ def finetune_protected(
         stack.callback(host.restore)
         for sentence in host.facts["not_protected"]:
             say("note", sentence)
-        stack.enter_context(_locked(job.output))
+        stack.enter_context(locked(job.output, LOCK))
         anchors.prepare()
         keys = stack.enter_context(SessionKeys.generate())
         log = open_log(job, keys, resume)
@@ -227,30 +223,6 @@ class _EvaluationLog(Events):
                 self._session.log.append("evaluated", {"step": evaluating.step, "loss": evaluating.loss})
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Keep other sessions out of a run's directory, which is made, and removed again if it stays empty."""
-    check_output(directory, flag("output"))
-    made = not directory.exists()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(directory / LOCK).lock
-    except Timeout:
-        raise UserError(f"Another session is at work in {directory}: wait for it, or choose another output.") from None
-    except OSError as error:
-        raise UserError(
-            f"The output directory {directory} cannot be used ({error.strerror}): choose another."
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-        if made and {path.name for path in directory.iterdir()} <= {LOCK}:
-            with suppress(OSError):
-                (directory / LOCK).unlink(missing_ok=True)
-                directory.rmdir()
-
-
 def _interrupt(number: int) -> None:
     raise KeyboardInterrupt
 
@@ -318,9 +290,7 @@ class SessionEnd:
         if session.release:
             cleanup.add("the data's key", session.release.key.wipe)
         cleanup.add("the session's key for the release", session.keys.data.wipe)
-        for text in (SIGNING_KEY, DROPPED, BASE, *swap_risks(session.host.facts)):
-            cleanup.note_unwipable(text)
-        self.cleanup_facts = cleanup.run()
+        self.cleanup_facts = cleanup.run([SIGNING_KEY, DROPPED, BASE, *swap_risks(session.host.facts)])
 
     def _facts(self) -> RunFacts:
         assert self.record is not None

@@ -9,19 +9,21 @@ age says nothing about who sealed: anybody can seal to a recipient. Sealed files
 
 from __future__ import annotations
 
-import _thread
 import binascii
 import io
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import pyrage
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.sealed.keys import DataKey, read_small
+from wgpu_lora.json_files import small_file
+from wgpu_lora.protect.sealed.keys import MAX_KEY_BYTES, DataKey
 
 VERSION, ARMOR = b"age-encryption.org/v1\n", b"-----BEGIN AGE ENCRYPTED FILE-----"
 # pyrage reads a header again from its start for each piece that arrives, so 16,000 short stanzas take it two minutes.
@@ -88,7 +90,7 @@ def read_recipients(path: str | Path) -> list[str]:
     Raises:
         UserError: the file cannot be read or holds no recipient, or something else.
     """
-    text = bytes(read_small(path, "The recipients file")).decode("utf-8", "replace")
+    text = small_file(path, "The recipients file", MAX_KEY_BYTES).decode("utf-8", "replace")
     found = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     if not found:
         raise UserError(f"{path} holds no recipient: write {EXAMPLE}, on a line of its own.")
@@ -245,30 +247,26 @@ def _apart(work: Callable[[], None], *ends: _StreamEnd) -> None:
     Here one could in the middle of a call of `read` or `write`, before that has begun to notice failures, and pyrage
     drops some of them or says them as its own. An interrupt of this thread stops the other at its next call.
     """
-    done, begun, results = _thread.allocate_lock(), list[bool](), list[BaseException | None]()
+    results = SimpleQueue[BaseException | None]()
 
     def run() -> None:
-        begun.append(True)
         try:
             work()
-            results.append(None)
+            results.put(None)
         except BaseException as error:
-            results.append(error)
-        finally:
-            done.release()
+            results.put(error)
 
-    done.acquire()
     try:
-        _thread.start_new_thread(run, ())  # what waits in `threading` does not bear interrupts
-        done.acquire()
+        threading.Thread(target=run, daemon=True).start()
+        result = results.get()
     except BaseException:
         for end in ends:
             end.stopped = True
-        if begun and not results:  # one that has not begun does not get as far as a call
-            done.acquire(timeout=STOPPING)
+        with suppress(Empty):
+            results.get(timeout=STOPPING)
         raise
-    if results[0] is not None:
-        raise results[0]
+    if result is not None:
+        raise result
 
 
 def _reraise(*ends: _StreamEnd) -> None:
