@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+
 from wgpu_lora.gpu.buffer_wipe import WipeReport
 from wgpu_lora.protect.hygiene.cleanup import UNREACHABLE, Cleanup, WipeFacts, device_wipe_facts, overwrite
 

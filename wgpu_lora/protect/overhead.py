@@ -121,7 +121,7 @@ class _Segments:
             "policy": {"name": "bench", "version": 1},
             "release": {"recipients": [self.recipient]},
             "attestation": {"level": "self-reported"},
-            "data": {"sha256": [record.sha256 for record in records]},
+            "data": {"sha256": [record.sha256 for record in records if record]},
         })  # fmt: skip
 
     @staticmethod

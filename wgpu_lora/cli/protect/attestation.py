@@ -143,14 +143,13 @@ def verify(
 
     now = time.time() if at is None else _time(at)
     rules = Policy.read(policy)
-    value = appraisal.verify(evidence, rules, nonce, now)
-    result = value.appraisal
+    result, subject = appraisal.verify(evidence, rules, nonce, now)
     code = 0 if result.passed else 1
     if json:
         print_json(result.to_json())
         return code
     line("policy", f"{rules['policy.name']}, version {rules['policy.version']}, SHA-256 {rules.sha256}")
-    line("evidence", f"{value.subject()}, SHA-256 {result.evidence_sha256}, {result.level}")
+    line("evidence", f"{subject}, SHA-256 {result.evidence_sha256}, {result.level}")
     for failure in result.failures:
         line("failed", failure.line())
     if result.not_applied:

@@ -90,16 +90,16 @@ def seal(
     for name, value in (("policy", policy), ("signing-key", signing_key), ("state", state)):
         if value is not None:
             raise UserError(f"--{name} is of --offline, which is missing: give both, or neither.")
-    from wgpu_lora.protect.sealed.sealed_files import recipients_of, seal_to
+    from wgpu_lora.protect.sealed.sealed_files import default_output, recipients_of, seal_path
 
     if output == "-" and is_terminal(sys.stdout):
         raise UserError("Sealed data would be written to the terminal: give -o FILE, or redirect standard output.")
-    written = seal_to(path, output, recipients_of(to or []), sys.stdin, sys.stdout)
-    if written is None:
+    sealed = output or default_output(path)
+    record = seal_path(path, sealed, recipients_of(to or []), sys.stdin, sys.stdout)
+    if record is None:
         return 0
-    sealed, record = written
     if as_json:
-        print_json({"path": str(sealed), **asdict(record)})
+        print_json({"path": sealed, **asdict(record)})
         return 0
     rows = "" if record.rows is None else f", {count_noun(record.rows, 'row')}"
     line("sealed", f"{sealed}, {record.bytes:,} bytes{rows}, to {count_noun(len(record.recipients), 'recipient')}")
@@ -146,11 +146,11 @@ def open_sealed(
     """
     from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import DataKey
-    from wgpu_lora.protect.sealed.sealed_files import open_to
+    from wgpu_lora.protect.sealed.sealed_files import unseal_path
 
     harden()
     with DataKey.read(key) as data_key:
-        open_to(sealed, output, data_key, sys.stdin, sys.stdout)
+        unseal_path(sealed, output, data_key, sys.stdin, sys.stdout)
     if output != "-":
         line("opened", output)
     return 0

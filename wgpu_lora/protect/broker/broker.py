@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from filelock import Timeout
 
@@ -21,18 +21,17 @@ from wgpu_lora.protect.broker.decision_log import DecisionLog
 from wgpu_lora.protect.broker.release_token import make_release
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.policies.appraisal import HEAD, KEYS, NONCE, Failure, appraise
-from wgpu_lora.protect.policies.claim_checks import DIGEST, shown
+from wgpu_lora.protect.policies.claim_checks import shown
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey
 from wgpu_lora.text import escape_unprintable, join_words
-from wgpu_lora.typed_json import Check, Count, typed
+from wgpu_lora.typed_json import SHA256, Count, Sha256, typed
 
 MAX_NONCES = 1000  # open at the same time
 MAX_NAME = 200  # characters of a job's name
 LONGEST, MOST = 200, 20  # characters of a value, and failures, in a log or an answer
 CLOCK_SLACK = 5.0  # seconds; steps of time synchronisation are smaller
 PROGRESS = "https://example.org/wgpu-lora/progress/v1"
-_Digest = Annotated[str, Check(DIGEST.fullmatch, "a SHA-256")]
 
 
 class BrokerRefusal(UserError):
@@ -96,7 +95,7 @@ class Progress:
     job: str
     session: str
     sequence: Count
-    head: _Digest
+    head: Sha256
 
 
 def sign_progress(job: str, sequence: int, head: str, key: SigningKey) -> bytes:
@@ -270,7 +269,7 @@ class Broker:
             "session": evidence.signing.keyid,
         }
         failures, token = [], ""
-        if isinstance(nonce, str) and DIGEST.fullmatch(nonce):
+        if isinstance(nonce, str) and SHA256.fullmatch(nonce):
             facts["nonce_sha256"] = sha256(nonce.encode())
         if facts.get("nonce_sha256") not in self._state.nonces:
             failures.append(Failure(NONCE, "a nonce of this broker, not used and not expired", "another"))
@@ -342,7 +341,7 @@ class _Place:
     """A line of an evidence log, as a claim names it."""
 
     sequence: Count
-    head: _Digest
+    head: Sha256
 
 
 def _job(evidence: Evidence) -> Mapping[str, Any]:

@@ -221,9 +221,10 @@ class DecisionLog:
         path = self._directory / HEAD_FILE
         if not path.exists():
             return None
+        data = read_bytes(path, 1 << 16)
         try:
-            statement = dsse.verify(read_bytes(path, 1 << 16), self._key.public)
-        except dsse.EnvelopeError:
+            statement = dsse.verify(data, self._key.public)
+        except UserError:
             raise DamagedError(
                 f"{path} is not signed by this broker's key: restore it, or give the signing key of its log."
             ) from None

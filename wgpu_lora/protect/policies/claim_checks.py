@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import math
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from fnmatch import fnmatchcase
@@ -21,10 +20,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from wgpu_lora.text import escape_unprintable
+from wgpu_lora.typed_json import SHA256
 
 MOST = 10_000  # items of a list or a table, and characters of a text
 MOST_FAILURES = 20  # of a rule: claims of ten thousand wrong variables need no line for each
-DIGEST = re.compile(r"[0-9a-f]{64}")
 LONGEST = 80  # characters of a value in a message
 NOTHING = "nothing"
 Failed = tuple[str, str]  # what was expected, and what was found
@@ -185,7 +184,7 @@ def each(path: str, kind: type) -> ClaimCheck:
 
 def digests(values: Iterable[Any]) -> list[str]:
     """Those of some values that are SHA-256 digests, in order."""
-    return sorted({one for one in values if isinstance(one, str) and DIGEST.fullmatch(one)})
+    return sorted({one for one in values if isinstance(one, str) and SHA256.fullmatch(one)})
 
 
 def level(level: str, facts: Facts) -> Iterator[Failed]:

@@ -23,12 +23,13 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import parse_toml, small_file
 from wgpu_lora.names.aliases import advice
 from wgpu_lora.names.spelling import IN_FILE, naming
+from wgpu_lora.protect.attestation.tpm import Pcr
 from wgpu_lora.protect.policies import claim_checks as checks
-from wgpu_lora.protect.policies.claim_checks import DIGEST, MOST, ClaimCheck, each, like, listed, states, true, version
+from wgpu_lora.protect.policies.claim_checks import MOST, ClaimCheck, each, like, listed, states, true, version
 from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.text import escape_unprintable
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.typed_json import Check, Positive, Text, read_as
+from wgpu_lora.typed_json import Check, Positive, Sha256, Text, read_as
 
 DAY = 86_400
 PEM = re.compile(r"\s*-----BEGIN PUBLIC KEY-----[A-Za-z0-9+/=\s]{40,8000}-----END PUBLIC KEY-----\s*")
@@ -48,16 +49,14 @@ def _parses(read: Callable[[str], Any]) -> Callable[[str], bool]:
 _Some = Check(lambda value: 1 <= len(value) <= MOST, "a list with at least one value")
 _Few = Check(lambda value: len(value) <= MOST, f"at most {MOST:,} entries")
 Short = Annotated[Text, Check(lambda value: len(value) <= MOST, f"at most {MOST:,} characters long")]
-Digest = Annotated[str, Check(DIGEST.fullmatch, "the 64 lower-case hexadecimal digits of a SHA-256")]
 Pem = Annotated[str, Check(PEM.fullmatch, "a public key in PEM")]
 Recipient = Annotated[str, Check(_parses(parse_recipient), "an age recipient (age1...)")]
 Specifier = Annotated[Short, Check(_parses(SpecifierSet), "a version specifier such as '>=1.2,<2' (PEP 440)")]
-Pcr = Annotated[str, Check(re.compile(r"\d|1\d|2[0-3]").fullmatch, "the number of a PCR, from 0 to 23")]
 Texts = Annotated[tuple[Short, ...], _Some]  # in patterns, * and ? stand for any characters
-Digests = Annotated[tuple[Digest, ...], _Some]
+Digests = Annotated[tuple[Sha256, ...], _Some]
 OnlyTexts = Annotated[tuple[Short, ...], _Few]  # an empty list allows nothing
-OnlyDigests = Annotated[tuple[Digest, ...], _Few]
-DigestsByName = Annotated[dict[str, Digest | Digests], _Few]
+OnlyDigests = Annotated[tuple[Sha256, ...], _Few]
+DigestsByName = Annotated[dict[str, Sha256 | Digests], _Few]
 Pins = Annotated[
     DigestsByName,
     Check(
@@ -106,7 +105,7 @@ KEYS = (
     Key("release.recipients", Annotated[tuple[Recipient, ...], _Some], ClaimCheck(checks.recipients), required=True),
     Key("attestation.level", Literal["self-reported", "quoted"], ClaimCheck(checks.level), required=True),
     Key("attestation.tpm_keys", Annotated[tuple[Pem, ...], _Some], ClaimCheck(checks.tpm_keys)),
-    Key("attestation.pcrs", dict[Pcr, Digest], ClaimCheck(checks.pcrs)),
+    Key("attestation.pcrs", dict[Pcr, Sha256], ClaimCheck(checks.pcrs)),
     Key("data.sha256", Digests, ClaimCheck(checks.sealed), required=True),
     Key("job.names", Texts, listed("job.name")),
     Key("job.sha256", Digests, listed("job.sha256")),

@@ -5,10 +5,9 @@ In the order of RATS' background-check model (RFC 9334, 5.2): nonce, evidence, a
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -117,7 +116,14 @@ class Session:
             model.device.info, nonce=nonce, keys=self.keys, job=job, base=base, resume=resume, host=self.host.facts
         )
         if resume:
-            _check_same_job(job.output, claims)
+            found = Findings()
+            before = load_evidence(job.output / "evidence-1.json").claims["job"]  # verified when the log was opened
+            if not found.expect("the job", claims["job"], before):
+                raise UserError(
+                    f"The job has changed since the run in {job.output} started: restore it, or start a new run in "
+                    "another directory.",
+                    found.failures,
+                )
         evidence = attest(claims, self.keys)
         self.claims = read_evidence(evidence).claims
         self.say("attested", f"with {self.claims['level']} claims")
@@ -129,13 +135,18 @@ class Session:
         token = token or self._release_by_files(evidence)
         now = self._clock.latest()
         release = open_release(token, job.broker_key, sha256(evidence), nonce, self.keys, now, job.recipients)
-        self.release = release  # so that its key is wiped whatever comes
-        if (missing := missing_line(release.claims, [entry.digest for entry in self.log.entries[:-1]])) is not None:
-            raise UserError(
-                f"{self.log.path} does not have the line {missing + 1} that the broker was told of, so that its "
-                "directory is an older state or another run: restore the newest one."
-            )
-        self.log.released(token, release.facts())
+        try:
+            missing = missing_line(release.claims, [entry.digest for entry in self.log.entries[:-1]])
+            if missing is not None:
+                raise UserError(
+                    f"{self.log.path} does not have the line {missing + 1} that the broker was told of, so that its "
+                    "directory is an older state or another run: restore the newest one."
+                )
+            self.log.released(token, release.facts())
+        except BaseException:
+            release.key.wipe()  # no cleanup knows of it yet
+            raise
+        self.release = release  # whose end is reported to the broker: the log is one that it may believe
         self.say("released", f"the data's key, by the broker {job.broker_key.keyid[:16]}, for the job {job.name}")
         return release
 
@@ -213,26 +224,6 @@ def _check_unused(job: ProtectedJob) -> None:
             f"{taken[0]} exists already, and the run would write over it: choose another output in {job.path}, or move "
             "that file."
         )
-
-
-def _check_same_job(output: Path, claims: dict[str, Any]) -> None:
-    """Raise UserError unless a resumed run's job is what its first session attested."""
-    before: Any = None
-    with suppress(UserError, LookupError, TypeError):
-        before = load_evidence(output / "evidence-1.json").claims["job"]
-    if before is None:
-        raise UserError(f"{output / 'evidence-1.json'} is missing or damaged: restore it, or start a new run.")
-    now = json.loads(json.dumps(claims["job"]))
-    for name in sorted(now, key=lambda name: name != "options"):
-        if before.get(name) != now[name]:
-            what = "the file" if name == "sha256" else name
-            if name == "options":
-                changed = [option for option in now[name] if before[name].get(option) != now[name][option]]
-                what = ", ".join(map(flag, changed)) or name
-            raise UserError(
-                f"The job has changed since the run in {output} started ({what}): restore it, or start a new run in "
-                "another directory."
-            )
 
 
 def machine_claims(nonce: str, keys: SessionKeys, job: Path | None = None, device: str | None = None) -> dict[str, Any]:
