@@ -133,7 +133,8 @@ def test_a_quote_binds_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.quote is not None
     assert asked == [bytes.fromhex(claims.digest(found.claims))]
     refused(
-        signed({"claims": {**found.claims, "iat": 1}, "quote": found.statement["predicate"]["quote"]}), "other claims"
+        signed({"claims": {**found.claims, "iat": 1}, "quote": dsse.peek(evidence)["predicate"]["quote"]}),
+        "other claims",
     )
 
 

@@ -321,7 +321,7 @@ def test_a_release_that_expires_before_training(ward: Ward) -> None:
         seen.append(0)
         return 2e9 if len(seen) > 2 else __import__("time").time()
 
-    ward.monkeypatch.setattr(protected_session.Clock, "now", now)
+    ward.monkeypatch.setattr(protected_session.Clock, "latest", now)
     with pytest.raises(UserError, match="expired"):
         ward.train()
     assert "checkpoint" not in ward.stages()

@@ -190,10 +190,10 @@ def read_evidence(data: bytes) -> Evidence:
         if str(parse_recipient(stated.keys.recipient)) != stated.keys.recipient:
             raise UserError("its recipient is not in the usual form")
         check_nonce(stated.eat_nonce)
-        if stated.level_note != LEVELS[stated.level]:
-            raise UserError("its note does not say what its level means")
         if (stated.level == "quoted") != ("quote" in statement["predicate"]):
             raise UserError("its level does not say whether there is a quote")
+        if stated.level_note != LEVELS[stated.level]:
+            raise UserError("its note does not say what its level means")
         quote = None
         if stated.level == "quoted":
             quote = tpm.verify(statement["predicate"]["quote"], bytes.fromhex(digest(claims)))

@@ -9,9 +9,9 @@ age says nothing about who sealed: anybody can seal to a recipient. Sealed files
 
 from __future__ import annotations
 
+import _thread
 import binascii
 import io
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -257,7 +257,7 @@ def _apart(work: Callable[[], None], *ends: _StreamEnd) -> None:
             results.put(error)
 
     try:
-        threading.Thread(target=run, daemon=True).start()
+        _thread.start_new_thread(run, ())  # what waits in `threading` does not bear interrupts
         result = results.get()
     except BaseException:
         for end in ends:
