@@ -35,7 +35,6 @@ from wgpu_lora.protect.attestation import tpm
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
-from wgpu_lora.text import escape_unprintable
 from wgpu_lora.typed_json import typed
 
 if TYPE_CHECKING:
@@ -198,7 +197,9 @@ def read_evidence(data: bytes) -> Evidence:
         if stated.level == "quoted":
             quote = tpm.verify(statement["predicate"]["quote"], bytes.fromhex(digest(claims)))
     except (UserError, ValueError, pyrage.RecipientError) as error:
-        why = error.problem if isinstance(error, UserError) else escape_unprintable(str(error))[:200]
+        why = error.problem if isinstance(error, UserError) else str(error)
+        if isinstance(error, pyrage.RecipientError):
+            why = "its recipient is no age recipient"
         raise UserError(f"This is no valid evidence ({why}): ask for it again.") from None
     return Evidence(claims, quote, signing, stated.keys.recipient, sha256(data))
 

@@ -35,7 +35,7 @@ from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device_list import native_library, native_version
 from wgpu_lora.installation import NAME
-from wgpu_lora.protect.hygiene.memory_protection import environment_at_start
+from wgpu_lora.protect.hygiene.memory_protection import environment_at_start, system_file
 
 HASHES = {"sha256", "sha384", "sha512"}
 BY_INSTALLERS = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD")  # in .dist-info; they differ between machines
@@ -118,9 +118,7 @@ def kernel() -> dict[str, Any]:
         "tainted": "/proc/sys/kernel/tainted",
         "lockdown": "/sys/kernel/security/lockdown",
     }
-    for name, path in guards.items():
-        with suppress(OSError, ValueError):
-            found[name] = Path(path).read_text().strip()[:80]
+    found |= {name: system_file(path).strip()[:80] for name, path in guards.items()}
     return {name: value for name, value in found.items() if value}
 
 
@@ -273,7 +271,7 @@ def loaded_code(listed: Collection[str]) -> dict[str, Any]:
         libraries: SHA-256, by path, of native libraries that belong to no package; absent where they cannot be listed.
         import_hooks: types of finders other than Python's own. traced: whether a debugger or tracer is attached.
     """
-    modules = loaded_files()
+    modules, tracer = loaded_files(), re.search(r"^TracerPid:\s*[1-9]", system_file("/proc/self/status"), re.MULTILINE)
     found: dict[str, Any] = {
         "unlisted": _digests([*modules, *_pth_files()], listed),
         "fileless": sorted(
@@ -285,7 +283,7 @@ def loaded_code(listed: Collection[str]) -> dict[str, Any]:
         ),
         "compiled_otherwise": sorted(path for path in {*modules, *_own_modules()} if _compiled_otherwise(path)),
         "import_hooks": sorted({_name(hook) for hook in sys.meta_path} - STANDARD_FINDERS),
-        "traced": sys.gettrace() is not None or sys.getprofile() is not None or _tracer(),
+        "traced": sys.gettrace() is not None or sys.getprofile() is not None or bool(tracer),
     }
     libraries = _libraries()
     if libraries is not None:
@@ -360,14 +358,6 @@ def _pth_files() -> list[str]:
     """Files whose lines Python runs when it starts (`site`)."""
     folders = {*site.getsitepackages(), site.getusersitepackages()} if hasattr(site, "getsitepackages") else set()
     return sorted(str(path) for folder in folders for path in Path(folder).glob("*.pth"))
-
-
-def _tracer() -> bool:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return False
-    return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)
 
 
 def _name(hook: object) -> str:

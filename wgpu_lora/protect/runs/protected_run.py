@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -279,7 +279,7 @@ class SessionEnd:
             return "interrupted", {"signal": record.signal, "step": record.state.step}
         if not finished:
             return "failed", {"error": record.stop_reason, "step": record.state.step}
-        return "finished", self._facts().to_json()
+        return "finished", asdict(self._facts())
 
     def _wipe(self) -> None:
         cleanup, session = self.cleanup, self.session

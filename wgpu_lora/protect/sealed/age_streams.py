@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyrage
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -24,6 +24,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import small_file
 from wgpu_lora.protect.sealed.keys import MAX_KEY_BYTES, DataKey
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsRead, SupportsWrite
 
 VERSION, ARMOR = b"age-encryption.org/v1\n", b"-----BEGIN AGE ENCRYPTED FILE-----"
 # pyrage reads a header again from its start for each piece that arrives, so 16,000 short stanzas take it two minutes.
@@ -33,14 +36,6 @@ START = 2 * MAX_HEADER  # bytes that hold a whole header, in armor too
 STOPPING = 5.0  # seconds that a call of `read` or `write` may go on after an interrupt
 BECH32 = str.maketrans("qpzry9x8gf2tvdw0s3jn54khce6mua7l", "0123456789abcdefghijklmnopqrstuv")  # BIP 173
 EXAMPLE = "age1..., which wgpu-lora protect keygen prints"
-
-
-class Reader(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-
-class Writer(Protocol):
-    def write(self, data: bytes, /) -> int: ...
 
 
 class TamperedError(UserError):
@@ -101,7 +96,7 @@ def read_recipients(path: str | Path) -> list[str]:
 # -- sealing and opening -----------------------------------------------------------------------------------------------
 
 
-def seal_stream(reader: Reader, writer: Writer, recipients: Sequence[str]) -> None:
+def seal_stream(reader: SupportsRead[bytes], writer: SupportsWrite[bytes], recipients: Sequence[str]) -> None:
     """Seals what `reader` gives, piece by piece, in memory that does not grow with it. Raises UserError: a recipient is
     not one. What `reader` or `writer` raises."""
     to, source, target = parse_recipients(recipients), _StreamEnd(reader), _StreamEnd(writer)
@@ -111,7 +106,9 @@ def seal_stream(reader: Reader, writer: Writer, recipients: Sequence[str]) -> No
         _reraise(source, target)  # pyrage 1.4 says nothing if its last write fails
 
 
-def unseal_stream(reader: Reader, writer: Writer, key: DataKey, where: str = "The sealed data") -> None:
+def unseal_stream(
+    reader: SupportsRead[bytes], writer: SupportsWrite[bytes], key: DataKey, where: str = "The sealed data"
+) -> None:
     """Opens what `reader` gives, piece by piece. A chunk reaches `writer` after it has been authenticated.
 
     Chunks before a damaged one have been written when it is found: whoever uses them must drop them on an error.
@@ -190,7 +187,7 @@ class _BufferWriter:
 class _AgeReader:
     """A reader of an age file whose header is not larger than ours can be."""
 
-    def __init__(self, reader: Reader, where: str) -> None:
+    def __init__(self, reader: SupportsRead[bytes], where: str) -> None:
         begin = b""
         while len(begin) < START and (piece := reader.read(START - len(begin))):
             begin += piece
