@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from secrets import token_urlsafe
@@ -12,20 +13,16 @@ import typer
 
 from wgpu_lora.cli.console import console, line, print_json, table
 from wgpu_lora.cli.parameters import Device, Json
-from wgpu_lora.cli.protect.broker import POLICY, file
+from wgpu_lora.cli.protect.broker import OUTPUT, Policy, file
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, join_words
-
-SHORT = 16  # hexadecimal digits of a digest
 
 
 def attest(
     nonce: Annotated[str, typer.Option(help="The verifier's nonce; 'wgpu-lora protect nonce' prints one.")],
     job: Annotated[Path | None, file("JOB.toml, whose facts are stated too.")] = None,
     device: Device = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the evidence goes.")] = Path(
-        "evidence.json"
-    ),
+    output: Annotated[Path, file("Where the evidence goes.", "FILE", *OUTPUT)] = Path("evidence.json"),
     quote: Annotated[
         bool | None,
         typer.Option("--quote/--no-quote", help="Have the TPM sign the claims; by default if there is one."),
@@ -54,33 +51,38 @@ def attest(
     return 0
 
 
+# What is printed of claims: a name, and the claims that are shown.
+CLAIMS = {
+    "keys": "{keys[recipient]}",
+    "nonce": "{eat_nonce}",
+    "package": "{package[version]}, {package[sha256]:.16}",
+    "wgpu-native": "{wgpu[native_version]}, {wgpu[native_sha256]:.16}",
+    "Python": "{python[version]}, {python[sha256]:.16}",
+    "kernel": "{kernel[system]} {kernel[release]} {kernel[machine]}",
+    "device": "{device[name]} ({device[backend]}), {device[driver]}",
+    "base": "{base[name]}, {base[sha256]:.16}",
+    "job": "{job[name]}, {job[sha256]:.16}",
+}
+
+
 def _rows(claims: dict[str, Any], quote: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """The claims in short."""
-    package, wgpu, python, kernel = (claims[name] for name in ("package", "wgpu", "python", "kernel"))
+    """The claims in short, as far as they are stated."""
+    rows = []
+    for name, text in CLAIMS.items():
+        with suppress(KeyError):
+            rows.append((name, text.format_map(claims)))
     others, process = claims["dependencies"], claims["process"]
     changed = ", ".join(name for name, one in others.items() if not one["intact"])
-    rows = [
-        ("keys", claims["keys"]["recipient"]),
-        ("nonce", claims["eat_nonce"]),
-        ("package", f"{package['version']}, {len(package['files'])} files, {package['sha256'][:SHORT]}"),
-        ("wgpu-native", f"{wgpu['native_version']}, {wgpu['native_sha256'][:SHORT]}"),
-        ("Python", f"{python['version']}, {python['sha256'][:SHORT]}"),
+    rows += [
         ("dependencies", f"{len(others)} packages, {f'changed: {changed}' if changed else 'all intact'}"),
         ("of no package", f"{len(process['unlisted'])} modules, {len(process.get('libraries', ()))} libraries"),
-        ("kernel", " ".join(kernel[name] for name in ("system", "release", "machine") if name in kernel)),
         ("variables", ", ".join(claims["environment"]) or "none"),
     ]
     if process["compiled_otherwise"]:
         rows.append(("compiled files", f"{len(process['compiled_otherwise'])} do not fit their sources"))
-    if device := claims.get("device"):
-        rows.append(("device", f"{device['name']} ({device['backend']}), {device['driver']}"))
-    if base := claims.get("base"):
-        rows.append(("base", f"{base['name']}, {base['sha256'][:SHORT]}"))
-    if job := claims.get("job"):
-        rows.append(("job", f"{job['name']}, {job['sha256'][:SHORT]}"))
-        for one in job["data"]:
-            rows.append((one["role"], f"{one['name']}, {one.get('rows', 'unknown')} rows, {one['sha256'][:SHORT]}"))
-        rows += [("recipient", recipient) for recipient in job["recipients"]]
+    for one in claims.get("job", {}).get("data", ()):
+        rows.append((one["role"], f"{one['name']}, {one.get('rows', 'unknown')} rows, {one['sha256']:.16}"))
+    rows += [("recipient", recipient) for recipient in claims.get("job", {}).get("recipients", ())]
     if quote is not None:
         rows.append(("TPM", f"PCRs {', '.join(map(str, sorted(quote['pcrs'])))}, restarts {quote['reset_count']}"))
     return rows
@@ -124,7 +126,7 @@ def verify(
     evidence: Annotated[
         Path, typer.Argument(metavar="EVIDENCE", help="Evidence, or statement.json of a finished run.")
     ],
-    policy: Annotated[Path, file(POLICY)],
+    policy: Policy,
     nonce: Annotated[
         str | None, typer.Option(help="The nonce that was issued for this evidence; not checked if not given.")
     ] = None,

@@ -11,21 +11,24 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.text import escape_unprintable
 
 
-def file(text: str, metavar: str = "FILE", **more: Any) -> Any:
-    """An option that names a file."""
-    return typer.Option(metavar=metavar, help=text, **more)
+def file(text: str, metavar: str = "FILE", *names: str, **more: Any) -> Any:
+    """An option that names a file; by default named as its parameter."""
+    return typer.Option(*names, metavar=metavar, help=text, **more)
 
 
 POLICY = "policy.toml: what evidence must state."
 SIGNING_KEY = "The broker's private key, which signs releases."
 STATE = "Directory of the broker's signed log. [default: POLICY.broker beside the policy]"
+OUTPUT = ("--output", "-o")
+Policy = Annotated[Path, file(POLICY)]
+SigningKeyFile = Annotated[Path, file(SIGNING_KEY)]
 State = Annotated[Path | None, file(STATE, "DIR")]
 
 
 def broker(
-    policy: Annotated[Path, file(POLICY)],
+    policy: Policy,
     key: Annotated[Path, file("The data key, an age identity.")],
-    signing_key: Annotated[Path, file(SIGNING_KEY)],
+    signing_key: SigningKeyFile,
     host: Annotated[str, typer.Option(help="Name or address; needs TLS if not loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one. [0<=x<=65535]")] = 8713,
     tls_cert: Annotated[Path | None, file("Certificate chain in PEM.")] = None,
@@ -74,9 +77,7 @@ def broker(
     return 0
 
 
-def nonce(
-    policy: Annotated[Path, file(POLICY)], signing_key: Annotated[Path, file(SIGNING_KEY)], state: State = None
-) -> int:
+def nonce(policy: Policy, signing_key: SigningKeyFile, state: State = None) -> int:
     """Print a nonce, to be attested on a machine that cannot reach the broker.
 
     It is recorded in the broker's log, can be used once, and expires as the policy says.

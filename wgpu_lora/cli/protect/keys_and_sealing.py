@@ -11,11 +11,14 @@ import typer
 
 from wgpu_lora.cli.console import is_terminal, line, print_json
 from wgpu_lora.cli.parameters import Json
-from wgpu_lora.cli.protect.broker import POLICY, SIGNING_KEY, STATE, file
+from wgpu_lora.cli.protect.broker import OUTPUT, POLICY, SIGNING_KEY, STATE, file
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun
 
 OFFLINE = {"rich_help_panel": "Release a data key by files"}
+SEALED_FILE = "Sealed file; - for standard output. Default: PATH.age, or PATH.tar.age for a directory."
+OPENED_FILE = "New file, or new directory for NAME.tar.age (unless named *.tar); - for standard output."
+SEAL_OFFLINE = "Seal the data key in PATH to the machine that made this evidence, if that passes."
 
 
 def keygen(
@@ -56,21 +59,8 @@ def seal(
         list[str] | None,
         typer.Option(metavar="RECIPIENT", help="Who can open it: age1..., or @FILE with one on each line; repeatable."),
     ] = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Sealed file; - for standard output. Default: PATH.age, or PATH.tar.age for a directory.",
-        ),
-    ] = None,
-    offline: Annotated[
-        Path | None,
-        file(
-            "Seal the data key in PATH to the machine that made this evidence, if that passes.", "EVIDENCE", **OFFLINE
-        ),
-    ] = None,
+    output: Annotated[str | None, file(SEALED_FILE, "FILE", *OUTPUT)] = None,
+    offline: Annotated[Path | None, file(SEAL_OFFLINE, "EVIDENCE", **OFFLINE)] = None,
     policy: Annotated[Path | None, file(POLICY, **OFFLINE)] = None,
     signing_key: Annotated[Path | None, file(SIGNING_KEY, **OFFLINE)] = None,
     state: Annotated[Path | None, file(STATE, "DIR", **OFFLINE)] = None,
@@ -129,15 +119,7 @@ def _release(path: str, output: str, evidence: Path, policy: Path, signing_key: 
 def open_sealed(
     sealed: Annotated[str, typer.Argument(metavar="SEALED", help="Sealed file; - for standard input.")],
     key: Annotated[Path, file("Data key of one of its recipients.")],
-    output: Annotated[
-        str,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PATH",
-            help="New file, or new directory for NAME.tar.age (unless named *.tar); - for standard output.",
-        ),
-    ],
+    output: Annotated[str, file(OPENED_FILE, "PATH", *OUTPUT)],
 ) -> int:
     """Open a sealed file or directory, and write it in the clear.
 
