@@ -21,7 +21,7 @@ from wgpu_lora.protect.broker.decision_log import DecisionLog
 from wgpu_lora.protect.broker.release_token import make_release
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.policies.appraisal import HEAD, KEYS, NONCE, Failure, appraise
-from wgpu_lora.protect.policies.claim_checks import shown
+from wgpu_lora.protect.policies.claim_checks import claim_or_none, shown
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey
 from wgpu_lora.text import escape_unprintable, join_words
@@ -87,21 +87,27 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a job's evidence log has come, as its session reports it, so that it cannot be put back unnoticed.
+class LogPlace:
+    """A line of an evidence log: its number, and its SHA-256."""
 
-    job: its name. session: keyid. sequence, head: number and SHA-256 of a line.
-    """
-
-    job: str
-    session: str
     sequence: Count
     head: Sha256
 
 
+@dataclass(frozen=True)
+class Progress(LogPlace):
+    """How far a job's evidence log has come, as its session reports it, so that it cannot be put back unnoticed.
+
+    job: its name. session: keyid.
+    """
+
+    job: str
+    session: str
+
+
 def sign_progress(job: str, sequence: int, head: str, key: SigningKey) -> bytes:
     """A report, signed by the session's key. Arguments as the fields of `Progress`."""
-    facts = asdict(Progress(job, key.public.keyid, sequence, head))
+    facts = asdict(Progress(sequence, head, job, key.public.keyid))
     return dsse.sign(dsse.statement(PROGRESS, [("evidence.jsonl", head)], facts), key)
 
 
@@ -261,7 +267,7 @@ class Broker:
 
     def _release(self, evidence: Evidence, data_key: DataKey, now: float) -> str:
         self._state.forget(now)
-        name, nonce = str(_job(evidence).get("name")), evidence.claims.get("eat_nonce")
+        name, nonce = str(claim_or_none(evidence.claims, "job.name")), evidence.claims.get("eat_nonce")
         known = self._state.jobs.get(name)
         facts = {
             "request": "release",
@@ -300,12 +306,12 @@ class Broker:
 
     def _session_failures(self, evidence: Evidence, unknown: bool) -> Iterable[Failure]:
         """The rules that need the broker's memory or its keys."""
-        name, resume = _job(evidence).get("name"), evidence.claims.get("resume")
+        name, resume = claim_or_none(evidence.claims, "job.name"), evidence.claims.get("resume")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             yield Failure("job.name", f"1 to {MAX_NAME} printable characters", shown(name))
         if resume is not None:
             try:
-                typed(_Place, resume, unknown="refuse")
+                typed(LogPlace, resume, unknown="refuse")
                 if unknown:
                     yield Failure(HEAD, "the first session of a job that this broker does not know", "one that resumes")
             except ValueError:
@@ -314,7 +320,7 @@ class Broker:
             yield Failure(KEYS, "new ephemeral keys", "those of an earlier session")
         if (released := len(self._state.sessions)) >= (most := self.policy["release.sessions"]):
             yield Failure("release.sessions", f"at most {most:g} releases", f"{released:,} before")
-        if self.recipient not in _job(evidence).get("recipients", ()):
+        if self.recipient not in (claim_or_none(evidence.claims, "job.recipients") or ()):
             yield Failure("release.recipients", f"{self.recipient}, the data key's, among the job's", "it is not")
 
     def _refuse(self, facts: Mapping[str, Any], failures: list[Failure], status: int) -> NoReturn:
@@ -335,19 +341,6 @@ class Broker:
     def _record(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]] = ()) -> None:
         policy = self.policy.as_dict()
         self._log.append(stage, {**facts, "policy": policy}, [("policy.toml", self.policy.sha256), *subjects])
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A line of an evidence log, as a claim names it."""
-
-    sequence: Count
-    head: Sha256
-
-
-def _job(evidence: Evidence) -> Mapping[str, Any]:
-    job = evidence.claims.get("job")
-    return job if isinstance(job, Mapping) else {}
 
 
 def open_broker(

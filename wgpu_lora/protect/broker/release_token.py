@@ -110,16 +110,13 @@ def make_release(
     if not appraisal.passed:
         raise ValueError("the evidence has not passed")
     recipient = parse_recipient(evidence.recipient)
+    nonce = evidence.claims["eat_nonce"]
     claims = {
-        "iss": broker_key.public.keyid,
-        "aud": evidence.signing.keyid,
+        **answer_to(evidence.sha256, nonce, broker_key.public.keyid, evidence.signing.keyid),
         "sub": evidence.claims["job"]["name"],
         "jti": str(uuid.uuid4()),
         "iat": int(now),
         "exp": int(now + policy["release.seconds"]),
-        "eat_nonce": evidence.claims["eat_nonce"],
-        "ear.status": AFFIRMING,
-        "evidence_sha256": evidence.sha256,
         "recipient": data_key.recipient,
         "wrapped_key": pyrage.encrypt(data_key.text(), [recipient], armored=True).decode(),
         "min_rows": policy["training.min_rows"],
@@ -149,14 +146,7 @@ def open_release(
         UserError: it is not the broker's answer to this evidence, has expired, or its key does not open.
     """
     claims = _claims(token, broker)
-    expected = {
-        "iss": broker.keyid,
-        "aud": keys.signing.public.keyid,
-        "eat_nonce": nonce,
-        "evidence_sha256": evidence_sha256,
-        "ear.status": AFFIRMING,
-    }
-    for name, value in expected.items():
+    for name, value in answer_to(evidence_sha256, nonce, broker.keyid, keys.signing.public.keyid).items():
         if claims[name] != value:
             raise UserError(f"The release answers other evidence (its {name} differs): ask the broker again.")
     check_expired(claims, now)
@@ -173,6 +163,12 @@ def open_release(
         key.wipe()
         raise UserError("The released key is not the one that the release names: ask the broker again.")
     return Release(token, key, claims)
+
+
+def answer_to(evidence_sha256: str | None, nonce: str | None, broker: str, session: str) -> dict[str, Any]:
+    """What a release states that answers this evidence. broker, session: keyids."""
+    stated = {"iss": broker, "aud": session, "eat_nonce": nonce, "evidence_sha256": evidence_sha256}
+    return {**stated, "ear.status": AFFIRMING}
 
 
 def read_release(token: str, broker: PublicKey | None) -> dict[str, Any]:
