@@ -78,14 +78,12 @@ def gather(
     base: Mapping[str, Any] | None = None,
     resume: tuple[int, str] | None = None,
     host: Mapping[str, Any] | None = None,
-    now: float | None = None,
 ) -> dict[str, Any]:
     """The claims of a session. It reads all files of the package and its dependencies.
 
     Args:
         nonce: the verifier's, which shows that the claims are fresh. job: a `ProtectedJob`. base: `base_facts`.
         resume: sequence and head of the log. host: `HostProtection.facts`.
-        now: Unix time in seconds; by default the clock's.
 
     Raises:
         UserError: the nonce is unusable, or a file cannot be read.
@@ -99,7 +97,7 @@ def gather(
     claims: dict[str, Any] = {
         "eat_profile": PROFILE,
         "eat_nonce": nonce,
-        "iat": int(time.time() if now is None else now),
+        "iat": int(time.time()),
         "swname": NAME,
         "swversion": [measured["package"]["version"]],
         "level": "self-reported",

@@ -179,20 +179,23 @@ def open_log(job: ProtectedJob, keys: SessionKeys, resume: bool) -> EvidenceLog:
             the one that this machine wrote.
     """
     path = job.output / LOG
-    if path.is_file() and not _has_release(path):  # its sessions never had the key, and the broker may not know them
-        path.unlink()
-        (job.output / CLEANUP).unlink(missing_ok=True)
-    elif path.is_file() and not resume:
+    entries = read_log(path) if path.is_file() else []
+    if entries:
+        anchors.check(entries[0].chain, [entry.digest for entry in entries])
+    if not any(entry.stage == "released" for entry in entries):
+        if path.is_file():  # its sessions never had the key, and the broker may not know them
+            path.unlink()
+            (job.output / CLEANUP).unlink(missing_ok=True)
+        elif resume:
+            raise UserError(f"There is no protected run in {job.output} to resume: start without {flag('resume')}.")
+        else:
+            _check_unused(job)
+        return EvidenceLog(job.output, keys)
+    if not resume:
         raise UserError(
             f"The output directory {job.output} already holds a protected run: choose another in {job.path}, or "
             f"continue it with {program()} finetune --protected {job.path} --resume."
         )
-    elif not path.is_file():
-        if resume:
-            raise UserError(f"There is no protected run in {job.output} to resume: start without {flag('resume')}.")
-        _check_unused(job)
-    if not path.is_file():
-        return EvidenceLog(job.output, keys)
     log, found = EvidenceLog.resume(job.output, keys), Findings()
     check_sessions(job.output, sessions_of(log.entries), job.broker_key, None, found)
     if found.failures:  # anybody can write a log
@@ -202,14 +205,6 @@ def open_log(job: ProtectedJob, keys: SessionKeys, resume: bool) -> EvidenceLog:
             found.failures,
         )
     return log
-
-
-def _has_release(path: Path) -> bool:
-    """Whether a log says that a session got the key. Raises UserError if it is damaged, or older than it was."""
-    entries = read_log(path)
-    if entries:
-        anchors.check(entries[0].chain, [entry.digest for entry in entries])
-    return any(entry.stage == "released" for entry in entries)
 
 
 def _check_unused(job: ProtectedJob) -> None:
