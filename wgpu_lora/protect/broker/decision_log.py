@@ -82,11 +82,10 @@ class State:
             lines, resume = [*job.lines] if job else [], facts["resume"]
             if resume is not None and (line := (resume["sequence"], resume["head"])) not in lines:
                 lines.append(line)
-            kept = (
-                lines if len(lines) <= MOST_LINES else [lines[0], *lines[1 - MOST_LINES :]]
-            )  # a release names them all
+            if len(lines) > MOST_LINES:  # a release names them all
+                lines[1 : 1 - MOST_LINES] = []
             self.sessions[facts["session"]] = facts["job"]
-            self.jobs[facts["job"]] = JobState(facts["session"], facts["session_key"], kept)
+            self.jobs[facts["job"]] = JobState(facts["session"], facts["session_key"], lines)
         elif entry.stage == "progress":
             self.jobs[facts["job"]].lines = [(facts["sequence"], facts["head"])]
         elif entry.stage == "continued":
@@ -170,7 +169,7 @@ class DecisionLog:
                 )
         if part > known.part and len(log.entries) > 1:
             raise DamagedError(f"{log.path} is not known to {HEAD_FILE}: restore both from one copy.")
-        for entry in log.entries:
+        for entry in log.entries if part >= known.part else ():
             self.state.apply(entry)
         self._log, self._part, self.cut = log, part, log.cut
 
