@@ -426,7 +426,10 @@ def test_http_is_for_this_machine_alone(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(broker_client, "resolve", lambda *_: ["127.0.0.9"])
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    assert not BrokerClient("http://local.example:8713", KEY)._client._mounts  # proxies are not asked
+    made = BrokerClient("http://local.example:8713", KEY)
+    assert made._client.base_url.host == "127.0.0.9"  # the name is not resolved again
+    assert made._client.headers["Host"] == "local.example:8713"
+    assert not made._client._mounts  # proxies are not asked
     (tmp_path / "empty.pem").write_text("none")
     for name in ("empty.pem", "missing.pem"):
         with pytest.raises(UserError, match="no certificates"):

@@ -65,9 +65,12 @@ class BrokerClient:
         self._key, self._sleep = broker_key, sleep
         self._name = f"The broker at {escape_unprintable(url)[:200]}"
         base = _checked_url(url, self._name)
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": MEDIA_TYPE}
+        if base.scheme == "http":  # the address that was found to be loopback is asked, whatever the name means later
+            headers["Host"] = httpx.URL(url).netloc.decode()
         self._client = httpx.Client(
             base_url=base,
-            headers={"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": MEDIA_TYPE},
+            headers=headers,
             timeout=TIMEOUT,
             trust_env=base.scheme == "https",  # proxies are not asked for this machine
             verify=_context(ca),
@@ -151,7 +154,7 @@ class BrokerClient:
 
 
 def _checked_url(url: str, name: str) -> httpx.URL:
-    """A broker's URL, of this machine unless it is https."""
+    """A broker's URL; one of http with an address of this machine."""
     try:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, TypeError, ValueError):
@@ -159,9 +162,12 @@ def _checked_url(url: str, name: str) -> httpx.URL:
     more = parts.userinfo or parts.query or parts.fragment
     if parts.scheme not in ("http", "https") or not parts.host or more or not 0 < (parts.port or 1) < 1 << 16:
         raise UserError(f"{url!a:.200} is not the URL of a broker: give one such as https://broker.example:8443.")
-    if parts.scheme == "http" and not all(map(is_loopback, resolve(parts.host, name))):
+    if parts.scheme == "https":
+        return parts
+    addresses = resolve(parts.host, name)
+    if not all(map(is_loopback, addresses)):
         raise UserError(f"{name} is not on this machine, which needs https: start the broker with TLS.")
-    return parts
+    return parts.copy_with(host=addresses[0])
 
 
 def _context(ca: Path | None) -> ssl.SSLContext:
