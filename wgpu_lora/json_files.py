@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import UserError, reason
 
 # Python takes about 100 bytes for each value, far more than the file does. Real models stay well below both limits: the
 # index of 64 shards takes 0.1 MB, a tokenizer's settings 1 MB, and each tensor of a header counts as 9 values.
@@ -95,18 +95,19 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read, is too long, or is not valid TOML.
     """
-    return parse_toml(toml_bytes(path, what), f"{what} {path}")
+    return parse_toml(small_file(path, what), f"{what} {path}")
 
 
-def toml_bytes(path: Path, what: str) -> bytes:
-    """The bytes of a TOML file, of which too many are refused. Arguments and errors as for `read_toml`."""
+def small_file(path: str | Path, what: str, max_bytes: int = MAX_TOML_BYTES) -> bytes:
+    """The content of a file that a person wrote, of which too much is refused. Other arguments and errors as for
+    `read_toml`."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_TOML_BYTES + 1)
-    except OSError as error:
-        raise UserError(f"{what} {path} cannot be read ({error.strerror}): check the path.") from None
-    if len(data) > MAX_TOML_BYTES:
-        raise UserError(f"{what} {path} is longer than {MAX_TOML_BYTES:,} bytes: shorten it.")
+        with Path(path).open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what} {path} cannot be read ({reason(error)}): check the path.") from None
+    if len(data) > max_bytes:
+        raise UserError(f"{what} {path} is longer than {max_bytes:,} bytes: shorten it.")
     return data
 
 

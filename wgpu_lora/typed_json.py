@@ -61,6 +61,8 @@ class Check:
 
 
 Text = Annotated[str, Check(str.strip, "text that is not empty")]
+SHA256 = re.compile(r"[0-9a-f]{64}")
+Sha256 = Annotated[str, Check(SHA256.fullmatch, "the 64 lower-case hexadecimal digits of a SHA-256")]
 
 
 def read_as(kind: type[T], value: Any, where: str, unknown: Unknown = "refuse") -> T:

@@ -37,7 +37,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.broker import broker as decisions
 from wgpu_lora.protect.broker import broker_app, broker_client
-from wgpu_lora.protect.broker.broker import BrokerRefusal, release_by_files, sign_progress
+from wgpu_lora.protect.broker.broker import BrokerRefusal, open_broker, sign_progress
 from wgpu_lora.protect.broker.broker_app import MAX_EVIDENCE, MEDIA_TYPE, Rate, make_app
 from wgpu_lora.protect.broker.broker_client import MAX_ANSWER, TRIES, BrokerClient
 from wgpu_lora.protect.evidence import dsse
@@ -174,20 +174,24 @@ def test_errors_of_the_brokers_machine_are_told_to_its_owner_alone(
 def test_a_client_cannot_ask_more_often_than_allowed_nor_take_all_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(broker_app.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(broker_app, "MAX_ADDRESSES", 10)
-    rate = Rate(one=6, all_=20)
-    for _ in range(6):
+    rate = Rate(3)
+
+    def refused(address: str) -> None:
+        with pytest.raises(BrokerRefusal, match="too many"):
+            rate.take(address)
+
+    for _ in range(3):
         rate.take("a")
-    with pytest.raises(BrokerRefusal):
-        rate.take("a")
+    refused("a")
     rate.take("b")
-    now[0] = 10
-    rate.take("a")
-    for number in range(15):
+    rate.count("b", 4)  # a refusal
+    refused("b")
+    for number in range(22):
         rate.take(f"c{number}")
-    with pytest.raises(BrokerRefusal):
-        rate.take("d")
-    assert len(rate._buckets) == 10
+    refused("d")
+    now[0] = 60.0
+    for address in "abd":
+        rate.take(address)
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -215,7 +219,7 @@ def test_a_process_from_its_start_over_attacks_to_sigterm(owner: Owner) -> None:
             assert b" 400 " in slow.recv(4096)
         client.nonce()
         with pytest.raises(UserError, match="Another broker uses"):
-            release_by_files(owner.policy, owner.policy, owner.data, owner.signing)
+            open_broker(owner.policy, owner.signing, owner.data)
         assert served.end(signal.SIGTERM) == 0
     text = "".join(served.said)
     assert "Stopped" in served.said[-1]

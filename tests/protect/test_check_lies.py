@@ -112,8 +112,8 @@ LIES: dict[str, tuple[str, Change, str]] = {
     "a wipe failed": ("cleanup-2", record(complete=False), "the cleanup of session 2 is not complete: .*immutable"),
     "no statement": ("statement-2", GONE, "statement.json does not exist"),
     "no finite loss": ("finished-2", facts(final_loss=float("nan")), "the run has no finite final loss"),
-    "a loss in words": ("finished-2", facts(final_loss="low"), "final_loss is 'low'"),
-    "an unknown fact": ("finished-2", facts(overhead=0.1), "has the unknown fact 'overhead'"),
+    "a loss in words": ("finished-2", facts(final_loss="low"), "'final_loss' must be a number"),
+    "an unknown fact": ("finished-2", facts(overhead=0.1), "'overhead' is not known"),
     "fewer steps at the end": ("finished-2", facts(steps=7), "session 2 has step 7 after step 8"),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from support.attesting import MEASURED, NONCE, Job, claimed, quick
 from support.tpm import MISSING, software_tpm
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.attestation import claims, measurements, tpm, tpm_quotes
+from wgpu_lora.protect.attestation import claims, measurements, tpm
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 
@@ -126,14 +126,15 @@ def test_a_quote_binds_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
             raise UserError("other claims: ask again.")
         return {"key_pem": "", "pcrs": {}}
 
-    monkeypatch.setattr(tpm_quotes, "verify", verify)
+    monkeypatch.setattr(tpm, "verify", verify)
     evidence = claims.attest(CLAIMS, KEYS)
     found = claims.read_evidence(evidence)
     assert found.claims["level"] == "quoted"
     assert found.quote is not None
     assert asked == [bytes.fromhex(claims.digest(found.claims))]
     refused(
-        signed({"claims": {**found.claims, "iat": 1}, "quote": found.statement["predicate"]["quote"]}), "other claims"
+        signed({"claims": {**found.claims, "iat": 1}, "quote": dsse.peek(evidence)["predicate"]["quote"]}),
+        "other claims",
     )
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from securesystemslib.dsse import Envelope
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.protect.evidence import dsse
-from wgpu_lora.protect.evidence.dsse import EnvelopeError
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
 
 OURS, OTHER = SigningKey.generate(), SigningKey.generate()
@@ -22,7 +22,7 @@ SIGNED = dsse.sign(SAID, OURS)
 
 
 def refused(data: bytes, words: str = ".", key: PublicKey = OURS.public) -> None:
-    with pytest.raises(EnvelopeError, match=words):
+    with pytest.raises(UserError, match=words):
         dsse.verify(data, key)
 
 
@@ -85,13 +85,13 @@ def test_types_of_payloads_are_checked() -> None:
 def test_repeated_keys_and_long_envelopes_are_refused() -> None:
     refused(SIGNED[:-1] + b',"payload":"e30="}', "repeated")
     refused(b'{"payload":"' + b"A" * dsse.MAX_BYTES + b'"}', "longer")
-    with pytest.raises(EnvelopeError, match="longer"):
+    with pytest.raises(UserError, match="longer"):
         dsse.sign({**SAID, "predicate": {"a": "b" * dsse.MAX_BYTES}}, OURS)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), b"x", "\ud800"])
 def test_only_plain_values_are_signed(value: Any) -> None:
-    with pytest.raises(EnvelopeError):
+    with pytest.raises(UserError):
         dsse.sign({**SAID, "predicate": {"a": value}}, OURS)
 
 
@@ -122,7 +122,7 @@ def test_signatures_of_any_type_are_refused_in_words(value: Any, name: str) -> N
 def test_statements_of_any_type_are_refused_in_words(value: Any, name: str) -> None:
     try:
         found = dsse.verify(resigned({**SAID, name: value}), OURS.public)
-    except EnvelopeError:
+    except UserError:
         return
     assert isinstance(found["predicate"], dict)
     assert found["subject"]

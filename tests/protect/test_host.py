@@ -140,6 +140,8 @@ def test_swap_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "Filename\t\tType\t\tSize\tUsed\tPriority\n/dev/sda2  partition\t1\t0\t-2\n"
     monkeypatch.setattr(Path, "read_text", lambda self: text)
     assert memory_protection.swap_devices() == ["/dev/sda2"]
+    windows = {"core_dumps": {"off": False}, "memory": {"locked": "data keys", "why": "no way"}, "swap": None}
+    assert any("whether there is swap is not known" in text for text in memory_protection._not_protected(windows))
 
 
 CHILD = """

@@ -24,7 +24,7 @@ import pytest
 from wgpu_lora import assets
 from wgpu_lora.assets import ASSETS
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.attestation import installed_packages, measurements
+from wgpu_lora.protect.attestation import measurements
 
 
 def change(path: Path) -> None:
@@ -107,9 +107,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., di
         lines = record if record is not None else f"made.py,{recorded(b'x = 1' + bytes([10]))},6\n"
         lines += "__pycache__/made.cpython-311.pyc,,\nmade-1.0.dist-info/RECORD,,\n"
         (info / "RECORD").write_text(lines)
-        monkeypatch.setattr(installed_packages, "_required", lambda: {"made": PathDistribution(info)})
-        monkeypatch.setattr(installed_packages, "loaded_files", list)
-        return installed_packages.installed_packages()["made"].claims
+        monkeypatch.setattr(measurements, "_required", lambda: {"made": PathDistribution(info)})
+        monkeypatch.setattr(measurements, "loaded_files", list)
+        return measurements.installed_packages()[0]["made"]
 
     return claims
 
@@ -138,12 +138,13 @@ def test_records_that_prove_nothing_are_not_intact(install: Callable[..., dict[s
     for line in (f"made.py,{recorded(content, 'md5')},6", "made.py,sha256=,6", "made.py,sha256,6", "gone.py,a=b,1"):
         assert install(line + "\n")["intact"] is False
     (tmp_path / "made-1.0.dist-info" / "RECORD").unlink()
-    claims = installed_packages._measure(PathDistribution(tmp_path / "made-1.0.dist-info")).claims
+    one = PathDistribution(tmp_path / "made-1.0.dist-info")
+    claims = measurements._measure(one, measurements._record(one))
     assert claims == {"version": "1.0", "intact": False, "changed": ["RECORD"]}
 
 
 def test_the_requirements_of_requirements_are_found() -> None:
-    found = installed_packages._required()
+    found = measurements._required()
     assert {"numpy", "wgpu", "cffi", "cryptography", "sigstore"} <= set(found)  # the last one is model-signing's
     assert "wgpu-lora" not in found
     assert "torch" not in found
@@ -171,8 +172,8 @@ def test_a_module_of_no_package_is_stated(module: Path) -> None:
     assert str(module) not in measurements.loaded_code([os.path.realpath(module)])["unlisted"]
     linked = module.with_name("linked.py")
     linked.symlink_to(module)  # as installers link files to their cache
-    assert installed_packages.accounted(str(linked), [str(linked)])
-    assert not installed_packages.accounted(str(linked), [str(linked) + "x"])
+    assert measurements.accounted(str(linked), [str(linked)])
+    assert not measurements.accounted(str(linked), [str(linked) + "x"])
 
 
 def test_a_module_made_at_run_time_is_stated(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,10 +265,10 @@ def test_this_machine_can_be_measured() -> None:
 
 MODIFIED = """
 import json, os
-from wgpu_lora.protect.attestation import installed_packages, measurements
+from wgpu_lora.protect.attestation import measurements
 from wgpu_lora.protect.hygiene.memory_protection import environment_at_start
 variables = measurements.environment(environment_at_start() | dict(os.environ))
-print(json.dumps([measurements.loaded_code(installed_packages.own_files()), variables]))
+print(json.dumps([measurements.loaded_code(measurements.own_files()), variables]))
 """
 
 

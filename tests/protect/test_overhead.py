@@ -18,7 +18,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import published_shapes
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
-from wgpu_lora.protect.overhead import OverheadOptions, measure_overhead, runtime_state
+from wgpu_lora.protect.overhead import measure_overhead
 from wgpu_lora.protect.overhead_results import (
     ORDERS,
     PUBLISHED,
@@ -65,8 +65,8 @@ def test_rows_are_clean(own_device: Device, tmp_path: Path, orders: tuple[str, .
         quick(monkeypatch)
     file = tmp_path / "overhead.json"
     noted: list[Any] = []
-    options = OverheadOptions(Work(None, "mini", 1, SIZES), 1.0, orders[:2], len(orders) // 2 or 1)
-    found = measure_overhead(options, file, hearing(measured=noted.append), own_device)
+    work, repeat = Work(None, "mini", 1, SIZES), len(orders) // 2 or 1
+    found = measure_overhead(work, 1.0, orders[:2], repeat, file, hearing(measured=noted.append), own_device)
     assert [record["kind"] for record in noted] == ["header", *["row"] * len(orders)]
     assert [row["order"] for row in found["results"]] == list(orders)
     for row in found["results"]:
@@ -92,21 +92,15 @@ def test_rows_are_clean(own_device: Device, tmp_path: Path, orders: tuple[str, .
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_seconds": 0.0}, "--target-seconds is 0: give more than 0"),
-        ({"target_seconds": float("nan")}, "--target-seconds is nan"),
+        ({"seconds": 0.0}, "--target-seconds is 0: give more than 0"),
+        ({"seconds": float("nan")}, "--target-seconds is nan"),
         ({"repeat": 0}, "--repeat must be at least 1, not 0"),
         ({"orders": ("zork",)}, "--order must be one of raw-first, protected-first, not 'zork'"),
     ],
 )
 def test_what_cannot_be_measured(changes: dict[str, Any], message: str):
     with naming(COMMAND_LINE), pytest.raises(UserError, match=message):
-        OverheadOptions(Work(None, "mini", 1, SIZES), **changes)
-
-
-def test_a_wipe_that_failed_is_said():
-    assert runtime_state({"complete": True, "not_wiped": ["what never can be"]}) == "zeroized"
-    failed = {"complete": False, "not_wiped": ["the device: it was lost"]}
-    assert runtime_state(failed) == "not zeroized (the device: it was lost)"
+        measure_overhead(Work(None, "mini", 1, SIZES), **changes)
 
 
 def test_the_flag_is_the_command(capsys: pytest.CaptureFixture[str]):

@@ -28,7 +28,7 @@ from support.policies import (
 )  # fmt: skip
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.attestation import tpm_quotes
+from wgpu_lora.protect.attestation import tpm
 from wgpu_lora.protect.policies.appraisal import Appraisal, appraise
 from wgpu_lora.protect.policies.claim_checks import LONGEST, matches, shown
 from wgpu_lora.protect.policies.policy import KEYS, RULES, Policy
@@ -437,7 +437,7 @@ def test_a_policy_accepts_its_own_claims_and_no_changed_ones(strict: bool, quote
 @pytest.mark.parametrize("kind", ["ecdsa", "rsassa", "rsapss"])
 def test_quotes_of_tpms(kind: str) -> None:
     recorded = json.loads((FIXTURES / "protect" / "quotes.json").read_text())
-    quote = tpm_quotes.verify(recorded["quotes"][kind], bytes.fromhex(recorded["digest"]))
+    quote = tpm.verify(recorded["quotes"][kind], bytes.fromhex(recorded["digest"]))
     text = policy_for(GIVEN.claims, quote)
     folded = {**quote, "key_pem": quote["key_pem"].replace("\n", "\r\n")}
     ima, boot = ({**quote, "pcrs": {**quote["pcrs"], number: "ab" * 32}} for number in (10, 7))

@@ -202,7 +202,7 @@ def test_a_directory_that_is_in_use_or_has_another_run(again: Ward) -> None:
         resolve_options({**options, "resume": True}, None, "here")
     with pytest.raises(UserError, match="protected run"):
         prepare_job(TrainingArguments(**options))
-    with pytest.raises(UserError, match="Another session"):
+    with pytest.raises(UserError, match="Another process is writing"):
         again.train("other", watch=at_step(1, lambda: again.run(again.place / "other.toml")))
     (again.place / "third").mkdir()
     for name, words in {
@@ -288,7 +288,7 @@ def test_an_older_directory_is_noticed_even_made_longer(again: Ward, tmp_path: P
     lengthen(ward, *[("leftovers", {}, [])] * 30)
     with pytest.raises(UserError, match=r"does not have the line .* that the broker was told of"):
         ward.train(resume=True)
-    ward.monkeypatch.setattr(protected_session, "_check_known", lambda *given: None)  # a trainer that does not look
+    ward.monkeypatch.setattr(protected_session, "missing_line", lambda *given: None)  # a trainer that does not look
     ward.train(resume=True)
     assert any("the broker knew another line" in failure for failure in ward.check().failures)
 
@@ -321,7 +321,7 @@ def test_a_release_that_expires_before_training(ward: Ward) -> None:
         seen.append(0)
         return 2e9 if len(seen) > 2 else __import__("time").time()
 
-    ward.monkeypatch.setattr(protected_session.Clock, "now", now)
+    ward.monkeypatch.setattr(protected_session.Clock, "latest", now)
     with pytest.raises(UserError, match="expired"):
         ward.train()
     assert "checkpoint" not in ward.stages()

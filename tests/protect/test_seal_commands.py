@@ -18,7 +18,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.closed_streams import discard_when_closed
 from wgpu_lora.protect.sealed.age_streams import seal_bytes
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey, write_private
-from wgpu_lora.protect.sealed.sealed_files import open_to, seal_path, seal_to
+from wgpu_lora.protect.sealed.sealed_files import seal_path, unseal_path
 
 ROWS = '{"prompt": "a", "completion": "b"}\n' * 3
 KEY = DataKey.generate()
@@ -99,8 +99,8 @@ def test_a_file_sealed_and_opened(here: Path, capsys: pytest.CaptureFixture[str]
 def test_a_reader_of_standard_output_that_goes_away_is_no_success(here: Path) -> None:
     seal_path("rows.jsonl", "rows.jsonl.age", [KEY.recipient])
     for command in (
-        lambda out: seal_to("rows.jsonl", "-", [KEY.recipient], None, out),
-        lambda out: open_to("rows.jsonl.age", "-", KEY, None, out),
+        lambda out: seal_path("rows.jsonl", "-", [KEY.recipient], None, out),
+        lambda out: unseal_path("rows.jsonl.age", "-", KEY, None, out),
     ):
         reader, writer = os.pipe()
         os.close(reader)

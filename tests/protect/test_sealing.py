@@ -102,7 +102,7 @@ def test_files_that_hold_no_such_key_are_refused_without_showing_it(tmp_path: Pa
         with pytest.raises(UserError, match="not a public key"):
             PublicKey.read(path)
     for bad in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(UserError, match=r"regular file|cannot be read"):
+        with pytest.raises(UserError, match="cannot be read"):
             DataKey.read(bad)
 
 

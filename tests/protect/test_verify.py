@@ -27,8 +27,7 @@ from wgpu_lora.protect.hygiene.memory_protection import HostProtection
 from wgpu_lora.protect.policies.appraisal import verify
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.runs import protected_session
-from wgpu_lora.protect.runs.protected_job import read_job
-from wgpu_lora.protect.runs.protected_session import job_claims
+from wgpu_lora.protect.runs.protected_session import machine_claims
 from wgpu_lora.protect.sealed.keys import SessionKeys, SigningKey
 
 Run = Callable[..., tuple[int, str, str]]
@@ -176,9 +175,9 @@ def test_a_statement_that_differs_from_its_evidence(tmp_path: Path) -> None:
             return ({**claims, "job": job}, *rest)
 
         directory = make_run(tmp_path / name, owner, {"statement-1": changed}, run=name, sessions=1).directory
-        found = verify(directory / "statement.json", owner.policy, None, time.time())
-        assert {failure.rule for failure in found.appraisal.failures} == rules, name
-        assert found.finished
+        found, appraised = verify(directory / "statement.json", owner.policy, None, time.time())
+        assert {failure.rule for failure in found.failures} == rules, name
+        assert appraised.startswith("statement of a finished run of the job ")
 
 
 def test_a_statement_without_the_evidence_of_its_session(tmp_path: Path, run: Run, policy: Path) -> None:
@@ -200,8 +199,8 @@ def test_a_run_stated_twice_is_not_believed(tmp_path: Path) -> None:
     products = statement["predicate"]["runDetails"]["byproducts"]
     products.append(next(one for one in products if one["name"] == RUN))
     path.write_bytes(dsse.sign(statement, made.keys[0].signing))
-    found = verify(path, owner.policy, None, time.time())
-    assert {one.rule for one in found.appraisal.failures} == {
+    found, _ = verify(path, owner.policy, None, time.time())
+    assert {one.rule for one in found.failures} == {
         "statement.materials",
         "training.min_rows",
         "training.max_steps",
@@ -280,7 +279,7 @@ def test_a_policy_of_a_job_verifies_its_evidence(
 
     def attested(**without: Any) -> bytes:
         keys = SessionKeys.generate()
-        claims = {**job_claims(read_job(job), nonce=NONCE, keys=keys), "host": GIVEN.claims["host"]}
+        claims = {**machine_claims(NONCE, keys, job), "host": GIVEN.claims["host"]}
         return attest({name: value for name, value in claims.items() if name not in without}, keys, quote=False)
 
     code, text, error = run("policy", job, *strict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,5 +66,5 @@ def claimed(keys: SessionKeys, job: Job, **changes: Any) -> dict[str, Any]:
     """Claims as `claims.gather` makes them, without measuring; `changes` replace some."""
     with pytest.MonkeyPatch.context() as patch:
         quick(patch)
-        found = claims.gather(DEVICE, nonce=NONCE, keys=keys, job=job, base=BASE, now=int(time.time()))
+        found = claims.gather(DEVICE, nonce=NONCE, keys=keys, job=job, base=BASE)
     return {**found, **changes}

@@ -114,7 +114,6 @@ GIVEN = Given(
         "host": {"core_dumps": {"off": True}, "memory": {"locked": "keys"}, "swap": []},
     },
     quote={"key_pem": TPM, "pcrs": {0: digest("pcr0"), 7: digest("pcr7")}},
-    statement={},
     signing=PublicKey.parse(SESSION),
     recipient=EPHEMERAL,
     sha256=digest("evidence"),

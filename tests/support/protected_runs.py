@@ -6,7 +6,7 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def _session(
         weights_sha256="d" * 64,
     )  # fmt: skip
     adapter = sealed("adapter.tar.age", b"sealed adapter") if end == "finished" else None
-    line(end, facts.to_json() if adapter else {"reason": "test"}, [adapter] if adapter else [])
+    line(end, asdict(facts) if adapter else {"reason": "test"}, [adapter] if adapter else [])
     record = {"complete": True, "wiped": [{"what": "device buffers", "bytes": 64}], "not_wiped": ["immutable bytes"]}
     if (record := changed("cleanup", record)) is not None:
         log.wiped(record)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import subprocess
@@ -11,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.checking.check import check
 from wgpu_lora.protect.overhead_results import ORDERS, SCHEMA, VERIFIED, ZEROIZED, Row, make_row, result_file
 from wgpu_lora.protect.policies.policy import Policy
+from wgpu_lora.protect.policies.policy_template import toml
 from wgpu_lora.protect.runs.protected_job import SEALED, read_job
 from wgpu_lora.protect.runs.protected_run import finetune_protected
-from wgpu_lora.protect.sealed.keys import PublicKey, new_data_key, new_signing_key
+from wgpu_lora.protect.sealed.keys import new_data_key, new_signing_key
 from wgpu_lora.protect.sealed.sealed_files import seal_path
 from wgpu_lora.text import count_noun
 from wgpu_lora.train.finetune import prepare_job
@@ -43,33 +43,19 @@ MAX_STEPS = 1_000_000  # a segment ends by its time
 UNSTATED = (*SEALED, "output", "resume", "overwrite", "run_log", "report_to", "device")
 
 
-@dataclass(frozen=True)
-class OverheadOptions:
-    """What to measure.
-
-    orders: of the segments of a row. repeat: rows in each order.
-    """
-
-    work: Work
-    target_seconds: float = 180.0
-    orders: Sequence[str] = ORDERS
-    repeat: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 < self.target_seconds <= 1e6:
-            raise UserError(f"{flag('target_seconds')} is {self.target_seconds:g}: give more than 0, at most 1e6.")
-        if wrong := next((order for order in self.orders if order not in ORDERS), None):
-            raise UserError(f"{flag('order')} must be one of {', '.join(ORDERS)}, not {wrong!r:.80}.")
-        if self.repeat < 1:
-            raise UserError(f"{flag('repeat')} must be at least 1, not {self.repeat}.")
-
-
 def measure_overhead(
-    options: OverheadOptions, file: Path | None = None, events: Events = SILENT, opened: Device | None = None
+    work: Work,
+    seconds: float = 180.0,
+    orders: Sequence[str] = ORDERS,
+    repeat: int = 1,
+    file: Path | None = None,
+    events: Events = SILENT,
+    opened: Device | None = None,
 ) -> dict[str, Any]:
     """Measure rows, each a raw and a protected segment, and write the result file anew after each.
 
     Args:
+        work: what to train. seconds: of a segment. orders: of the segments of a row. repeat: rows in each order.
         events: gets `measured` for {"kind": "header"}, which is `brick_results.header`, and for {"kind": "row"} of each
             row.
 
@@ -80,18 +66,24 @@ def measure_overhead(
         UserError: an option is not suitable, the training cannot be sealed, or a segment is too short.
         KeyboardInterrupt: a segment was interrupted; rows measured so far are in the file.
     """
+    if not 0 < seconds <= 1e6:
+        raise UserError(f"{flag('target_seconds')} is {seconds:g}: give more than 0, at most 1e6.")
+    if wrong := next((order for order in orders if order not in ORDERS), None):
+        raise UserError(f"{flag('order')} must be one of {', '.join(ORDERS)}, not {wrong!r:.80}.")
+    if repeat < 1:
+        raise UserError(f"{flag('repeat')} must be at least 1, not {repeat}.")
     rows: list[Row] = []
     with (
         Writer(file) as writer,  # refuses now what cannot be written
         benchmark_option_names(TRAINING),
         tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as directory,
     ):
-        segments = _Segments(options, Path(directory), opened)
+        segments = _Segments(work, seconds, Path(directory), opened)
         environment = header(SCHEMA, segments.model.device)
         events.measured(environment)
         with segments.broker() as segments.url:
             segments.warm_up()
-            for name, order in [(f"{n}-{order}", order) for n in range(options.repeat) for order in options.orders]:
+            for name, order in [(f"{n}-{order}", order) for n in range(repeat) for order in orders]:
                 rows.append(segments.row(name, order))
                 events.measured({"kind": "row", **rows[-1]})
                 content = result_file(rows, segments.scope, environment)
@@ -102,45 +94,55 @@ def measure_overhead(
 class _Segments:
     """The training, its sealed data, an owner's keys in `directory`, and a broker that releases the key."""
 
-    def __init__(self, options: OverheadOptions, directory: Path, device: Device | None) -> None:
-        self.options, self.directory, self.url, work = options, directory, "http://127.0.0.1:1", options.work
+    def __init__(self, work: Work, seconds: float, directory: Path, device: Device | None) -> None:
+        self.seconds, self.directory, self.url = seconds, directory, ""
         usual = {} if work.recipe else dict(STABILITY)
         usual |= {"max_steps": ROWS} if work.shape else {}
         args, self.model = prepared(replace(work, options={**usual, **work.options}), directory, device)
         save_steps = work.options.get("save_steps", SAVE_STEPS) if work.shape else args.save_steps
         self.args = replace(
-            args, target_seconds=options.target_seconds, max_steps=MAX_STEPS, save_steps=save_steps, run_log=False,
+            args, target_seconds=seconds, max_steps=MAX_STEPS, save_steps=save_steps, run_log=False,
             report_to=None,
         )  # fmt: skip
         layers = f", {count_noun(work.layers, 'layer')}" if work.layers else ""
         # No paths.
         self.name = f"{work.shape} (synthetic weights{layers})" if work.shape else Path(self.model.name).name
         self.scope = (
-            f"LoRA training of {self.name} for {options.target_seconds:g} s, raw and protected, in one process on "
+            f"LoRA training of {self.name} for {seconds:g} s, raw and protected, in one process on "
             f"{self.model.device.info.name}"
         )
         self.recipient = new_data_key(directory / "data.key")
-        self.broker_key: PublicKey = new_signing_key(directory / "broker.pem")
+        self.broker_key = new_signing_key(directory / "broker.pem")
         given = {role: Path(path) for role in SEALED if (path := getattr(self.args, role))}
         self.sealed = {role: f"{path.name}.age" for role, path in given.items()}
         records = [seal_path(path, directory / self.sealed[role], [self.recipient]) for role, path in given.items()]
         self.policy = directory / "policy.toml"
-        self.policy.write_text(
-            f'[policy]\nname = "bench"\nversion = 1\n[release]\nrecipients = ["{self.recipient}"]\n[attestation]\n'
-            f'level = "self-reported"\n[data]\nsha256 = {json.dumps([record.sha256 for record in records])}\n'
-        )
+        self._write_toml(self.policy, {
+            "policy": {"name": "bench", "version": 1},
+            "release": {"recipients": [self.recipient]},
+            "attestation": {"level": "self-reported"},
+            "data": {"sha256": [record.sha256 for record in records if record]},
+        })  # fmt: skip
+
+    @staticmethod
+    def _write_toml(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> None:
+        texts = [
+            "\n".join([f"[{title}]", *(f"{key} = {toml(value)}" for key, value in table.items())])
+            for title, table in tables.items()
+        ]
+        path.write_text("\n".join(texts) + "\n")
 
     @contextmanager
     def broker(self) -> Iterator[str]:
         """A broker in a process of its own; gives its URL. Raises UserError if it does not start."""
-        keys = {"--policy": self.policy, "--key": self.directory / "data.key"}
-        keys["--signing-key"] = self.directory / "broker.pem"
-        command = [sys.executable, "-u", "-m", "wgpu_lora", "protect", "broker", "--port", "0"]
-        command += [str(part) for pair in keys.items() for part in pair]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        keys = ["--key", str(self.directory / "data.key"), "--signing-key", str(self.directory / "broker.pem")]
+        command = [sys.executable, "-u", "-m", "wgpu_lora", "protect", "broker", "--policy", str(self.policy), *keys]
+        with subprocess.Popen(
+            [*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
             assert process.stdout
+            lines = []
             try:
-                lines = []
                 for line in process.stdout:
                     lines.append(line)
                     if listening := re.match(r"Listening on (\S+)", line):
@@ -164,11 +166,11 @@ class _Segments:
             figures |= segment(name)
         args, shapes = self.args, self.model.config.parameter_shapes()
         return make_row({
-            "label": f"{self.name} {self.options.target_seconds:g}s",
+            "label": f"{self.name} {self.seconds:g}s",
             "model": self.name,
             "gpuModel": self.model.device.info.name,
             "order": order,
-            "targetSec": self.options.target_seconds,
+            "targetSec": self.seconds,
             "initialAdapterSha256": self.initial,
             "stabilitySettings": {
                 "computeDtype": args.compute_dtype,
@@ -196,34 +198,26 @@ class _Segments:
         return _figures("raw", self._train(name), begin)
 
     def _protected(self, name: str) -> dict[str, Any]:
-        begin, steps = time.perf_counter(), _LastStep()
-        done = finetune_protected(read_job(self._job(name)), model=self.model, watch=lambda job: nullcontext(steps))
+        """A protected segment; its job has a name of its own, since a log of a run cannot begin twice."""
+        begin, steps, usual = time.perf_counter(), _LastStep(), TrainingArguments().as_dict()
+        options = {key: value for key, value in self.args.as_dict().items() if key not in UNSTATED}
+        job = self.directory / f"{name}.toml"
+        self._write_toml(job, {
+            "protected": {
+                **self.sealed, "name": f"bench-protected-{name}", "output": f"protected-{name}",
+                "recipients": [self.recipient], "broker": self.url, "broker_key": "broker.pem.pub",
+            },
+            "training": {key: value for key, value in options.items() if value not in (None, usual[key])},
+        })  # fmt: skip
+        done = finetune_protected(read_job(job), model=self.model, watch=lambda _: nullcontext(steps))
         figures = _figures("protected", done.run, begin)
-        evidence = check(done.directory, self.broker_key, Policy.read(self.policy))
+        evidence, clean = check(done.directory, self.broker_key, Policy.read(self.policy)), done.cleanup
         return {
             **figures,
             "attestation": VERIFIED if evidence.verified else f"not verified ({evidence.failures[0]})",
-            "runtimeState": runtime_state(done.cleanup),
+            "runtimeState": ZEROIZED if clean["complete"] else f"not zeroized ({clean['not_wiped'][0]})",
             "protectionSec": sum(seconds for at, seconds in done.spent if at < steps.time),
         }
-
-    def _job(self, name: str) -> Path:
-        """A job file; each job has a name of its own, since a log of a run cannot begin twice."""
-        usual = TrainingArguments()
-        stated = {item.name: getattr(self.args, item.name) for item in fields(self.args) if item.name not in UNSTATED}
-        stated = {name: value for name, value in stated.items() if value not in (None, getattr(usual, name))}
-        protected = {
-            **self.sealed, "name": f"bench-protected-{name}", "output": f"protected-{name}",
-            "recipients": [self.recipient], "broker": self.url, "broker_key": "broker.pem.pub",
-        }  # fmt: skip
-        lines = [
-            f"{key} = {json.dumps(value)}" if value is not table else f"[{title}]"
-            for title, table in (("protected", protected), ("training", stated))
-            for key, value in (("", table), *table.items())
-        ]
-        path = self.directory / f"{name}.toml"
-        path.write_text("\n".join(lines) + "\n")
-        return path
 
 
 class _LastStep(Events):
@@ -233,11 +227,6 @@ class _LastStep(Events):
 
     def step(self, result: StepResult) -> None:
         self.time = time.perf_counter()
-
-
-def runtime_state(cleanup: Mapping[str, Any]) -> str:
-    """ZEROIZED if a cleanup overwrote all its parts whole, the device's buffers as read back; else what failed."""
-    return ZEROIZED if cleanup["complete"] else f"not zeroized ({cleanup['not_wiped'][0]})"
 
 
 def _figures(side: str, record: RunRecord, begin: float) -> dict[str, Any]:

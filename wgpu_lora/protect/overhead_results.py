@@ -27,11 +27,9 @@ TEXTS: dict[str, Any] = {
     "sameAllocation": True,
     "methodology": {
         "comparison": "A raw and a protected segment run one after the other, in one process and on one device, on the "
-        "same rows with the same recipe and the same tilings. The broker is another process on the same machine. "
-        "Protections of the host last as long as the protected segment.",
-        "durationControl": "Each segment has a target in seconds. Elapsed seconds count from the begin of its first "
-        "step to the end of its last, with everything that lies between: checkpoints, their sealing, the evidence log, "
-        "and reports to the broker.",
+        "same rows with the same recipe and tilings. The broker is another process on the same machine.",
+        "durationControl": "Each segment has a target in seconds, from the begin of its first step to the end of its "
+        "last, with checkpoints, their sealing, the evidence log, and reports to the broker.",
         "notCounted": "Loading, tuning, attestation, key release and decryption before the first step; the final files "
         "and the cleanup after the last. rawOutsideSec and protectedOutsideSec are their seconds.",
         "overhead": "overheadPct = 100 (1 - (protectedSteps / protectedElapsedSec) / (rawSteps / rawElapsedSec))",
@@ -43,18 +41,14 @@ TEXTS: dict[str, Any] = {
     "of data, no token ids, no keys and no paths.",
 }
 Row = dict[str, Any]
-
-
-Figure = NotRequired[float | None]
+FIGURES = ("rawSteps", "rawElapsedSec", "protectedSteps", "protectedElapsedSec", "protectionSec")
 ShownRow = TypedDict(  # the fields that reports show
     "ShownRow",
     {
         **dict.fromkeys(("label", "model"), str),  # type: ignore[misc]
         **dict.fromkeys(("targetSec", "overheadPct"), float),
         **dict.fromkeys(("gpuModel", "order"), NotRequired[str | None]),
-        **dict.fromkeys(
-            ("rawSteps", "rawElapsedSec", "protectedSteps", "protectedElapsedSec", "protectionSec"), Figure
-        ),
+        **dict.fromkeys(FIGURES, NotRequired[float | None]),
         "notClean": NotRequired[list[str]],
     },
 )
@@ -70,23 +64,21 @@ def overhead_pct(row: Mapping[str, Any]) -> float:
 
 
 def make_row(figures: Mapping[str, Any]) -> Row:
-    """A row with its overhead, and whether it is clean: its adapters were trained under verified protection. Raises
-    UserError: a segment was too short to measure."""
+    """A row from the figures of its segments: with the overhead, and what keeps it from being clean. Raises UserError:
+    a segment has no step."""
     try:
         row = {**figures, "overheadPct": overhead_pct(figures)}
     except ValueError:
-        steps = count_noun(min(figures["rawSteps"], figures["protectedSteps"]), "step")
+        least = min(figures["rawSteps"], figures["protectedSteps"])
         raise UserError(
-            f"A segment had {steps}, which is too short to measure: give a longer --target-seconds."
+            f"A segment had {count_noun(least, 'step')}, too few to compare: give a longer --target-seconds."
         ) from None
-    same = (
-        row["rawAdapterSha256"] == row["protectedAdapterSha256"]
-    )  # the same steps on the same rows give the same bits
+    digests, steps = ({row[f"{side}{name}"] for side in ("raw", "protected")} for name in ("AdapterSha256", "Steps"))
     defects = {
         f"the attestation is {row['attestation']}": row["attestation"] != VERIFIED,
         f"the state of the protected run is {row['runtimeState']}": row["runtimeState"] != ZEROIZED,
-        "both adapters are the same after different numbers of steps": same
-        and row["rawSteps"] != row["protectedSteps"],
+        # The same steps on the same rows give the same bits.
+        "both adapters are the same after different numbers of steps": len(digests) == 1 and len(steps) == 2,
     }
     for side in ("raw", "protected"):
         loss, stopped, digest = (row[f"{side}{name}"] for name in ("FinalLoss", "StopReason", "AdapterSha256"))
@@ -126,33 +118,28 @@ def interpretation(rows: Sequence[Row]) -> list[str]:
         groups = {label: [row for row in rows if row["label"] == label] for label in labels}
         return [f"{label}: {text}" for label, group in groups.items() for text in interpretation(group)]
     summary = summarize(rows)
-    every, repeats, median = summary["all"], summary["spreadOfRepeats"], summary["all"]["median"]
-    orders = "; ".join(f"{order} {found['median']:+.2f}%" for order, found in summary["byOrder"].items())
-    within = "within" if summary["withinLimit"] else "above"
+    every, repeats, orders = summary["all"], summary["spreadOfRepeats"], summary["byOrder"]
+    medians = "; ".join(f"{order} {found['median']:+.2f}%" for order, found in orders.items())
     texts = [
-        f"Overhead over {count_noun(every['rows'], 'row')}: median {median:+.2f}%, from {every['min']:+.2f}% to "
-        f"{every['max']:+.2f}% (medians by order: {orders or 'unknown'}); {within} the limit of {LIMIT:g}%."
+        f"Overhead over {count_noun(every['rows'], 'row')}: median {every['median']:+.2f}%, from {every['min']:+.2f}% "
+        f"to {every['max']:+.2f}% (medians by order: {medians or 'unknown'}); "
+        f"{'within' if summary['withinLimit'] else 'above'} the limit of {LIMIT:g}%."
     ]
-    if summary["negative"]:
-        rows_below = count_noun(summary["negative"], "row")
-        texts.append(f"{rows_below} below zero: that is noise, since protection does not make training faster.")
+    if below := summary["negative"]:
+        texts.append(
+            f"{count_noun(below, 'row')} below zero: that is noise, since protection does not make training faster."
+        )
     if repeats is not None:
-        more = "more" if abs(median) > repeats else "no more"
+        more = "more" if abs(every["median"]) > repeats else "no more"
         texts.append(
             f"Repeats in the same order differ by up to {repeats:.2f} points; the median overhead is {more} than that."
         )
     elif orders:
         texts.append("There is one row per order, so the spread of repeats is unknown.")
-    if len(summary["byOrder"]) == 1:
+    if len(orders) == 1:
         texts.append("Only one order was run, so what the second segment gains or loses by its place is unknown.")
-    return [
-        *texts,
-        *(
-            f"{row['label']}, {row['order']}: not clean, because {why}."
-            for row in rows
-            for why in row.get("notClean", ())
-        ),
-    ]
+    defects = [(row, why) for row in rows for why in row.get("notClean", ())]
+    return [*texts, *(f"{row['label']}, {row['order']}: not clean, because {why}." for row, why in defects)]
 
 
 def result_file(rows: Sequence[Row], scope: str, environment: Mapping[str, Any]) -> dict[str, Any]:

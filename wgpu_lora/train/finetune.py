@@ -189,13 +189,14 @@ class Job(Generic[Record]):
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Lock a directory against other processes; it is created if missing, and removed again if it stays empty."""
+def locked(directory: Path, name: str = LOCK) -> Iterator[None]:
+    """Lock a directory against other processes, by a file of that name in it; it is created if missing, and removed
+    again if it stays empty."""
     check_output(directory, flag("output"))
     result = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(directory / LOCK).lock
+        lock = lock_file(directory / name).lock
     except Timeout:
         raise UserError(
             f"Another process is writing to {directory}: wait for it, or choose another directory."
@@ -208,9 +209,9 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        if result and {p.name for p in directory.iterdir()} <= {LOCK}:
+        if result and {p.name for p in directory.iterdir()} <= {name}:
             with suppress(OSError):  # the run ended before it wrote anything
-                (directory / LOCK).unlink(missing_ok=True)
+                (directory / name).unlink(missing_ok=True)
                 directory.rmdir()
 
 

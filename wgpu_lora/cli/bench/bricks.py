@@ -81,7 +81,7 @@ def protected(
     check_libraries()
     from wgpu_lora.bench.training_runs import Work
     from wgpu_lora.bench.training_step import training_options
-    from wgpu_lora.protect.overhead import OverheadOptions, measure_overhead
+    from wgpu_lora.protect.overhead import measure_overhead
     from wgpu_lora.track.run_recorder import remarks
 
     options = {
@@ -91,9 +91,8 @@ def protected(
     }  # fmt: skip
     work = Work(recipe, shape, layers, training_options(options))
     with remarks(goal, notes, run_log):
-        result = measure_overhead(
-            OverheadOptions(work, target_seconds, (order,) if order else ORDERS, repeat), json, _ProtectedProgress()
-        )
+        orders = (order,) if order else ORDERS
+        result = measure_overhead(work, target_seconds, orders, repeat, json, _ProtectedProgress())
     for text in result["interpretation"]:
         line("overhead", text)
     if json:

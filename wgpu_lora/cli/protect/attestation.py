@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Annotated, Any
 
 import typer
 
 from wgpu_lora.cli.console import console, line, print_json, table
 from wgpu_lora.cli.parameters import Device, Json
-from wgpu_lora.cli.protect.broker import POLICY, file
+from wgpu_lora.cli.protect.broker import OUTPUT, Policy, file
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, join_words
-
-SHORT = 16  # hexadecimal digits of a digest
 
 
 def attest(
     nonce: Annotated[str, typer.Option(help="The verifier's nonce; 'wgpu-lora protect nonce' prints one.")],
     job: Annotated[Path | None, file("JOB.toml, whose facts are stated too.")] = None,
     device: Device = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the evidence goes.")] = Path(
-        "evidence.json"
-    ),
+    output: Annotated[Path, file("Where the evidence goes.", "FILE", *OUTPUT)] = Path("evidence.json"),
     quote: Annotated[
         bool | None,
         typer.Option("--quote/--no-quote", help="Have the TPM sign the claims; by default if there is one."),
@@ -35,26 +33,14 @@ def attest(
     'protect verify' appraises it. No key can be released to it: training attests with keys of its own.
     """
     from wgpu_lora.atomic import check_file, replace_file
-    from wgpu_lora.gpu.device_list import choose
     from wgpu_lora.protect.attestation import claims
-    from wgpu_lora.protect.hygiene.memory_protection import harden
+    from wgpu_lora.protect.runs.protected_session import machine_claims
     from wgpu_lora.protect.sealed.keys import SessionKeys
 
     claims.check_nonce(nonce)
     check_file(output, "--output")
-    host = harden()
-    try:
-        with SessionKeys.generate() as keys:
-            if job is None:
-                gathered = claims.gather(choose(device)[0], nonce=nonce, keys=keys)
-            else:
-                from wgpu_lora.protect.runs.protected_job import read_job
-                from wgpu_lora.protect.runs.protected_session import job_claims
-
-                gathered = job_claims(read_job(job), nonce=nonce, keys=keys, device=device)
-            evidence = claims.attest({**gathered, "host": host.facts}, keys, quote)
-    finally:
-        host.restore()
+    with SessionKeys.generate() as keys:
+        evidence = claims.attest(machine_claims(nonce, keys, job, device), keys, quote)
     replace_file(output, evidence, "--output")
     read = claims.read_evidence(evidence)
     console().print(table(("claim", "what is claimed"), _rows(read.claims, read.quote), ("claim", "what is claimed")))
@@ -65,33 +51,38 @@ def attest(
     return 0
 
 
+# What is printed of claims: a name, and the claims that are shown.
+CLAIMS = {
+    "keys": "{keys[recipient]}",
+    "nonce": "{eat_nonce}",
+    "package": "{package[version]}, {package[sha256]:.16}",
+    "wgpu-native": "{wgpu[native_version]}, {wgpu[native_sha256]:.16}",
+    "Python": "{python[version]}, {python[sha256]:.16}",
+    "kernel": "{kernel[system]} {kernel[release]} {kernel[machine]}",
+    "device": "{device[name]} ({device[backend]}), {device[driver]}",
+    "base": "{base[name]}, {base[sha256]:.16}",
+    "job": "{job[name]}, {job[sha256]:.16}",
+}
+
+
 def _rows(claims: dict[str, Any], quote: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """The claims in short."""
-    package, wgpu, python, kernel = (claims[name] for name in ("package", "wgpu", "python", "kernel"))
+    """The claims in short, as far as they are stated."""
+    rows = []
+    for name, text in CLAIMS.items():
+        with suppress(KeyError):
+            rows.append((name, text.format_map(claims)))
     others, process = claims["dependencies"], claims["process"]
     changed = ", ".join(name for name, one in others.items() if not one["intact"])
-    rows = [
-        ("keys", claims["keys"]["recipient"]),
-        ("nonce", claims["eat_nonce"]),
-        ("package", f"{package['version']}, {len(package['files'])} files, {package['sha256'][:SHORT]}"),
-        ("wgpu-native", f"{wgpu['native_version']}, {wgpu['native_sha256'][:SHORT]}"),
-        ("Python", f"{python['version']}, {python['sha256'][:SHORT]}"),
+    rows += [
         ("dependencies", f"{len(others)} packages, {f'changed: {changed}' if changed else 'all intact'}"),
         ("of no package", f"{len(process['unlisted'])} modules, {len(process.get('libraries', ()))} libraries"),
-        ("kernel", " ".join(kernel[name] for name in ("system", "release", "machine") if name in kernel)),
         ("variables", ", ".join(claims["environment"]) or "none"),
     ]
     if process["compiled_otherwise"]:
         rows.append(("compiled files", f"{len(process['compiled_otherwise'])} do not fit their sources"))
-    if device := claims.get("device"):
-        rows.append(("device", f"{device['name']} ({device['backend']}), {device['driver']}"))
-    if base := claims.get("base"):
-        rows.append(("base", f"{base['name']}, {base['sha256'][:SHORT]}"))
-    if job := claims.get("job"):
-        rows.append(("job", f"{job['name']}, {job['sha256'][:SHORT]}"))
-        for one in job["data"]:
-            rows.append((one["role"], f"{one['name']}, {one.get('rows', 'unknown')} rows, {one['sha256'][:SHORT]}"))
-        rows += [("recipient", recipient) for recipient in job["recipients"]]
+    for one in claims.get("job", {}).get("data", ()):
+        rows.append((one["role"], f"{one['name']}, {one.get('rows', 'unknown')} rows, {one['sha256']:.16}"))
+    rows += [("recipient", recipient) for recipient in claims.get("job", {}).get("recipients", ())]
     if quote is not None:
         rows.append(("TPM", f"PCRs {', '.join(map(str, sorted(quote['pcrs'])))}, restarts {quote['reset_count']}"))
     return rows
@@ -112,10 +103,22 @@ def policy(
     Every rule is explained in docs/protected-owners.md. From evidence, its claims become the reference values: check
     them first. What is not known, or not so on that machine, is a comment.
     """
+    from wgpu_lora.protect.attestation.claims import load_evidence
     from wgpu_lora.protect.policies.policy_template import policy_for
-    from wgpu_lora.protect.runs.protected_session import reference_claims
+    from wgpu_lora.protect.runs.protected_session import machine_claims
+    from wgpu_lora.protect.sealed.keys import SessionKeys
 
-    typer.echo(policy_for(*reference_claims(source, device), strict), nl=False)
+    if source.suffix.lower() != ".json":
+        with SessionKeys.generate() as keys:
+            claims, quote = machine_claims(token_urlsafe(), keys, source, device), None
+    else:
+        if device is not None:
+            raise UserError("--device does not apply to evidence, which states its own: leave it out, or give the job.")
+        evidence = load_evidence(source)
+        claims, quote = evidence.claims, evidence.quote
+        if "job" not in claims:
+            raise UserError(f"{source} states no job, so it has no data to allow: attest with --job JOB.toml.")
+    typer.echo(policy_for(claims, quote, strict), nl=False)
     return 0
 
 
@@ -123,7 +126,7 @@ def verify(
     evidence: Annotated[
         Path, typer.Argument(metavar="EVIDENCE", help="Evidence, or statement.json of a finished run.")
     ],
-    policy: Annotated[Path, file(POLICY)],
+    policy: Policy,
     nonce: Annotated[
         str | None, typer.Option(help="The nonce that was issued for this evidence; not checked if not given.")
     ] = None,
@@ -142,14 +145,13 @@ def verify(
 
     now = time.time() if at is None else _time(at)
     rules = Policy.read(policy)
-    value = appraisal.verify(evidence, rules, nonce, now)
-    result = value.appraisal
+    result, subject = appraisal.verify(evidence, rules, nonce, now)
     code = 0 if result.passed else 1
     if json:
         print_json(result.to_json())
         return code
     line("policy", f"{rules['policy.name']}, version {rules['policy.version']}, SHA-256 {rules.sha256}")
-    line("evidence", f"{value.subject()}, SHA-256 {result.evidence_sha256}, {result.level}")
+    line("evidence", f"{subject}, SHA-256 {result.evidence_sha256}, {result.level}")
     for failure in result.failures:
         line("failed", failure.line())
     if result.not_applied:

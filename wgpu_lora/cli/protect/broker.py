@@ -11,21 +11,24 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.text import escape_unprintable
 
 
-def file(text: str, metavar: str = "FILE", **more: Any) -> Any:
-    """An option that names a file."""
-    return typer.Option(metavar=metavar, help=text, **more)
+def file(text: str, metavar: str = "FILE", *names: str, **more: Any) -> Any:
+    """An option that names a file; by default named as its parameter."""
+    return typer.Option(*names, metavar=metavar, help=text, **more)
 
 
 POLICY = "policy.toml: what evidence must state."
 SIGNING_KEY = "The broker's private key, which signs releases."
 STATE = "Directory of the broker's signed log. [default: POLICY.broker beside the policy]"
+OUTPUT = ("--output", "-o")
+Policy = Annotated[Path, file(POLICY)]
+SigningKeyFile = Annotated[Path, file(SIGNING_KEY)]
 State = Annotated[Path | None, file(STATE, "DIR")]
 
 
 def broker(
-    policy: Annotated[Path, file(POLICY)],
+    policy: Policy,
     key: Annotated[Path, file("The data key, an age identity.")],
-    signing_key: Annotated[Path, file(SIGNING_KEY)],
+    signing_key: SigningKeyFile,
     host: Annotated[str, typer.Option(help="Name or address; needs TLS if not loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one. [0<=x<=65535]")] = 8713,
     tls_cert: Annotated[Path | None, file("Certificate chain in PEM.")] = None,
@@ -39,7 +42,10 @@ def broker(
 
     Every nonce, decision and report of progress is in a signed log before it is answered. The policy is read once.
     """
-    from wgpu_lora.protect.broker.broker_app import run_broker
+    from wgpu_lora.protect.broker.broker import open_broker
+    from wgpu_lora.protect.broker.broker_app import serve
+    from wgpu_lora.protect.hygiene.memory_protection import harden
+    from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
     if not 0 <= port <= 65535:
         raise UserError(f"--port must be between 0 and 65535, not {port}.")
@@ -52,21 +58,35 @@ def broker(
     def tell(text: str) -> None:
         typer.echo(escape_unprintable(text, "\n"))
 
-    run_broker(policy, key, signing_key, host, port, tls, state, tell, requests_per_minute)
+    protection = harden().facts
+    with (
+        DataKey.read(key) as data_key,
+        SigningKey.read(signing_key) as signing,
+        open_broker(policy, signing, data_key, state, tell) as opened,
+    ):
+        rules = opened.policy
+        tell(f"Policy {rules['policy.name']}, version {rules['policy.version']}, SHA-256 {rules.sha256}.")
+        tell(f"Data key {data_key.recipient}, broker's key {opened.public.keyid}.")
+        tell(f"Log {opened.directory} at {opened.head}.")
+        opened.note("started", {"host": protection, "recipient": data_key.recipient})
+        try:
+            serve(opened, host, port, tls, tell, requests_per_minute)
+        finally:
+            opened.note("stopped", {})
+            tell(f"Stopped; the log is at {opened.head}.")
     return 0
 
 
-def nonce(
-    policy: Annotated[Path, file(POLICY)], signing_key: Annotated[Path, file(SIGNING_KEY)], state: State = None
-) -> int:
+def nonce(policy: Policy, signing_key: SigningKeyFile, state: State = None) -> int:
     """Print a nonce, to be attested on a machine that cannot reach the broker.
 
     It is recorded in the broker's log, can be used once, and expires as the policy says.
     """
-    from wgpu_lora.protect.broker.broker import nonce_for_files
+    from wgpu_lora.protect.broker.broker import open_broker
     from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import SigningKey
 
     harden()
-    typer.echo(nonce_for_files(policy, SigningKey.read(signing_key), state))
+    with open_broker(policy, SigningKey.read(signing_key), state=state) as opened:
+        typer.echo(opened.nonce())
     return 0

@@ -11,11 +11,14 @@ import typer
 
 from wgpu_lora.cli.console import is_terminal, line, print_json
 from wgpu_lora.cli.parameters import Json
-from wgpu_lora.cli.protect.broker import POLICY, SIGNING_KEY, STATE, file
+from wgpu_lora.cli.protect.broker import OUTPUT, POLICY, SIGNING_KEY, STATE, file
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun
 
 OFFLINE = {"rich_help_panel": "Release a data key by files"}
+SEALED_FILE = "Sealed file; - for standard output. Default: PATH.age, or PATH.tar.age for a directory."
+OPENED_FILE = "New file, or new directory for NAME.tar.age (unless named *.tar); - for standard output."
+SEAL_OFFLINE = "Seal the data key in PATH to the machine that made this evidence, if that passes."
 
 
 def keygen(
@@ -56,21 +59,8 @@ def seal(
         list[str] | None,
         typer.Option(metavar="RECIPIENT", help="Who can open it: age1..., or @FILE with one on each line; repeatable."),
     ] = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Sealed file; - for standard output. Default: PATH.age, or PATH.tar.age for a directory.",
-        ),
-    ] = None,
-    offline: Annotated[
-        Path | None,
-        file(
-            "Seal the data key in PATH to the machine that made this evidence, if that passes.", "EVIDENCE", **OFFLINE
-        ),
-    ] = None,
+    output: Annotated[str | None, file(SEALED_FILE, "FILE", *OUTPUT)] = None,
+    offline: Annotated[Path | None, file(SEAL_OFFLINE, "EVIDENCE", **OFFLINE)] = None,
     policy: Annotated[Path | None, file(POLICY, **OFFLINE)] = None,
     signing_key: Annotated[Path | None, file(SIGNING_KEY, **OFFLINE)] = None,
     state: Annotated[Path | None, file(STATE, "DIR", **OFFLINE)] = None,
@@ -90,16 +80,16 @@ def seal(
     for name, value in (("policy", policy), ("signing-key", signing_key), ("state", state)):
         if value is not None:
             raise UserError(f"--{name} is of --offline, which is missing: give both, or neither.")
-    from wgpu_lora.protect.sealed.sealed_files import recipients_of, seal_to
+    from wgpu_lora.protect.sealed.sealed_files import default_output, recipients_of, seal_path
 
     if output == "-" and is_terminal(sys.stdout):
         raise UserError("Sealed data would be written to the terminal: give -o FILE, or redirect standard output.")
-    written = seal_to(path, output, recipients_of(to or []), sys.stdin, sys.stdout)
-    if written is None:
+    sealed = output or default_output(path)
+    record = seal_path(path, sealed, recipients_of(to or []), sys.stdin, sys.stdout)
+    if record is None:
         return 0
-    sealed, record = written
     if as_json:
-        print_json({"path": str(sealed), **asdict(record)})
+        print_json({"path": sealed, **asdict(record)})
         return 0
     rows = "" if record.rows is None else f", {count_noun(record.rows, 'row')}"
     line("sealed", f"{sealed}, {record.bytes:,} bytes{rows}, to {count_noun(len(record.recipients), 'recipient')}")
@@ -110,14 +100,17 @@ def seal(
 def _release(path: str, output: str, evidence: Path, policy: Path, signing_key: Path, state: Path | None) -> int:
     """Seals the data key to the machine that made the evidence, if that passes the policy."""
     from wgpu_lora.atomic import check_new, write_new_bytes
-    from wgpu_lora.protect.broker.broker import release_by_files
+    from wgpu_lora.json_files import read_bytes
+    from wgpu_lora.protect.attestation.claims import MAX_BYTES
+    from wgpu_lora.protect.broker.broker import open_broker
     from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 
     check_new(output, "--output")  # before the nonce is used up
     harden()
-    with DataKey.read(path) as key:
-        token = release_by_files(evidence, policy, key, SigningKey.read(signing_key), state)
+    signed = read_bytes(evidence, MAX_BYTES)
+    with DataKey.read(path) as key, open_broker(policy, SigningKey.read(signing_key), key, state) as broker:
+        token = broker.decide(signed)
     write_new_bytes(output, token.encode(), "--output")
     line("released", f"{output}: copy it to the machine that waits for it")
     return 0
@@ -126,15 +119,7 @@ def _release(path: str, output: str, evidence: Path, policy: Path, signing_key: 
 def open_sealed(
     sealed: Annotated[str, typer.Argument(metavar="SEALED", help="Sealed file; - for standard input.")],
     key: Annotated[Path, file("Data key of one of its recipients.")],
-    output: Annotated[
-        str,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PATH",
-            help="New file, or new directory for NAME.tar.age (unless named *.tar); - for standard output.",
-        ),
-    ],
+    output: Annotated[str, file(OPENED_FILE, "PATH", *OUTPUT)],
 ) -> int:
     """Open a sealed file or directory, and write it in the clear.
 
@@ -143,11 +128,11 @@ def open_sealed(
     """
     from wgpu_lora.protect.hygiene.memory_protection import harden
     from wgpu_lora.protect.sealed.keys import DataKey
-    from wgpu_lora.protect.sealed.sealed_files import open_to
+    from wgpu_lora.protect.sealed.sealed_files import unseal_path
 
     harden()
     with DataKey.read(key) as data_key:
-        open_to(sealed, output, data_key, sys.stdin, sys.stdout)
+        unseal_path(sealed, output, data_key, sys.stdin, sys.stdout)
     if output != "-":
         line("opened", output)
     return 0

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyrage
 
@@ -31,11 +31,11 @@ from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.installation import NAME
 from wgpu_lora.json_files import read_bytes
-from wgpu_lora.protect.attestation import tpm, tpm_quotes
+from wgpu_lora.protect.attestation import tpm
 from wgpu_lora.protect.evidence import dsse
-from wgpu_lora.protect.evidence.dsse import EnvelopeError
 from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.protect.sealed.keys import PublicKey, SessionKeys
+from wgpu_lora.typed_json import typed
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device_list import DeviceInfo
@@ -57,13 +57,11 @@ class Evidence:
     """Evidence whose signature fits the key that it binds. Nothing is said yet about who has this key.
 
     Attributes:
-        statement: the in-toto statement. claims: its claims.
-        quote: the TPM's quote, verified: `quotes.verify`; None if the claims are self-reported.
+        quote: the TPM's quote, verified: `tpm.verify`; None if the claims are self-reported.
         signing, recipient: the session's public keys.
         sha256: of the whole signed envelope.
     """
 
-    statement: dict[str, Any]
     claims: dict[str, Any]
     quote: dict[str, Any] | None
     signing: PublicKey
@@ -80,14 +78,12 @@ def gather(
     base: Mapping[str, Any] | None = None,
     resume: tuple[int, str] | None = None,
     host: Mapping[str, Any] | None = None,
-    now: float | None = None,
 ) -> dict[str, Any]:
     """The claims of a session. It reads all files of the package and its dependencies.
 
     Args:
         nonce: the verifier's, which shows that the claims are fresh. job: a `ProtectedJob`. base: `base_facts`.
         resume: sequence and head of the log. host: `HostProtection.facts`.
-        now: Unix time in seconds; by default the clock's.
 
     Raises:
         UserError: the nonce is unusable, or a file cannot be read.
@@ -101,7 +97,7 @@ def gather(
     claims: dict[str, Any] = {
         "eat_profile": PROFILE,
         "eat_nonce": nonce,
-        "iat": int(time.time() if now is None else now),
+        "iat": int(time.time()),
         "swname": NAME,
         "swversion": [measured["package"]["version"]],
         "level": "self-reported",
@@ -183,20 +179,27 @@ def read_evidence(data: bytes) -> Evidence:
     if len(data) > MAX_BYTES:
         raise UserError(f"The evidence is longer than {MAX_BYTES:,} bytes: give the file that protect attest wrote.")
     try:
-        signing = PublicKey.parse(_text(_claims(dsse.peek(data)), "keys", "signing"))
+        signing = PublicKey.parse(_stated(dsse.peek(data)).keys.signing)
         statement = dsse.verify(data, signing)
-        claims = _claims(statement)
-        if signing.pem != claims["keys"]["signing"]:
-            raise EnvelopeError("its signing key is not in the usual form")
-        recipient = _text(claims, "keys", "recipient")
-        if str(parse_recipient(recipient)) != recipient:
-            raise EnvelopeError("its recipient is not in the usual form")
-        check_nonce(_text(claims, "eat_nonce"))
-        quote = _quote(statement["predicate"], claims)
-    except (UserError, pyrage.RecipientError) as error:
-        why = error.problem if isinstance(error, UserError) else "its recipient is no age recipient"
+        stated, claims = _stated(statement), statement["predicate"]["claims"]
+        if signing.pem != stated.keys.signing:
+            raise UserError("its signing key is not in the usual form")
+        if str(parse_recipient(stated.keys.recipient)) != stated.keys.recipient:
+            raise UserError("its recipient is not in the usual form")
+        check_nonce(stated.eat_nonce)
+        if (stated.level == "quoted") != ("quote" in statement["predicate"]):
+            raise UserError("its level does not say whether there is a quote")
+        if stated.level_note != LEVELS[stated.level]:
+            raise UserError("its note does not say what its level means")
+        quote = None
+        if stated.level == "quoted":
+            quote = tpm.verify(statement["predicate"]["quote"], bytes.fromhex(digest(claims)))
+    except (UserError, ValueError, pyrage.RecipientError) as error:
+        why = error.problem if isinstance(error, UserError) else str(error)
+        if isinstance(error, pyrage.RecipientError):
+            why = "its recipient is no age recipient"
         raise UserError(f"This is no valid evidence ({why}): ask for it again.") from None
-    return Evidence(statement, claims, quote, signing, recipient, sha256(data))
+    return Evidence(claims, quote, signing, stated.keys.recipient, sha256(data))
 
 
 def load_evidence(path: str | Path) -> Evidence:
@@ -204,33 +207,31 @@ def load_evidence(path: str | Path) -> Evidence:
     return read_evidence(read_bytes(Path(path), MAX_BYTES))
 
 
-def _claims(statement: Mapping[str, Any]) -> dict[str, Any]:
-    """The claims in a statement of this profile, whose subject is their digest."""
+@dataclass(frozen=True)
+class _Keys:
+    recipient: str
+    signing: str
+
+
+@dataclass(frozen=True)
+class _Stated:
+    """The claims that all evidence has."""
+
+    eat_nonce: str
+    level: Literal["self-reported", "quoted"]
+    level_note: str
+    keys: _Keys
+
+
+def _stated(statement: Mapping[str, Any]) -> _Stated:
+    """The claims in a statement of this profile, whose subject is their digest. Raises UserError, ValueError."""
     predicate = statement["predicate"]
     claims = predicate.get("claims")
     if statement["predicateType"] != PROFILE or not isinstance(claims, dict) or set(predicate) - {"claims", "quote"}:
-        raise EnvelopeError("it is another kind of statement")
+        raise UserError("it is another kind of statement")
     if claims.get("eat_profile") != PROFILE:
-        raise EnvelopeError("its claims have another profile")
+        raise UserError("its claims have another profile")
     if statement["subject"] != [{"name": "claims", "digest": {"sha256": digest(claims)}}]:
-        raise EnvelopeError("its subject is not the digest of its claims")
-    return claims
-
-
-def _quote(predicate: Mapping[str, Any], claims: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The verified quote, if the claims' level is "quoted"; otherwise there must be none."""
-    level = _text(claims, "level")
-    if level not in LEVELS or (level == "quoted") != ("quote" in predicate):
-        raise EnvelopeError("its level does not say whether there is a quote")
-    if claims.get("level_note") != LEVELS[level]:
-        raise EnvelopeError("its note does not say what its level means")
-    return tpm_quotes.verify(predicate["quote"], bytes.fromhex(digest(claims))) if level == "quoted" else None
-
-
-def _text(claims: Mapping[str, Any], *path: str) -> str:
-    found: Any = claims
-    for name in path:
-        found = found.get(name) if isinstance(found, dict) else None
-    if not isinstance(found, str):
-        raise EnvelopeError(f"it does not state {'.'.join(path)}")
-    return found
+        raise UserError("its subject is not the digest of its claims")
+    stated: _Stated = typed(_Stated, claims, "its claims")
+    return stated

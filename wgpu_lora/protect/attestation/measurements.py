@@ -7,6 +7,9 @@ Everything is read anew: no digest is kept on disk, where it could be edited.
 
 from __future__ import annotations
 
+import base64
+import csv
+import hashlib
 import importlib.util
 import marshal
 import os
@@ -18,22 +21,26 @@ import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions, version
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import psutil
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
-from wgpu_lora.assets import PACKAGE, combined, package_files, walk
+from wgpu_lora.assets import DEMO_MODEL, PACKAGE, combined, package_files, walk
 from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device_list import native_library, native_version
 from wgpu_lora.installation import NAME
-from wgpu_lora.protect.attestation import installed_packages
-from wgpu_lora.protect.attestation.installed_packages import PACKAGE_PREFIX, accounted, loaded_files
-from wgpu_lora.protect.hygiene.memory_protection import environment_at_start
+from wgpu_lora.protect.hygiene.memory_protection import environment_at_start, system_file
 
+HASHES = {"sha256", "sha384", "sha512"}
+BY_INSTALLERS = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD")  # in .dist-info; they differ between machines
+INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+MOST_CHANGED = 10  # files of a package that are named as changed
 FLAGS = ("optimize", "isolated", "no_site", "ignore_environment")
 STANDARD_FINDERS = {"BuiltinImporter", "FrozenImporter", "PathFinder"}
 MAX_PYC, HEADER = 32 << 20, 16
@@ -55,8 +62,7 @@ def measurements() -> dict[str, Any]:
         UserError: a file of this package or of Python cannot be read.
     """
     try:
-        own, installed = package(), installed_packages.installed_packages()
-        listed = installed_packages.own_files().union(*(one.files for one in installed.values()))
+        own, (dependencies, listed) = package(), installed_packages()
         return {
             "package": own,
             "wgpu": {
@@ -65,8 +71,8 @@ def measurements() -> dict[str, Any]:
                 "native_sha256": file_digest(native_library()),
             },
             "python": python(),
-            "dependencies": {name: one.claims for name, one in sorted(installed.items())},
-            "process": loaded_code(listed),
+            "dependencies": dependencies,
+            "process": loaded_code(listed | own_files()),
             "kernel": kernel(),
             "environment": environment(environment_at_start() | dict(os.environ)),
         }
@@ -112,9 +118,7 @@ def kernel() -> dict[str, Any]:
         "tainted": "/proc/sys/kernel/tainted",
         "lockdown": "/sys/kernel/security/lockdown",
     }
-    for name, path in guards.items():
-        with suppress(OSError, ValueError):
-            found[name] = Path(path).read_text().strip()[:80]
+    found |= {name: system_file(path).strip()[:80] for name, path in guards.items()}
     return {name: value for name, value in found.items() if value}
 
 
@@ -125,6 +129,129 @@ def environment(values: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(values.items())
         if BEHAVIOUR.fullmatch(name)
     }
+
+
+# -- installed packages, whose files are listed with their digests in RECORD (PyPA, "Recording installed projects") ----
+
+
+def _prefix(path: str | Path) -> str:
+    """What the paths of files below a directory start with."""
+    return os.path.normcase(os.path.realpath(path)) + os.sep
+
+
+PACKAGE_PREFIX = _prefix(DEMO_MODEL.parent.parent)
+STANDARD = tuple(_prefix(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+
+
+def installed_packages() -> tuple[dict[str, dict[str, Any]], set[str]]:
+    """Claims of all packages that this one requires, directly or not, and of all others that this process has loaded,
+    by their normalised names (PEP 503); and the files that their RECORDs list.
+
+    Claims are version; sha256: over the contents of the files that came with it, the same on every machine;
+    record_sha256: of RECORD; intact: whether all files are as RECORD says; changed: the first that are not.
+    """
+    found = {name: (one, _record(one)) for name, one in _required().items()}
+    listed = {path for _, record in found.values() for path, _ in record.values()}
+    missing = {path for file in loaded_files() if not accounted(file, listed) for path in _spellings(file)}
+    for other in distributions() if missing else ():
+        name, record = canonicalize_name(other.name or ""), _record(other)
+        files = {path for path, _ in record.values()}
+        if name and name not in found and name != NAME and not missing.isdisjoint(files):
+            found[name] = other, record
+            listed |= files
+    return {name: _measure(*one) for name, one in sorted(found.items())}, listed
+
+
+def accounted(file: str, listed: Collection[str]) -> bool:
+    """Whether a file is one of those listed in RECORDs, or of this package or Python's standard library, all of whose
+    files `measurements` digests."""
+    spelt = _spellings(file)
+    inside = spelt[-1].startswith(STANDARD) and not any(name in spelt[-1] for name in INSTALLED)
+    return inside or spelt[-1].startswith(PACKAGE_PREFIX) or any(path in listed for path in spelt)
+
+
+def _spellings(file: str) -> tuple[str, str]:
+    """A file's absolute path, with links (installers may link files to a cache) and without."""
+    return os.path.normcase(os.path.abspath(file)), os.path.normcase(os.path.realpath(file))
+
+
+def own_files() -> set[str]:
+    """What RECORD lists of this package itself; nothing if it is run from source."""
+    try:
+        return {path for path, _ in _record(distribution(NAME)).values()}
+    except PackageNotFoundError:
+        return set()
+
+
+def loaded_files() -> list[str]:
+    """The files of all modules that are loaded."""
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    return sorted({file for file in files if isinstance(file, str)})
+
+
+def _required() -> dict[str, Distribution]:
+    """What is installed of this package's requirements and of theirs, with the extras that they ask for."""
+    found: dict[str, Distribution] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    waiting = [(NAME, frozenset({"protect", "tpm"}))]
+    while waiting:
+        name, extras = one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        try:
+            found[name] = here = distribution(name)
+        except PackageNotFoundError:  # not required here, or installed in another way: it is missing from the claims
+            continue
+        for text in here.requires or ():
+            with suppress(InvalidRequirement):
+                need = Requirement(text)
+                if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
+                    waiting.append((canonicalize_name(need.name), frozenset(need.extras)))
+    found.pop(NAME, None)  # `package` reads all of its files
+    return found
+
+
+def _record(one: Distribution) -> dict[str, tuple[str, str]]:
+    """RECORD: name -> (absolute path, hash as it is written). Empty if there is none.
+
+    `Distribution.files` would leave missing files out.
+    """
+    root = os.path.realpath(str(one.locate_file("")))
+    rows = csv.reader((one.read_text("RECORD") or "").splitlines())
+    return {row[0]: (os.path.normcase(os.path.normpath(os.path.join(root, row[0]))), row[1]) for row in rows if row[1:]}
+
+
+def _measure(one: Distribution, record: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    total, changed, text = hashlib.sha256(), [], one.read_text("RECORD")
+    for name, (path, expected) in sorted(record.items()):
+        if not expected:  # compiled files, and RECORD itself
+            continue
+        found, stated = _file_digests(path, expected.partition("=")[0])
+        if stated != expected:
+            changed.append(name)
+        if not name.startswith("..") and Path(name).name not in BY_INSTALLERS:
+            total.update(f"{found}  {name}\n".encode("utf-8", "surrogateescape"))
+    claims: dict[str, Any] = {"version": one.version, "intact": bool(record) and not changed}
+    if text is None:
+        changed = ["RECORD"]
+    else:
+        claims |= {"sha256": total.hexdigest(), "record_sha256": sha256(text.encode())}
+    return claims | ({"changed": changed[:MOST_CHANGED]} if changed else {})
+
+
+def _file_digests(path: str, kind: str) -> tuple[str, str]:
+    """A file's SHA-256 in hexadecimal, and its digest in RECORD's form by another hash; ("missing", "") if neither is
+    possible."""
+    try:
+        found = file_digest(Path(path))
+        if kind not in HASHES:
+            return "missing", ""
+        with open(path, "rb") as file:
+            raw = bytes.fromhex(found) if kind == "sha256" else hashlib.file_digest(file, kind).digest()
+    except OSError:
+        return "missing", ""
+    return found, f"{kind}={base64.urlsafe_b64encode(raw).rstrip(b'=').decode()}"
 
 
 # -- what this process has loaded that no list of files accounts for ---------------------------------------------------
@@ -144,7 +271,7 @@ def loaded_code(listed: Collection[str]) -> dict[str, Any]:
         libraries: SHA-256, by path, of native libraries that belong to no package; absent where they cannot be listed.
         import_hooks: types of finders other than Python's own. traced: whether a debugger or tracer is attached.
     """
-    modules = loaded_files()
+    modules, tracer = loaded_files(), re.search(r"^TracerPid:\s*[1-9]", system_file("/proc/self/status"), re.MULTILINE)
     found: dict[str, Any] = {
         "unlisted": _digests([*modules, *_pth_files()], listed),
         "fileless": sorted(
@@ -156,7 +283,7 @@ def loaded_code(listed: Collection[str]) -> dict[str, Any]:
         ),
         "compiled_otherwise": sorted(path for path in {*modules, *_own_modules()} if _compiled_otherwise(path)),
         "import_hooks": sorted({_name(hook) for hook in sys.meta_path} - STANDARD_FINDERS),
-        "traced": sys.gettrace() is not None or sys.getprofile() is not None or _tracer(),
+        "traced": sys.gettrace() is not None or sys.getprofile() is not None or bool(tracer),
     }
     libraries = _libraries()
     if libraries is not None:
@@ -231,14 +358,6 @@ def _pth_files() -> list[str]:
     """Files whose lines Python runs when it starts (`site`)."""
     folders = {*site.getsitepackages(), site.getusersitepackages()} if hasattr(site, "getsitepackages") else set()
     return sorted(str(path) for folder in folders for path in Path(folder).glob("*.pth"))
-
-
-def _tracer() -> bool:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return False
-    return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)
 
 
 def _name(hook: object) -> str:

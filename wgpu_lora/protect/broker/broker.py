@@ -9,31 +9,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from filelock import Timeout
 
 from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import read_bytes
 from wgpu_lora.locks import lock_file
-from wgpu_lora.protect.attestation.claims import MAX_BYTES, Evidence, read_evidence
+from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
 from wgpu_lora.protect.broker.decision_log import DecisionLog
 from wgpu_lora.protect.broker.release_token import make_release
 from wgpu_lora.protect.evidence import dsse
 from wgpu_lora.protect.policies.appraisal import HEAD, KEYS, NONCE, Failure, appraise
-from wgpu_lora.protect.policies.claim_checks import DIGEST, shown
+from wgpu_lora.protect.policies.claim_checks import claim_or_none, shown
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import DataKey, PublicKey, SigningKey
-from wgpu_lora.text import escape_unprintable
-from wgpu_lora.typed_json import Check, Count, typed
+from wgpu_lora.text import escape_unprintable, join_words
+from wgpu_lora.typed_json import SHA256, Count, Sha256, typed
 
 MAX_NONCES = 1000  # open at the same time
 MAX_NAME = 200  # characters of a job's name
 LONGEST, MOST = 200, 20  # characters of a value, and failures, in a log or an answer
 CLOCK_SLACK = 5.0  # seconds; steps of time synchronisation are smaller
 PROGRESS = "https://example.org/wgpu-lora/progress/v1"
-_Digest = Annotated[str, Check(DIGEST.fullmatch, "a SHA-256")]
 
 
 class BrokerRefusal(UserError):
@@ -54,10 +52,10 @@ class BrokerRefusal(UserError):
 
 
 class Clock:
-    """The time, checked against the latest time in the log and against the time that passed in this process.
+    """The time in seconds since 1970, which goes on as the time that passed in this process does.
 
     Args:
-        logged: the latest time in the log, in seconds since 1970.
+        logged: the latest time in a log.
     """
 
     def __init__(self, logged: float = 0.0) -> None:
@@ -68,45 +66,49 @@ class Clock:
         """Seconds that no setting of the clock changes; on Linux they go on while the machine sleeps."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
+    def latest(self) -> float:
+        """The time, which is not set back if the machine's is."""
+        return max(time.time(), self._begin + self._elapsed())
+
     def now(self) -> float:
-        """Seconds since 1970. Raises UserError if the clock shows an earlier time than before."""
-        now, least = time.time(), max(self._logged, self._begin + self._elapsed())
+        """The time. Raises UserError if the machine's clock shows an earlier one than before."""
+        now, passed = time.time(), self._begin + self._elapsed()
+        least = max(self._logged, passed)
         if now + CLOCK_SLACK < least:
             raise UserError(
                 f"The clock of this machine was set back by {least - now:,.0f} s, so that nothing can be dated: set it "
                 "right and start the broker again, with a new --state directory if it had been ahead."
             )
         self._logged = max(self._logged, now)
-        return max(now, self._begin + self._elapsed())
+        return max(now, passed)
 
 
 # -- reports of progress -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Progress:
+class LogPlace:
+    """A line of an evidence log: its number, and its SHA-256."""
+
+    sequence: Count
+    head: Sha256
+
+
+@dataclass(frozen=True)
+class Progress(LogPlace):
     """How far a job's evidence log has come, as its session reports it, so that it cannot be put back unnoticed.
 
-    job: its name. session: keyid. sequence, head: number and SHA-256 of a line.
+    job: its name. session: keyid.
     """
 
     job: str
     session: str
-    sequence: Count
-    head: _Digest
 
 
 def sign_progress(job: str, sequence: int, head: str, key: SigningKey) -> bytes:
     """A report, signed by the session's key. Arguments as the fields of `Progress`."""
-    facts = asdict(Progress(job, key.public.keyid, sequence, head))
+    facts = asdict(Progress(sequence, head, job, key.public.keyid))
     return dsse.sign(dsse.statement(PROGRESS, [("evidence.jsonl", head)], facts), key)
-
-
-def _progress(statement: Mapping[str, Any]) -> Progress:
-    if statement["predicateType"] != PROGRESS:
-        raise ValueError("it is another kind of statement")
-    found: Progress = typed(Progress, statement["predicate"], "the report", unknown="refuse")
-    return found
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
@@ -140,7 +142,8 @@ class Broker:
                 f"The policy '{escape_unprintable(policy['policy.name'])}' does not allow {data_key.recipient}, the "
                 "data key, among the recipients: add it to 'recipients' in [release], or give the right key."
             )
-        self.policy, self._signing, self._data_key, self._tell = policy, signing, data_key, tell
+        self.directory, self.policy, self._tell = directory, policy, tell
+        self._signing, self._data_key = signing, data_key
         self._turn = threading.Lock()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -211,7 +214,7 @@ class Broker:
         Raises:
             BrokerRefusal: a rule failed; nothing is released. UserError: nothing can be recorded or dated.
         """
-        problem = ""
+        problem: str | None = None
         try:
             evidence = read_evidence(signed)
         except Exception as error:  # of any kind: these bytes come from anywhere
@@ -219,11 +222,11 @@ class Broker:
         with self._turn:
             if self._data_key is None:
                 raise UserError("This broker has no data key: start it with --key.")
-            if problem:
-                self._clock.now()
+            now = self._clock.now()
+            if problem is not None:
                 facts = {"request": "release", "evidence_sha256": sha256(signed)}
                 self._refuse(facts, [Failure("evidence", "a signed attestation", problem)], 400)
-            return self._release(evidence, self._data_key)
+            return self._release(evidence, self._data_key, now)
 
     def progress(self, signed: bytes) -> None:
         """Record how far a job's evidence log has come, from a report signed by its newest session.
@@ -250,22 +253,21 @@ class Broker:
 
     def _read_report(self, signed: bytes) -> Progress:
         """A report, if the newest session of its job signed it. Raises UserError or ValueError."""
-        claimed = _progress(dsse.peek(signed))
-        name = self._state.sessions.get(claimed.session)
+        name = self._state.sessions.get(str(dsse.peek(signed)["predicate"].get("session")))
         if name is None:
             raise ValueError("the key was not released to its session")
         job = self._state.jobs[name]
-        if job.session != claimed.session:
+        statement = dsse.verify(signed, PublicKey.parse(job.key))
+        if statement["predicateType"] != PROGRESS:
+            raise ValueError("it is another kind of statement")
+        report: Progress = typed(Progress, statement["predicate"], "the report", unknown="refuse")
+        if (report.job, report.session) != (name, job.session):
             raise ValueError("it is not of the job's newest session")
-        report = _progress(dsse.verify(signed, PublicKey.parse(job.key)))
-        if report.job != name:
-            raise ValueError("it names another job than its session's")
         return report
 
-    def _release(self, evidence: Evidence, data_key: DataKey) -> str:
-        now = self._clock.now()
+    def _release(self, evidence: Evidence, data_key: DataKey, now: float) -> str:
         self._state.forget(now)
-        name, nonce = str(_job(evidence).get("name")), evidence.claims.get("eat_nonce")
+        name, nonce = str(claim_or_none(evidence.claims, "job.name")), evidence.claims.get("eat_nonce")
         known = self._state.jobs.get(name)
         facts = {
             "request": "release",
@@ -274,7 +276,7 @@ class Broker:
             "session": evidence.signing.keyid,
         }
         failures, token = [], ""
-        if isinstance(nonce, str) and DIGEST.fullmatch(nonce):
+        if isinstance(nonce, str) and SHA256.fullmatch(nonce):
             facts["nonce_sha256"] = sha256(nonce.encode())
         if facts.get("nonce_sha256") not in self._state.nonces:
             failures.append(Failure(NONCE, "a nonce of this broker, not used and not expired", "another"))
@@ -295,7 +297,7 @@ class Broker:
             "resume": evidence.claims.get("resume"),
             "release_sha256": sha256(token.encode()),
             "expires": now + self.policy["release.seconds"],
-            "recipient": self.recipient,
+            "recipient": data_key.recipient,
             "level": evidence.claims["level"],
         }
         self._record("released", released, [("evidence", evidence.sha256)])  # it must not be given away before
@@ -304,12 +306,12 @@ class Broker:
 
     def _session_failures(self, evidence: Evidence, unknown: bool) -> Iterable[Failure]:
         """The rules that need the broker's memory or its keys."""
-        name, resume = _job(evidence).get("name"), evidence.claims.get("resume")
+        name, resume = claim_or_none(evidence.claims, "job.name"), evidence.claims.get("resume")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             yield Failure("job.name", f"1 to {MAX_NAME} printable characters", shown(name))
         if resume is not None:
             try:
-                typed(_Place, resume, unknown="refuse")
+                typed(LogPlace, resume, unknown="refuse")
                 if unknown:
                     yield Failure(HEAD, "the first session of a job that this broker does not know", "one that resumes")
             except ValueError:
@@ -318,20 +320,20 @@ class Broker:
             yield Failure(KEYS, "new ephemeral keys", "those of an earlier session")
         if (released := len(self._state.sessions)) >= (most := self.policy["release.sessions"]):
             yield Failure("release.sessions", f"at most {most:g} releases", f"{released:,} before")
-        if self.recipient not in _job(evidence).get("recipients", ()):
+        if self.recipient not in (claim_or_none(evidence.claims, "job.recipients") or ()):
             yield Failure("release.recipients", f"{self.recipient}, the data key's, among the job's", "it is not")
 
     def _refuse(self, facts: Mapping[str, Any], failures: list[Failure], status: int) -> NoReturn:
         """Record a refusal, then raise it."""
         what = "the key" if facts["request"] == "release" else "the report"
         rules = list(dict.fromkeys(failure.rule for failure in failures))
-        names = rules[0] if len(rules) == 1 else f"{', '.join(rules[:-1])} and {rules[-1]}"
         cure = (
             "resume the job's newest run, or give a new run another job name"
             if HEAD in rules
             else "mend that and ask again"
         )
-        refusal = BrokerRefusal(f"The broker refused {what}, since {names} failed: {cure}.", failures, status)
+        sentence = f"The broker refused {what}, since {join_words(rules)} failed: {cure}."
+        refusal = BrokerRefusal(sentence, failures, status)
         self._record("refused", {**facts, "failures": refusal.failures})
         self._tell(f"Refused {what}: {'; '.join(refusal.lines[1:])}")
         raise refusal
@@ -341,45 +343,20 @@ class Broker:
         self._log.append(stage, {**facts, "policy": policy}, [("policy.toml", self.policy.sha256), *subjects])
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A line of an evidence log, as a claim names it."""
-
-    sequence: Count
-    head: _Digest
-
-
-def _job(evidence: Evidence) -> Mapping[str, Any]:
-    job = evidence.claims.get("job")
-    return job if isinstance(job, Mapping) else {}
-
-
-# -- by files, for machines that cannot reach each other ---------------------------------------------------------------
-
-
-def default_state(policy: Path) -> Path:
-    """Where a broker of this policy has its log, if --state is not given."""
-    return policy.with_name(f"{policy.name.removesuffix('.toml')}.broker")
-
-
-def nonce_for_files(policy: Path, signing: SigningKey, state: Path | None = None) -> str:
-    """A nonce for evidence that comes as a file. Raises UserError: the policy cannot be read, or the broker's directory
-    cannot be used."""
-    with Broker(state or default_state(policy), Policy.read(policy), signing) as broker:
-        return broker.nonce()
-
-
-def release_by_files(
-    evidence: Path, policy: Path, data_key: DataKey, signing: SigningKey, state: Path | None = None
-) -> str:
-    """The release for evidence in a file: a token, to be written to the file that the trainer waits for.
+def open_broker(
+    policy: Path,
+    signing: SigningKey,
+    data_key: DataKey | None = None,
+    state: Path | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Broker:
+    """The broker of a policy file, which also serves machines that cannot reach it, by files.
 
     Args:
-        state: directory of the broker's log, with the nonce that the evidence must state.
+        state: directory of its log; by default POLICY.broker beside the policy. The others as for `Broker`.
 
     Raises:
-        UserError: a file cannot be read, the broker's directory cannot be used, or a rule failed.
+        UserError: the policy cannot be read, or `Broker` cannot be made.
     """
-    signed = read_bytes(evidence, MAX_BYTES)
-    with Broker(state or default_state(policy), Policy.read(policy), signing, data_key) as broker:
-        return broker.decide(signed)
+    directory = state or policy.with_name(f"{policy.name.removesuffix('.toml')}.broker")
+    return Broker(directory, Policy.read(policy), signing, data_key, tell)

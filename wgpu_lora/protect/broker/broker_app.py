@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,18 +21,14 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.broker.broker import Broker, BrokerRefusal, default_state
+from wgpu_lora.protect.broker.broker import Broker, BrokerRefusal
 from wgpu_lora.protect.broker.broker_client import MEDIA_TYPE, is_loopback, resolve
-from wgpu_lora.protect.hygiene.memory_protection import harden
-from wgpu_lora.protect.policies.policy import Policy
-from wgpu_lora.protect.sealed.keys import DataKey, SigningKey
 from wgpu_lora.signals import on_end_signal
 
 MAX_EVIDENCE, MAX_PROGRESS = 2 << 20, 16 << 10  # bytes of bodies; evidence takes 0.2 MB
 REFUSED = 4  # requests that a refusal counts as, beside its own
 AT_ONCE = 4  # bodies that are parsed at the same time
 BODY_SECONDS = 10.0
-MAX_ADDRESSES = 4096
 PER_MINUTE = 60  # requests from an address; from all of them ten times as many
 CONNECTIONS = 64  # at the same time; further ones get the status 503
 CONNECTION_SECONDS = 30.0  # that a connection may last
@@ -52,7 +48,7 @@ def make_app(
         tell: called with a line about each request that could not be decided.
         per_minute: requests from an address, and ten times as many from all of them.
     """
-    rate, turns = Rate(per_minute, 10 * per_minute), asyncio.Semaphore(AT_ONCE)
+    rate, turns = Rate(per_minute), asyncio.Semaphore(AT_ONCE)
 
     def post(path: str, limit: int, does: Callable[[bytes], dict[str, Any]]) -> Route:
         async def answer(request: Request) -> Response:
@@ -65,7 +61,7 @@ def make_app(
                 try:
                     return JSONResponse(await run_in_threadpool(does, body))
                 except BrokerRefusal:
-                    rate.charge(address, REFUSED)  # it has taken room in the log
+                    rate.count(address, REFUSED)  # it has taken room in the log
                     raise
 
         return Route(path, answer, methods=["POST"])
@@ -129,37 +125,26 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class Rate:
-    """Token buckets, one for each client's address and one for all.
+    """Requests of the current minute, by address.
 
     Args:
-        one, all_: requests per minute, which may also come at once.
+        one: how many there may be from an address in a minute; from all of them ten times as many.
     """
 
-    def __init__(self, one: int, all_: int) -> None:
-        self._per_minute = {True: one, False: all_}
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what is left, and when that was
-        self._total = float(all_), time.monotonic()
+    def __init__(self, one: int) -> None:
+        self._one, self._minute, self._counts = one, -1, Counter[str]()
 
     def take(self, address: str) -> None:
         """Count a request. Raises BrokerRefusal if there were too many."""
-        if min(self._left(address)) < 1:
+        if self._minute != (minute := int(time.monotonic() // 60)):
+            self._minute, self._counts = minute, Counter()
+        if self._counts[address] >= self._one or self._counts.total() >= 10 * self._one:
             raise BrokerRefusal("There are too many requests: wait a minute, then ask again.", status=429)
-        self.charge(address, 1)
+        self.count(address, 1)
 
-    def charge(self, address: str, cost: float) -> None:
-        """Count a request that was let through as `cost` ones, which may leave less than none."""
-        (mine, total), now = self._left(address), time.monotonic()
-        self._buckets[address], self._total = (mine - cost, now), (total - cost, now)
-        self._buckets.move_to_end(address)
-        if len(self._buckets) > MAX_ADDRESSES:
-            self._buckets.popitem(last=False)
-
-    def _left(self, address: str) -> list[float]:
-        now = time.monotonic()
-        buckets = {True: self._buckets.get(address, (self._per_minute[True], now)), False: self._total}
-        return [
-            min(most, buckets[one][0] + (now - buckets[one][1]) * most / 60) for one, most in self._per_minute.items()
-        ]
+    def count(self, address: str, requests: int) -> None:
+        """Count more requests than were made, for one that was costly."""
+        self._counts[address] += requests
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -249,42 +234,3 @@ def listen(host: str, port: int, encrypted: bool) -> list[socket.socket]:
     if not sockets:
         raise UserError(f"--host {host} --port {port} cannot be used ({wrong}): give another one.")
     return sockets
-
-
-def run_broker(
-    policy: Path,
-    key: Path,
-    signing: Path,
-    host: str,
-    port: int,
-    tls: tuple[Path, Path] | None,
-    state: Path | None,
-    tell: Callable[[str], None],
-    per_minute: int,
-) -> None:
-    """Serve until a signal ends the process; then the keys are wiped.
-
-    Args:
-        policy, key, signing: files. state: None takes `default_state`.
-        host, port, tls, per_minute: as `serve` takes them.
-        tell: called with lines for the broker's owner.
-
-    Raises:
-        UserError: a file cannot be read, the state or the address cannot be used, or TLS is needed.
-    """
-    facts = harden().facts
-    rules, directory = Policy.read(policy), state or default_state(policy)
-    with (
-        DataKey.read(key) as data_key,
-        SigningKey.read(signing) as signing_key,
-        Broker(directory, rules, signing_key, data_key, tell) as broker,
-    ):
-        tell(f"Policy {rules['policy.name']}, version {rules['policy.version']}, SHA-256 {rules.sha256}.")
-        tell(f"Data key {data_key.recipient}, broker's key {broker.public.keyid}.")
-        tell(f"Log {directory} at {broker.head}.")
-        broker.note("started", {"host": facts, "recipient": data_key.recipient})
-        try:
-            serve(broker, host, port, tls, tell, per_minute)
-        finally:
-            broker.note("stopped", {})
-            tell(f"Stopped; the log is at {broker.head}.")

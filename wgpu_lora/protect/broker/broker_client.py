@@ -64,19 +64,16 @@ class BrokerClient:
     ) -> None:
         self._key, self._sleep = broker_key, sleep
         self._name = f"The broker at {escape_unprintable(url)[:200]}"
-        parts, host = _parsed(url, self._name)
-        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        if parts.scheme == "http":
-            # The address that was found to be loopback is asked, whatever the name means later.
-            headers["Host"] = parts.netloc.decode()
-            parts = parts.copy_with(host=host)
+        base = _checked_url(url, self._name)
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": MEDIA_TYPE}
+        if base.scheme == "http":  # the address that was found to be loopback is asked, whatever the name means later
+            headers["Host"] = httpx.URL(url).netloc.decode()
         self._client = httpx.Client(
-            base_url=parts,
+            base_url=base,
             headers=headers,
             timeout=TIMEOUT,
-            follow_redirects=False,
-            trust_env=parts.scheme == "https",  # proxies are not asked for this machine
-            verify=_context(ca) if parts.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # trusts none
+            trust_env=base.scheme == "https",  # proxies are not asked for this machine
+            verify=_context(ca),
         )
 
     def nonce(self) -> str:
@@ -124,14 +121,11 @@ class BrokerClient:
             self._sleep(PAUSE * 2**number)
         if status != 200:
             self._refused(status, data)
-        return parse_object(
-            data, f"The answer of {self._name[:1].lower()}{self._name[1:]}", MAX_ANSWER, cure="check the URL"
-        )
+        return parse_object(data, f"The answer of the{self._name[3:]}", MAX_ANSWER, cure="check the URL")
 
     def _answer(self, path: str, body: bytes) -> tuple[int, bytes]:
         until, data = time.monotonic() + ANSWER_SECONDS, bytearray()
-        headers = {"Content-Type": MEDIA_TYPE} if body else {}
-        with self._client.stream("POST", path, content=body, headers=headers) as response:
+        with self._client.stream("POST", path, content=body) as response:
             for part in response.iter_raw(16 << 10):
                 data += part
                 if time.monotonic() > until:
@@ -149,18 +143,18 @@ class BrokerClient:
         error, failures = said.get("error"), said.get("failures")
         if not isinstance(error, str):
             raise UserError(f"{self._name} answers with the status {status}: check the URL.")
-        lines = [_line(failure) for failure in failures[:100]] if isinstance(failures, list) else []
+        lines = []
+        for one in failures[:100] if isinstance(failures, list) else []:
+            parts = one if isinstance(one, dict) else {}
+            rule, expected, found = (
+                escape_unprintable(str(parts.get(name)))[:200] for name in ("rule", "expected", "found")
+            )
+            lines.append(f"{rule}: expected {expected}, found {found}")
         raise (RefusalError if status in DECIDED else UserError)(escape_unprintable(error)[:500], lines)
 
 
-def _line(failure: Any) -> str:
-    parts = failure if isinstance(failure, dict) else {}
-    rule, expected, found = (escape_unprintable(str(parts.get(name)))[:200] for name in ("rule", "expected", "found"))
-    return f"{rule}: expected {expected}, found {found}"
-
-
-def _parsed(url: str, name: str) -> tuple[httpx.URL, str]:
-    """A URL, and the address to ask if it is an http URL of this machine."""
+def _checked_url(url: str, name: str) -> httpx.URL:
+    """A broker's URL; one of http with an address of this machine."""
     try:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, TypeError, ValueError):
@@ -169,11 +163,11 @@ def _parsed(url: str, name: str) -> tuple[httpx.URL, str]:
     if parts.scheme not in ("http", "https") or not parts.host or more or not 0 < (parts.port or 1) < 1 << 16:
         raise UserError(f"{url!a:.200} is not the URL of a broker: give one such as https://broker.example:8443.")
     if parts.scheme == "https":
-        return parts, parts.host
+        return parts
     addresses = resolve(parts.host, name)
     if not all(map(is_loopback, addresses)):
         raise UserError(f"{name} is not on this machine, which needs https: start the broker with TLS.")
-    return parts, addresses[0]
+    return parts.copy_with(host=addresses[0])
 
 
 def _context(ca: Path | None) -> ssl.SSLContext:

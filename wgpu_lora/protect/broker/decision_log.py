@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from annotated_types import Ge
 
@@ -24,10 +24,9 @@ from wgpu_lora.protect.evidence.signed_log import (
     SignedLog,
     first_link,
     read_bytes,
-    read_lines,
 )  # fmt: skip
 from wgpu_lora.protect.sealed.keys import SigningKey
-from wgpu_lora.typed_json import typed
+from wgpu_lora.typed_json import read_as, typed
 
 KIND = "https://example.org/wgpu-lora/broker-decision/v1"
 HEAD = "https://example.org/wgpu-lora/broker-head/v1"
@@ -83,11 +82,10 @@ class State:
             lines, resume = [*job.lines] if job else [], facts["resume"]
             if resume is not None and (line := (resume["sequence"], resume["head"])) not in lines:
                 lines.append(line)
-            kept = (
-                lines if len(lines) <= MOST_LINES else [lines[0], *lines[1 - MOST_LINES :]]
-            )  # a release names them all
+            if len(lines) > MOST_LINES:  # a release names them all
+                lines[1 : 1 - MOST_LINES] = []
             self.sessions[facts["session"]] = facts["job"]
-            self.jobs[facts["job"]] = JobState(facts["session"], facts["session_key"], kept)
+            self.jobs[facts["job"]] = JobState(facts["session"], facts["session_key"], lines)
         elif entry.stage == "progress":
             self.jobs[facts["job"]].lines = [(facts["sequence"], facts["head"])]
         elif entry.stage == "continued":
@@ -98,7 +96,8 @@ class State:
         self.nonces = {name: expires for name, expires in self.nonces.items() if expires > now}
 
 
-class Head(NamedTuple):
+@dataclass(frozen=True)
+class Head:
     """Where the log ends: its last part, the number of lines in it, and the SHA-256 of the last one."""
 
     part: Annotated[int, Ge(1)]
@@ -106,7 +105,7 @@ class Head(NamedTuple):
     last: str
 
     def __str__(self) -> str:
-        return ":".join(map(str, self))
+        return f"{self.part}:{self.lines}:{self.last}"
 
 
 class DecisionLog:
@@ -128,29 +127,51 @@ class DecisionLog:
     """
 
     def __init__(self, directory: Path, key: SigningKey) -> None:
-        self._directory, self._key, self.state, self._behind, self.cut = directory, key, State(), False, 0
-        known = self._read_head()
+        self._directory, self._key, self._behind = directory, key, False
+        self.state, self.cut, self._part = State(), 0, 1
+        head = self._read_head()
         parts = sorted(int(found[1]) for path in directory.iterdir() if (found := _PART.fullmatch(path.name)))
-        self._part = known.part if known else 1
-        if known is None and not parts:
-            self._log = self._open(1, new=True)
+        self._log = self._part_log(1)
+        if head is None and not parts:
+            self._log.create()
             return
-        expected = list(range(1, self._part + 1))
-        if parts not in (expected, [*expected, self._part + 1]):
+        known = head or Head(1, 0, self._log.head)
+        if parts not in (expected := [*range(1, known.part + 1)], [*expected, known.part + 1]):
             raise DamagedError(
                 f"{directory} has other files than {HEAD_FILE} says, decisions-N.jsonl: restore the log."
             )
-        for part in expected[1:]:
-            self._check_link(part, self._first_line(part))
-        self._log = self._open(self._part)
-        self._check_end(known or Head(1, 0, first_link(self._name(1))))
-        entries = [*self._log.entries]
-        if len(parts) > len(expected):
-            entries += self._crashed_part(self._part + 1)
-        for entry in entries:
-            self.state.apply(entry)
-        if self.head != known:
+        for part in parts:
+            self._load(part, known)
+        if self.head != head:
             self._write_head()
+
+    def _load(self, part: int, known: Head) -> None:
+        """Verify a part and follow it: one before the head by its first line, one after it if a crash left it."""
+        log = self._part_log(part)
+        log.load(lambda *_: self._key.public, first_line=part < known.part)
+        if part > known.part and not log.entries:
+            log.path.unlink()
+            return
+        if part > 1:
+            before = self._path(part - 1)
+            first = log.entries[0] if log.entries else None
+            if not first or first.stage != "continued" or first.facts.get("sha256") != file_digest(before):
+                raise DamagedError(f"{before} is not what was written before {log.path}: restore the log.")
+        if part == known.part:
+            digests = [first_link(log.name), *(entry.digest for entry in log.entries)]
+            count = len(digests) - 1
+            if count < known.lines:
+                raise DamagedError(f"{log.path} has {count:,} lines, but had {known.lines:,}: restore the log.")
+            # A crash may come between a line and the head.
+            if count > known.lines + 1 or digests[known.lines] != known.last:
+                raise DamagedError(
+                    f"{self._directory / HEAD_FILE} is not the head of the log: restore both from one copy."
+                )
+        if part > known.part and len(log.entries) > 1:
+            raise DamagedError(f"{log.path} is not known to {HEAD_FILE}: restore both from one copy.")
+        for entry in log.entries if part >= known.part else ():
+            self.state.apply(entry)
+        self._log, self._part, self.cut = log, part, log.cut
 
     @property
     def head(self) -> Head:
@@ -180,88 +201,40 @@ class DecisionLog:
     def _path(self, part: int) -> Path:
         return self._directory / f"decisions-{part}.jsonl"
 
-    def _name(self, part: int) -> str:
-        return f"broker {self._key.public.keyid}, part {part}"
-
-    def _open(self, part: int, new: bool = False) -> SignedLog:
-        log = SignedLog(self._path(part), self._name(part), KIND, self._key)
-        if new:
-            log.create()
-        else:
-            log.load(lambda *_: self._key.public)
-            self.cut = log.cut
-        return log
+    def _part_log(self, part: int) -> SignedLog:
+        return SignedLog(self._path(part), f"broker {self._key.public.keyid}, part {part}", KIND, self._key)
 
     def _begin_part(self, part: int) -> None:
-        before, path, state = self._path(part - 1), self._path(part), asdict(self.state)
+        before, log, state = self._path(part - 1), self._part_log(part), asdict(self.state)
         if len(to_json(state)) > MAX_STATE_BYTES:
             raise UserError(
                 f"{self._directory} has too many jobs to remember: begin another data key with a new --state directory."
             )
-        if path.exists() and not path.stat().st_size:
-            path.unlink()  # it could not be written to
-        log, digest = self._open(part, new=True), file_digest(before)
+        log.create()
+        digest = file_digest(before)
         log.append("continued", {"sha256": digest, "state": state}, [(before.name, digest)])
         self._log, self._part = log, part
         self._write_head()
-
-    def _crashed_part(self, part: int) -> list[Entry]:
-        """The first line of a part that a crash may have left, after the last one that the head knows."""
-        log = self._open(part)
-        if not log.entries:
-            self._path(part).unlink()
-            return []
-        if len(log.entries) > 1:
-            raise DamagedError(f"{log.path} is not known to {HEAD_FILE}: restore both from one copy.")
-        self._check_link(part, log.entries[0])
-        self._log, self._part = log, part
-        return log.entries
-
-    def _first_line(self, part: int) -> Entry:
-        path = self._path(part)
-        with path.open("rb") as file:
-            line = file.readline(MAX_LINE_BYTES + 2)
-        entries, _ = read_lines(line, str(path), KIND, lambda *_: self._key.public, self._name(part))
-        if not entries:
-            raise DamagedError(f"{path} has no complete line: restore the log.")
-        return entries[0]
-
-    def _check_link(self, part: int, first: Entry) -> None:
-        before = self._path(part - 1)
-        if first.stage != "continued" or first.facts.get("sha256") != file_digest(before):
-            raise DamagedError(f"{before} is not what was written before {self._path(part)}: restore the log.")
-
-    def _check_end(self, known: Head) -> None:
-        """The last part ends where the head says, or a line later, since a crash may come between the writes."""
-        digests = [first_link(self._name(known.part)), *(entry.digest for entry in self._log.entries)]
-        count = len(digests) - 1
-        if count < known.lines:
-            raise DamagedError(f"{self._log.path} has {count:,} lines, but had {known.lines:,}: restore the log.")
-        if count > known.lines + 1 or digests[known.lines] != known.last:
-            raise DamagedError(f"{self._directory / HEAD_FILE} is not the head of the log: restore both from one copy.")
 
     def _read_head(self) -> Head | None:
         path = self._directory / HEAD_FILE
         if not path.exists():
             return None
+        data = read_bytes(path, 1 << 16)
         try:
-            statement = dsse.verify(read_bytes(path, 1 << 16), self._key.public)
-        except dsse.EnvelopeError:
+            statement = dsse.verify(data, self._key.public)
+        except UserError:
             raise DamagedError(
                 f"{path} is not signed by this broker's key: restore it, or give the signing key of its log."
             ) from None
-        found = statement["predicate"]
-        try:
-            if statement["predicateType"] != HEAD:
-                raise ValueError
-            return Head(*typed(Head, [found.get(name) for name in Head._fields]))
-        except ValueError:
-            raise DamagedError(f"{path} is not the head of a log: restore it.") from None
+        if statement["predicateType"] != HEAD:
+            raise DamagedError(f"{path} is not the head of a log: restore it.")
+        return read_as(Head, statement["predicate"], str(path), unknown="ignore")
 
     def _write_head(self) -> None:
         path, head = self._directory / HEAD_FILE, self.head
         try:
-            statement = dsse.statement(HEAD, [(self._log.path.name, head.last)], head._asdict())
+            statement = dsse.statement(HEAD, [(self._log.path.name, head.last)], asdict(head))
             write_bytes_atomic(path, dsse.sign(statement, self._key))
         except OSError as error:
             self._behind = True

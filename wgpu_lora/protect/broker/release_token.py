@@ -78,9 +78,16 @@ class Release:
         """What logs say about it."""
         return {**self.claims, "release_sha256": sha256(self.token.encode())}
 
-    def check_expired(self, now: float) -> None:
-        """Raise UserError if the release has expired. now: seconds since 1970."""
-        _check_times(self.claims, now)
+
+def check_expired(claims: Mapping[str, Any], now: float) -> None:
+    """Raise UserError if a release has expired, or is not yet valid. now: seconds since 1970."""
+    late, early = now - claims["exp"], claims["iat"] - now
+    if late >= 0:
+        raise UserError(f"The release expired {late:,.0f} s ago: ask the broker again, or set this machine's clock.")
+    if early > SLACK:
+        raise UserError(
+            f"The release was issued {early:,.0f} s in the future: set this machine's clock, or the broker's."
+        )
 
 
 def make_release(
@@ -103,16 +110,13 @@ def make_release(
     if not appraisal.passed:
         raise ValueError("the evidence has not passed")
     recipient = parse_recipient(evidence.recipient)
+    nonce = evidence.claims["eat_nonce"]
     claims = {
-        "iss": broker_key.public.keyid,
-        "aud": evidence.signing.keyid,
+        **answer_to(evidence.sha256, nonce, broker_key.public.keyid, evidence.signing.keyid),
         "sub": evidence.claims["job"]["name"],
         "jti": str(uuid.uuid4()),
         "iat": int(now),
         "exp": int(now + policy["release.seconds"]),
-        "eat_nonce": evidence.claims["eat_nonce"],
-        "ear.status": AFFIRMING,
-        "evidence_sha256": evidence.sha256,
         "recipient": data_key.recipient,
         "wrapped_key": pyrage.encrypt(data_key.text(), [recipient], armored=True).decode(),
         "min_rows": policy["training.min_rows"],
@@ -142,17 +146,10 @@ def open_release(
         UserError: it is not the broker's answer to this evidence, has expired, or its key does not open.
     """
     claims = _claims(token, broker)
-    expected = {
-        "iss": broker.keyid,
-        "aud": keys.signing.public.keyid,
-        "eat_nonce": nonce,
-        "evidence_sha256": evidence_sha256,
-        "ear.status": AFFIRMING,
-    }
-    for name, value in expected.items():
+    for name, value in answer_to(evidence_sha256, nonce, broker.keyid, keys.signing.public.keyid).items():
         if claims[name] != value:
             raise UserError(f"The release answers other evidence (its {name} differs): ask the broker again.")
-    _check_times(claims, now)
+    check_expired(claims, now)
     if recipients is not None and claims["recipient"] not in recipients:
         raise UserError(
             f"The released key is {claims['recipient']}, which is not among the job's recipients: add it to the job."
@@ -166,6 +163,12 @@ def open_release(
         key.wipe()
         raise UserError("The released key is not the one that the release names: ask the broker again.")
     return Release(token, key, claims)
+
+
+def answer_to(evidence_sha256: str | None, nonce: str | None, broker: str, session: str) -> dict[str, Any]:
+    """What a release states that answers this evidence. broker, session: keyids."""
+    stated = {"iss": broker, "aud": session, "eat_nonce": nonce, "evidence_sha256": evidence_sha256}
+    return {**stated, "ear.status": AFFIRMING}
 
 
 def read_release(token: str, broker: PublicKey | None) -> dict[str, Any]:
@@ -208,13 +211,3 @@ def missing_line(claims: Mapping[str, Any], log: Sequence[str]) -> int | None:
         if not 0 <= number < len(log) or log[number] != line["head"]:
             return number
     return None
-
-
-def _check_times(claims: Mapping[str, Any], now: float) -> None:
-    late, early = now - claims["exp"], claims["iat"] - now
-    if late >= 0:
-        raise UserError(f"The release expired {late:,.0f} s ago: ask the broker again, or set this machine's clock.")
-    if early > SLACK:
-        raise UserError(
-            f"The release was issued {early:,.0f} s in the future: set this machine's clock, or the broker's."
-        )

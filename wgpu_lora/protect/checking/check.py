@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.checking.file_checks import check_cleanup, check_files
+from wgpu_lora.paths import is_path, links_outside
 from wgpu_lora.protect.checking.session_checks import MAX_SMALL, Findings, Session, check_sessions, sessions_of
-from wgpu_lora.protect.evidence import anchors, dsse, run_statement
+from wgpu_lora.protect.evidence import anchors, dsse, model_signature, run_statement
 from wgpu_lora.protect.evidence.model_signature import verify_model
-from wgpu_lora.protect.evidence.run_evidence import CLEANUP, ENDS, NAME, read_log
+from wgpu_lora.protect.evidence.run_evidence import CLEANUP, CLEANUP_KIND, ENDS, NAME, read_log
 from wgpu_lora.protect.evidence.run_statement import ADAPTER, RunFacts
 from wgpu_lora.protect.evidence.signed_log import DamagedError, Entry, read_bytes
 from wgpu_lora.protect.policies.appraisal import appraise_statement
 from wgpu_lora.protect.policies.policy import Policy
 from wgpu_lora.protect.sealed.keys import PublicKey
-from wgpu_lora.text import join_words
+from wgpu_lora.text import count_noun, escape_unprintable, join_words
+from wgpu_lora.typed_json import typed
 
+MADE = ("started", "checkpoint", "evaluated", *ENDS)  # stages whose subjects the run itself sealed
+SEALED = ".age"
+JOB = "job.toml"  # a copy
+OWN = {NAME, CLEANUP, JOB, run_statement.NAME, model_signature.NAME}
+_OF_SESSION = re.compile(r"evidence-\d+\.json|release-\d+\.jwt")  # compared with the log by session_checks
 SIGNED = {"finished": "finished", "failed": "failed", "interrupted": "was interrupted"}
 UNPROVABLE = (
     "that this software ran unchanged and nothing else did, so that what was signed is what happened, the machine's "
@@ -56,8 +62,7 @@ class CheckResult:
     def line(self) -> str:
         """What is proven, and what is only claimed, in one line."""
         if self.failures:
-            count = len(self.failures)
-            return f"not verified: {count} {'part' if count == 1 else 'parts'} of the evidence failed"
+            return f"not verified: {count_noun(len(self.failures), 'part')} of the evidence failed"
         claimed = f"only claimed: {'; '.join(self.claimed)}"
         if self.broker is None:
             return f"proven: nothing but that the files fit each other, since no broker's key was given; {claimed}"
@@ -101,8 +106,8 @@ def check(
     check_sessions(run, sessions, broker, policy, found)
     if not sessions[-1].named("released"):  # an earlier session's lines are endorsed by the next one's release
         found.fail(f"session {len(sessions)} has no release: nobody endorses its lines")
-    check_files(run, sessions, found)
-    check_cleanup(run, sessions, found)
+    _check_files(run, sessions, found)
+    _check_cleanup(run, sessions, found)
     end = _check_end(run, sessions, policy, adapter, found)
     if end is not None:
         found.proven.insert(0, f"its last session signed that the run {SIGNED[end]}")
@@ -125,7 +130,7 @@ def _describe_sessions(
     sessions: Sequence[Session], broker: PublicKey | None, policy: Policy | None, found: Findings
 ) -> None:
     count = sum(bool(session.release) for session in sessions)
-    what = "1 session's key was" if count == 1 else f"{count} sessions' keys were"
+    what = count_noun(count, "session's key was", "sessions' keys were")
     if broker is not None:
         found.proven.append(f"{what} attested to the broker, which released the data's key to them")
     else:
@@ -147,6 +152,97 @@ def _describe_sessions(
     found.claimed.append(UNPROVABLE)
 
 
+# -- files: sealed ones by the digests that the log has of them, and the cleanup record --------------------------------
+
+
+def _check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None:
+    """Verify all sealed files against the newest digests that the log has of them.
+
+    Older checkpoints may have been removed, as training does; the newest one, and what the end names, must be there.
+    """
+    logged = {name: digest for one in sessions for line in one.named(*MADE) for name, digest in line.subjects}
+    checkpoints = [line for one in sessions for line in one.steps()]
+    needed = {name for line in [*checkpoints[-1:], *sessions[-1].named(*ENDS)] for name, _ in line.subjects}
+    verified = 0
+    for name, digest in logged.items():
+        with found.part(name):
+            there = _digest_in(run, name)
+            if there is not None:
+                verified += found.expect(f"SHA-256 of {name}", there, digest)
+            elif name in needed:
+                found.fail(f"{name} is missing")
+    # Links and special files too: whatever lies here may be taken for a part of the run.
+    files = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_symlink() or not path.is_dir()}
+    others = []
+    for name in sorted(files - OWN - set(logged)):
+        if name.endswith(SEALED) and sessions[-1].named("wiped"):
+            found.fail(f"{name} is not in the log")
+        elif name.endswith(SEALED):
+            found.claimed.append(f"{name}: a killed session had not recorded it")
+        elif not name.endswith(".lock") and not _OF_SESSION.fullmatch(name):
+            others.append(name)
+    if others:
+        names = escape_unprintable(join_words(others))[:400]
+        found.claimed.append(f"nothing about files that the evidence does not cover: {names}")
+    with found.part(JOB):
+        copy = _digest_in(run, JOB)
+        if copy is None:
+            found.claimed.append(f"{JOB} is missing: the evidence states its options")
+        else:
+            found.expect(f"SHA-256 of {JOB}", copy, sessions[-1].claims.get("job", {}).get("sha256"))
+    if verified:
+        found.proven.append(f"{count_noun(verified, 'sealed file is', 'sealed files are')} those of the log")
+
+
+def _check_cleanup(run: Path, sessions: Sequence[Session], found: Findings) -> None:
+    """Verify that sessions which were not killed have a complete cleanup record; the file is the last one's."""
+    for session in sessions:
+        what = f"session {session.number}"
+        with found.part(f"the cleanup of {what}"):
+            lines = session.named("wiped")
+            if lines:
+                _check_record(lines[0].facts, what, found)
+            elif session is not sessions[-1]:
+                found.claimed.append(f"{what} was killed: it has no cleanup record")
+            elif session.named(*ENDS):
+                found.fail(f"{what} ended without a cleanup record")
+    last = sessions[-1]
+    for line in last.named("wiped")[:1]:
+        with found.part(CLEANUP):
+            data = read_bytes(run / CLEANUP, MAX_SMALL)
+            found.expect(f"SHA-256 of {CLEANUP}", sha256(data), dict(line.subjects).get(CLEANUP))
+            stated = dsse.verify(data, last.key)
+            found.expect(f"the predicate type of {CLEANUP}", stated["predicateType"], CLEANUP_KIND)
+            found.expect(CLEANUP, stated["predicate"], {"session": last.number, **line.facts})
+
+
+def _check_record(record: dict[str, object], what: str, found: Findings) -> None:
+    for name in ("wiped", "not_wiped"):
+        if not isinstance(record.get(name), list) or not record[name]:
+            found.fail(f"the cleanup record of {what} does not say what was {name.replace('_', ' ')}")
+    if record.get("complete") is not True:
+        found.fail(f"the cleanup of {what} is not complete: {escape_unprintable(str(record.get('not_wiped')))[:200]}")
+
+
+def _digest_in(directory: Path, name: str) -> str | None:
+    """SHA-256 of a file in a run's directory, whose name is untrusted; None if it is not there.
+
+    Raises:
+        UserError: the name leads elsewhere, or the file cannot be read.
+    """
+    path = directory / name
+    if not is_path(name) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UserError(f"{name!a:.80} is not the name of a file of the run: restore the log.")
+    if not path.exists():
+        return None
+    if not path.is_file() or links_outside(path, directory):
+        raise UserError(f"{path} is not a regular file of the run: restore it.")
+    try:
+        return file_digest(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): restore it.") from None
+
+
 # -- the end of a run --------------------------------------------------------------------------------------------------
 
 
@@ -164,14 +260,9 @@ def _check_end(
             found.fail(f"{run_statement.NAME} is there although the log's end is {end.stage!r}")
         return end.stage
     with found.part("the line 'finished'"):
-        names = {item.name for item in fields(RunFacts)}
-        for name in sorted(names ^ set(end.facts)):
-            found.fail(f"the line 'finished' {'lacks' if name in names else 'has the unknown fact'} {name!r}")
-        for name in ("initial_loss", "final_loss", "best_loss", "elapsed_seconds"):
-            value = end.facts.get(name)
-            if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
-                found.fail(f"{name} is {value!r:.40}")
-        if end.facts.get("final_loss") is None:
+        facts = asdict(typed(RunFacts, end.facts, "the line", unknown="refuse"))
+        found.expect("the line 'finished'", end.facts, facts)
+        if facts["final_loss"] is None:
             found.fail("the run has no finite final loss")
     with found.part(run_statement.NAME):
         statement = _check_statement(run, sessions, end, adapter, found)

@@ -16,7 +16,7 @@ from typing import Any
 from wgpu_lora.atomic import sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.protect.attestation.claims import Evidence, read_evidence
-from wgpu_lora.protect.broker.release_token import AFFIRMING, SLACK, missing_line, read_release
+from wgpu_lora.protect.broker.release_token import SLACK, answer_to, missing_line, read_release
 from wgpu_lora.protect.evidence.run_evidence import ENDS
 from wgpu_lora.protect.evidence.signed_log import Entry, read_bytes
 from wgpu_lora.protect.policies.appraisal import appraise
@@ -175,14 +175,9 @@ def _check_release(
         return
     session.release = release = read_release(data.decode("ascii"), broker)
     claims, evidence = session.claims, session.evidence
-    expected = {
-        "iss": broker.keyid if broker else release["iss"],
-        "aud": session.entries[0].keyid,
-        "sub": claims.get("job", {}).get("name"),
-        "eat_nonce": claims.get("eat_nonce"),
-        "ear.status": AFFIRMING,
-        "evidence_sha256": evidence.sha256 if evidence else None,
-    }
+    signer, asker = broker.keyid if broker else release["iss"], session.entries[0].keyid
+    expected = answer_to(evidence.sha256 if evidence else None, claims.get("eat_nonce"), signer, asker)
+    expected["sub"] = claims.get("job", {}).get("name")
     for key, value in expected.items():
         found.expect(f"{key} of {name}", release[key], value)
     if release["recipient"] not in claims.get("job", {}).get("recipients", []):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import json_format
@@ -21,13 +22,22 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import MAX_JSON_BYTES, parse_object
 from wgpu_lora.protect.sealed.keys import PublicKey, SigningKey
 from wgpu_lora.text import escape_unprintable
+from wgpu_lora.typed_json import Sha256, typed
 
 STATEMENT = "application/vnd.in-toto+json"
 MAX_BYTES = MAX_JSON_BYTES  # of an envelope; evidence takes 0.2 MB
+GET = "get the original file"
 
 
-class EnvelopeError(UserError, ValueError):
-    """Bytes are no DSSE envelope of an in-toto statement, or their signature is not by the key that was asked for."""
+@dataclass(frozen=True)
+class _Digests:
+    sha256: Sha256
+
+
+@dataclass(frozen=True)
+class _Subject:
+    name: str
+    digest: _Digests
 
 
 def statement(predicate_type: str, subjects: Sequence[tuple[str, str]], predicate: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,17 +56,17 @@ def statement(predicate_type: str, subjects: Sequence[tuple[str, str]], predicat
 
 
 def sign(statement: Mapping[str, Any], key: SigningKey) -> bytes:
-    """A DSSE envelope of a statement: JSON on one line, without a newline. Raises EnvelopeError: it is not an in-toto
+    """A DSSE envelope of a statement: JSON on one line, without a newline. Raises UserError: it is not an in-toto
     statement in standard JSON, or too long."""
     try:
         payload = json.dumps(statement, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise EnvelopeError(f"The statement cannot be written as JSON ({error}): use plain values.") from None
+        raise UserError(f"The statement cannot be written as JSON ({error}): use plain values.") from None
     _parse_statement(payload)
     envelope = Envelope(payload, STATEMENT, {})
     envelope.sign(key.signer)
     if len(signed := _write(envelope)) > MAX_BYTES:
-        raise EnvelopeError(f"The signed statement is longer than {MAX_BYTES:,} bytes: shorten it.")
+        raise UserError(f"The signed statement is longer than {MAX_BYTES:,} bytes: shorten it.")
     return signed
 
 
@@ -64,16 +74,16 @@ def verify(envelope: bytes, key: PublicKey) -> dict[str, Any]:
     """The statement in an envelope, if `key` signed it.
 
     Raises:
-        EnvelopeError: it did not, or the bytes are not as `sign` writes them.
+        UserError: it did not, or the bytes are not as `sign` writes them.
     """
     opened = _read(envelope)
     if list(opened.signatures) != [key.keyid]:
         found = ", ".join(opened.signatures)
-        raise EnvelopeError(f"The statement is signed by key {found!a:.80}, not by {key.keyid}: get the original.")
+        raise UserError(f"The statement is signed by key {found!a:.80}, not by {key.keyid}: get the original.")
     try:
         opened.verify([key.ssl_key()], 1)
     except (VerificationError, UnverifiedSignatureError):
-        raise EnvelopeError("The statement's signature does not fit it: get the original file.") from None
+        raise UserError("The statement's signature does not fit it: get the original file.") from None
     return _parse_statement(opened.payload)
 
 
@@ -81,7 +91,7 @@ def peek(envelope: bytes) -> dict[str, Any]:
     """The statement in an envelope whose signature is not checked: only to find the key in it.
 
     Raises:
-        EnvelopeError: the bytes are not as `sign` writes them.
+        UserError: the bytes are not as `sign` writes them.
     """
     return _parse_statement(_read(envelope).payload)
 
@@ -92,7 +102,7 @@ def _write(envelope: Envelope) -> bytes:
 
 def _read(data: bytes) -> Envelope:
     """Parse an envelope with one signature."""
-    fields = _object(data, "The signed statement")
+    fields = parse_object(data, "The signed statement", MAX_BYTES, cure=GET)
     try:
         if fields["payloadType"] != STATEMENT:
             raise ValueError(f"its type is {fields['payloadType']!a:.80}, not {STATEMENT}")
@@ -106,13 +116,13 @@ def _read(data: bytes) -> Envelope:
             raise ValueError("it is not written as this package does")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         why = escape_unprintable(str(error))[:200]
-        raise EnvelopeError(f"A signed statement cannot be read ({why}): get the original file.") from None
+        raise UserError(f"A signed statement cannot be read ({why}): get the original file.") from None
     return envelope
 
 
 def _parse_statement(payload: bytes) -> dict[str, Any]:
     """Parse a payload as in-toto Statement v1."""
-    fields = _object(payload, "The statement")
+    fields = parse_object(payload, "The statement", MAX_BYTES, cure=GET)
     try:
         if set(fields) != {"_type", "subject", "predicateType", "predicate"}:
             raise ValueError("it has other fields than in-toto Statement v1")
@@ -122,20 +132,8 @@ def _parse_statement(payload: bytes) -> dict[str, Any]:
         # The predicate is JSON already. As a protobuf Struct its whole numbers would become floats.
         head = json_format.ParseDict({**fields, "predicate": {"is": True}}, statement_pb2.Statement())
         Statement.copy_from_pb(head).validate()
-        for subject in fields["subject"]:
-            name, digest = subject["name"], subject["digest"]["sha256"]
-            if not isinstance(name, str):
-                raise ValueError("a subject has no name")
-            if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-                raise ValueError("the SHA-256 of a subject is not 64 hexadecimal digits")
+        typed(list[_Subject], fields["subject"], "its subject")
     except (ValueError, TypeError, LookupError, RecursionError, json_format.Error) as error:
         why = escape_unprintable(str(error))[:200]
-        raise EnvelopeError(f"The signed content is no in-toto statement ({why}): get the original file.") from None
+        raise UserError(f"The signed content is no in-toto statement ({why}): get the original file.") from None
     return fields
-
-
-def _object(data: bytes, what: str) -> dict[str, Any]:
-    try:
-        return parse_object(data, what, MAX_BYTES, cure="get the original file")
-    except UserError as error:
-        raise EnvelopeError(error) from None

@@ -52,10 +52,6 @@ class RunFacts:
     tokens: int | None = None
     weights_sha256: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """The facts as the line `finished` and the statement have them."""
-        return asdict(self)
-
 
 def write_statement(
     log: EvidenceLog, claims: Mapping[str, Any], adapter: Mapping[str, str], sealed: tuple[str, str], facts: RunFacts
@@ -72,7 +68,7 @@ def write_statement(
         UserError: it cannot be written.
     """
     cleanup = sha256(read_bytes(log.directory / CLEANUP))
-    predicate = provenance(log.entries, claims, cleanup, facts.to_json())
+    predicate = provenance(log.entries, claims, cleanup, asdict(facts))
     json_format.ParseDict(predicate, provenance_pb2.Provenance())  # its schema
     subjects = [(f"{ADAPTER}{name}", digest) for name, digest in sorted(adapter.items())]
     log.keep(NAME, log.sign(dsse.statement(KIND, [*subjects, sealed], predicate)))

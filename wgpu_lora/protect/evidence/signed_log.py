@@ -96,13 +96,18 @@ class SignedLog:
         except OSError as error:
             raise unwritable(self.path, error) from None
 
-    def load(self, key_of: KeyOf) -> None:
+    def load(self, key_of: KeyOf, first_line: bool = False) -> None:
         """Read and verify the file, to go on with it; an incomplete last line is cut off.
+
+        Args:
+            first_line: reads only that, of a log that others follow.
 
         Raises:
             UserError: it cannot be read or written. DamagedError: it is not what was written.
         """
         data = read_bytes(self.path)
+        if first_line:
+            data = data[: data.find(b"\n") + 1]
         self.entries, self.size = read_lines(data, str(self.path), self.kind, key_of, self.name)
         if not self.entries and not self.name:
             raise DamagedError(f"{self.path} has no complete line: start the run anew in another directory.")

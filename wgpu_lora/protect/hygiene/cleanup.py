@@ -44,54 +44,32 @@ class Cleanup:
 
     def __init__(self) -> None:
         self._parts: list[tuple[str, Callable[[], WipeFacts | None]]] = []
-        self._not_wiped: list[str] = []
-        self._done: dict[str, Any] | None = None
 
     def add(self, name: str, wipe: Callable[[], WipeFacts | None]) -> None:
-        """Adds a part: what it is, in words, and what overwrites it. Raises RuntimeError after `run`."""
-        if self._done is not None:
-            raise RuntimeError(f"{name} was added after the cleanup")
+        """Adds a part: what it is, in words, and what overwrites it."""
         self._parts.append((name, wipe))
 
-    def note_unwipable(self, text: str) -> None:
-        """Adds what cannot be overwritten to the record."""
-        if text not in self._not_wiped:
-            self._not_wiped.append(text)
+    def run(self, unwipable: Iterable[str]) -> dict[str, Any]:
+        """Overwrites all parts.
 
-    def run(self) -> dict[str, Any]:
-        """Overwrites all parts; a second call only returns the same facts.
+        Args:
+            unwipable: what cannot be overwritten in this run, in words.
 
         Returns:
             `complete`, whether every part was overwritten whole; `wiped`, an object for each part that was, with `what`
-            and its facts; `not_wiped`, sentences: parts that failed, then what cannot be overwritten in any run.
-
-        Raises:
-            KeyboardInterrupt, SystemExit: one came meanwhile; all parts have been run nevertheless.
+            and its facts; `not_wiped`, sentences: parts that failed, then what cannot be overwritten.
         """
-        if self._done is not None:
-            return self._done
         wiped: list[dict[str, Any]] = []
         failed: list[str] = []
-        stopped: BaseException | None = None
-        parts, self._parts = self._parts, []
-        for name, wipe in parts:
+        for name, wipe in self._parts:
             try:
                 found = wipe() or WipeFacts()
-            except BaseException as error:
+            except BaseException as error:  # what a library's panic is, too
                 failed.append(f"{name}: {type(error).__name__}")  # its message might hold what must not be written
-                if not isinstance(error, Exception):
-                    stopped = error
                 continue
             failed += [f"{name}: {text}" for text in found.not_wiped]
             wiped.append({"what": name, **found.facts})
-        self._done = {
-            "complete": not failed,
-            "wiped": wiped,
-            "not_wiped": [*failed, *self._not_wiped, *UNREACHABLE],
-        }
-        if stopped is not None:
-            raise stopped
-        return self._done
+        return {"complete": not failed, "wiped": wiped, "not_wiped": [*failed, *unwipable, *UNREACHABLE]}
 
 
 def overwrite(buffers: Iterable[Overwritable]) -> WipeFacts:

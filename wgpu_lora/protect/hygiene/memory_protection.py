@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -86,13 +87,18 @@ def system_library() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
+def system_file(path: str) -> str:
+    """The content of a file in which Linux describes itself; empty if there is none."""
+    try:
+        return Path(path).read_text()
+    except (OSError, ValueError):
+        return ""
+
+
 def swap_devices() -> list[str] | None:
     """Files and devices to which Linux can swap; None where that is not known."""
-    try:
-        lines = Path("/proc/swaps").read_text().splitlines()[1:]
-    except OSError:
-        return None
-    return [line.split()[0] for line in lines if line.strip()]
+    heading, *lines = system_file("/proc/swaps").splitlines() or [""]
+    return [line.split()[0] for line in lines if line.strip()] if heading else None
 
 
 def _no_core_dumps(done: HostProtection) -> dict[str, Any]:
@@ -114,15 +120,8 @@ def _no_core_dumps(done: HostProtection) -> dict[str, Any]:
         done._undo.append(lambda: system.prctl(PR_SET_DUMPABLE, before, 0, 0, 0))
         facts["dumpable"] = bool(system.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0))
         facts["off"] = facts["off"] and not facts["dumpable"]
-        facts["core_pattern"] = _core_pattern()
+        facts["core_pattern"] = system_file("/proc/sys/kernel/core_pattern").strip()
     return facts
-
-
-def _core_pattern() -> str:
-    try:
-        return Path("/proc/sys/kernel/core_pattern").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _lock_memory(done: HostProtection) -> dict[str, Any]:
@@ -147,22 +146,17 @@ def _lock_memory(done: HostProtection) -> dict[str, Any]:
 
 def _may_lock() -> bool:
     """Whether Linux ignores the limit of locked memory: with CAP_IPC_LOCK, in the first user namespace."""
-    try:
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-        ranges = Path("/proc/self/uid_map").read_text().split()
-    except OSError:
-        return False
-    return bool(int(status.get("CapEff", "0"), 16) >> CAP_IPC_LOCK & 1) and ranges == ["0", "0", str(WHOLE_RANGE)]
+    capabilities = re.search(r"^CapEff:\s*(\w+)", system_file("/proc/self/status"), re.MULTILINE)
+    ranges = system_file("/proc/self/uid_map").split()
+    allowed = bool(capabilities and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1)
+    return allowed and ranges == ["0", "0", str(WHOLE_RANGE)]
 
 
 def _not_protected(facts: dict[str, Any]) -> Iterator[str]:
     if not facts["core_dumps"]["off"]:
         yield "core dumps of this process are not turned off"
-    if (
-        facts["core_dumps"]
-        .get("core_pattern", "")
-        .startswith(("|", "@") if not facts["core_dumps"]["limit_bytes"] else "@")
-    ):
+    dumps = facts["core_dumps"]
+    if dumps.get("core_pattern", "").startswith("@" if dumps.get("limit_bytes") else ("|", "@")):
         yield "core dumps of child processes are given to what core_pattern names"
     yield from swap_risks(facts)
     yield "whoever controls this machine's kernel can read the memory of this process"

@@ -7,6 +7,7 @@ Its result is an EAR (draft-ietf-rats-ear: EAT attestation results). Of AR4SI's 
 from __future__ import annotations
 
 import hmac
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,9 +23,17 @@ from wgpu_lora.json_files import read_bytes
 from wgpu_lora.protect.attestation import claims
 from wgpu_lora.protect.attestation.claims import Evidence
 from wgpu_lora.protect.evidence import dsse
-from wgpu_lora.protect.evidence.dsse import EnvelopeError
 from wgpu_lora.protect.evidence.run_statement import KIND, RUN, materials, parameters
-from wgpu_lora.protect.policies.claim_checks import ClaimError, Facts, Failed, any_of, claim, failures_of, shown
+from wgpu_lora.protect.policies.claim_checks import (
+    ClaimError,
+    Facts,
+    Failed,
+    any_of,
+    claim,
+    claim_or_none,
+    failures_of,
+    shown,
+)
 from wgpu_lora.protect.policies.policy import RULES, Policy
 
 # What is checked whatever the policy says; seconds are its own.
@@ -125,8 +134,12 @@ def appraise(
     checks: Checks = [
         (KEYS, "the keys that signed it", partial(_keys, evidence)),
         (NONCE, f"the nonce {shown(nonce)}", None if nonce is None else partial(_nonce, nonce)),
-        (AGE, f"evidence of the last {oldest:g} s", None if now is None else partial(_age, oldest, now)),
-        (AHEAD, f"evidence from at most {skew:g} s ahead", None if now is None else partial(_ahead, skew, now)),
+        (AGE, f"evidence of the last {oldest:g} s", None if now is None else partial(_time, now, oldest, math.inf)),
+        (
+            AHEAD,
+            f"evidence from at most {skew:g} s ahead",
+            None if now is None else partial(_time, now, math.inf, skew),
+        ),
         (HEAD, "the newest known entry of the evidence log, or a later one", head and partial(_head, head)),
     ]
     for rule in RULES:
@@ -195,22 +208,15 @@ def _nonce(nonce: str, facts: Facts) -> Iterator[Failed]:
         yield f"the nonce {shown(nonce)}", shown(found)
 
 
-def _age(seconds: float, now: float, facts: Facts) -> Iterator[Failed]:
-    if now - (found := _issued(facts)) > seconds:
-        yield f"evidence of the last {seconds:g} s", f"evidence that is {now - found:,.0f} s old"
-
-
-def _ahead(seconds: float, now: float, facts: Facts) -> Iterator[Failed]:
-    if (found := _issued(facts)) - now > seconds:
-        yield f"evidence from at most {seconds:g} s ahead", f"evidence from {found - now:,.0f} s ahead"
-
-
-def _issued(facts: Facts) -> int:
-    """`iat`, within the range of clocks, so that differences are finite."""
+def _time(now: float, behind: float, ahead: float, facts: Facts) -> Iterator[Failed]:
+    """`iat` is at most these seconds behind and ahead of now."""
     found: int = claim(facts, "iat", int)
-    if not 0 <= found < 1 << 40:
+    if not 0 <= found < 1 << 40:  # the range of clocks, so that differences are finite
         raise ClaimError(f"{shown(found)}, which is no time")
-    return found
+    if now - found > behind:
+        yield f"evidence of the last {behind:g} s", f"evidence that is {now - found:,.0f} s old"
+    if found - now > ahead:
+        yield f"evidence from at most {ahead:g} s ahead", f"evidence from {found - now:,.0f} s ahead"
 
 
 def _head(head: tuple[int, str], facts: Facts) -> Iterator[Failed]:
@@ -221,15 +227,13 @@ def _head(head: tuple[int, str], facts: Facts) -> Iterator[Failed]:
 
 def _run(statement: Mapping[str, Any]) -> Any:
     """The facts of the run among the by-products; None if there are none."""
-    details = statement["predicate"].get("runDetails")
-    products = details.get("byproducts") if isinstance(details, Mapping) else None
+    products = claim_or_none(statement["predicate"], "runDetails.byproducts")
     found = [one for one in products or () if isinstance(one, Mapping) and one.get("name") == RUN]
     return found[0].get("annotations") if len(found) == 1 else None
 
 
 def _materials(facts: Facts) -> Iterator[Failed]:
-    run = facts["run"]
-    weights = run.get("weights_sha256") if isinstance(run, Mapping) else None
+    weights = claim_or_none(facts, "run.weights_sha256")
     if claim(facts, "statement.buildDefinition.resolvedDependencies", list) != materials(facts["claims"], weights):
         yield "the base, data, recipe and package of the evidence, and the weights of the run", "others"
 
@@ -252,27 +256,14 @@ def _steps(most: int, facts: Facts) -> Iterator[Failed]:
 # -- files: `protect verify` -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Verification:
-    """appraisal: the result. evidence: of the session. finished: whether it is about a finished run's statement."""
-
-    appraisal: Appraisal
-    evidence: Evidence
-    finished: bool
-
-    def subject(self) -> str:
-        """What was appraised, and its job."""
-        job = self.evidence.claims.get("job")
-        name = job.get("name") if isinstance(job, Mapping) else None
-        what = "statement of a finished run" if self.finished else "session"
-        return what if name is None else f"{what} of the job {shown(name)}"
-
-
-def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> Verification:
+def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> tuple[Appraisal, str]:
     """Appraise a file of evidence, or a finished run's statement.json with the evidence of its session beside it.
 
     Args:
         nonce: the one that was issued; None checks no nonce. now: Unix time; a statement has no freshness to check.
+
+    Returns:
+        The result, and what was appraised, with the name of its job.
 
     Raises:
         UserError: the file cannot be read, is neither of the two, or its signature does not fit; or no evidence beside
@@ -281,13 +272,13 @@ def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> Verific
     data = read_bytes(path, dsse.MAX_BYTES)
     try:
         kind = dsse.peek(data)["predicateType"]
-    except EnvelopeError as error:
+    except UserError as error:
         raise UserError(
             f"{path} is neither evidence nor a run's statement ({error.problem}): check the path."
         ) from None
     if kind != KIND:
         evidence = claims.read_evidence(data)
-        return Verification(appraise(evidence, policy, nonce=nonce, now=now), evidence, False)
+        return appraise(evidence, policy, nonce=nonce, now=now), _subject("session", evidence)
     if nonce is not None:
         raise UserError(f"{path} is the statement of a finished run, which has no nonce: leave --nonce out.")
     problem = "there is none"
@@ -295,10 +286,16 @@ def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> Verific
         evidence = claims.load_evidence(beside)
         try:
             statement = dsse.verify(data, evidence.signing)
-        except EnvelopeError as error:
+        except UserError as error:
             problem = error.problem
             continue
-        return Verification(appraise_statement(statement, evidence, policy, now=now), evidence, True)
+        result = appraise_statement(statement, evidence, policy, now=now)
+        return result, _subject("statement of a finished run", evidence)
     raise UserError(
         f"{path} is not signed by a session whose {EVIDENCE} is beside it ({problem}): get the run's files."
     )
+
+
+def _subject(what: str, evidence: Evidence) -> str:
+    name = claim_or_none(evidence.claims, "job.name")
+    return what if name is None else f"{what} of the job {shown(name)}"

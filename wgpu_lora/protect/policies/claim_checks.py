@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import math
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from fnmatch import fnmatchcase
@@ -21,10 +20,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from wgpu_lora.text import escape_unprintable
+from wgpu_lora.typed_json import SHA256
 
 MOST = 10_000  # items of a list or a table, and characters of a text
 MOST_FAILURES = 20  # of a rule: claims of ten thousand wrong variables need no line for each
-DIGEST = re.compile(r"[0-9a-f]{64}")
 LONGEST = 80  # characters of a value in a message
 NOTHING = "nothing"
 Failed = tuple[str, str]  # what was expected, and what was found
@@ -41,11 +40,17 @@ class ClaimCheck:
 
     Attributes:
         failures: from the value in the policy and the facts.
-        reference: the value of a policy that accepts these claims; None if they do not state it.
+        path, accepting: of a claim, and what makes the value of a policy that accepts it; None if nothing does.
     """
 
     failures: Callable[[Any, Facts], Iterator[Failed]]
-    reference: Callable[[Facts], Any] = lambda claims: None
+    path: str = ""
+    accepting: Callable[[Any], Any] | None = None
+
+    def reference(self, claims: Facts) -> Any:
+        """The value of a policy that accepts these claims; None if they do not state it."""
+        value = claim_or_none(claims, self.path) if self.path else claims
+        return None if value is None or self.accepting is None else self.accepting(value)
 
 
 def failures_of(check: Callable[[Facts], Iterator[Failed]], facts: Facts, expected: str) -> Iterator[Failed]:
@@ -118,11 +123,7 @@ def listed(
         if not any(fits(found, one) for one in allowed):
             yield any_of(allowed), shown(found)
 
-    def reference(claims: Facts) -> list[Any] | None:
-        value = claim_or_none(claims, path)
-        return None if value is None else [pattern(value) if isinstance(value, str) else value]
-
-    return ClaimCheck(failures, reference)
+    return ClaimCheck(failures, path, lambda value: [pattern(value) if isinstance(value, str) else value])
 
 
 def like(path: str) -> ClaimCheck:
@@ -150,11 +151,12 @@ def version(path: str) -> ClaimCheck:
         if not fits:
             yield f"a version {specifier}", shown(found)
 
-    def reference(claims: Facts) -> str | None:
-        value = claim_or_none(claims, path)
-        return None if value is None else f"=={value}"
+    return ClaimCheck(failures, path, lambda value: f"=={value}")
 
-    return ClaimCheck(failures, reference)
+
+def true(failures: Callable[[Any, Facts], Iterator[Failed]]) -> ClaimCheck:
+    """A check that a policy can only ask for."""
+    return ClaimCheck(failures, accepting=lambda claims: True)
 
 
 def states(path: str, wanted: bool) -> ClaimCheck:
@@ -164,7 +166,7 @@ def states(path: str, wanted: bool) -> ClaimCheck:
         if claim(facts, path, bool) is not wanted:
             yield f"{path} = {str(wanted).lower()}", str(not wanted).lower()
 
-    return ClaimCheck(failures, lambda claims: True)
+    return true(failures)
 
 
 def each(path: str, kind: type) -> ClaimCheck:
@@ -177,16 +179,12 @@ def each(path: str, kind: type) -> ClaimCheck:
             if value not in allowed:
                 yield any_of(allowed), f"{shown(value)}{where}"
 
-    def reference(claims: Facts) -> Any:
-        value = claim_or_none(claims, path)
-        return digests(value.values()) if isinstance(value, Mapping) else value
-
-    return ClaimCheck(failures, reference)
+    return ClaimCheck(failures, path, lambda value: digests(value.values()) if isinstance(value, Mapping) else value)
 
 
 def digests(values: Iterable[Any]) -> list[str]:
     """Those of some values that are SHA-256 digests, in order."""
-    return sorted({one for one in values if isinstance(one, str) and DIGEST.fullmatch(one)})
+    return sorted({one for one in values if isinstance(one, str) and SHA256.fullmatch(one)})
 
 
 def level(level: str, facts: Facts) -> Iterator[Failed]:
@@ -325,11 +323,9 @@ def options(bounds: Mapping[str, Any], facts: Facts) -> Iterator[Failed]:
 
 
 def _within(value: Any, bound: Mapping[str, Any]) -> bool:
-    if not any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in bound.get("allow", [value])
-    ):
+    allowed = bound.get("allow", [value])
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
         return False
-    if not {"min", "max"} & set(bound):
-        return True
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and bound.get("min", -math.inf) <= value <= bound.get("max", math.inf)
+    low, high = bound.get("min"), bound.get("max")
+    return (low is None or (number and value >= low)) and (high is None or (number and value <= high))

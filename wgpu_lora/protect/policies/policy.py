@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, make_dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -20,49 +20,43 @@ from packaging.utils import canonicalize_name
 from pyrage import RecipientError
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import parse_toml, toml_bytes
+from wgpu_lora.json_files import parse_toml, small_file
 from wgpu_lora.names.aliases import advice
 from wgpu_lora.names.spelling import IN_FILE, naming
+from wgpu_lora.protect.attestation.tpm import Pcr
 from wgpu_lora.protect.policies import claim_checks as checks
-from wgpu_lora.protect.policies.claim_checks import DIGEST, MOST, ClaimCheck, each, like, listed, states, version
+from wgpu_lora.protect.policies.claim_checks import MOST, ClaimCheck, each, like, listed, states, true, version
 from wgpu_lora.protect.sealed.age_streams import parse_recipient
 from wgpu_lora.text import escape_unprintable
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.typed_json import Check, Positive, Text, read_as
+from wgpu_lora.typed_json import Check, Positive, Sha256, Text, read_as
 
 DAY = 86_400
 PEM = re.compile(r"\s*-----BEGIN PUBLIC KEY-----[A-Za-z0-9+/=\s]{40,8000}-----END PUBLIC KEY-----\s*")
 
 
-def _is_recipient(value: str) -> bool:
-    try:
-        parse_recipient(value)
-    except (RecipientError, TypeError):
-        return False
-    return True
+def _parses(read: Callable[[str], Any]) -> Callable[[str], bool]:
+    def fits(value: str) -> bool:
+        try:
+            read(value)
+        except (InvalidSpecifier, RecipientError, TypeError):
+            return False
+        return True
 
-
-def _is_specifier(value: str) -> bool:
-    try:
-        SpecifierSet(value)
-    except InvalidSpecifier:
-        return False
-    return True
+    return fits
 
 
 _Some = Check(lambda value: 1 <= len(value) <= MOST, "a list with at least one value")
 _Few = Check(lambda value: len(value) <= MOST, f"at most {MOST:,} entries")
 Short = Annotated[Text, Check(lambda value: len(value) <= MOST, f"at most {MOST:,} characters long")]
-Digest = Annotated[str, Check(DIGEST.fullmatch, "the 64 lower-case hexadecimal digits of a SHA-256")]
 Pem = Annotated[str, Check(PEM.fullmatch, "a public key in PEM")]
-Recipient = Annotated[str, Check(_is_recipient, "an age recipient (age1...)")]
-Specifier = Annotated[Short, Check(_is_specifier, "a version specifier such as '>=1.2,<2' (PEP 440)")]
-Pcr = Annotated[str, Check(re.compile(r"\d|1\d|2[0-3]").fullmatch, "the number of a PCR, from 0 to 23")]
+Recipient = Annotated[str, Check(_parses(parse_recipient), "an age recipient (age1...)")]
+Specifier = Annotated[Short, Check(_parses(SpecifierSet), "a version specifier such as '>=1.2,<2' (PEP 440)")]
 Texts = Annotated[tuple[Short, ...], _Some]  # in patterns, * and ? stand for any characters
-Digests = Annotated[tuple[Digest, ...], _Some]
+Digests = Annotated[tuple[Sha256, ...], _Some]
 OnlyTexts = Annotated[tuple[Short, ...], _Few]  # an empty list allows nothing
-OnlyDigests = Annotated[tuple[Digest, ...], _Few]
-DigestsByName = Annotated[dict[str, Digest | Digests], _Few]
+OnlyDigests = Annotated[tuple[Sha256, ...], _Few]
+DigestsByName = Annotated[dict[str, Sha256 | Digests], _Few]
 Pins = Annotated[
     DigestsByName,
     Check(
@@ -100,10 +94,6 @@ class Key:
     required: bool = False
 
 
-def _true(failures: Any) -> ClaimCheck:
-    return ClaimCheck(failures, lambda claims: True)
-
-
 KEYS = (
     Key("policy.name", Short, required=True),
     Key("policy.version", Positive, required=True),
@@ -115,7 +105,7 @@ KEYS = (
     Key("release.recipients", Annotated[tuple[Recipient, ...], _Some], ClaimCheck(checks.recipients), required=True),
     Key("attestation.level", Literal["self-reported", "quoted"], ClaimCheck(checks.level), required=True),
     Key("attestation.tpm_keys", Annotated[tuple[Pem, ...], _Some], ClaimCheck(checks.tpm_keys)),
-    Key("attestation.pcrs", dict[Pcr, Digest], ClaimCheck(checks.pcrs)),
+    Key("attestation.pcrs", dict[Pcr, Sha256], ClaimCheck(checks.pcrs)),
     Key("data.sha256", Digests, ClaimCheck(checks.sealed), required=True),
     Key("job.names", Texts, listed("job.name")),
     Key("job.sha256", Digests, listed("job.sha256")),
@@ -134,8 +124,8 @@ KEYS = (
     Key("python.versions", Specifier, version("python.version")),
     Key("python.sha256", Digests, listed("python.sha256")),
     Key("python.library_sha256", Digests, listed("python.library_sha256")),
-    Key("dependencies.intact", TrueOnly, _true(checks.intact)),
-    Key("dependencies.only_pinned", TrueOnly, _true(checks.only_pinned)),
+    Key("dependencies.intact", TrueOnly, true(checks.intact)),
+    Key("dependencies.only_pinned", TrueOnly, true(checks.only_pinned)),
     Key("dependencies.pinned", Pins, ClaimCheck(checks.pinned)),
     Key("device.names", Texts, like("device.name")),
     Key("device.backends", Texts, listed("device.backend")),
@@ -145,11 +135,11 @@ KEYS = (
     Key("kernel.machines", Texts, listed("kernel.machine")),
     Key("kernel.releases", Texts, like("kernel.release")),
     Key("environment.forbidden", Texts, ClaimCheck(checks.forbidden)),
-    Key("environment.only", DigestsByName, ClaimCheck(checks.only, lambda claims: claims.get("environment"))),
+    Key("environment.only", DigestsByName, ClaimCheck(checks.only, "environment", lambda value: value)),
     Key("host.no_core_dumps", TrueOnly, states("host.core_dumps.off", True)),
-    Key("host.no_swap", TrueOnly, _true(checks.no_swap)),
+    Key("host.no_swap", TrueOnly, true(checks.no_swap)),
     Key("process.untraced", TrueOnly, states("process.traced", False)),
-    Key("process.compiled", TrueOnly, _true(checks.compiled)),
+    Key("process.compiled", TrueOnly, true(checks.compiled)),
     Key("process.import_hooks", OnlyTexts, each("process.import_hooks", list)),
     Key("process.unlisted", OnlyDigests, each("process.unlisted", dict)),
     Key("process.libraries", OnlyDigests, each("process.libraries", dict)),
@@ -196,7 +186,7 @@ class Policy:
             UserError: it cannot be read, is too long, has an unknown section or key (the nearest one is suggested),
                 lacks a required one, or a value is not of its kind.
         """
-        return cls.parse(toml_bytes(path, "The policy"), f"The policy {path}")
+        return cls.parse(small_file(path, "The policy"), f"The policy {path}")
 
     @classmethod
     def parse(cls, data: bytes, where: str = "The policy") -> Policy:

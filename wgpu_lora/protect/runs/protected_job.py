@@ -25,7 +25,7 @@ from wgpu_lora.assets import asset_dir
 from wgpu_lora.atomic import file_digest, sha256
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
-from wgpu_lora.json_files import parse_toml, to_json, toml_bytes
+from wgpu_lora.json_files import parse_toml, small_file, to_json
 from wgpu_lora.names.spelling import IN_FILE, flag, naming
 from wgpu_lora.paths import check_path, is_name
 from wgpu_lora.protect.sealed.age_streams import parse_recipients
@@ -170,7 +170,7 @@ def read_job(path: str | Path) -> ProtectedJob:
     """
     path = Path(path)
     check_path(path)
-    content, where = toml_bytes(path, "The job"), f"The job {path}"  # read once: what is attested is what is run
+    content, where = small_file(path, "The job"), f"The job {path}"  # read once: what is attested is what is run
     file = read_as(_JobFile, parse_toml(content, where), where)
     own = file.protected
     parse_recipients(own.recipients)

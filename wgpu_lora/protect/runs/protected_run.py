@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from filelock import Timeout
 
 from wgpu_lora.atomic import sha256
 from wgpu_lora.data.memory_rows import SealedRows
@@ -20,27 +18,25 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, EventForwarder, Events
 from wgpu_lora.gpu.buffer_wipe import Wiper
 from wgpu_lora.json_files import read_bytes
-from wgpu_lora.locks import check_output, lock_file
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
-from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.evidence.run_statement import RunFacts, write_statement
 from wgpu_lora.protect.hygiene.cleanup import Cleanup, device_wipe_facts, overwrite
 from wgpu_lora.protect.hygiene.memory_protection import harden, swap_risks
 from wgpu_lora.protect.runs.protected_job import ProtectedJob, model_facts
-from wgpu_lora.protect.runs.protected_session import Say, Session, SessionStart, open_log
+from wgpu_lora.protect.runs.protected_session import Say, Session, open_log
 from wgpu_lora.protect.runs.sealed_storage import ADAPTER, SealedStorage
 from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.age_streams import unseal_bytes
-from wgpu_lora.protect.sealed.keys import SessionKeys
+from wgpu_lora.protect.sealed.keys import DataKey, SessionKeys
 from wgpu_lora.signals import on_end_signal
 from wgpu_lora.text import count_noun
-from wgpu_lora.train.finetune import FinetuneJob, prepare_job
+from wgpu_lora.train.finetune import FinetuneJob, locked, prepare_job
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.run.resume import check_output_free
 
-LOCK = ".session.lock"
+LOCK = ".session.lock"  # beside that of training, which begins later
 SIGNING_KEY = "the session's signing key, which signs this record; it is dropped, and overwritten by OpenSSL, after it"
 DROPPED = "adapters and checkpoints that were opened or made, in immutable bytes, which are dropped"
 BASE = "the base model's weights, which are not secret"
@@ -99,37 +95,35 @@ def finetune_protected(
         stack.callback(host.restore)
         for sentence in host.facts["not_protected"]:
             say("note", sentence)
-        stack.enter_context(_locked(job.output))
+        stack.enter_context(locked(job.output, LOCK))
         anchors.prepare()
         keys = stack.enter_context(SessionKeys.generate())
         log = open_log(job, keys, resume)
-        if log is None:
+        if not log.entries:
             check_output_free(job.output)
         model = model or open_model(job.arguments.model or "demo", job.arguments.device, job.arguments.base_dtype)
-        start = SessionStart(job, keys, host, log, say)
-        end = SessionEnd(start, stack.enter_context(Wiper(model.device)), model)
+        session = Session(job, keys, host, log, say)
+        end = SessionEnd(session, stack.enter_context(Wiper(model.device)), model)
         try:
-            end.session = start.attest(model, nonce)
-            end.record = _train(end.session, model, end, watch)
+            key = session.attest(model, nonce).key
+            end.record = _train(session, key, model, end, watch)
         except BaseException as error:
             end.error = error
             raise
         finally:
             with on_end_signal(lambda number: None):  # the cleanup is not interrupted
                 end.run()
-        assert end.session
-        assert end.record
         return ProtectedRecord(
-            end.record, job.output, job.output / ADAPTER, end.cleanup_facts, end.statement, end.session.spent
+            end.record, job.output, job.output / ADAPTER, end.cleanup_facts, end.statement, session.spent
         )
 
 
-def _train(session: Session, model: LoadedModel, end: SessionEnd, watch: Watch | None) -> RunRecord:
+def _train(session: Session, key: DataKey, model: LoadedModel, end: SessionEnd, watch: Watch | None) -> RunRecord:
     job, log, cleanup = session.job, session.log, end.cleanup
     session.check_expired()
-    sources, initial = _open_data(session, cleanup)
+    sources, initial = _open_data(session, key, cleanup)
     storage = end.storage = SealedStorage(
-        job.output, job.recipients, session.release.key, session.keys, log, initial, session.report, session.timed
+        job.output, job.recipients, key, session.keys, log, initial, session.report, session.timed
     )
     left = storage.recover()
     if left or log.cut or log.after_a_killed_session:
@@ -165,7 +159,9 @@ def _train(session: Session, model: LoadedModel, end: SessionEnd, watch: Watch |
         return prepared.train(EventForwarder(events, _EvaluationLog(session)))
 
 
-def _open_data(session: Session, cleanup: Cleanup) -> tuple[dict[str, Any], dict[Path, Mapping[str, bytes]]]:
+def _open_data(
+    session: Session, key: DataKey, cleanup: Cleanup
+) -> tuple[dict[str, Any], dict[Path, Mapping[str, bytes]]]:
     """Open the sealed files of a job in memory: sources of rows, and adapters by path."""
     sources: dict[str, Any] = {}
     initial: dict[Path, Mapping[str, bytes]] = {}
@@ -173,7 +169,7 @@ def _open_data(session: Session, cleanup: Cleanup) -> tuple[dict[str, Any], dict
         sealed, digest = read_bytes(path), session.data[role]["sha256"]
         if sha256(sealed) != digest:
             raise UserError(f"{path} has changed since it was attested: start again when nobody writes to it.")
-        content = unseal_bytes(sealed, session.release.key, str(path))
+        content = unseal_bytes(sealed, key, str(path))
         cleanup.add(f"{role} in memory", partial(overwrite, [content]))
         if role == "init_adapter":
             initial[path] = archive.unpack(content)
@@ -195,7 +191,8 @@ def _check_limits(session: Session, prepared: FinetuneJob, rows: int, trained: i
     Args:
         rows: of the data. trained: of them.
     """
-    least, most = session.release.claims.get("min_rows"), session.release.claims.get("max_steps")
+    assert session.release
+    least, most = (session.release.claims.get(name) for name in ("min_rows", "max_steps"))
     if least is not None and trained < least:
         raise UserError(
             f"The data leave {count_noun(trained, 'row')} to train on, and the release asks for at least {least:,}: "
@@ -226,30 +223,6 @@ class _EvaluationLog(Events):
                 self._session.log.append("evaluated", {"step": evaluating.step, "loss": evaluating.loss})
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Keep other sessions out of a run's directory, which is made, and removed again if it stays empty."""
-    check_output(directory, flag("output"))
-    made = not directory.exists()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(directory / LOCK).lock
-    except Timeout:
-        raise UserError(f"Another session is at work in {directory}: wait for it, or choose another output.") from None
-    except OSError as error:
-        raise UserError(
-            f"The output directory {directory} cannot be used ({error.strerror}): choose another."
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-        if made and {path.name for path in directory.iterdir()} <= {LOCK}:
-            with suppress(OSError):
-                (directory / LOCK).unlink(missing_ok=True)
-                directory.rmdir()
-
-
 def _interrupt(number: int) -> None:
     raise KeyboardInterrupt
 
@@ -259,15 +232,14 @@ class SessionEnd:
     """What happens at the end of a session, however it ends.
 
     Attributes:
-        session, storage, record, rows: as far as the session came. error: that ended it.
+        storage, record, rows: as far as the session came. error: that ended it.
         cleanup_facts, statement: of `run`.
     """
 
-    start: SessionStart
+    session: Session
     wiper: Wiper
     model: LoadedModel
     cleanup: Cleanup = field(default_factory=Cleanup)
-    session: Session | None = None
     storage: SealedStorage | None = None
     record: RunRecord | None = None
     error: BaseException | None = None
@@ -277,8 +249,8 @@ class SessionEnd:
 
     def run(self) -> None:
         """Log the end, overwrite what is in memory, log that too, and write the statement of a run that finished."""
-        log = self.start.log
-        if log is None or not log.entries or log.entries[-1].keyid != self.start.keys.signing.public.keyid:
+        session, log = self.session, self.session.log
+        if not log.entries or log.entries[-1].keyid != session.keys.signing.public.keyid:
             self._wipe()  # nothing was attested
             return
         digest = self.storage.adapter_sha256 if self.storage and self.record else None
@@ -292,11 +264,11 @@ class SessionEnd:
         finally:
             self._wipe()
             log.wiped(self.cleanup_facts)
-            if finished and self.session and self.storage:
-                digests = self.storage.adapter
-                self.statement = write_statement(log, self.session.claims, digests, sealed[0], self._facts())
-            if self.session:
-                self.session.report(ended=True)
+            if finished and self.storage:
+                facts_ = self._facts()
+                self.statement = write_statement(log, session.claims, self.storage.adapter, sealed[0], facts_)
+            if session.release:
+                session.report(ended=True)
 
     def _end(self, finished: bool) -> tuple[str, dict[str, Any]]:
         record = self.record
@@ -307,20 +279,18 @@ class SessionEnd:
             return "interrupted", {"signal": record.signal, "step": record.state.step}
         if not finished:
             return "failed", {"error": record.stop_reason, "step": record.state.step}
-        return "finished", self._facts().to_json()
+        return "finished", asdict(self._facts())
 
     def _wipe(self) -> None:
-        cleanup, keys = self.cleanup, self.start.keys
+        cleanup, session = self.cleanup, self.session
         if self.storage:
             self.storage.forget()
         keep = [storage.buffer for storage in self.model.decoder.storages() if storage.buffer is not None]
         cleanup.add("device buffers", lambda: device_wipe_facts(self.wiper.wipe(keep)))
-        if self.session:
-            cleanup.add("the data's key", self.session.release.key.wipe)
-        cleanup.add("the session's key for the release", keys.data.wipe)
-        for text in (SIGNING_KEY, DROPPED, BASE, *swap_risks(self.start.host.facts)):
-            cleanup.note_unwipable(text)
-        self.cleanup_facts = cleanup.run()
+        if session.release:
+            cleanup.add("the data's key", session.release.key.wipe)
+        cleanup.add("the session's key for the release", session.keys.data.wipe)
+        self.cleanup_facts = cleanup.run([SIGNING_KEY, DROPPED, BASE, *swap_risks(session.host.facts)])
 
     def _facts(self) -> RunFacts:
         assert self.record is not None

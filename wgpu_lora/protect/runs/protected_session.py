@@ -5,11 +5,9 @@ In the order of RATS' background-check model (RFC 9334, 5.2): nonce, evidence, a
 
 from __future__ import annotations
 
-import json
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,14 +15,15 @@ from typing import Any
 
 from wgpu_lora.atomic import sha256, write_bytes_atomic
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device_list import choose
 from wgpu_lora.installation import program
 from wgpu_lora.json_files import read_bytes
 from wgpu_lora.models.loaded_model import LoadedModel, open_model
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.protect.attestation.claims import attest, base_facts, gather, load_evidence, read_evidence
-from wgpu_lora.protect.broker.broker import sign_progress
+from wgpu_lora.protect.broker.broker import Clock, sign_progress
 from wgpu_lora.protect.broker.broker_client import BrokerClient, RefusalError
-from wgpu_lora.protect.broker.release_token import MAX_TOKEN, Release, missing_line, open_release
+from wgpu_lora.protect.broker.release_token import MAX_TOKEN, Release, check_expired, missing_line, open_release
 from wgpu_lora.protect.checking.session_checks import Findings, check_sessions, sessions_of
 from wgpu_lora.protect.evidence import anchors
 from wgpu_lora.protect.evidence.run_evidence import CLEANUP, EvidenceLog, read_log
@@ -41,35 +40,28 @@ POLL = 0.5  # seconds between two looks for a release
 Say = Callable[[str, str], None]  # a label and a text, for the user
 
 
-class Clock:
-    """The time, which a clock that is set back does not take back."""
-
-    def __init__(self) -> None:
-        self._begin = time.time() - time.monotonic()
-
-    def now(self) -> float:
-        """Seconds since 1970."""
-        return max(time.time(), self._begin + time.monotonic())
-
-
 @dataclass
 class Session:
-    """A session that has the data key.
+    """A session of a job, which gets the data key from the broker by `attest`.
 
     Attributes:
-        claims: of its evidence. client: None if releases come as files.
+        log: of the run that it goes on with; one without lines for a new run, until it is attested.
+        claims: of its evidence. release: None until the broker has answered.
         spent: (begin, seconds) of what protecting the training took while it ran, by `time.perf_counter`.
     """
 
     job: ProtectedJob
     keys: SessionKeys
+    host: HostProtection
     log: EvidenceLog
-    claims: dict[str, Any]
-    clock: Clock
-    release: Release
-    client: BrokerClient | None
     say: Say
+    claims: dict[str, Any] = field(default_factory=dict)
+    release: Release | None = None
     spent: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        job, self._clock = self.job, Clock()
+        self._client = BrokerClient(job.broker, job.broker_key, job.ca) if job.broker else None
 
     @property
     def data(self) -> dict[str, dict[str, Any]]:
@@ -87,7 +79,8 @@ class Session:
 
     def check_expired(self) -> None:
         """Raise UserError if the release has expired."""
-        self.release.check_expired(self.clock.now())
+        assert self.release
+        check_expired(self.release.claims, self._clock.latest())
 
     def report(self, ended: bool = False) -> None:
         """Tell the broker how far the log has come, as far as it can be reached.
@@ -95,70 +88,67 @@ class Session:
         Raises:
             RefusalError: another session goes on with the job, unless this one has ended anyway.
         """
-        if self.client is None:
+        if self._client is None:
             return
         try:
-            self.client.report(sign_progress(self.job.name, self.log.sequence, self.log.head, self.keys.signing))
+            self._client.report(sign_progress(self.job.name, self.log.sequence, self.log.head, self.keys.signing))
         except UserError as error:
             if isinstance(error, RefusalError) and not ended:
                 raise
             self.say("note", f"the broker was not told how far this run is: {error.problem}")
 
-
-@dataclass
-class SessionStart:
-    """What a session begins with. log: of the run that it goes on with; None for a new run, until it is attested."""
-
-    job: ProtectedJob
-    keys: SessionKeys
-    host: HostProtection
-    log: EvidenceLog | None
-    say: Say
-
-    def attest(self, model: LoadedModel, nonce: str | None) -> Session:
+    def attest(self, model: LoadedModel, nonce: str | None) -> Release:
         """Attest to the broker, and open its release.
 
         Raises:
             UserError: the broker cannot be reached, refuses, or answers with what is not a release for this session.
         """
-        job, clock = self.job, Clock()
-        client = BrokerClient(job.broker, job.broker_key, job.ca) if job.broker else None
+        job, client = self.job, self._client
         if nonce is None:
             if client is None:
                 raise UserError(
                     f"Releases by files need {flag('nonce')}: the data owner prints one with wgpu-lora protect nonce."
                 )
             nonce = client.nonce()
-        resume = (self.log.sequence, self.log.head) if self.log and self.log.entries else None
+        resume = (self.log.sequence, self.log.head) if self.log.entries else None
         base = base_facts(model.name, model.checkpoint, model.config)
         claims = gather(
             model.device.info, nonce=nonce, keys=self.keys, job=job, base=base, resume=resume, host=self.host.facts
         )
         if resume:
-            _check_same_job(job.output, claims)
+            found = Findings()
+            before = load_evidence(job.output / "evidence-1.json").claims["job"]  # verified when the log was opened
+            if not found.expect("the job", claims["job"], before):
+                raise UserError(
+                    f"The job has changed since the run in {job.output} started: restore it, or start a new run in "
+                    "another directory.",
+                    found.failures,
+                )
         evidence = attest(claims, self.keys)
-        claims = read_evidence(evidence).claims
-        self.say("attested", f"with {claims['level']} claims")
+        self.claims = read_evidence(evidence).claims
+        self.say("attested", f"with {self.claims['level']} claims")
         token = client.release(evidence) if client else ""  # nothing is on the disk if it is refused
-        log = self._attested(evidence)
+        if not resume:
+            write_bytes_atomic(job.output / JOB_COPY, job.content)
+            self.log = EvidenceLog.start(job.output, self.keys, f"{job.name}-{sha256(evidence)[:16]}")
+        self.log.attested(evidence)
         token = token or self._release_by_files(evidence)
-        release = open_release(token, job.broker_key, sha256(evidence), nonce, self.keys, clock.now(), job.recipients)
+        now = self._clock.latest()
+        release = open_release(token, job.broker_key, sha256(evidence), nonce, self.keys, now, job.recipients)
         try:
-            _check_known(log, release)
-            log.released(token, release.facts())
+            missing = missing_line(release.claims, [entry.digest for entry in self.log.entries[:-1]])
+            if missing is not None:
+                raise UserError(
+                    f"{self.log.path} does not have the line {missing + 1} that the broker was told of, so that its "
+                    "directory is an older state or another run: restore the newest one."
+                )
+            self.log.released(token, release.facts())
         except BaseException:
             release.key.wipe()  # no cleanup knows of it yet
             raise
+        self.release = release  # whose end is reported to the broker: the log is one that it may believe
         self.say("released", f"the data's key, by the broker {job.broker_key.keyid[:16]}, for the job {job.name}")
-        return Session(job, self.keys, log, claims, clock, release, client, self.say)
-
-    def _attested(self, evidence: bytes) -> EvidenceLog:
-        """The log, with this session's first line."""
-        if self.log is None:
-            write_bytes_atomic(self.job.output / JOB_COPY, self.job.content)
-            self.log = EvidenceLog.start(self.job.output, self.keys, f"{self.job.name}-{sha256(evidence)[:16]}")
-        self.log.attested(evidence)
-        return self.log
+        return release
 
     def _release_by_files(self, evidence: bytes) -> str:
         """Write the evidence, and wait for the release."""
@@ -181,33 +171,26 @@ class SessionStart:
             time.sleep(POLL)
 
 
-def _check_known(log: EvidenceLog, release: Release) -> None:
-    """Raise UserError unless the log has the lines that the broker knows of it."""
-    missing = missing_line(release.claims, [entry.digest for entry in log.entries[:-1]])
-    if missing is not None:
-        raise UserError(
-            f"{log.path} does not have the line {missing + 1} that the broker was told of, so that its directory is an "
-            "older state or another run: restore the newest one."
-        )
-
-
-def open_log(job: ProtectedJob, keys: SessionKeys, resume: bool) -> EvidenceLog | None:
-    """The log of the run in a job's directory, verified; None if there is no run.
+def open_log(job: ProtectedJob, keys: SessionKeys, resume: bool) -> EvidenceLog:
+    """The log of the run in a job's directory, verified; one without lines if there is no run.
 
     Raises:
         UserError: there is a run and it is not to be resumed, or none to resume; or the log is damaged or older than
             the one that this machine wrote.
     """
     path = job.output / LOG
-    if path.is_file() and not _has_release(path):  # its sessions never had the key, and the broker may not know them
-        path.unlink()
-        (job.output / CLEANUP).unlink(missing_ok=True)
-        return None
-    if not path.is_file():
-        if resume:
+    entries = read_log(path) if path.is_file() else []
+    if entries:
+        anchors.check(entries[0].chain, [entry.digest for entry in entries])
+    if not any(entry.stage == "released" for entry in entries):
+        if path.is_file():  # its sessions never had the key, and the broker may not know them
+            path.unlink()
+            (job.output / CLEANUP).unlink(missing_ok=True)
+        elif resume:
             raise UserError(f"There is no protected run in {job.output} to resume: start without {flag('resume')}.")
-        _check_unused(job)
-        return None
+        else:
+            _check_unused(job)
+        return EvidenceLog(job.output, keys)
     if not resume:
         raise UserError(
             f"The output directory {job.output} already holds a protected run: choose another in {job.path}, or "
@@ -224,14 +207,6 @@ def open_log(job: ProtectedJob, keys: SessionKeys, resume: bool) -> EvidenceLog 
     return log
 
 
-def _has_release(path: Path) -> bool:
-    """Whether a log says that a session got the key. Raises UserError if it is damaged, or older than it was."""
-    entries = read_log(path)
-    if entries:
-        anchors.check(entries[0].chain, [entry.digest for entry in entries])
-    return any(entry.stage == "released" for entry in entries)
-
-
 def _check_unused(job: ProtectedJob) -> None:
     """Raise UserError if a new run would write over other files, which may be the job's own."""
     written = (ADAPTER, CLEANUP, STATEMENT, "evidence-1.json", "release-1.jwt")
@@ -246,68 +221,24 @@ def _check_unused(job: ProtectedJob) -> None:
         )
 
 
-def _check_same_job(output: Path, claims: dict[str, Any]) -> None:
-    """Raise UserError unless a resumed run's job is what its first session attested."""
-    before: Any = None
-    with suppress(UserError, LookupError, TypeError):
-        before = load_evidence(output / "evidence-1.json").claims["job"]
-    if before is None:
-        raise UserError(f"{output / 'evidence-1.json'} is missing or damaged: restore it, or start a new run.")
-    now = json.loads(json.dumps(claims["job"]))
-    for name in sorted(now, key=lambda name: name != "options"):
-        if before.get(name) != now[name]:
-            what = "the file" if name == "sha256" else name
-            if name == "options":
-                changed = [option for option in now[name] if before[name].get(option) != now[name][option]]
-                what = ", ".join(map(flag, changed)) or name
-            raise UserError(
-                f"The job has changed since the run in {output} started ({what}): restore it, or start a new run in "
-                "another directory."
-            )
-
-
-# -- claims of a job without training ----------------------------------------------------------------------------------
-
-
-def job_claims(job: ProtectedJob, *, nonce: str, keys: SessionKeys, device: str | None = None) -> dict[str, Any]:
-    """The claims of a session of a job on this machine, which opens the model's files without loading its weights.
+def machine_claims(nonce: str, keys: SessionKeys, job: Path | None = None, device: str | None = None) -> dict[str, Any]:
+    """The claims of a session on this machine, without training: of a model, only its files are opened.
 
     Args:
-        device: instead of the job's, index or part of a name.
+        job: JOB.toml, whose facts are stated too. device: instead of the job's, index or part of a name.
 
     Raises:
-        UserError: the model or a sealed file cannot be read, or there is no such device.
+        UserError: the job, the model or a sealed file cannot be read, or there is no such device.
     """
-    # The claims name what is loaded: as much as in a training session.
-    import_module("wgpu_lora.protect.runs.protected_run")
-    options = job.arguments
-    model = open_model(options.model or "demo", device or options.device, options.base_dtype)
-    base = base_facts(model.name, model.checkpoint, model.config)
-    return gather(model.device.info, nonce=nonce, keys=keys, job=job, base=base)
-
-
-def reference_claims(path: Path, device: str | None = None) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """The claims, and the verified quote if there is one, from which a policy is made.
-
-    Args:
-        path: of JOB.toml, or of evidence (.json), whose claims are believed as they are.
-
-    Raises:
-        UserError: the file cannot be read, or states no job.
-    """
-    if path.suffix.lower() == ".json":
-        if device is not None:
-            raise UserError("--device does not apply to evidence, which states its own: leave it out, or give the job.")
-        evidence = load_evidence(path)
-        if "job" not in evidence.claims:
-            raise UserError(f"{path} states no job, so it has no data to allow: attest with --job JOB.toml.")
-        return evidence.claims, evidence.quote
-    job, host = read_job(path), harden()
+    host = harden()
     try:
-        with SessionKeys.generate() as keys:
-            return {
-                **job_claims(job, nonce=secrets.token_urlsafe(), keys=keys, device=device),
-                "host": host.facts,
-            }, None
+        if job is None:
+            return gather(choose(device)[0], nonce=nonce, keys=keys, host=host.facts)
+        # The claims name what is loaded: as much as in a training session.
+        import_module("wgpu_lora.protect.runs.protected_run")
+        read = read_job(job)
+        model = open_model(read.arguments.model or "demo", device or read.arguments.device, read.arguments.base_dtype)
+        base = base_facts(model.name, model.checkpoint, model.config)
+        return gather(model.device.info, nonce=nonce, keys=keys, job=read, base=base, host=host.facts)
     finally:
         host.restore()

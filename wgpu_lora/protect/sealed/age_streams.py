@@ -15,13 +15,18 @@ import io
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 import pyrage
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.protect.sealed.keys import DataKey, read_small
+from wgpu_lora.json_files import small_file
+from wgpu_lora.protect.sealed.keys import MAX_KEY_BYTES, DataKey
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsRead, SupportsWrite
 
 VERSION, ARMOR = b"age-encryption.org/v1\n", b"-----BEGIN AGE ENCRYPTED FILE-----"
 # pyrage reads a header again from its start for each piece that arrives, so 16,000 short stanzas take it two minutes.
@@ -31,14 +36,6 @@ START = 2 * MAX_HEADER  # bytes that hold a whole header, in armor too
 STOPPING = 5.0  # seconds that a call of `read` or `write` may go on after an interrupt
 BECH32 = str.maketrans("qpzry9x8gf2tvdw0s3jn54khce6mua7l", "0123456789abcdefghijklmnopqrstuv")  # BIP 173
 EXAMPLE = "age1..., which wgpu-lora protect keygen prints"
-
-
-class Reader(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-
-class Writer(Protocol):
-    def write(self, data: bytes, /) -> int: ...
 
 
 class TamperedError(UserError):
@@ -88,7 +85,7 @@ def read_recipients(path: str | Path) -> list[str]:
     Raises:
         UserError: the file cannot be read or holds no recipient, or something else.
     """
-    text = bytes(read_small(path, "The recipients file")).decode("utf-8", "replace")
+    text = small_file(path, "The recipients file", MAX_KEY_BYTES).decode("utf-8", "replace")
     found = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     if not found:
         raise UserError(f"{path} holds no recipient: write {EXAMPLE}, on a line of its own.")
@@ -99,7 +96,7 @@ def read_recipients(path: str | Path) -> list[str]:
 # -- sealing and opening -----------------------------------------------------------------------------------------------
 
 
-def seal_stream(reader: Reader, writer: Writer, recipients: Sequence[str]) -> None:
+def seal_stream(reader: SupportsRead[bytes], writer: SupportsWrite[bytes], recipients: Sequence[str]) -> None:
     """Seals what `reader` gives, piece by piece, in memory that does not grow with it. Raises UserError: a recipient is
     not one. What `reader` or `writer` raises."""
     to, source, target = parse_recipients(recipients), _StreamEnd(reader), _StreamEnd(writer)
@@ -109,7 +106,9 @@ def seal_stream(reader: Reader, writer: Writer, recipients: Sequence[str]) -> No
         _reraise(source, target)  # pyrage 1.4 says nothing if its last write fails
 
 
-def unseal_stream(reader: Reader, writer: Writer, key: DataKey, where: str = "The sealed data") -> None:
+def unseal_stream(
+    reader: SupportsRead[bytes], writer: SupportsWrite[bytes], key: DataKey, where: str = "The sealed data"
+) -> None:
     """Opens what `reader` gives, piece by piece. A chunk reaches `writer` after it has been authenticated.
 
     Chunks before a damaged one have been written when it is found: whoever uses them must drop them on an error.
@@ -142,9 +141,7 @@ def unseal_stream(reader: Reader, writer: Writer, key: DataKey, where: str = "Th
 
 def seal_bytes(data: bytes, recipients: Sequence[str]) -> bytes:
     """Seals bytes in memory. Raises UserError if a recipient is not one."""
-    writer = io.BytesIO()
-    seal_stream(io.BytesIO(data), writer, recipients)
-    return writer.getvalue()
+    return pyrage.encrypt(data, parse_recipients(recipients))  # type: ignore[no-any-return]
 
 
 def unseal_bytes(data: bytes | bytearray, key: DataKey, where: str = "The sealed data") -> bytearray:
@@ -188,7 +185,7 @@ class _BufferWriter:
 class _AgeReader:
     """A reader of an age file whose header is not larger than ours can be."""
 
-    def __init__(self, reader: Reader, where: str) -> None:
+    def __init__(self, reader: SupportsRead[bytes], where: str) -> None:
         begin = b""
         while len(begin) < START and (piece := reader.read(START - len(begin))):
             begin += piece
@@ -245,30 +242,26 @@ def _apart(work: Callable[[], None], *ends: _StreamEnd) -> None:
     Here one could in the middle of a call of `read` or `write`, before that has begun to notice failures, and pyrage
     drops some of them or says them as its own. An interrupt of this thread stops the other at its next call.
     """
-    done, begun, results = _thread.allocate_lock(), list[bool](), list[BaseException | None]()
+    results = SimpleQueue[BaseException | None]()
 
     def run() -> None:
-        begun.append(True)
         try:
             work()
-            results.append(None)
+            results.put(None)
         except BaseException as error:
-            results.append(error)
-        finally:
-            done.release()
+            results.put(error)
 
-    done.acquire()
     try:
         _thread.start_new_thread(run, ())  # what waits in `threading` does not bear interrupts
-        done.acquire()
+        result = results.get()
     except BaseException:
         for end in ends:
             end.stopped = True
-        if begun and not results:  # one that has not begun does not get as far as a call
-            done.acquire(timeout=STOPPING)
+        with suppress(Empty):
+            results.get(timeout=STOPPING)
         raise
-    if results[0] is not None:
-        raise results[0]
+    if result is not None:
+        raise result
 
 
 def _reraise(*ends: _StreamEnd) -> None:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import pyrage
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
 from wgpu_lora.atomic import new_file, write_new_bytes
-from wgpu_lora.errors import UserError, reason
+from wgpu_lora.errors import UserError
+from wgpu_lora.json_files import small_file
 from wgpu_lora.locks import check_output, unwritable
 from wgpu_lora.protect.hygiene.memory_protection import lock_pages
 
@@ -90,11 +91,7 @@ class DataKey(_Secret):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Reads an age identity file. Raises UserError, as `parse`, or if it cannot be read."""
-        content = read_small(path, "The key")
-        try:
-            return cls.parse(content, str(path))
-        finally:
-            content[:] = bytes(len(content))
+        return cls.parse(small_file(path, "The key", MAX_KEY_BYTES), str(path))
 
     def identity(self) -> pyrage.x25519.Identity:
         """pyrage's object. Raises ValueError after `wipe`."""
@@ -139,7 +136,7 @@ class PublicKey:
             raise UserError(
                 f"{where} is not a public key in PEM: give the .pub file that wgpu-lora protect keygen --signing wrote."
             ) from None
-        if not isinstance(key, ec.EllipticCurvePublicKey) or not _is_p256(key):
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
             raise UserError(f"{where} {P256}")
         return cls.of(key)
 
@@ -151,7 +148,7 @@ class PublicKey:
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Reads a PEM file. Raises UserError, as `parse`, or if it cannot be read."""
-        return cls.parse(bytes(read_small(path, "The public key")), str(path))
+        return cls.parse(small_file(path, "The public key", MAX_KEY_BYTES), str(path))
 
     def crypto_key(self) -> ec.EllipticCurvePublicKey:
         key = serialization.load_pem_public_key(self.pem.encode())
@@ -184,18 +181,15 @@ class SigningKey(_Secret):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Reads a P-256 private key in PEM, without a password. Raises UserError: it cannot be read, or is none."""
-        content = read_small(path, "The signing key")
         try:
-            key = serialization.load_pem_private_key(content, password=None)
+            key = serialization.load_pem_private_key(small_file(path, "The signing key", MAX_KEY_BYTES), None)
         except TypeError:
             raise UserError(f"{path} is protected by a password: give a key without one.") from None
         except (ValueError, UnsupportedAlgorithm):
             raise UserError(
                 f"{path} is not a private key in PEM: give the file that wgpu-lora protect keygen --signing wrote."
             ) from None
-        finally:
-            content[:] = bytes(len(content))
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or not _is_p256(key):
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
             raise UserError(f"{path} {P256}")
         return cls(key)
 
@@ -218,10 +212,6 @@ class SigningKey(_Secret):
 
     def wipe(self) -> None:
         self._key = None
-
-
-def _is_p256(key: Any) -> bool:
-    return isinstance(key.curve, ec.SECP256R1)
 
 
 @dataclass
@@ -280,32 +270,5 @@ def write_private(path: str | Path, content: bytes) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(path, "PATH", error) from None
-    with new_file(path, "PATH", private=True) as place, place.open("xb", buffering=0) as file:
-        view = memoryview(content)
-        while view:
-            view = view[file.write(view) :]
-
-
-def read_small(path: str | Path, what: str) -> bytearray:
-    """The content of a file of keys, in a buffer that can be overwritten.
-
-    Args:
-        what: what kind of file it is; starts the error messages.
-
-    Raises:
-        UserError: the file is missing, unreadable, not a regular file, or too long.
-    """
-    path, content, size = Path(path), bytearray(MAX_KEY_BYTES + 1), 0
-    try:
-        if path.exists() and not path.is_file():  # opening a pipe would block
-            raise UserError(f"{what} {path} is not a regular file: give the path of a key file.")
-        with path.open("rb", buffering=0) as file:
-            while found := file.readinto(memoryview(content)[size:]):
-                size += found
-    except (OSError, ValueError) as error:
-        raise UserError(f"{what} {path} cannot be read ({reason(error)}): check the path.") from None
-    if size > MAX_KEY_BYTES:
-        raise UserError(f"{what} {path} is longer than {MAX_KEY_BYTES:,} bytes: give the path of a key file.")
-    short = bytearray(memoryview(content)[:size])
-    content[:] = bytes(len(content))
-    return short
+    with new_file(path, "PATH", private=True) as place:
+        place.write_bytes(content)

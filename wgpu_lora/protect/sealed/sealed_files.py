@@ -10,11 +10,11 @@ import json
 import mmap
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, BinaryIO, TextIO
+from typing import IO, BinaryIO, TextIO
 
 from wgpu_lora.atomic import check_new, file_digest, new_directory, new_file, write_new_bytes
 from wgpu_lora.errors import UserError, reason
@@ -23,18 +23,16 @@ from wgpu_lora.names.spelling import flag
 from wgpu_lora.paths import check_path
 from wgpu_lora.protect.sealed import archive
 from wgpu_lora.protect.sealed.age_streams import (
-    Reader,
     parse_recipients,
     read_recipients,
     seal_stream,
     unseal_stream,
 )  # fmt: skip
 from wgpu_lora.protect.sealed.keys import DataKey
-from wgpu_lora.typed_json import Check, Count, read_as
+from wgpu_lora.typed_json import Count, Sha256, read_as
 
 ARCHIVE = ".tar.age"
 STANDARD = "-"
-_HEXADECIMAL = set("0123456789abcdef")
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class SealRecord:
         recipients: who can open it.
     """
 
-    sha256: Annotated[str, Check(lambda text: len(text) == 64 and set(text) <= _HEXADECIMAL, "a SHA-256")]
+    sha256: Sha256
     bytes: Count
     rows: Count | None
     recipients: tuple[str, ...]
@@ -72,60 +70,56 @@ def recipients_of(given: Sequence[str]) -> list[str]:
     return found
 
 
+def default_output(path: str) -> str:
+    """What the sealed file of a path is called. Raises UserError: it has no name."""
+    given = Path(path)
+    if path == STANDARD:
+        raise UserError("Standard input has no name: give -o FILE, or -o - for standard output.")
+    if given.name in ("", ".."):
+        raise UserError(f"{path} has no name to call its sealed file by: give -o FILE.")
+    return str(given.with_name(given.name + (ARCHIVE if given.is_dir() else ".age")))
+
+
 # -- sealing -----------------------------------------------------------------------------------------------------------
 
 
-def seal_path(path: str | Path, to: str | Path, recipients: Sequence[str]) -> SealRecord:
+def seal_path(
+    path: str | Path,
+    to: str | Path,
+    recipients: Sequence[str],
+    stdin: TextIO | None = None,
+    stdout: TextIO | None = None,
+) -> SealRecord | None:
     """Seals a file, or a directory as an archive, to a new file, and writes its record beside it.
+
+    Args:
+        path, to: - for standard input and output, which gets no record.
 
     Raises:
         UserError: a recipient is not one; the path cannot be read, or holds links; or `to` exists or cannot be written.
             Then nothing is left of it.
     """
-    path, to = Path(path), Path(to)
-    check_path(path)
-    check_path(to)
-    if path.is_dir() and to.resolve().is_relative_to(path.resolve()):
-        raise UserError(f"{to} would be in the directory that it seals: choose a path elsewhere.")
-    return _seal(_pieces(path), to, recipients, rows=path.suffix == ".jsonl")
-
-
-def seal_to(
-    path: str, output: str | None, recipients: Sequence[str], stdin: TextIO | None, stdout: TextIO | None
-) -> tuple[Path, SealRecord] | None:
-    """Seals a path or standard input; None if it went to standard output, which gets no record. Raises UserError: see
-    `seal_path`."""
-    given = Path(path)
-    if path == STANDARD and output is None:
-        raise UserError("Standard input has no name: give -o FILE, or -o - for standard output.")
-    if output == STANDARD:
-        source = _read_pieces(_stream(stdin, "input"), "Standard input") if path == STANDARD else _pieces(given)
+    parse_recipients(recipients)
+    standard, path = str(path) == STANDARD, Path(path)
+    reader = _PieceReader(_read_pieces(_stream(stdin, "input"), "Standard input") if standard else _pieces(path))
+    if str(to) == STANDARD:
         target = _standard_output(stdout)
-        seal_stream(_PieceReader(source), target, recipients)
+        seal_stream(reader, target, recipients)
         target.flush()
         return None
-    if path == STANDARD:
-        to = Path(output or "")
-        source = _read_pieces(_stream(stdin, "input"), "Standard input")
-        return to, _seal(source, to, recipients, rows=to.name.endswith(".jsonl.age"))
-    if not output and given.name in ("", ".."):
-        raise UserError(f"{path} has no name to call its sealed file by: give -o FILE.")
-    to = Path(output) if output else given.with_name(given.name + (ARCHIVE if given.is_dir() else ".age"))
-    return to, seal_path(given, to, recipients)
-
-
-def _seal(source: Iterator[bytes], to: Path, recipients: Sequence[str], rows: bool) -> SealRecord:
-    """As `seal_path`, for content in pieces. rows: whether to count its lines that are not blank."""
-    parse_recipients(recipients)
+    to = Path(to)
+    check_path(path)
     check_path(to)
-    reader, beside = _PieceReader(source), record_path(to)
+    if not standard and path.is_dir() and to.resolve().is_relative_to(path.resolve()):
+        raise UserError(f"{to} would be in the directory that it seals: choose a path elsewhere.")
+    beside, is_rows = record_path(to), to.name.endswith(".jsonl.age") if standard else path.suffix == ".jsonl"
     check_new(beside, flag("output"))
     with ExitStack() as undone:
         with new_file(to, flag("output")) as place:
             with place.open("xb") as file:
                 seal_stream(reader, file, recipients)
             digest, size, unique = file_digest(place), place.stat().st_size, tuple(dict.fromkeys(recipients))
-            record = SealRecord(digest, size, reader.rows if rows else None, unique)
+            record = SealRecord(digest, size, reader.rows if is_rows else None, unique)
             write_new_bytes(beside, (json.dumps(asdict(record), indent=2) + "\n").encode(), flag("output"))
             undone.callback(beside.unlink)  # if the file does not get its name
         undone.pop_all()
@@ -180,59 +174,49 @@ class _PieceReader:
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
-def unseal_path(sealed: str | Path, to: str | Path, key: DataKey) -> None:
+def unseal_path(
+    sealed: str | Path, to: str | Path, key: DataKey, stdin: TextIO | None = None, stdout: TextIO | None = None
+) -> None:
     """Opens a sealed file to a new file, or an archive (NAME.tar.age) to a new directory, unless that is named *.tar.
 
     Until everything has been authenticated, it is in a private directory beside `to`. What is opened can be read by
     this user only (on Windows, by whom its directory says).
 
+    Args:
+        sealed, to: - for standard input and output, which gets each chunk as soon as it has been authenticated.
+
     Raises:
         TamperedError: see `unseal_stream`. UserError: a path cannot be read or written, or an archive is unsafe.
             In both cases nothing is left.
     """
-    sealed, to = Path(sealed), Path(to)
-    check_new(to, flag("output"), directory=True)
-    with open_sealed(sealed) as source:
-        _unseal(source, to, key, str(sealed), unpack=sealed.name.endswith(ARCHIVE) and to.suffix != ".tar")
-
-
-def open_to(sealed: str, output: str, key: DataKey, stdin: TextIO | None, stdout: TextIO | None) -> None:
-    """Opens a path or standard input. Raises TamperedError, UserError: see `unseal_path`."""
-    if output != STANDARD and sealed != STANDARD:
-        unseal_path(sealed, output, key)
-        return
-    where = "Standard input" if sealed == STANDARD else sealed
-    target = _standard_output(stdout) if output == STANDARD else None
-    with nullcontext(_stream(stdin, "input")) if sealed == STANDARD else open_sealed(Path(sealed)) as source:
-        if target is None:
-            _unseal(source, Path(output), key, where)
-        else:
+    standard, sealed, where = str(sealed) == STANDARD, Path(sealed), str(sealed)
+    unpack = sealed.name.endswith(ARCHIVE) and Path(to).suffix != ".tar"
+    if standard:
+        source, where = _stream(stdin, "input"), "Standard input"
+    elif sealed.exists() and not sealed.is_file():
+        raise UserError(f"{sealed} is not a file: give the path of a sealed file.")
+    with ExitStack() as stack:
+        if not standard:
+            try:
+                source = stack.enter_context(sealed.open("rb"))
+            except (OSError, ValueError) as error:
+                raise UserError(f"{sealed} cannot be read ({reason(error)}): check the path.") from None
+        if str(to) == STANDARD:
+            target = _standard_output(stdout)
             unseal_stream(source, target, key, where)
             target.flush()
-
-
-def _unseal(source: Reader, to: Path, key: DataKey, where: str, unpack: bool = False) -> None:
-    if not unpack:
-        with new_file(to, flag("output"), private=True) as place, place.open("xb") as file:
-            unseal_stream(source, file, key, where)
-        return
-    with new_directory(to, flag("output"), private=True) as place, tempfile.TemporaryFile(dir=place) as whole:
-        unseal_stream(source, whole, key, where)
-        whole.flush()
-        if not whole.tell():  # cannot be mapped
-            archive.extract(memoryview(b""), place)
-        with mmap.mmap(whole.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-            archive.extract(view, place)
-
-
-def open_sealed(path: Path) -> IO[bytes]:
-    """A sealed file, for `unseal_stream`. Raises UserError if it cannot be read."""
-    try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path} is not a file: give the path of a sealed file.")
-        return path.open("rb")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({reason(error)}): check the path.") from None
+        elif not unpack:
+            with new_file(to, flag("output"), private=True) as place, place.open("xb") as file:
+                unseal_stream(source, file, key, where)
+        else:
+            place = stack.enter_context(new_directory(to, flag("output"), private=True))
+            whole = stack.enter_context(tempfile.TemporaryFile(dir=place))
+            unseal_stream(source, whole, key, where)
+            whole.flush()
+            if not whole.tell():  # cannot be mapped
+                archive.extract(memoryview(b""), place)
+            with mmap.mmap(whole.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+                archive.extract(view, place)
 
 
 def _standard_output(stdout: TextIO | None) -> BinaryIO | io.FileIO:
