@@ -310,6 +310,7 @@ def test_a_late_replica_is_not_asked_before_it_has_answered() -> None:
     replica.ask(b"", 10)
     assert replica.answer(0.0) is None
     assert not replica.ready()
+    assert "has not answered" in replica.problem
     link.answered.set_result(gradient_messages.message({"say": "part"}))
     assert replica.ready()
     assert replica.late

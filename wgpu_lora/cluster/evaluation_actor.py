@@ -53,7 +53,7 @@ class EvaluationActor:
         self._model: tuple[tuple[str, str], LoadedModel] | None = None
         self._runs: dict[str, tuple[dict[str, Any], AdapterRun]] = {}
         self._turn = threading.Lock()
-        self._progress = _CacheProgress()
+        self._making, self._progress = ("", ""), _CacheProgress()
 
     def measure(
         self, run: str, task: Task, commit: Commit, nodes: Sequence[str], storage: str | None
@@ -128,7 +128,7 @@ class EvaluationActor:
         training = {key: value for key, value in options_here(options).items() if value is not None}
         with self._turn:
             self._model, self._runs = None, {}
-            self._progress = _CacheProgress()
+            self._making, self._progress = (run, name), _CacheProgress()
             directories = make_teacher_caches(training, "a teacher cache", self._index(), place, self._progress)
         store = FolderStore(checkpoints_directory())
         parcels = {key: parcel(path, MAX_CACHE_BYTES, MAX_CACHE_FILES) for key, path in directories.items()}
@@ -137,9 +137,9 @@ class EvaluationActor:
             place_parcel([store], one)
         return parcels
 
-    def cache_progress(self) -> tuple[int, int]:
-        """Finished rows, and all, of the caches that are being made."""
-        return self._progress.rows, self._progress.total
+    def cache_progress(self, run: str, name: str) -> tuple[int, int]:
+        """Finished rows, and all, of caches; zeros while others are made."""
+        return (self._progress.rows, self._progress.total) if self._making == (run, name) else (0, 0)
 
 
 @dataclass

@@ -111,6 +111,10 @@ class RunController:
         except (OSError, ValueError, KeyError, RecursionError) as error:
             other = self._file.with_name(f"unreadable-{int(time.time())}.json")
             self._file.rename(other)
+            for actor in ray.util.list_named_actors(all_namespaces=True):  # of runs that nobody knows any more
+                if actor["namespace"] == NAMESPACE and actor["name"].startswith(("train:", "evaluation:")):
+                    with suppress(ValueError):
+                        ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
             state = ClusterState()
             state.log(self.now(), f"{self._file} cannot be read ({error}): it is kept as {other}.")
             return state
@@ -621,7 +625,7 @@ class RunController:
     def _follow_cache(self, cache: CacheState) -> None:
         with suppress(ray.exceptions.RayError, ConnectionError):
             actor = self._evaluator(self._state.requests[cache.run].eval_device or "")
-            rows, total = ray.get(actor.cache_progress.remote(), timeout=POLL_SECONDS)
+            rows, total = ray.get(actor.cache_progress.remote(cache.run, cache.name), timeout=POLL_SECONDS)
             with self._lock:
                 if rows > cache.rows:
                     cache.failures = 0

@@ -36,7 +36,7 @@ class RemoteWorker:
     Attributes:
         tokens: of the part that it was last asked for. late: the last answer to a part that the leader had computed
             itself by then. new: it has come since it was last asked, so that it does not know the run yet.
-        problem: why it was lost.
+        problem: why it was lost, or is waited for.
     """
 
     def __init__(self, link: Link):
@@ -69,6 +69,7 @@ class RemoteWorker:
         try:
             self._answer.exception(timeout=max(0.0, seconds))
         except TimeoutError:
+            self.problem = "it has not answered in time, and its part was computed by the leader"
             return None
         return self._take()
 
