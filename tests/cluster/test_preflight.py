@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from support.fake_cluster import VERSIONS, FakeCluster, device_facts, node_facts
 
-from wgpu_lora.cli.cluster import running
-from wgpu_lora.cluster import node_versions
+from wgpu_lora.cli.cluster import run_driver
 from wgpu_lora.cluster.cluster_connection import Target
 from wgpu_lora.cluster.cluster_file import RunOptions, SweepOptions, read_cluster_file
 from wgpu_lora.cluster.messages import RunRequest, Task, from_plain, to_plain
-from wgpu_lora.cluster.preflight import MOST_SAID, missing_hosts, request_of, surveyed
+from wgpu_lora.cluster.preflight import MOST_REASONS, missing_hosts, request_of, surveyed
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.memory import RunRequirements
 
@@ -71,10 +70,8 @@ def test_a_host_that_has_died_since_up(
     (tmp_path / "lab.toml").write_text('name = "lab"\n' + tables)
     file = read_cluster_file(tmp_path / "lab.toml")
     assert missing_hosts([ALPHA, BETA], file) == ["gone.lab (10.0.0.9)"]  # beta is reached by another address here
-    monkeypatch.setattr(node_versions, "own_versions", lambda: VERSIONS)
-    running._request(
-        FakeCluster([ALPHA, BETA]), Target(None, file, tmp_path / "lab.toml"), [task()], RunOptions(), None
-    )
+    monkeypatch.setattr(run_driver, "own_versions", lambda: VERSIONS)
+    run_driver._request(FakeCluster([ALPHA, BETA]), Target(None, file), [task()], RunOptions(), None)
     assert re.search(r"missing +gone.lab \(10.0.0.9\): .*cluster up -f \S*lab.toml' starts it", capsys.readouterr().out)
 
 
@@ -150,7 +147,7 @@ def test_all_reasons_are_said_and_not_too_many() -> None:
     with pytest.raises(UserError) as refused:
         requested(FakeCluster([ALPHA], plans=plans), *map(task, names))
     assert refused.value.lines[0] == "The run is refused for 50 reasons: mend them all."
-    assert len(refused.value.lines) == 1 + MOST_SAID + 1
+    assert len(refused.value.lines) == 1 + MOST_REASONS + 1
     assert refused.value.lines[-1] == "and 30 more"
 
 
@@ -159,7 +156,7 @@ def test_the_device_for_evaluations() -> None:
     amd = BETA.devices[0]
     for given in ("amd", amd.key, amd.id):
         assert requested(cluster, eval_device=given).eval_device == amd.id
-    with pytest.raises(UserError, match=r"--eval-device nvidia names 2 devices of the cluster: .*NVIDIA A.* on alpha"):
+    with pytest.raises(UserError, match=r"--eval-device nvidia names 2 devices of the cluster: .*alpha:0 \(NVIDIA A\)"):
         requested(cluster, eval_device="nvidia")
     with pytest.raises(UserError, match="--eval-device Intel names no device of the cluster"):
         requested(cluster, eval_device="Intel")

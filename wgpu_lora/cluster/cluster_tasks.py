@@ -11,7 +11,7 @@ from typing import Any
 from wgpu_lora.cluster.cluster_file import MOST_TASKS, ClusterFile, checked_name, in_file, safe_name, told_apart
 from wgpu_lora.cluster.cluster_paths import for_nodes
 from wgpu_lora.cluster.messages import Task
-from wgpu_lora.cluster.task_outputs import check_apart, check_outputs, output_of
+from wgpu_lora.cluster.task_outputs import check_outputs, output_of
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.spelling import IN_FILE, flag, naming
@@ -77,10 +77,8 @@ def finished(drafts: Sequence[Draft], root: str | None, shared: str | None) -> l
         assert draft.args.output
         options = for_nodes(as_options(draft.args), root)
         tasks.append(Task(name, options, output_of(draft.args.output, shared)))
-    if shared is None or Path(shared).is_dir():
-        check_outputs(tasks)
-    else:  # the cluster's machines look what is in it
-        check_apart(tasks)
+    # The cluster's machines look into a shared folder that is not here.
+    check_outputs(tasks, here=shared is None or Path(shared).is_dir())
     return tasks
 
 

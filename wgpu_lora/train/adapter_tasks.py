@@ -207,28 +207,33 @@ def named_apart(tasks: Sequence[AdapterTask]) -> list[AdapterTask]:
 
 
 def check_apart(tasks: Sequence[AdapterTask]) -> None:
-    """Raise UserError if two adapters would write to the same directory."""
-    names: dict[str, AdapterTask] = {}
-    places: dict[Path, str] = {}
-    for task in tasks:
-        check_links(Path(task.checkpoint))
-        place = Path(task.checkpoint).resolve()
+    """Raise UserError if two adapters have the same name, or would write to the same directory."""
+    check_directories_apart([(task.name, task.checkpoint) for task in tasks])
+    names = [task.name for task in tasks]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"Two adapters are named '{twice}': give each a 'name' of its own in the adapters file.")
+
+
+def check_directories_apart(adapters: Sequence[tuple[str, str]], *, ignore_case: bool = False) -> None:
+    """Raise UserError if two adapters, by name and directory, would write to the same directory."""
+    owners: dict[Path, tuple[str, str]] = {}
+    for name, directory in adapters:
+        check_links(Path(directory))
+        place = Path(directory).resolve()
         if place.exists() and not place.is_dir():
-            raise UserError(f"The checkpoint directory {task.checkpoint} of adapter '{task.name}' is a file.")
-        if place in places:
+            raise UserError(f"The directory {directory} of adapter '{name}' is a file: choose another.")
+        place = Path(str(place).casefold()) if ignore_case else place
+        if place in owners:
             raise UserError(
-                f"{task.checkpoint} is the directory of {places[place]} and adapter '{task.name}': give each its own."
+                f"{directory} is the directory of adapter '{owners[place][0]}' and adapter '{name}': give each its own."
             )
-        if task.name in names:
+        owners[place] = name, directory
+    for place, (name, directory) in owners.items():
+        if around := next((owners[parent] for parent in place.parents if parent in owners), None):
             raise UserError(
-                f"Two adapters are named '{task.name}': give each a 'name' of its own in the adapters file."
+                f"{directory}, the directory of adapter '{name}', is inside another adapter's directory, {around[1]}: "
+                "put them side by side."
             )
-        around = [other for other in (Path(t.checkpoint).resolve() for t in tasks) if other in place.parents]
-        if around:
-            raise UserError(
-                f"{task.checkpoint} is inside another adapter's directory, {around[0]}: put them side by side."
-            )
-        names[task.name], places[place] = task, f"adapter '{task.name}'"
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
