@@ -194,7 +194,7 @@ ADAPTER = '[[adapter]]\ndata = "a"\ncheckpoint = "o/a"\n'
         (None, {"device": "0"}, {"adapters": ["a:b"]}, "--device cannot be given, since the cluster chooses"),
         (None, {"resume": True}, {"adapters": ["a:b"]}, "--resume cannot be given"),
         (None, {"data": "a"}, {"adapters": ["a:b"]}, "--data and --adapters cannot be combined"),
-        (None, {"output": "a"}, {"adapters": ["a:b"]}, "--output does nothing with several adapters"),
+        (None, {"output": "a"}, {"adapters": ["a:b"]}, "--output and --adapters cannot be combined"),
         (None, {"data": "a"}, {}, "--output is missing"),
         (None, {"output": "a"}, {"recipe": "demo"}, "--data is missing: the recipe demo names no data"),
         (None, {}, {"adapters": ["a"]}, "is not DATA:CHECKPOINT"),

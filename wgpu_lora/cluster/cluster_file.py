@@ -5,8 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
@@ -16,11 +15,11 @@ from annotated_types import Ge, Le
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import read_toml
-from wgpu_lora.names.spelling import IN_FILE, flag, naming, setting
+from wgpu_lora.names.spelling import IN_FILE, error_source, flag, setting
 from wgpu_lora.train.option_types import NOT_NEGATIVE, Range, check, option
 from wgpu_lora.typed_json import Check, read_as
 
-LONGEST, MOST_TASKS = 64, 10_000
+LONGEST = 64  # name
 A_NAME = f"up to {LONGEST} letters, digits, '.', '_' and '-', of which the first is a letter or a digit"
 AN_ADDRESS = "auto, HOST:PORT or ray://HOST:PORT"
 A_FOLDER = "the absolute path of a folder, such as /mnt/lab"
@@ -61,17 +60,6 @@ def told_apart(names: Sequence[str], fixed: Collection[str] = ()) -> list[str]:
         found.append(name if name.casefold() not in seen else next(free))
         seen.add(found[-1].casefold())
     return found
-
-
-@contextmanager
-def in_file(where: str) -> Iterator[None]:
-    """Errors of the block begin with `where`, and spell options as a file has them."""
-    try:
-        with naming(IN_FILE):
-            yield
-    except UserError as error:
-        text = str(error)
-        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
 
 
 CLUSTER = "Cluster"  # their heading in help
@@ -327,7 +315,7 @@ def read_cluster_file(path: Path) -> ClusterFile:
     shared = {name: values[name] for name in OF_ALL_HOSTS if name in values}
     if isinstance(hosts := values.get("host"), list):
         values["host"] = [{**shared, **host} if isinstance(host, dict) else host for host in hosts]
-    with in_file(where):
+    with error_source(where, IN_FILE):
         file = read_as(ClusterFile, values, where)
     object.__setattr__(file, "path", path)
     if file.address is not None and file.host:
@@ -345,7 +333,6 @@ def read_cluster_file(path: Path) -> ClusterFile:
 
 SWEEP = "Sweep"  # heading of its options in help
 METRICS, SCHEDULERS = ("eval_loss", "loss"), ("none", "asha", "pbt")
-MAX_TRIALS = 10_000
 
 
 @dataclass(frozen=True)
@@ -356,7 +343,7 @@ class SweepOptions:
     """
 
     max_trials: int | None = option(
-        None, SWEEP, "Draw so many of the combinations, by --seed. Default: all.", within=Range(1, at_most=MAX_TRIALS)
+        None, SWEEP, "Draw so many of the combinations, by --seed. Default: all.", within=Range(1)
     )
     metric: str = option("eval_loss", SWEEP, "What the adapters are compared by; lower is better.", choices=METRICS)
     scheduler: str = option(

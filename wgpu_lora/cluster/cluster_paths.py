@@ -16,11 +16,11 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.paths import is_path
 from wgpu_lora.train.options.training_arguments import PATHS
+from wgpu_lora.typed_json import typed
 
 ROOT = "WGPU_LORA_CLUSTER_DIR"
 ADAPTERS, PIPELINE = "adapters", "pipeline"  # in a unit's directory
 NAME = re.compile(r"(?!\.)[A-Za-z0-9._=,+-]{1,200}")
-DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def cluster_root() -> Path:
@@ -100,17 +100,16 @@ def node_paths(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     Raises:
         UserError: the variable is not what `cluster up` sets.
     """
-    said = environment.get(NODE_PATHS)
-    if not said:
+    text = environment.get(NODE_PATHS)
+    if not text:
         return {}
     try:
-        found = json.loads(said)
-        good = isinstance(found, dict) and all(isinstance(v, str) and is_path(v) for v in found.values())
+        paths: dict[str, str] = typed(dict[str, str], json.loads(text))
     except (ValueError, RecursionError):
-        good = False
-    if not good:
-        raise UserError(f"{NODE_PATHS} is {said!a:.80}, but must be a JSON object of folders: start the node again.")
-    return dict(found)
+        raise UserError(
+            f"{NODE_PATHS} is {text!a:.80}, but must be a JSON object of folders: start the node again."
+        ) from None
+    return paths
 
 
 def on_node(options: Mapping[str, Any], paths: Mapping[str, str], sent: Path) -> dict[str, Any]:
@@ -119,12 +118,10 @@ def on_node(options: Mapping[str, Any], paths: Mapping[str, str], sent: Path) ->
     Args:
         paths: its folders that others have elsewhere, as `node_paths`. sent: the folder of what drivers have sent.
     """
-    found = dict(options)
-    for name in HERE:
-        value = found.get(name)
-        if isinstance(value, str):
-            found[name] = _there(value, paths, sent)
-    return found
+    return {
+        name: _there(value, paths, sent) if name in HERE and isinstance(value, str) else value
+        for name, value in options.items()
+    }
 
 
 def _there(text: str, paths: Mapping[str, str], sent: Path) -> str:

@@ -8,32 +8,32 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.cluster.cluster_file import MOST_TASKS, ClusterFile, checked_name, in_file, safe_name, told_apart
+from wgpu_lora.cluster.cluster_file import ClusterFile, checked_name, safe_name, told_apart
 from wgpu_lora.cluster.cluster_paths import for_nodes
 from wgpu_lora.cluster.messages import Task
 from wgpu_lora.cluster.task_outputs import check_outputs, output_of
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
-from wgpu_lora.names.spelling import IN_FILE, flag, naming
+from wgpu_lora.names.spelling import IN_FILE, error_source, flag, naming
 from wgpu_lora.train.adapter_tasks import KEYS, OPTIONS, OWN, AdapterTask, named_tasks, task_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values, named
 from wgpu_lora.train.resolve_options import find_recipe, read_recipe
 
+MAX_ADAPTERS = 10_000  # of a run
 # Options that a task cannot have, and why.
 REFUSED = {
     "device": "the cluster chooses the devices",
     "resume": "a run on a cluster continues by itself",
     "overwrite": "results of a run on a cluster go to a directory without any",
 }
-OWN_OF_RECIPE = ("recipe", "name")
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A task before its directory has been checked. name: as given, or made of its directory (`given` is False)."""
+    """A task before its directory has been checked. name: as given, or (`derived`) made of a directory or a recipe."""
 
     name: str
-    given: bool
+    derived: bool
     args: TrainingArguments
 
 
@@ -65,13 +65,13 @@ def gather_tasks(
             f"There is nothing to train: give {flag('adapters')} DATA:CHECKPOINT, {flag('data')} with "
             f"{flag('output')}, a recipe, or a cluster file with [[adapter]] tables."
         )
-    if len(drafts) > MOST_TASKS:
-        raise UserError(f"{len(drafts):,} adapters are more than {MOST_TASKS:,}: split them into several runs.")
     return finished(drafts, file.data_root if file else None, shared)
 
 
 def finished(drafts: Sequence[Draft], root: str | None, shared: str | None) -> list[Task]:
     """Drafts as tasks. Raises UserError, as `gather_tasks`."""
+    if len(drafts) > MAX_ADAPTERS:
+        raise UserError(f"{len(drafts):,} adapters are more than {MAX_ADAPTERS:,}: split them into several runs.")
     tasks = []
     for name, draft in zip(_names(drafts), drafts, strict=True):
         assert draft.args.output
@@ -97,23 +97,26 @@ def shared_arguments(
     Raises:
         UserError: one is not known or not allowed.
     """
-    return from_values(_checked(given), "The command line", _over(_base(file), recipe))
+    args = TrainingArguments()
+    if file:
+        where = f"{file.where}, [options]"
+        with error_source(where, IN_FILE):
+            if "output" in _allowed(file.options, where):
+                raise UserError(f"{flag('output')} cannot be that of all adapters: give each its own.")
+        args = from_values(file.options, where, args, IN_FILE)
+    if recipe is not None:
+        path = find_recipe(recipe)
+        values = {key: value for key, value in read_recipe(path).items() if key not in REFUSED}
+        args = from_values(values, f"The recipe {path}", args, IN_FILE)
+    return from_values(_allowed(given, "The command line"), "The command line", args)
 
 
-def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the command line, by the names of options of training."""
-    found = named(given, "The command line")
-    _refuse(found, "The command line")
-    return found
-
-
-def _base(file: ClusterFile | None) -> TrainingArguments:
-    if not file:
-        return TrainingArguments()
-    where = f"{file.where}, [options]"
-    with in_file(where):
-        _refuse(named(file.options, where), where, "output")
-    return from_values(file.options, where, names=IN_FILE)
+def _allowed(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
+    """Values by the names of training's options, or those in `more`. Raises UserError if a task cannot have one."""
+    options = named(values, where, *more)
+    for name in options.keys() & REFUSED.keys():
+        raise UserError(f"{where}: {flag(name)} cannot be given, since {REFUSED[name]}: leave it out.")
+    return options
 
 
 def _drafts(
@@ -127,45 +130,29 @@ def _drafts(
     if adapters or config:
         yield from _of_adapters(named_tasks(adapters, config), args)
     elif recipe or given.get("data"):
-        yield _alone(args, recipe)
+        if args.data is None:
+            raise UserError(f"{flag('data')} is missing: the recipe {recipe} names no data.")
+        if args.output is None:
+            raise UserError(f"{flag('output')} is missing: name a directory for the result.")
+        yield Draft(_directory_name(args.output), True, args)
     elif file:
         yield from _of_adapters([*_adapters_of(file)], args)
         yield from _of_recipes(file, given)
 
 
-def _over(base: TrainingArguments, recipe: str | None) -> TrainingArguments:
-    """The options of a recipe over others."""
-    if recipe is None:
-        return base
-    path = find_recipe(recipe)
-    values = {key: value for key, value in read_recipe(path).items() if key not in REFUSED}
-    return from_values(values, f"The recipe {path}", base, IN_FILE)
-
-
-def _alone(args: TrainingArguments, recipe: str | None) -> Draft:
-    """The task of a command line without --adapters."""
-    if args.data is None:
-        raise UserError(f"{flag('data')} is missing: the recipe {recipe} names no data.")
-    if args.output is None:
-        raise UserError(f"{flag('output')} is missing: name a directory for the result.")
-    return Draft(_directory_name(args.output), False, args)
-
-
 def _of_adapters(adapters: Sequence[AdapterTask], args: TrainingArguments) -> Iterator[Draft]:
-    if not adapters:
-        return
-    if args.data is not None:
-        raise UserError(f"{flag('data')} and {flag('adapters')} cannot be combined: every adapter names its own data.")
-    if args.output is not None:
-        raise UserError(f"{flag('output')} does nothing with several adapters, which name their own directories.")
     for task in adapters:
+        for name in ("data", "output"):
+            if getattr(args, name) is not None:
+                raise UserError(
+                    f"{flag(name)} and {flag('adapters')} cannot be combined: every adapter names its own {name}."
+                )
         if task.weight != 1 and not args.gradient_accumulation_steps:
             raise UserError(
                 f"The adapter {task.name} has a 'weight', which is of one pipeline, but adapters of a cluster may be "
                 f"trained apart: leave it out, or give {flag('gradient_accumulation_steps')}."
             )
-        derived = task.name == _directory_name(task.checkpoint)
-        yield Draft(task.name, not derived, task.arguments(args))
+        yield Draft(task.name, task.name == _directory_name(task.checkpoint), task.arguments(args))
 
 
 def _adapters_of(file: ClusterFile) -> Iterator[AdapterTask]:
@@ -176,10 +163,9 @@ def _adapters_of(file: ClusterFile) -> Iterator[AdapterTask]:
         where = f"{file.where}, adapter {number}"
         with naming(IN_FILE):
             values = real_names(table, [*OWN, *OPTIONS, *KEYS, *options], where, "key", otherwise)
-            if "output" in values:
-                raise UserError(f"{where}: 'output' is called 'checkpoint' in [[adapter]] tables.")
-            _refuse(values, where)
             more = {k: v for k, v in values.items() if k in options and k not in KEYS and k not in OWN}
+            if "output" in _allowed(more, where):
+                raise UserError(f"{where}: 'output' is called 'checkpoint' in [[adapter]] tables.")
             task = task_of({k: v for k, v in values.items() if k not in more}, where)
         yield replace(task, options={**task.options, **more})
 
@@ -188,28 +174,18 @@ def _of_recipes(file: ClusterFile, given: Mapping[str, Any]) -> Iterator[Draft]:
     """The [[recipe]] tables: recipe, name, and options of training over its own."""
     for number, table in enumerate(file.recipe, 1):
         where = f"{file.where}, recipe {number}"
-        with in_file(where):
-            values = named(table, where, *OWN_OF_RECIPE)
-            _refuse(values, where)
+        with error_source(where, IN_FILE):
+            values = _allowed(table, where, "recipe", "name")
             recipe, name = values.pop("recipe", None), values.pop("name", None)
             if not isinstance(recipe, str) or not recipe.strip():
                 raise UserError("'recipe' must be a file of options, or the name of a bundled recipe.")
             if name is not None and not isinstance(name, str):
                 raise UserError(f"'name' must be text, not {name!a:.60}.")
-        args = from_values(given, "The command line", _over(_base(file), recipe))
-        args = from_values(values, where, args, IN_FILE)
+        args = from_values(values, where, shared_arguments(given, recipe, file), IN_FILE)
         for key in ("data", "output"):
             if getattr(args, key) is None:
                 raise UserError(f"{where}: neither it nor the recipe {recipe} has '{key}': add it.")
-        yield Draft(name or Path(recipe).stem, name is not None, args)
-
-
-def _refuse(values: Mapping[str, Any], where: str, *more: str) -> None:
-    for name in values:
-        if name in REFUSED:
-            raise UserError(f"{where}: {flag(name)} cannot be given, since {REFUSED[name]}: leave it out.")
-        if name in more:
-            raise UserError(f"{where}: {flag(name)} cannot be that of all adapters: give each its own.")
+        yield Draft(name or Path(recipe).stem, name is None, args)
 
 
 def _directory_name(path: str) -> str:
@@ -219,14 +195,13 @@ def _directory_name(path: str) -> str:
 def _names(drafts: Sequence[Draft]) -> list[str]:
     """Names of tasks that differ. Raises UserError if two given ones do not."""
     seen: dict[str, str] = {}
-    for draft in drafts:
-        if draft.given:
-            checked_name(draft.name, "The name of an adapter")
-            if draft.name.casefold() in seen:
-                raise UserError(
-                    f"Two adapters are named '{draft.name}' and '{seen[draft.name.casefold()]}': give each a 'name' of "
-                    "its own, which differs by more than its case."
-                )
-            seen[draft.name.casefold()] = draft.name
-    made = iter(told_apart([safe_name(draft.name) for draft in drafts if not draft.given], [*seen]))
-    return [draft.name if draft.given else next(made) for draft in drafts]
+    for name in [draft.name for draft in drafts if not draft.derived]:
+        checked_name(name, "The name of an adapter")
+        if twice := seen.get(name.casefold()):
+            raise UserError(
+                f"Two adapters are named '{name}' and '{twice}': give each a 'name' of its own, which differs by more "
+                "than its case."
+            )
+        seen[name.casefold()] = name
+    derived = iter(told_apart([safe_name(draft.name) for draft in drafts if draft.derived], [*seen]))
+    return [next(derived) if draft.derived else draft.name for draft in drafts]

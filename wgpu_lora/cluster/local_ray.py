@@ -210,9 +210,9 @@ def _run(command: list[str], environment: dict[str, str], log: Path) -> str:
         apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined,unused-ignore]
     with log.open("wb") as out:
         # To a file, since the processes that it leaves behind keep its output open.
-        files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+        apart |= {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
         try:
-            subprocess.run(command, env=environment, timeout=START_SECONDS, check=False, **files, **apart)
+            subprocess.run(command, env=environment, timeout=START_SECONDS, check=False, **apart)
         except subprocess.TimeoutExpired:
             raise UserError(
                 f"Ray has not started in {START_SECONDS:.0f} s on this machine: end other programs, or try again."

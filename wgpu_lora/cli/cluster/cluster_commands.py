@@ -218,7 +218,7 @@ def _sweep(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values
     grid = grid_of(values["param"] or [])
     options = run_options(ctx, values, where.file)
     args = shared_arguments(given, recipe, where.file)
-    warn_unused(given.keys() - grid.values.keys(), args)
+    warn_unused(given.keys() - grid.keys(), args)
     tasks = sweep_tasks(grid, sweep, args, where.file.data_root if where.file else None, options.shared)
     return run_tasks(where, tasks, options, sweep=sweep, detach=values["detach"], dashboard=values["dashboard"])
 

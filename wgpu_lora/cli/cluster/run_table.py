@@ -313,7 +313,7 @@ def show_status(snapshot: Snapshot) -> None:
             line("aside", f"jobs failed on {place} {view.failures} times in a row: {again}")
     if snapshot.runs:
         print()
-        columns = ("run", "by", "began", "adapters", "tokens/s", "results")
+        of_runs = ("run", "by", "began", "adapters", "tokens/s", "results")
         rows = []
         for run in snapshot.runs[-STATUS_RUNS:]:
             tasks = [task for task in snapshot.tasks if task.run == run.name]
@@ -321,7 +321,7 @@ def show_status(snapshot: Snapshot) -> None:
             here = "fetched" if all(task.fetched for task in tasks) else "to be fetched by 'attach'"
             results = run.shared or (here if run.over else "")
             rows.append([run.name, run.by, began, states_of(tasks), speed_of(tasks), results])
-        console().print(_table(columns, rows, (*columns[:4], "results")))
+        console().print(_table(of_runs, rows, (*of_runs[:4], "results")))
     over = {run.name for run in snapshot.runs if run.over}
     # Of adapters whose run goes on, or whose result has not been fetched.
     tasks = [task for task in snapshot.tasks if task.run not in over or not task.fetched]
