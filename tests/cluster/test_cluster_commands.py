@@ -35,7 +35,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("run --local --data rows.jsonl --output o --join sometimes", "--join must be one of"),
         ("run --local --data rows.jsonl --output o --mirror-steps -1", "--mirror-steps"),
         ("run --local --data rows.jsonl --output o --device 1", "the cluster chooses the devices"),
-        ("run --local --data rows.jsonl --output o --name ../x", "--name is '../x', but must be up to 64"),
+        ("run --local --data rows.jsonl --output o --name ../x", "--name must be up to 64 letters"),
         ("run -f none.toml --data rows.jsonl --output o", "none.toml cannot be read"),
         ("run --address http://x --data rows.jsonl --output o", "must be auto, HOST:PORT or ray://HOST:PORT"),
         ("run --address 127.0.0.1:1 --dashboard --data rows.jsonl --output o", "--dashboard is for --local"),

@@ -7,7 +7,6 @@ import re
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,22 +22,12 @@ LONGEST = 64  # name
 A_NAME = f"up to {LONGEST} letters, digits, '.', '_' and '-', of which the first is a letter or a digit"
 AN_ADDRESS = "auto, HOST:PORT or ray://HOST:PORT"
 A_FOLDER = "the absolute path of a folder, such as /mnt/lab"
+A_STORAGE = "the absolute path of a folder that all machines have, or a URL such as s3://bucket/runs"
 
 
 def is_safe(text: str) -> bool:
     """Whether a text can be a name: it is a plain part of a path on every system, and never an option."""
     return bool(re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}", text))
-
-
-def checked_name(text: str, what: str) -> str:
-    """The text, if it can be a name; `what` begins the error, such as `The run's name`.
-
-    Raises:
-        UserError: it cannot.
-    """
-    if not is_safe(text):
-        raise UserError(f"{what} is {text!a:.80}, but must be {A_NAME}.")
-    return text
 
 
 def safe_name(text: str) -> str:
@@ -51,15 +40,17 @@ def told_apart(names: Sequence[str], fixed: Collection[str] = ()) -> list[str]:
 
     Some file systems do not tell names apart by their case.
     """
-    found: list[str] = []
+    result: list[str] = []
     seen = {name.casefold() for name in fixed}
     taken = seen | {name.casefold() for name in names}
     for name in names:
-        numbered = (f"{name[: LONGEST - 1 - len(str(number))]}-{number}" for number in count(2))
-        free = (one for one in numbered if one.casefold() not in taken | seen)
-        found.append(name if name.casefold() not in seen else next(free))
-        seen.add(found[-1].casefold())
-    return found
+        new, number = name, 1
+        while new.casefold() in (seen if number == 1 else taken | seen):
+            number += 1
+            new = f"{name[: LONGEST - 1 - len(str(number))]}-{number}"
+        result.append(new)
+        seen.add(new.casefold())
+    return result
 
 
 CLUSTER = "Cluster"  # their heading in help
@@ -104,8 +95,8 @@ class RunOptions:
     eval_device: str | None = option(
         None,
         CLUSTER,
-        "Device that measures held-out losses and makes caches of teachers while others train: its key or part of its "
-        "name, as 'cluster status' shows it.",
+        "Device that measures held-out losses and makes caches of teachers while others train: its HOST:INDEX, key or "
+        "part of its name, as 'cluster status' shows it.",
     )
     send_data: bool = option(
         False, CLUSTER, "Send data that only this machine has to the others, instead of refusing them."
@@ -114,19 +105,15 @@ class RunOptions:
     def __post_init__(self) -> None:
         for item in fields(self):
             check(item.name, getattr(self, item.name), item.metadata)
-        if self.name is not None:
-            checked_name(self.name, flag("name"))
-        if self.shared is not None and not _is_folder(self.shared):
-            raise UserError(f"{flag('shared')} must be {A_FOLDER}, not {self.shared!a:.80}.")
-        if self.storage is not None and not (
-            self.storage.isprintable() and re.match(r"/|[a-z][a-z0-9+]*://", self.storage)
+        for name, fits, expected in (
+            ("name", is_safe, A_NAME),
+            ("shared", _is_folder, A_FOLDER),
+            ("storage", _is_storage, A_STORAGE),
+            ("eval_device", _is_text, "a device's HOST:INDEX, key or part of its name"),
         ):
-            raise UserError(
-                f"{flag('storage')} must be the absolute path of a folder that all machines have, or a URL such as "
-                f"s3://bucket/runs, not {self.storage!a:.80}."
-            )
-        if self.eval_device is not None and not (self.eval_device.strip() and self.eval_device.isprintable()):
-            raise UserError(f"{flag('eval_device')} must be a device's key or part of its name.")
+            value = getattr(self, name)
+            if value is not None and not fits(value):
+                raise UserError(f"{flag(name)} must be {expected}, not {value!a:.80}.")
         if self.data_parallel > 1 and self.join == "always":
             raise UserError(
                 f"{setting('join', 'always')} and {setting('data_parallel', self.data_parallel)} cannot be combined: "
@@ -159,6 +146,14 @@ def _is_folder(text: str) -> bool:
     return plain and text.startswith("/") and ".." not in text.split("/")
 
 
+def _is_storage(text: str) -> bool:
+    return text.isprintable() and bool(re.match(r"/|[a-z][a-z0-9+]*://", text))
+
+
+def _is_text(text: str) -> bool:
+    return bool(text.strip()) and text.isprintable()
+
+
 def _is_interface(text: str) -> bool:
     try:
         found = ipaddress.IPv4Address(text)
@@ -179,9 +174,7 @@ def _text(pattern: str, expected: str) -> Check:
 HostName = Annotated[str, _text(r"[A-Za-z0-9]([A-Za-z0-9.:-]{0,251}[A-Za-z0-9])?", "the name or address of a host")]
 Address = Annotated[str, Check(_is_interface, "the IPv4 address of an interface of the host, such as 10.0.0.2")]
 User = Annotated[str, _text(r"[A-Za-z_][A-Za-z0-9._-]{0,31}", "the name of a user on the host")]
-KeyFile = Annotated[
-    str, Check(lambda text: bool(text.strip()) and text.isprintable(), "the path of a private key here")
-]
+KeyFile = Annotated[str, Check(_is_text, "the path of a private key here")]
 Program = Annotated[
     str, _text(r"(?!-)~?[A-Za-z0-9_./+-]{1,255}", "the path of an interpreter on the host, such as ~/venv/bin/python")
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.cluster.cluster_file import ClusterFile, checked_name, safe_name, told_apart
+from wgpu_lora.cluster.cluster_file import A_NAME, ClusterFile, is_safe, safe_name, told_apart
 from wgpu_lora.cluster.cluster_paths import for_nodes
 from wgpu_lora.cluster.messages import Task
 from wgpu_lora.cluster.task_outputs import check_outputs, output_of
@@ -196,7 +196,8 @@ def _names(drafts: Sequence[Draft]) -> list[str]:
     """Names of tasks that differ. Raises UserError if two given ones do not."""
     seen: dict[str, str] = {}
     for name in [draft.name for draft in drafts if not draft.derived]:
-        checked_name(name, "The name of an adapter")
+        if not is_safe(name):
+            raise UserError(f"The name of an adapter is {name!a:.80}, but must be {A_NAME}.")
         if twice := seen.get(name.casefold()):
             raise UserError(
                 f"Two adapters are named '{name}' and '{twice}': give each a 'name' of its own, which differs by more "

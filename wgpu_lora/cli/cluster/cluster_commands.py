@@ -82,7 +82,7 @@ def cancel(
 
 
 def release(
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="Its key, or HOST:INDEX, of 'cluster status'.")],
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="Its HOST:INDEX of 'cluster status', or its key.")],
     address: Address = None,
     file: ClusterToml = None,
     local: Here = False,
