@@ -151,23 +151,6 @@ def test_a_connection_that_ray_refuses_is_a_sentence(monkeypatch: pytest.MonkeyP
 # -- what a killed Ray left --------------------------------------------------------------------------------------------
 
 
-def recorded(state: Path, text: object) -> Path:
-    state.mkdir(exist_ok=True)
-    file = state / local_ray.RECORD
-    file.write_text(f"{text}")
-    return file
-
-
-def test_what_a_killed_ray_left_is_removed(alone: Path, tmp_path: Path) -> None:
-    place = tmp_path / "wgl-x"
-    place.mkdir()
-    (place / "token").write_text("t")
-    file = recorded(alone, place)
-    assert local_ray.running_ray() is None
-    assert not file.exists()
-    assert not place.exists()
-
-
 def test_the_own_ray_has_its_own_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
@@ -192,10 +175,11 @@ def test_the_own_ray_has_its_own_token(tmp_path: Path, monkeypatch: pytest.Monke
 def test_other_directories_are_left_alone(alone: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()  # without a token: not ours, whatever the record says
     for text in (tmp_path / name, "", "\0", "." * 9999):
-        file = recorded(alone, text)
+        alone.mkdir(exist_ok=True)
+        (alone / local_ray.RECORD).write_text(f"{text}")
         assert local_ray.running_ray() is None
         assert local_ray.end_local() is None
-        assert not file.exists()
+        assert not (alone / local_ray.RECORD).exists()
     assert (tmp_path / name).is_dir()
 
 

@@ -16,9 +16,9 @@ from support.fake_cluster import FakeCluster, snapshot, task_view
 from wgpu_lora.cli.cluster import run_driver
 from wgpu_lora.cluster import local_ray
 from wgpu_lora.cluster.cluster_connection import Target
-from wgpu_lora.cluster.cluster_file import RunOptions
+from wgpu_lora.cluster.cluster_file import RunOptions, SweepOptions
 from wgpu_lora.cluster.local_ray import LocalRay, end_unused, using
-from wgpu_lora.cluster.messages import RunRequest, Snapshot, Sweep, Task
+from wgpu_lora.cluster.messages import RunRequest, Snapshot, Task
 from wgpu_lora.cluster.node_processes import MARK
 from wgpu_lora.errors import UserError
 
@@ -89,6 +89,7 @@ def test_a_start_that_was_killed_leaves_no_process(state: Path, tmp_path: Path) 
         assert local_ray.running_ray() is None
         assert process.wait(60) != 0
     assert not begun.place.exists()
+    assert not (state / local_ray.RECORD).exists()
 
 
 def test_a_state_directory_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +163,7 @@ def test_a_sweep_json_that_cannot_be_written_leaves_no_ray(
 ) -> None:
     (tmp_path / "sweep.json").mkdir()
     task = replace(DONE.tasks[0], output=str(tmp_path / "a"))
-    swept = replace(DONE, tasks=[task], runs=[replace(DONE.runs[0], sweep=Sweep("loss"))])
+    swept = replace(DONE, tasks=[task], runs=[replace(DONE.runs[0], sweep=SweepOptions(metric="loss"))])
     monkeypatch.setattr(run_driver, "connected", lambda where: nullcontext(FakeCluster(snapshots=[swept])))
     with pytest.raises(UserError, match=r"sweep\.json cannot be written \(.*\): mend that for other sweeps"):
         run_driver.attach_to(Target(here=True), "r")

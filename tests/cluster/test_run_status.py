@@ -13,7 +13,8 @@ from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot
 
 from wgpu_lora.cli.cluster.run_table import Table, report, show_status
 from wgpu_lora.cluster.cluster_connection import ClusterGone
-from wgpu_lora.cluster.messages import EventLine, Snapshot, Sweep
+from wgpu_lora.cluster.cluster_file import SweepOptions
+from wgpu_lora.cluster.messages import EventLine, Snapshot
 from wgpu_lora.cluster.run_status import PATIENCE, Followed, follow
 from wgpu_lora.errors import UserError
 
@@ -249,7 +250,7 @@ def test_the_end_of_a_sweep_has_its_parameters(capsys: pytest.CaptureFixture[str
         for rank in (8, 4)
     ]
     seen = snapshot(*tasks, over=True)
-    report(Followed(replace(seen, runs=[replace(seen.runs[0], sweep=Sweep("loss"))])))
+    report(Followed(replace(seen, runs=[replace(seen.runs[0], sweep=SweepOptions(metric="loss"))])))
     lines = capsys.readouterr().out.splitlines()
     assert "lora_r" in lines[0]
     assert lines[1].split()[1:3] == ["t4", "4"]

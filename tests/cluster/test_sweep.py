@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wgpu_lora.cluster.messages import Progress, RunRequirements, RunView, Snapshot, Sweep, Task, TaskView
+from wgpu_lora.cluster.messages import Progress, RunRequirements, RunView, Snapshot, Task, TaskView
 from wgpu_lora.cluster.sweep import (
     SweepOptions,
     grid_of,
@@ -136,7 +136,7 @@ def test_what_plans_say_about_comparing() -> None:
     sweep, same = planned(SweepOptions(), tasks, plans(0))
     assert (sweep.scheduler, same) == ("none", tasks)
     sweep, found = planned(SweepOptions(scheduler="asha"), tasks, plans(60))
-    assert sweep == Sweep("eval_loss", "asha", 6, 4.0, 6)
+    assert sweep == SweepOptions(scheduler="asha", grace_period=6)
     assert [task.options["eval_steps"] for task in found] == [6, 3]
     with pytest.raises(UserError, match="--metric eval_loss needs held-out rows, but a has none"):
         planned(SweepOptions(), tasks, plans(60, heldout=False))
@@ -162,7 +162,7 @@ def test_the_best_comes_first_and_failed_ones_last(tmp_path: Path) -> None:
         view("best", "finished", 1.0), view("none", "pending", float("nan")), view("other", "finished", 0.0, "s"),
     ]  # fmt: skip
     assert [one.name for one in ranked(views[:5], "eval_loss")] == ["best", "early", "worst", "failed", "none"]
-    run = RunView("r", "me", 0.0, True, sweep=Sweep())
+    run = RunView("r", "me", 0.0, True, sweep=SweepOptions())
     path = write_results(Snapshot(0.0, [run], views, [], []), run)
     assert path == tmp_path / "out/sweep.json"
     said = json.loads(path.read_text())

@@ -13,7 +13,7 @@ from typing import Any
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster.cluster_file import LONGEST, SweepOptions, safe_name, told_apart
 from wgpu_lora.cluster.cluster_tasks import MAX_ADAPTERS, REFUSED, Draft, finished
-from wgpu_lora.cluster.messages import RunView, Snapshot, Sweep, Task, TaskView
+from wgpu_lora.cluster.messages import RunView, Snapshot, Task, TaskView
 from wgpu_lora.cluster.task_outputs import output_of
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.json_files import to_json
@@ -136,8 +136,8 @@ def _name(params: Mapping[str, Any], number: int, count: int) -> str:
 
 def planned(
     options: SweepOptions, tasks: Sequence[Task], plans: Mapping[str, Mapping[str, RunRequirements]]
-) -> tuple[Sweep, list[Task]]:
-    """How the tasks are compared, by what their plans say; a scheduler has held-out losses measured when it compares.
+) -> tuple[SweepOptions, list[Task]]:
+    """The options with the interval of the scheduler, which has held-out losses measured when it compares, and tasks.
 
     Args:
         plans: by task and plan class.
@@ -153,9 +153,8 @@ def planned(
             f"{flag('eval_data')} or {flag('validation_split')}, or {setting('metric', 'loss')}."
         )
     steps = [plan.steps for of_task in found.values() for plan in of_task]
-    sweep = Sweep(options.metric, options.scheduler, options.grace_period or 1, options.reduction_factor)
     if options.scheduler == "none":
-        return sweep, list(tasks)
+        return options, list(tasks)
     if not all(steps):
         raise UserError(
             f"{setting('scheduler', options.scheduler)} compares adapters by steps, but these end by time: give "
@@ -178,7 +177,7 @@ def planned(
             )
         defaults["save_steps"] = interval  # what others copy
     tasks = [replace(task, options={**defaults, **task.options}) for task in tasks]
-    return replace(sweep, grace_period=interval, perturbation_interval=interval), list(tasks)
+    return replace(options, **{name: interval}), tasks
 
 
 VERSION = 1  # of sweep.json
@@ -210,7 +209,7 @@ def write_results(snapshot: Snapshot, run: RunView) -> Path:
     Raises:
         UserError: it cannot be written.
     """
-    sweep = run.sweep or Sweep()
+    sweep = run.sweep or SweepOptions()
     views = ranked([view for view in snapshot.tasks if view.run == run.name], sweep.metric)
     adapters = [
         {

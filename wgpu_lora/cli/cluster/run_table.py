@@ -29,6 +29,7 @@ MARGIN = 10  # lines of a terminal that are left to what is not a row
 LATE = 5.0  # seconds without an answer after which the table says so
 COLUMNS = ("adapter", "state", "device", "step", "loss", "held-out", "tokens/s", "left", "trend")
 LEFT = ("adapter", "state", "device")
+FORMS = ("{}", "{}", "loss {}", "held-out {}", "{} tokens/s", "on {}", "{} left", "{}", "{}")  # of the parts of a line
 # The states of tasks, first those that are shown if there are more tasks than lines.
 ORDER = ("running", "starting", "moving", "failed", "cancelled", "pending", "stopped", "finished")
 STYLES = {"failed": "red", "cancelled": "yellow", "moving": "yellow", "finished": "green", "stopped": "green"}
@@ -194,18 +195,13 @@ def numbers_of(task: TaskView) -> list[str]:
 
 def sentence_of(task: TaskView, places: Mapping[str, str]) -> str:
     """A task in a line without columns."""
+    device = places.get(task.device or "", task.device or "")
+    doing = state_of(task) if state_of(task) != task.state else ""
     loss, heldout, speed, left = numbers_of(task)
-    parts = [
-        steps_of(task),
-        f"loss {loss}" if loss else "",
-        f"held-out {heldout}" if heldout else "",
-        f"{speed} tokens/s" if speed else "",
-        f"on {places.get(task.device, task.device)}" if task.device else "",
-        f"{left} left" if left else "",
-        state_of(task) if state_of(task) != task.state else "",
-        why_of(task),
-    ]
-    return "  ".join([task.name, *filter(None, parts)])
+    parts = zip(
+        FORMS, (task.name, steps_of(task), loss, heldout, speed, device, left, doing, why_of(task)), strict=True
+    )
+    return "  ".join(form.format(part) for form, part in parts if part)
 
 
 def summary(tasks: Sequence[TaskView]) -> str:
