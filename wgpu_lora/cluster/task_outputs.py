@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from wgpu_lora.atomic import file_digest, new_directory
+from wgpu_lora.atomic import check_new, file_digest, new_directory
 from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, Store, restore_files
 from wgpu_lora.cluster.messages import StoredFile, Task
 from wgpu_lora.errors import UserError, reason
@@ -42,10 +42,15 @@ def check_outputs(tasks: Sequence[Task], *, here: bool = True) -> None:
     """
     # Results may be copied to where the case of names does not count.
     check_directories_apart([(task.name, task.output) for task in tasks], ignore_case=True)
+    # Whether a directory can be made is tried once in each folder, with the longest name.
+    by_length = sorted(tasks, key=lambda task: len(os.fsencode(task.output)))
+    longest = {os.path.dirname(task.output): task for task in by_length}
     for task in tasks if here else ():
         try:
-            with suppress(_Abandoned), new_directory(task.output, flag("output")):
-                raise _Abandoned
+            check_new(task.output, flag("output"), directory=True)
+            if longest[os.path.dirname(task.output)] is task:
+                with suppress(_Abandoned), new_directory(task.output, flag("output")):
+                    raise _Abandoned
         except UserError as error:
             raise UserError(f"{task.name}: {error}") from None
 
