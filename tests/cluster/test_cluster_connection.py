@@ -44,14 +44,14 @@ def test_a_cluster_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
         target("http://x", None, False)
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     assert target(None, None, False).address == "ray://head:10001"
-    assert target(None, None, True).here
+    assert target(None, None, True).local
 
 
 def test_words_that_name_it_again(tmp_path: Path) -> None:
     file = tmp_path / "my cluster.toml"
     file.write_text('name = "lab"\naddress = "auto"\n')
     assert target(None, file, False).words() == f" -f '{file}'"
-    assert Target(here=True).words() == " --local"
+    assert Target(local=True).words() == " --local"
     assert Target("ray://a:1").words() == " --address ray://a:1"
 
 
@@ -65,7 +65,7 @@ def test_nothing_listens() -> None:
 
 
 def test_no_local_ray() -> None:
-    with pytest.raises(UserError, match="Ray does not run on this machine"), connected(Target(here=True)):
+    with pytest.raises(UserError, match="Ray does not run on this machine"), connected(Target(local=True)):
         pass
 
 
@@ -162,7 +162,7 @@ def test_the_own_ray_has_its_own_token(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(local_ray, "running_ray", lambda: local)
     monkeypatch.setattr(cluster_connection, "_probe", lambda address: None)
     monkeypatch.setattr(cluster_connection, "Cluster", joined)
-    with connected(Target(here=True)) as cluster:
+    with connected(Target(local=True)) as cluster:
         assert "RAY_AUTH_TOKEN" not in cluster.environment
         assert cluster.environment["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "wgl-x/token")
     joined.assert_called_once_with("127.0.0.1:1")

@@ -113,7 +113,7 @@ def test_a_refused_run_ends_what_nobody_else_uses(
     monkeypatch.setattr(run_driver, "connected", lambda where: nullcontext(FakeCluster(snapshots=[seen])))
     monkeypatch.setattr(run_driver, "_request", refused)
     with pytest.raises(UserError, match="is refused"):
-        run_driver.run_tasks(Target(here=True), [], RunOptions())
+        run_driver.run_tasks(Target(local=True), [], RunOptions())
     assert (local_ray.running_ray() is not None) == stays
 
 
@@ -127,7 +127,7 @@ def test_a_ray_that_cannot_be_joined_is_ended_if_it_was_started_now(
     monkeypatch.setattr(local_ray, "start_ray", lambda resources, dashboard: (ray, fresh))
     monkeypatch.setattr(run_driver, "connected", connected)
     with pytest.raises(UserError, match="cannot be joined"):
-        run_driver.run_tasks(Target(here=True), [], RunOptions())
+        run_driver.run_tasks(Target(local=True), [], RunOptions())
     assert (local_ray.running_ray() is None) == fresh
 
 
@@ -148,7 +148,7 @@ def test_a_signal_during_submission_leaves_the_accepted_run(
     monkeypatch.setattr(run_driver, "_request", lambda *given: RunRequest("mine", [], {}))
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_driver.run_tasks(Target(here=True), [], RunOptions())
+            run_driver.run_tasks(Target(local=True), [], RunOptions())
     finally:
         signal.signal(number, before)
     assert local_ray.running_ray() == ray
@@ -166,12 +166,12 @@ def test_a_sweep_json_that_cannot_be_written_leaves_no_ray(
     swept = replace(DONE, tasks=[task], runs=[replace(DONE.runs[0], sweep=SweepOptions(metric="loss"))])
     monkeypatch.setattr(run_driver, "connected", lambda where: nullcontext(FakeCluster(snapshots=[swept])))
     with pytest.raises(UserError, match=r"sweep\.json cannot be written \(.*\): mend that for other sweeps"):
-        run_driver.attach_to(Target(here=True), "r")
+        run_driver.attach_to(Target(local=True), "r")
     assert local_ray.running_ray() is None
 
 
 def test_data_is_looked_for_before_ray_is_started(tmp_path: Path) -> None:
     lacking = Task("a", {"data": str(tmp_path / "no.jsonl")}, str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"no\.jsonl of a cannot be used, since it does not exist"):
-        run_driver.run_tasks(Target(here=True), [lacking], RunOptions())
+        run_driver.run_tasks(Target(local=True), [lacking], RunOptions())
     assert local_ray.running_ray() is None

@@ -55,7 +55,7 @@ def test_code_that_changed_under_a_running_local_ray() -> None:
     with pytest.raises(
         UserError, match=r"its wgpu-lora .* has other code .*: end it with 'wgpu-lora cluster down --local'"
     ):
-        surveyed(FakeCluster([old]), VERSIONS, here=True)
+        surveyed(FakeCluster([old]), VERSIONS, local=True)
 
 
 def test_a_host_that_has_died_since_up(

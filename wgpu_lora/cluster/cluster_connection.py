@@ -37,39 +37,39 @@ def check_ray() -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """A cluster, as a person names it. here: Ray of this user on this machine (`--local`)."""
+    """A cluster, as a person names it. local: Ray of this user on this machine (`--local`)."""
 
     address: str | None = None
     file: ClusterFile | None = None
-    here: bool = False
+    local: bool = False
 
     def words(self) -> str:
         """The options that name it again, for commands to be copied."""
         if self.file:
             return f" -f {shlex.quote(str(self.file.path))}"
-        if self.here:
+        if self.local:
             return " --local"
         return f" --address {shlex.quote(self.address)}" if self.address else ""
 
 
-def target(address: str | None, path: Path | None, here: bool) -> Target:
+def target(address: str | None, path: Path | None, local: bool) -> Target:
     """The cluster that the options name; without any, that of RAY_ADDRESS, else Ray on this machine if it runs.
 
     Raises:
         UserError: they name none, or several, the file or the address is wrong, or Ray is not installed.
     """
     check_ray()
-    options = [name for name, value in (("--address", address), ("-f", path), ("--local", here)) if value]
+    options = [name for name, value in (("--address", address), ("-f", path), ("--local", local)) if value]
     if len(options) > 1:
         raise UserError(f"{' and '.join(options)} name different clusters: give one of them.")
     if path:
         file = read_cluster_file(path)
         return Target(file.address, file)
-    if address or (not here and os.environ.get("RAY_ADDRESS")):
+    if address or (not local and os.environ.get("RAY_ADDRESS")):
         name = "--address" if address else "RAY_ADDRESS"
         return Target(check_address(address or os.environ["RAY_ADDRESS"], name))
-    if here or local_ray.running_ray():
-        return Target(here=True)
+    if local or local_ray.running_ray():
+        return Target(local=True)
     raise UserError(
         "No cluster is named: give --address or -f cluster.toml, or --local for the devices of this machine alone."
     )
@@ -180,7 +180,7 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 @contextmanager
 def _endpoint(where: Target) -> Iterator[tuple[str, Mapping[str, str | None]]]:
     """The address of a cluster, and the environment with its token; for one of `cluster up`, through an SSH tunnel."""
-    if where.here:
+    if where.local:
         ray = local_ray.running_ray()
         if ray is None:
             raise UserError("Ray does not run on this machine: start a run with 'wgpu-lora cluster run --local'.")

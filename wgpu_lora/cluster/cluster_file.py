@@ -137,8 +137,8 @@ def check_address(address: str, where: str) -> str:
 
 def _is_ray_address(text: str) -> bool:
     host = r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]"
-    found = re.fullmatch(rf"(?:ray://)?(?:{host}):([0-9]{{1,5}})", text)
-    return text == "auto" or bool(found and 0 < int(found[1]) < 65536)
+    match = re.fullmatch(rf"(?:ray://)?(?:{host}):([0-9]{{1,5}})", text)
+    return text == "auto" or bool(match and 0 < int(match[1]) < 65536)
 
 
 def _is_folder(text: str) -> bool:
@@ -156,10 +156,10 @@ def _is_text(text: str) -> bool:
 
 def _is_interface(text: str) -> bool:
     try:
-        found = ipaddress.IPv4Address(text)
+        address = ipaddress.IPv4Address(text)
     except ValueError:
         return False
-    return not (found.is_unspecified or found.is_multicast)
+    return not (address.is_unspecified or address.is_multicast)
 
 
 def _are_labels(labels: Mapping[str, str]) -> bool:
@@ -287,15 +287,15 @@ class ClusterFile:
             UserError: there is none, or it is none that others could reach.
         """
         try:
-            found = host.address or socket.gethostbyname(host.host)
+            address = host.address or socket.gethostbyname(host.host)
         except OSError:
-            found = "no IPv4 address"
-        if not _is_interface(found) or (found.startswith("127.") and len(self.host) > 1):
+            address = "no IPv4 address"
+        if not _is_interface(address) or (address.startswith("127.") and len(self.host) > 1):
             raise UserError(
-                f"{host.host} resolves to {found}, by which no other host reaches it: give its 'address' in "
+                f"{host.host} resolves to {address}, by which no other host reaches it: give its 'address' in "
                 f"{self.path}, that of its interface in the network of the hosts."
             )
-        return found
+        return address
 
 
 def read_cluster_file(path: Path) -> ClusterFile:

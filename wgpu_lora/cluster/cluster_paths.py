@@ -138,8 +138,8 @@ def _there(text: str, paths: Mapping[str, str], sent: Path) -> str:
 
 def sent_name(text: str) -> tuple[str, str] | None:
     """The digest and the name of what has been sent, if the value of an option is that."""
-    found = _SENT.fullmatch(text)
-    return (found[1], found[2]) if found and found[2] not in (".", "..") else None
+    match = _SENT.fullmatch(text)
+    return (match[1], match[2]) if match and match[2] not in (".", "..") else None
 
 
 ROOTS = "WGPU_LORA_CLUSTER_ROOTS"  # directories that jobs may read and publish to, separated as in PATH
@@ -175,9 +175,9 @@ def options_here(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: a path is outside the folders that jobs may read here, or begins with `~`.
     """
-    there, roots = on_node(options, node_paths(), sent_directory()), allowed_roots()
+    local, roots = on_node(options, node_paths(), sent_directory()), allowed_roots()
     for name in HERE:
-        value = there.get(name)
+        value = local.get(name)
         if not isinstance(value, str) or sent_name(str(options[name])):
             continue
         if value.startswith("~"):  # drivers say whole paths; whoever opens it would look into a home directory
@@ -186,10 +186,10 @@ def options_here(options: Mapping[str, Any]) -> dict[str, Any]:
             )
         if roots and value != "demo" and not is_hub_id(value, ".") and (wrong := refused_path(value, roots)):
             raise UserError(f"{flag(name)} {value} {wrong}: use a path that this host allows.")
-    return there
+    return local
 
 
 def parcels_of(options: Mapping[str, Any]) -> list[str]:
     """The digests of sent data that options name."""
     names = (sent_name(options[name]) for name in HERE if isinstance(options.get(name), str))
-    return [found[0] for found in names if found]
+    return [match[0] for match in names if match]

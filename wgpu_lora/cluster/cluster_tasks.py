@@ -38,7 +38,7 @@ class Draft:
 
 
 def gather_tasks(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     recipe: str | None = None,
     adapters: Sequence[str] = (),
     adapters_config: Path | None = None,
@@ -51,7 +51,7 @@ def gather_tasks(
     command line, those before a recipe's, and those before [options] of the file.
 
     Args:
-        given: options of training on the command line. recipe: over which they are.
+        options: of training, on the command line. recipe: over which they are.
         adapters: DATA:CHECKPOINT. adapters_config: a file of [[adapter]] tables.
         shared: the shared folder, if results go there.
 
@@ -59,7 +59,7 @@ def gather_tasks(
         UserError: an option or a table is not allowed, there is nothing to train, or two tasks would write to one
             directory.
     """
-    drafts = list(_drafts(given, recipe, adapters, adapters_config, file))
+    drafts = list(_drafts(options, recipe, adapters, adapters_config, file))
     if not drafts:
         raise UserError(
             f"There is nothing to train: give {flag('adapters')} DATA:CHECKPOINT, {flag('data')} with "
@@ -75,10 +75,10 @@ def finished(drafts: Sequence[Draft], root: str | None, shared: str | None) -> l
     tasks = []
     for name, draft in zip(_names(drafts), drafts, strict=True):
         assert draft.args.output
-        options = for_nodes(as_options(draft.args), root)
-        tasks.append(Task(name, options, output_of(draft.args.output, shared)))
+        task_options = for_nodes(as_options(draft.args), root)
+        tasks.append(Task(name, task_options, output_of(draft.args.output, shared)))
     # The cluster's machines look into a shared folder that is not here.
-    check_outputs(tasks, here=shared is None or Path(shared).is_dir())
+    check_outputs(tasks, local=shared is None or Path(shared).is_dir())
     return tasks
 
 
@@ -90,7 +90,7 @@ def as_options(args: TrainingArguments) -> dict[str, Any]:
 
 
 def shared_arguments(
-    given: Mapping[str, Any], recipe: str | None = None, file: ClusterFile | None = None
+    options: Mapping[str, Any], recipe: str | None = None, file: ClusterFile | None = None
 ) -> TrainingArguments:
     """The options of all tasks: those of the command line, over a recipe's, over [options] of the file.
 
@@ -108,28 +108,28 @@ def shared_arguments(
         path = find_recipe(recipe)
         values = {key: value for key, value in read_recipe(path).items() if key not in REFUSED}
         args = from_values(values, f"The recipe {path}", args, IN_FILE)
-    return from_values(_allowed(given, "The command line"), "The command line", args)
+    return from_values(_allowed(options, "The command line"), "The command line", args)
 
 
 def _allowed(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
     """Values by the names of training's options, or those in `more`. Raises UserError if a task cannot have one."""
-    options = named(values, where, *more)
-    for name in options.keys() & REFUSED.keys():
+    by_name = named(values, where, *more)
+    for name in by_name.keys() & REFUSED.keys():
         raise UserError(f"{where}: {flag(name)} cannot be given, since {REFUSED[name]}: leave it out.")
-    return options
+    return by_name
 
 
 def _drafts(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     recipe: str | None,
     adapters: Sequence[str],
     config: Path | None,
     file: ClusterFile | None,
 ) -> Iterator[Draft]:
-    args = shared_arguments(given, recipe, file)
+    args = shared_arguments(options, recipe, file)
     if adapters or config:
         yield from _of_adapters(named_tasks(adapters, config), args)
-    elif recipe or given.get("data"):
+    elif recipe or options.get("data"):
         if args.data is None:
             raise UserError(f"{flag('data')} is missing: the recipe {recipe} names no data.")
         if args.output is None:
@@ -137,7 +137,7 @@ def _drafts(
         yield Draft(_directory_name(args.output), True, args)
     elif file:
         yield from _of_adapters([*_adapters_of(file)], args)
-        yield from _of_recipes(file, given)
+        yield from _of_recipes(file, options)
 
 
 def _of_adapters(adapters: Sequence[AdapterTask], args: TrainingArguments) -> Iterator[Draft]:
@@ -157,20 +157,20 @@ def _of_adapters(adapters: Sequence[AdapterTask], args: TrainingArguments) -> It
 
 def _adapters_of(file: ClusterFile) -> Iterator[AdapterTask]:
     """The [[adapter]] tables, in which any option of training is allowed."""
-    options = [item.name for item in fields(TrainingArguments)]
+    names = [item.name for item in fields(TrainingArguments)]
     otherwise = f"choose among {', '.join([*OWN, *OPTIONS])} and the options of training."
     for number, table in enumerate(file.adapter, 1):
         where = f"{file.where}, adapter {number}"
         with naming(IN_FILE):
-            values = real_names(table, [*OWN, *OPTIONS, *KEYS, *options], where, "key", otherwise)
-            more = {k: v for k, v in values.items() if k in options and k not in KEYS and k not in OWN}
+            values = real_names(table, [*OWN, *OPTIONS, *KEYS, *names], where, "key", otherwise)
+            more = {k: v for k, v in values.items() if k in names and k not in KEYS and k not in OWN}
             if "output" in _allowed(more, where):
                 raise UserError(f"{where}: 'output' is called 'checkpoint' in [[adapter]] tables.")
             task = task_of({k: v for k, v in values.items() if k not in more}, where)
         yield replace(task, options={**task.options, **more})
 
 
-def _of_recipes(file: ClusterFile, given: Mapping[str, Any]) -> Iterator[Draft]:
+def _of_recipes(file: ClusterFile, options: Mapping[str, Any]) -> Iterator[Draft]:
     """The [[recipe]] tables: recipe, name, and options of training over its own."""
     for number, table in enumerate(file.recipe, 1):
         where = f"{file.where}, recipe {number}"
@@ -181,7 +181,7 @@ def _of_recipes(file: ClusterFile, given: Mapping[str, Any]) -> Iterator[Draft]:
                 raise UserError("'recipe' must be a file of options, or the name of a bundled recipe.")
             if name is not None and not isinstance(name, str):
                 raise UserError(f"'name' must be text, not {name!a:.60}.")
-        args = from_values(values, where, shared_arguments(given, recipe, file), IN_FILE)
+        args = from_values(values, where, shared_arguments(options, recipe, file), IN_FILE)
         for key in ("data", "output"):
             if getattr(args, key) is None:
                 raise UserError(f"{where}: neither it nor the recipe {recipe} has '{key}': add it.")

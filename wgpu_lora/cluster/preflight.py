@@ -41,28 +41,28 @@ Plans = dict[str, dict[str, RunRequirements]]  # by task and plan class
 
 def refuse(reasons: Iterable[str]) -> None:
     """Raise UserError if there are any reasons, which are sentences; equal ones count once."""
-    found = list(dict.fromkeys(reasons))
-    if len(found) == 1:
-        raise UserError(found[0])
-    if found:
-        rest = len(found) - MOST_REASONS
+    sentences = list(dict.fromkeys(reasons))
+    if len(sentences) == 1:
+        raise UserError(sentences[0])
+    if sentences:
+        rest = len(sentences) - MOST_REASONS
         more = [f"and {rest:,} more"] if rest > 0 else []
         raise UserError(
-            f"The run is refused for {len(found):,} reasons: mend them all.", [*found[:MOST_REASONS], *more]
+            f"The run is refused for {len(sentences):,} reasons: mend them all.", [*sentences[:MOST_REASONS], *more]
         )
 
 
-def surveyed(cluster: Cluster, own: Versions, here: bool = False) -> list[NodeFacts]:
+def surveyed(cluster: Cluster, versions: Versions, local: bool = False) -> list[NodeFacts]:
     """The nodes of the cluster, with their devices as they are now.
 
     Args:
-        here: it is Ray of this machine.
+        versions: of this machine. local: the cluster is Ray of this machine.
 
     Raises:
         UserError: a node has another version of something than this machine, or there is no device.
     """
     nodes = [from_plain(NodeFacts, one) for one in cluster.controller("nodes", seconds=SURVEY_SECONDS)]
-    reasons = [*_other_versions(nodes, own, here)]
+    reasons = [*_other_versions(nodes, versions, local)]
     if not nodes:
         reasons.append("The cluster has no node that answers: see 'wgpu-lora cluster status'.")
     elif not any(node.devices for node in nodes):
@@ -73,12 +73,12 @@ def surveyed(cluster: Cluster, own: Versions, here: bool = False) -> list[NodeFa
     return nodes
 
 
-def _other_versions(nodes: Iterable[NodeFacts], own: Versions, here: bool) -> Iterator[str]:
+def _other_versions(nodes: Iterable[NodeFacts], versions: Versions, local: bool) -> Iterator[str]:
     for node in nodes:
         # The controller leaves out nodes that differ from the head, by which they have no devices.
-        if not (what := difference(own, node.versions)) or not (node.devices or here):
+        if not (what := difference(versions, node.versions)) or not (node.devices or local):
             continue
-        if here:
+        if local:
             yield (
                 f"Ray of this machine was started before something changed here ({what}): end it with "
                 "'wgpu-lora cluster down --local', and run again."

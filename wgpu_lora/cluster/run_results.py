@@ -75,10 +75,10 @@ def write_evaluations(cluster: Cluster, run: str, tasks: Sequence[TaskView]) -> 
     """
     lines = cluster.controller("evaluations", run)
     for task in tasks:
-        own = [{k: v for k, v in line.items() if k != "task"} for line in lines if line["task"] == task.name]
-        if own and Path(task.output).is_dir():
+        rows = [{k: v for k, v in line.items() if k != "task"} for line in lines if line["task"] == task.name]
+        if rows and Path(task.output).is_dir():
             path = Path(task.output) / EVALUATIONS
             try:
-                write_bytes_atomic(path, "".join(to_json(line) + "\n" for line in own).encode())
+                write_bytes_atomic(path, "".join(to_json(line) + "\n" for line in rows).encode())
             except OSError as error:
                 raise UserError(f"{path} cannot be written ({reason(error)}): mend that.") from None

@@ -73,7 +73,7 @@ def follow(
         ClusterGone: the controller has not answered for PATIENCE seconds, or never will.
         UserError: there is no such run.
     """
-    heard, results = clock(), dict[str, str | None]()  # why a result could not be written here, by task
+    answered, results = clock(), dict[str, str | None]()  # why a result could not be written here, by task
     while True:
         begun = clock()
         try:
@@ -87,11 +87,11 @@ def follow(
                 for task, why in new.items():
                     if why:
                         watcher.kept(task, why)
-            heard = clock()
+            answered = clock()
             if outputs.keys() <= results.keys() and any(view.name == run and view.over for view in snapshot.runs):
                 return Followed(snapshot, {task: why for task, why in results.items() if why})
         except ClusterGone as error:
-            away = clock() - heard
+            away = clock() - answered
             if away > PATIENCE:
                 raise ClusterGone(
                     f"The cluster has not answered for {away:.0f} s, its jobs may go on ({error.problem.rstrip('.')}): "

@@ -145,14 +145,14 @@ def planned(
     Raises:
         UserError: the metric is not measured, the tasks are too short to compare, or an option cannot be mutated.
     """
-    found = {task.name: [*plans.get(task.name, {}).values()] for task in tasks}
-    blind = next((name for name, of_task in found.items() if not all(plan.heldout for plan in of_task)), None)
-    if options.metric == "eval_loss" and blind:
+    by_task = {task.name: [*plans.get(task.name, {}).values()] for task in tasks}
+    unmeasured = next((name for name, of_task in by_task.items() if not all(plan.heldout for plan in of_task)), None)
+    if options.metric == "eval_loss" and unmeasured:
         raise UserError(
-            f"{setting('metric', options.metric)} needs held-out rows, but {blind} has none: give "
+            f"{setting('metric', options.metric)} needs held-out rows, but {unmeasured} has none: give "
             f"{flag('eval_data')} or {flag('validation_split')}, or {setting('metric', 'loss')}."
         )
-    steps = [plan.steps for of_task in found.values() for plan in of_task]
+    steps = [plan.steps for of_task in by_task.values() for plan in of_task]
     if options.scheduler == "none":
         return options, list(tasks)
     if not all(steps):
@@ -177,7 +177,8 @@ def planned(
             )
         defaults["save_steps"] = interval  # what others copy
     tasks = [replace(task, options={**defaults, **task.options}) for task in tasks]
-    return replace(options, **{name: interval}), tasks
+    changes: dict[str, Any] = {name: interval}
+    return replace(options, **changes), tasks
 
 
 VERSION = 1  # of sweep.json

@@ -25,16 +25,16 @@ def output_of(text: str, shared: str | None) -> str:
     """
     if shared is None:
         return os.path.abspath(os.path.expanduser(text))
-    found = os.path.normpath(os.path.join(shared, text))
-    if found == os.path.normpath(shared) or not Path(found).is_relative_to(os.path.normpath(shared)):
+    path = os.path.normpath(os.path.join(shared, text))
+    if path == os.path.normpath(shared) or not Path(path).is_relative_to(os.path.normpath(shared)):
         raise UserError(
             f"The output directory {text} is not inside the shared folder {shared}: give a path in it, or leave the "
             "shared folder out."
         )
-    return found
+    return path
 
 
-def check_outputs(tasks: Sequence[Task], *, here: bool = True) -> None:
+def check_outputs(tasks: Sequence[Task], *, local: bool = True) -> None:
     """Whether every task has a directory of its own, which can be made and holds nothing yet if it is of this machine.
 
     Raises:
@@ -45,7 +45,7 @@ def check_outputs(tasks: Sequence[Task], *, here: bool = True) -> None:
     # Whether a directory can be made is tried once in each folder, with the longest name.
     by_length = sorted(tasks, key=lambda task: len(os.fsencode(task.output)))
     longest = {os.path.dirname(task.output): task for task in by_length}
-    for task in tasks if here else ():
+    for task in tasks if local else ():
         try:
             check_new(task.output, flag("output"), directory=True)
             if longest[os.path.dirname(task.output)] is task:

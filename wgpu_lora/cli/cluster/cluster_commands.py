@@ -146,7 +146,7 @@ def down(file: ClusterToml = None, local: Here = False) -> None:
     down(read_cluster_file(file), line)
 
 
-def _run(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int:
+def _run(ctx: typer.Context, training: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int:
     from wgpu_lora.cluster.cluster_connection import target
 
     where = target(values["address"], values["file"], values["local"])
@@ -155,8 +155,8 @@ def _run(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: 
 
     options = run_options(ctx, values, where.file)
     config = values["adapters_config"]
-    tasks = gather_tasks(given, recipe, values["adapters"] or [], config, where.file, options.shared)
-    warn_unused(given, shared_arguments(given, recipe, where.file))
+    tasks = gather_tasks(training, recipe, values["adapters"] or [], config, where.file, options.shared)
+    warn_unused(training, shared_arguments(training, recipe, where.file))
     return run_tasks(where, tasks, options, detach=values["detach"], dashboard=values["dashboard"])
 
 
@@ -203,7 +203,7 @@ class SweepCommand(RunCommand):
     )
 
 
-def _sweep(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int:
+def _sweep(ctx: typer.Context, training: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int:
     from wgpu_lora.cluster.cluster_connection import target
 
     where = target(values["address"], values["file"], values["local"])
@@ -217,8 +217,8 @@ def _sweep(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values
         check_tune()
     grid = grid_of(values["param"] or [])
     options = run_options(ctx, values, where.file)
-    args = shared_arguments(given, recipe, where.file)
-    warn_unused(given.keys() - grid.keys(), args)
+    args = shared_arguments(training, recipe, where.file)
+    warn_unused(training.keys() - grid.keys(), args)
     tasks = sweep_tasks(grid, sweep, args, where.file.data_root if where.file else None, options.shared)
     return run_tasks(where, tasks, options, sweep=sweep, detach=values["detach"], dashboard=values["dashboard"])
 

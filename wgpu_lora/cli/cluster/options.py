@@ -56,9 +56,10 @@ def with_options(*kinds: type) -> Callable[[Callable[..., Any]], Callable[..., A
     """For a function with **options: the fields of these dataclasses become its parameters on the command line."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        declared = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [parameter for parameter in declared if parameter.kind is not parameter.VAR_KEYWORD]
         more = [option_parameter(item) for kind in kinds for item in fields(kind)]
-        command.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature([*parameters, *more])  # type: ignore[attr-defined]
         return command
 
     return decorate
@@ -67,5 +68,5 @@ def with_options(*kinds: type) -> Callable[[Callable[..., Any]], Callable[..., A
 def run_options(ctx: typer.Context, values: Mapping[str, Any], file: ClusterFile | None) -> RunOptions:
     """How a run uses the cluster: as the command line says, else as [run] of the file does. Raises UserError."""
     with naming(COMMAND_LINE):
-        given = {item.name: values[item.name] for item in fields(RunOptions) if is_given(ctx, item.name)}
-        return replace(file.run if file else RunOptions(), **given)
+        overrides = {item.name: values[item.name] for item in fields(RunOptions) if is_given(ctx, item.name)}
+        return replace(file.run if file else RunOptions(), **overrides)

@@ -45,11 +45,11 @@ def run_tasks(
     Raises:
         UserError: the run is refused, or the cluster cannot be reached.
     """
-    if dashboard and not where.here:
+    if dashboard and not where.local:
         raise UserError("--dashboard is for --local: the dashboard of a cluster is its own.")
-    if where.here:
+    if where.local:
         check_here(tasks)
-    with _session(where, where.here, dashboard) as cluster:
+    with _session(where, where.local, dashboard) as cluster:
         request = _request(cluster, where, tasks, options, sweep)
         if sweep and sweep.scheduler != "none":
             return _tune(cluster, request, detach)
@@ -72,7 +72,7 @@ def attach_to(where: Target, name: str | None) -> int:
     Raises:
         UserError: there is no such run, or the cluster cannot be reached.
     """
-    with _session(where, where.here and bool(unfinished_runs())) as cluster:
+    with _session(where, where.local and bool(unfinished_runs())) as cluster:
         run = chosen_run(cluster, name)
         return _follow_run(cluster, where, run.name, fetches=run.shared is None)
 
@@ -80,7 +80,7 @@ def attach_to(where: Target, name: str | None) -> int:
 @contextmanager
 def _session(where: Target, starts: bool, dashboard: bool = False) -> Iterator[Cluster]:
     """A connection to a cluster. Ray on this machine is started first, if asked for, and ended if nothing goes on."""
-    if not where.here:
+    if not where.local:
         with connected(where) as cluster:
             yield cluster
         return
@@ -121,7 +121,7 @@ def _request(
     cluster: Cluster, where: Target, tasks: Sequence[Task], options: RunOptions, sweep: SweepOptions | None
 ) -> RunRequest:
     """The request for the controller, checked on the cluster. Raises UserError if it is refused."""
-    nodes = surveyed(cluster, own_versions(), where.here)
+    nodes = surveyed(cluster, own_versions(), where.local)
     for node in nodes:
         if not node.devices and (reason := difference(own_versions(), node.versions)):
             line("left out", f"{node.host}, since {reason}")
