@@ -12,9 +12,10 @@ from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, Store, restore
 from wgpu_lora.cluster.messages import StoredFile, Task
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.locks import OutputInUse, locked
-from wgpu_lora.names.spelling import flag
 from wgpu_lora.train.adapter_tasks import check_directories_apart
 from wgpu_lora.train.run.pipeline_state import MEMBER
+
+OPTION = "--output"  # in messages
 
 
 def output_of(text: str, shared: str | None) -> str:
@@ -47,9 +48,9 @@ def check_outputs(tasks: Sequence[Task], *, local: bool = True) -> None:
     longest = {os.path.dirname(task.output): task for task in by_length}
     for task in tasks if local else ():
         try:
-            check_new(task.output, flag("output"), directory=True)
+            check_new(task.output, OPTION, directory=True)
             if longest[os.path.dirname(task.output)] is task:
-                with suppress(_Abandoned), new_directory(task.output, flag("output")):
+                with suppress(_Abandoned), new_directory(task.output, OPTION):
                     raise _Abandoned
         except UserError as error:
             raise UserError(f"{task.name}: {error}") from None
@@ -75,7 +76,7 @@ def fetch(stores: Sequence[Store], unit: str, task: str, files: Sequence[StoredF
     try:
         with ExitStack() as stack:
             try:
-                stack.enter_context(locked(output, flag("output")))
+                stack.enter_context(locked(output, OPTION))
             except OutputInUse:
                 return False
             except UserError as error:
