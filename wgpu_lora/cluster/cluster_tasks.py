@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ from wgpu_lora.cluster.cluster_paths import for_nodes
 from wgpu_lora.cluster.messages import Task
 from wgpu_lora.cluster.task_outputs import check_outputs, output_of
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.spelling import IN_FILE, error_source, flag, naming
-from wgpu_lora.train.adapter_tasks import KEYS, OPTIONS, OWN, AdapterTask, named_tasks, task_of
+from wgpu_lora.train.adapter_tasks import KEYS, OWN, AdapterTask, named_tasks, task_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments, from_values, named
 from wgpu_lora.train.resolve_options import find_recipe, read_recipe
 
@@ -157,17 +156,14 @@ def _of_adapters(adapters: Sequence[AdapterTask], args: TrainingArguments) -> It
 
 def _adapters_of(file: ClusterFile) -> Iterator[AdapterTask]:
     """The [[adapter]] tables, in which any option of training is allowed."""
-    names = [item.name for item in fields(TrainingArguments)]
-    otherwise = f"choose among {', '.join([*OWN, *OPTIONS])} and the options of training."
+    more = [item.name for item in fields(TrainingArguments) if item.name not in (*KEYS, *OWN)]
     for number, table in enumerate(file.adapter, 1):
         where = f"{file.where}, adapter {number}"
+        task = task_of(table, where, *more)
         with naming(IN_FILE):
-            values = real_names(table, [*OWN, *OPTIONS, *KEYS, *names], where, "key", otherwise)
-            more = {k: v for k, v in values.items() if k in names and k not in KEYS and k not in OWN}
-            if "output" in _allowed(more, where):
+            if "output" in _allowed(task.options, where):
                 raise UserError(f"{where}: 'output' is called 'checkpoint' in [[adapter]] tables.")
-            task = task_of({k: v for k, v in values.items() if k not in more}, where)
-        yield replace(task, options={**task.options, **more})
+        yield task
 
 
 def _of_recipes(file: ClusterFile, options: Mapping[str, Any]) -> Iterator[Draft]:

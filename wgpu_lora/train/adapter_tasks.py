@@ -82,13 +82,16 @@ class AdapterTask:
         return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=batches)
 
 
-def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
-    """Create a task from the keys of an [[adapter]] table; `where` begins error messages.
+def task_of(values: Mapping[str, Any], where: str, *more: str) -> AdapterTask:
+    """Create a task from the keys of an [[adapter]] table.
+
+    Args:
+        where: begins error messages. more: options of training that the table may have beside OPTIONS.
 
     Raises:
         UserError: a key is unknown or missing, or a value has the wrong type.
     """
-    values = _by_keys(values, where)
+    values = _by_keys(values, where, more)
     for key in ("data", "checkpoint", "name"):
         given = values.get(key, "some")
         if not (isinstance(given, str | Path) and str(given).strip() and is_path(str(given))):
@@ -102,17 +105,17 @@ def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
             f"{where}: 'weight' must be a number greater than 0 and at most {MAX_WEIGHT:,}, not {weight!r:.80}."
         )
     checkpoint = str(values["checkpoint"])
-    options = {OPTIONS[key]: _plain(value) for key, value in values.items() if key in OPTIONS}
+    options = {OPTIONS.get(key, key): _plain(value) for key, value in values.items() if key not in OWN}
     name = values.get("name") or os.path.basename(os.path.realpath(checkpoint))  # pathlib refuses links in a circle
     return AdapterTask(str(values["data"]), checkpoint, name, float(weight), options)
 
 
-def _by_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _by_keys(values: Mapping[str, Any], where: str, more: Sequence[str]) -> dict[str, Any]:
     """A table's values by the names in OWN and OPTIONS; option names, also of other programs, are accepted."""
     result: dict[str, Any] = {}
     with naming(IN_FILE):
-        otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}."
-        named = real_names(values, [*OWN, *OPTIONS, *KEYS], where, "key", otherwise)
+        otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}{' and the options of training' if more else ''}."
+        named = real_names(values, [*OWN, *OPTIONS, *KEYS, *more], where, "key", otherwise)
     for name, value in named.items():
         key = KEYS.get(name, name)
         if key in result:
