@@ -94,13 +94,14 @@ def test_paths_are_those_of_this_directory_or_of_the_root(here: Path) -> None:
     for folder in ("rows", "OWNER"):
         Path(folder).mkdir()
     Path("rows/a.jsonl").touch()
-    pairs = ["rows/a.jsonl:1", "/abs/b.jsonl:2", "Anthropic/hh-rlhf:3", "~/c.jsonl:4"]
+    pairs = ["rows/a.jsonl:1", "/abs/b.jsonl:2", "Anthropic/hh-rlhf:3", "~/c.jsonl:4", "OWNER/typo:5"]
     found = [task.options["data"] for task in gathered(given={"model": "Qwen/Qwen3-0.6B"}, adapters=pairs)]
     assert found == [
         str(here / "rows/a.jsonl"),
         "/abs/b.jsonl",
         "Anthropic/hh-rlhf",
         str(Path("~/c.jsonl").expanduser()),
+        str(here / "OWNER/typo"),  # as for `finetune`, a path where its folder is
     ]
     text = '[data]\nroot = "/mnt/lab"\n[options]\nmodel = "rows"\neval_data = "rows/v.jsonl"\n'
     first, *_ = gathered(text, adapters=pairs[:1])

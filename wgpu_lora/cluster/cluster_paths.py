@@ -12,7 +12,9 @@ from typing import Any
 from platformdirs import user_cache_dir
 
 from wgpu_lora.cluster.messages import SENT
+from wgpu_lora.data.huggingface import is_hub_id
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.paths import is_path
 from wgpu_lora.train.options.training_arguments import PATHS
@@ -63,7 +65,6 @@ DATA = ("data", "eval_data", "teacher_cache", "eval_teacher_cache")  # whose rel
 SENDABLE = ("data", "eval_data")  # small enough to be sent, and compared by content when a run is resumed
 HERE = tuple(name for name in PATHS if name != "output")
 _SENT = re.compile(rf"{SENT}([0-9a-f]{{64}})/([^/\0]{{1,255}})")
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def for_nodes(options: Mapping[str, Any], root: str | None = None) -> dict[str, Any]:
@@ -82,16 +83,14 @@ def _absolute(name: str, text: str, root: str | None) -> str:
     if text == "demo" or text.startswith(SENT):
         return text
     if root and name in DATA:
-        return text if is_hub_id(text, root) else str(PurePosixPath(root) / text)
-    if is_hub_id(text, "."):
-        return text
-    return os.path.abspath(os.path.expanduser(text))
+        path = PurePosixPath(root, text)
+        return text if _is_hub_id(name, text) and not Path(path).exists() else str(path)
+    return text if _is_hub_id(name, text) else os.path.abspath(os.path.expanduser(text))
 
 
-def is_hub_id(text: str, folder: str) -> bool:
-    """Whether a text is OWNER/NAME, and no file here."""
-    plain = Path(text).suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet", ".gz", ".gguf")
-    return bool(_HUB_ID.fullmatch(text)) and plain and not Path(folder, text).exists()
+def _is_hub_id(name: str, text: str) -> bool:
+    """Whether the value of an option is OWNER/NAME of a data set or a model, and no path here."""
+    return is_hub_id(text) if name in DATA else hub_id(text) is not None
 
 
 def node_paths(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -184,7 +183,7 @@ def options_here(options: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(
                 f"{flag(name)} {value} begins with '~', which each machine has elsewhere: give a whole path."
             )
-        if roots and value != "demo" and not is_hub_id(value, ".") and (wrong := refused_path(value, roots)):
+        if roots and value != "demo" and not _is_hub_id(name, value) and (wrong := refused_path(value, roots)):
             raise UserError(f"{flag(name)} {value} {wrong}: use a path that this host allows.")
     return local
 
