@@ -21,6 +21,10 @@ _LEFTOVER = re.compile(r"\.(.+?)(\.[a-z0-9_]{8})?\.(tmp|previous|old)")
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
+class OutputInUse(UserError):
+    """Another process is writing to an output."""
+
+
 @contextmanager
 def locked(path: str | Path, option: str) -> Iterator[None]:
     """Keep other processes from writing to `path`, whether it exists or not, and remove what dead ones have left of it.
@@ -28,7 +32,7 @@ def locked(path: str | Path, option: str) -> Iterator[None]:
     Missing parents are made; if the block fails, they are removed again.
 
     Raises:
-        UserError: another process is writing to it, or the disk refuses.
+        OutputInUse: another process is writing to it. UserError: the disk refuses.
     """
     from filelock import Timeout
 
@@ -42,7 +46,9 @@ def locked(path: str | Path, option: str) -> Iterator[None]:
             stack.callback(_unlinked, file)  # while it is held
             sweep(place.parent, re.compile(re.escape(place.name)))
         except Timeout:
-            raise UserError(f"Another process is writing to {path}: wait for it, or choose another {option}.") from None
+            raise OutputInUse(
+                f"Another process is writing to {path}: wait for it, or choose another {option}."
+            ) from None
         except OSError as error:
             raise unwritable(Path(path), option, error) from None
         yield

@@ -9,7 +9,7 @@ import pytest
 from support.fake_cluster import device_facts, node_facts, snapshot, task_view
 
 from wgpu_lora.cli import main
-from wgpu_lora.cli.cluster.cluster_commands import show
+from wgpu_lora.cli.cluster.run_table import show_status
 from wgpu_lora.cluster import local_ray
 from wgpu_lora.cluster.run_status import as_json
 
@@ -30,12 +30,12 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("run --local", "There is nothing to train"),
         ("run --local --address auto --adapters rows.jsonl:out/a", "name different clusters"),
         ("run --local --adapters rows.jsonl:out --adapters rows.jsonl:out/../out", "give each its own"),
-        ("run --local --data rows.jsonl --output rows.jsonl", "is not a directory"),
+        ("run --local --data rows.jsonl --output rows.jsonl", "is a file: choose another"),
         ("run --local --data rows.jsonl --output o --lora-r 0", "--lora-r"),
         ("run --local --data rows.jsonl --output o --join sometimes", "--join must be one of"),
         ("run --local --data rows.jsonl --output o --mirror-steps -1", "--mirror-steps"),
         ("run --local --data rows.jsonl --output o --device 1", "the cluster chooses the devices"),
-        ("run --local --data rows.jsonl --output o --name ../x", "--name is '../x', but must be up to 64"),
+        ("run --local --data rows.jsonl --output o --name ../x", "--name must be up to 64 letters"),
         ("run -f none.toml --data rows.jsonl --output o", "none.toml cannot be read"),
         ("run --address http://x --data rows.jsonl --output o", "must be auto, HOST:PORT or ray://HOST:PORT"),
         ("run --address 127.0.0.1:1 --dashboard --data rows.jsonl --output o", "--dashboard is for --local"),
@@ -59,9 +59,9 @@ def test_refusals(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from wgpu_lora.cluster import extra
+    from wgpu_lora.cluster import cluster_connection
 
-    monkeypatch.setattr(extra, "find_spec", lambda name: None)
+    monkeypatch.setattr(cluster_connection, "find_spec", lambda name: None)
     for command in ("run --local --data rows.jsonl --output o", "status", "attach", "cancel r", "release d"):
         assert main(["cluster", *command.split()]) == 2
         assert "needs Ray, which is not installed" in capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_status_shows_devices_and_runs(capsys: pytest.CaptureFixture[str]) -> No
     node = node_facts("beta", facts)
     seen = snapshot(task_view("a", tokens_per_second=10.0), task_view("b", "finished", fetched=True), nodes=(node,))
     seen.devices[0] = type(seen.devices[0])(facts, "quarantined", failures=2)
-    show(seen)
+    show_status(seen)
     said = capsys.readouterr().out
     assert "beta:0" in said
     assert "1.5 GiB" in said

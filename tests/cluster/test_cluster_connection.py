@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import ray
-from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot, task_view
+from support.fake_cluster import FakeCluster, device_facts, snapshot, task_view
 
 from wgpu_lora.cluster import cluster_connection, host_actor, local_ray, node_processes, run_controller
 from wgpu_lora.cluster.cluster_connection import (
@@ -21,13 +19,12 @@ from wgpu_lora.cluster.cluster_connection import (
     ClusterGone,
     Target,
     connected,
-    explained,
+    explain,
     target,
 )
-from wgpu_lora.cluster.local_ray import Local
+from wgpu_lora.cluster.local_ray import LocalRay
 from wgpu_lora.cluster.run_status import chosen_device, chosen_run
 from wgpu_lora.errors import UserError
-from wgpu_lora.process_identity import boot_id
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +44,14 @@ def test_a_cluster_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
         target("http://x", None, False)
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     assert target(None, None, False).address == "ray://head:10001"
-    assert target(None, None, True).here
+    assert target(None, None, True).local
 
 
 def test_words_that_name_it_again(tmp_path: Path) -> None:
     file = tmp_path / "my cluster.toml"
     file.write_text('name = "lab"\naddress = "auto"\n')
     assert target(None, file, False).words() == f" -f '{file}'"
-    assert Target(here=True).words() == " --local"
+    assert Target(local=True).words() == " --local"
     assert Target("ray://a:1").words() == " --address ray://a:1"
 
 
@@ -68,7 +65,7 @@ def test_nothing_listens() -> None:
 
 
 def test_no_local_ray() -> None:
-    with pytest.raises(UserError, match="Ray does not run on this machine"), connected(Target(here=True)):
+    with pytest.raises(UserError, match="Ray does not run on this machine"), connected(Target(local=True)):
         pass
 
 
@@ -92,7 +89,7 @@ def test_a_cluster_file_without_a_place(tmp_path: Path) -> None:
     ids=["token", "version", "none", "client", "no-node", "other"],
 )
 def test_what_ray_says_is_a_sentence(said: str, why: str) -> None:
-    found = explained(said, "h:1")
+    found = explain(said, "h:1")
     assert re.search(why, found)
     assert found.endswith(".")
     assert "\n" not in found
@@ -154,33 +151,18 @@ def test_a_connection_that_ray_refuses_is_a_sentence(monkeypatch: pytest.MonkeyP
 # -- what a killed Ray left --------------------------------------------------------------------------------------------
 
 
-def recorded(state: Path, place: Path, **more: object) -> Path:
-    state.mkdir()
-    file = state / "local.json"
-    file.write_text(json.dumps({**asdict(Local("127.0.0.1:1", str(place), boot_id())), **more}))
-    return file
-
-
-def test_what_a_killed_ray_left_is_removed(alone: Path, tmp_path: Path) -> None:
-    place = tmp_path / "wgl-x"
-    place.mkdir()
-    (place / "token").write_text("t")
-    file = recorded(alone, place)
-    assert local_ray.running_ray() is None
-    assert not file.exists()
-    assert not place.exists()
-
-
 def test_the_own_ray_has_its_own_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
-    local = Local("127.0.0.1:1", str(tmp_path / "wgl-x"), boot_id())
+    local = LocalRay(tmp_path / "wgl-x")
+    (local.place / "ray").mkdir(parents=True)
+    (local.place / "ray/ray_current_cluster").write_text("127.0.0.1:1\n")
     assert "RAY_AUTH_TOKEN" not in node_processes.environment(local.environment)  # which goes before the path
     joined = Mock(side_effect=lambda address: Mock(environment=dict(os.environ)))
     monkeypatch.setattr(local_ray, "running_ray", lambda: local)
     monkeypatch.setattr(cluster_connection, "_probe", lambda address: None)
     monkeypatch.setattr(cluster_connection, "Cluster", joined)
-    with connected(Target(here=True)) as cluster:
+    with connected(Target(local=True)) as cluster:
         assert "RAY_AUTH_TOKEN" not in cluster.environment
         assert cluster.environment["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "wgl-x/token")
     joined.assert_called_once_with("127.0.0.1:1")
@@ -192,17 +174,13 @@ def test_the_own_ray_has_its_own_token(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["home", "wgl-x"])
 def test_other_directories_are_left_alone(alone: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()  # without a token: not ours, whatever the record says
-    recorded(alone, tmp_path / name)
-    assert local_ray.running_ray() is None
+    for text in (tmp_path / name, "", "\0", "." * 9999):
+        alone.mkdir(exist_ok=True)
+        (alone / local_ray.RECORD).write_text(f"{text}")
+        assert local_ray.running_ray() is None
+        assert local_ray.end_local() is None
+        assert not (alone / local_ray.RECORD).exists()
     assert (tmp_path / name).is_dir()
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"address": 1}', "[]"])
-def test_a_damaged_record_is_dropped(alone: Path, text: str) -> None:
-    alone.mkdir()
-    (alone / "local.json").write_text(text)
-    assert local_ray.running_ray() is None
-    assert local_ray.end_local() is None
 
 
 # -- runs and devices by name ------------------------------------------------------------------------------------------
@@ -220,9 +198,11 @@ def test_the_run_that_is_meant() -> None:
 
 
 def test_the_device_that_is_meant() -> None:
-    node = node_facts("beta", device_facts("10.0.0.4"), device_facts("10.0.0.4", 1))
-    seen = snapshot(nodes=(node,))
-    assert chosen_device(seen, "beta:1").facts.index == 1
-    assert chosen_device(seen, node.devices[0].id).facts.index == 0
-    with pytest.raises(UserError, match=r"beta:7 names no device of the cluster: .* beta:0 and beta:1"):
-        chosen_device(seen, "beta:7")
+    facts = [device_facts("10.0.0.4"), device_facts("10.0.0.4", 1)]
+    devices = [("beta:0", facts[0]), ("beta:1", facts[1])]
+    assert chosen_device(devices, "beta:1") is facts[1]
+    assert chosen_device(devices, facts[0].id) is facts[0]
+    with pytest.raises(UserError, match=r"^beta:7 names no device of the cluster: .* beta:0 \(llvmpipe\) and beta:1"):
+        chosen_device(devices, "beta:7")
+    with pytest.raises(UserError, match=r"^--eval-device pipe names 2 devices"):
+        chosen_device(devices, "pipe", "--eval-device")

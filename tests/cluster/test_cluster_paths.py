@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from wgpu_lora.cluster import data_upload
 from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, FolderStore
 from wgpu_lora.cluster.cluster_paths import NODE_PATHS, ROOT, node_paths, on_node, sent_directory
-from wgpu_lora.cluster.data_upload import checked_parcel, parcel, place_parcel, send_data
-from wgpu_lora.cluster.messages import Parcel, StoredFile, Task, from_plain, to_plain
+from wgpu_lora.cluster.data_upload import parcel, place_parcel, send_data
+from wgpu_lora.cluster.messages import Parcel, Task, from_plain, to_plain
 from wgpu_lora.errors import UserError
 
 
@@ -64,40 +62,20 @@ def test_what_is_not_sent(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("abc")
     for name, target, what in (("folder", tmp_path.parent, "a link to a folder"), ("gone", "nowhere", "no file")):
         (tmp_path / name).symlink_to(target)
-        with pytest.raises(UserError, match=f"{name} is {what}.*, which is not sent: put the files themselves there"):
+        with pytest.raises(UserError, match=f"{name} is {what}.*, which is not sent: "):
             parcel(str(tmp_path))
         (tmp_path / name).unlink()
     (tmp_path / "link").symlink_to("a")
     assert [file.digest for file in parcel(str(tmp_path)).files] == [parcel(str(tmp_path / "a")).files[0].digest] * 2
+    for names in (("odd\\name",), ("x", "X")):
+        folder = tmp_path / f"{len(names)}"
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+        with pytest.raises(UserError, match="cannot be sent: names of files must be plain"):
+            parcel(folder)
     with pytest.raises(UserError, match="has 3 bytes in 1 files, too much to send"):
         parcel(str(tmp_path / "a"), max_bytes=2)
-
-
-@pytest.mark.parametrize(
-    "path", ["../a", "/a", "a/../../b", "a//b", "", "a/./b", "b/x", "a\\b", "a\n", "a/" + "x" * 300]
-)
-def test_parcels_that_lead_elsewhere_are_refused(path: str) -> None:
-    with pytest.raises(UserError, match="cannot be sent"):
-        checked_parcel(made(StoredFile(path, "0" * 64, 1)))
-
-
-def test_parcels_whose_list_does_not_hold_are_refused() -> None:
-    good = made(StoredFile("a/x", "0" * 64, 1))
-    checked_parcel(good)
-    for wrong in (
-        replace(good, digest="0" * 64),
-        replace(good, files=[]),
-        made(StoredFile("a/x", "0" * 64, -1)),
-        made(StoredFile("a/x", "0" * 63 + "g", 1)),
-        made(StoredFile("a/x", "0" * 64, data_upload.MAX_CACHE_BYTES + 1)),
-        made(StoredFile("a/x", "0" * 64, 1), StoredFile("a/X", "0" * 64, 1)),
-    ):
-        with pytest.raises(UserError, match="cannot be sent"):
-            checked_parcel(wrong)
-
-
-def made(*files: StoredFile) -> Parcel:
-    return Parcel(data_upload._digest(files), "a", list(files))
 
 
 @pytest.mark.parametrize("value", ["sent:xyz/a", f"sent:{'0' * 64}/..", f"sent:{'0' * 64}/a/b", f"sent:{'0' * 64}/"])

@@ -94,13 +94,14 @@ def test_paths_are_those_of_this_directory_or_of_the_root(here: Path) -> None:
     for folder in ("rows", "OWNER"):
         Path(folder).mkdir()
     Path("rows/a.jsonl").touch()
-    pairs = ["rows/a.jsonl:1", "/abs/b.jsonl:2", "Anthropic/hh-rlhf:3", "~/c.jsonl:4"]
+    pairs = ["rows/a.jsonl:1", "/abs/b.jsonl:2", "Anthropic/hh-rlhf:3", "~/c.jsonl:4", "OWNER/typo:5"]
     found = [task.options["data"] for task in gathered(given={"model": "Qwen/Qwen3-0.6B"}, adapters=pairs)]
     assert found == [
         str(here / "rows/a.jsonl"),
         "/abs/b.jsonl",
         "Anthropic/hh-rlhf",
         str(Path("~/c.jsonl").expanduser()),
+        str(here / "OWNER/typo"),  # as for `finetune`, a path where its folder is
     ]
     text = '[data]\nroot = "/mnt/lab"\n[options]\nmodel = "rows"\neval_data = "rows/v.jsonl"\n'
     first, *_ = gathered(text, adapters=pairs[:1])
@@ -120,9 +121,9 @@ def test_outputs_in_a_shared_folder(here: Path) -> None:
 def test_a_shared_folder_of_others_is_looked_into_by_them(here: Path) -> None:
     (here / "lab/used").mkdir(parents=True)
     (here / "lab/used/adapter_config.json").touch()
-    with pytest.raises(UserError, match="is not empty"):  # this machine has it, too
+    with pytest.raises(UserError, match="exists already"):  # this machine has it, too
         gathered(adapters=["a:used"], shared=str(here / "lab"))
-    with pytest.raises(UserError, match="is the output directory of"):
+    with pytest.raises(UserError, match="is the directory of adapter"):
         gathered(adapters=["a:x", "b:y/../x"], shared="/mnt/nowhere")
     assert gathered(adapters=["a:x"], shared="/proc/nowhere")  # nothing is written there by this machine
 
@@ -130,12 +131,12 @@ def test_a_shared_folder_of_others_is_looked_into_by_them(here: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        ("o/a", "o/a", "is the output directory of a and a-2"),
-        ("o/a", "o/../o/a", "is the output directory of"),
-        ("o/a", "o/A", "is the output directory of"),
-        ("o/a", "link/a", "is the output directory of"),
-        ("o/a", "o/a/b", "is inside that of a"),
-        ("link", "o/b", "is inside that of o,"),
+        ("o/a", "o/a", "is the directory of adapter 'a' and adapter 'a-2'"),
+        ("o/a", "o/../o/a", "is the directory of adapter"),
+        ("o/a", "o/A", "is the directory of adapter"),
+        ("o/a", "link/a", "is the directory of adapter"),
+        ("o/a", "o/a/b", "is inside another adapter's directory, .*o/a:"),
+        ("link", "o/b", "is inside another adapter's directory, .*/link:"),
     ],
 )
 def test_two_tasks_with_one_output(here: Path, first: str, second: str, said: str) -> None:
@@ -154,15 +155,15 @@ def test_outputs_in_use_or_unusable(here: Path) -> None:
     Path("file").touch()
     Path("circle").symlink_to("circle")
     for output, said in (
-        ("used", r"output directory .*used of used is not empty \(it has adapter_config\.json\): choose another"),
-        ("notes", r"is not empty \(it has README\.md\)"),
-        ("link", "link is a link, which is not replaced, so notes cannot be written"),
-        ("long/" + 250 * "n", r"n of n{50,} cannot be made \(.*too long.*\): choose another"),
+        ("used", r"used: .*/used exists already: give --output another name, or remove it"),
+        ("notes", "notes exists already"),
+        ("link", "link is a link: give --output the path that it leads to"),
+        ("long/" + 250 * "n", r"n cannot be written \(.*too long.*\): choose another"),
         ("n" * 300, "'checkpoint' must be UTF-8 text, neither empty nor too long"),
-        ("/proc/nope/n", r"/proc/nope/n of n cannot be made|/proc is not writable"),
-        ("file", "file is not a directory"),
+        ("/proc/nope/n", "/proc/nope/n cannot be written"),
+        ("file", "file of adapter 'file' is a file: choose another"),
         ("file/a", "file is not a directory"),
-        ("circle", "circle is not a directory"),
+        ("circle", "circle is a link that leads nowhere"),
     ):
         with pytest.raises(UserError, match=said):
             gathered(adapters=[f"x:{output}"])
@@ -179,8 +180,8 @@ def test_the_longest_name_that_is_accepted_can_be_fetched(here: Path) -> None:
         except UserError:
             break
         found = FakeCluster(files={"a": {"x": b"1"}})
-        assert not fetch_results(found, "r", {"a": task.output}, lambda task: None).failed
-    assert length == 241  # the file system's 255, without what hidden names have more
+        assert not fetch_results(found, "r", {"a": task.output}, lambda task: None)["a"]
+    assert length == 242  # the file system's 255, without what hidden names have more
 
 
 ADAPTER = '[[adapter]]\ndata = "a"\ncheckpoint = "o/a"\n'
@@ -194,7 +195,7 @@ ADAPTER = '[[adapter]]\ndata = "a"\ncheckpoint = "o/a"\n'
         (None, {"device": "0"}, {"adapters": ["a:b"]}, "--device cannot be given, since the cluster chooses"),
         (None, {"resume": True}, {"adapters": ["a:b"]}, "--resume cannot be given"),
         (None, {"data": "a"}, {"adapters": ["a:b"]}, "--data and --adapters cannot be combined"),
-        (None, {"output": "a"}, {"adapters": ["a:b"]}, "--output does nothing with several adapters"),
+        (None, {"output": "a"}, {"adapters": ["a:b"]}, "--output and --adapters cannot be combined"),
         (None, {"data": "a"}, {}, "--output is missing"),
         (None, {"output": "a"}, {"recipe": "demo"}, "--data is missing: the recipe demo names no data"),
         (None, {}, {"adapters": ["a"]}, "is not DATA:CHECKPOINT"),

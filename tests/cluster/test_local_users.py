@@ -6,25 +6,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from support.fake_cluster import FakeCluster, snapshot, task_view
 
-from wgpu_lora.cli.cluster import running
+from wgpu_lora.cli.cluster import run_driver
 from wgpu_lora.cluster import local_ray
 from wgpu_lora.cluster.cluster_connection import Target
-from wgpu_lora.cluster.cluster_file import RunOptions
-from wgpu_lora.cluster.local_ray import Local, end_unused, using
-from wgpu_lora.cluster.messages import RunRequest, Sweep, Task
+from wgpu_lora.cluster.cluster_file import RunOptions, SweepOptions
+from wgpu_lora.cluster.local_ray import LocalRay, end_unused, using
+from wgpu_lora.cluster.messages import RunRequest, Snapshot, Task
 from wgpu_lora.cluster.node_processes import MARK
 from wgpu_lora.errors import UserError
-from wgpu_lora.json_files import to_json
-from wgpu_lora.process_identity import boot_id
 
 USER = """
 from wgpu_lora.cluster.local_ray import using
@@ -43,16 +39,14 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ray(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Local:
-    """One that answers, though no process runs."""
+def ray(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRay:
+    """One that runs, though it has no process."""
     place = tmp_path / "wgl-x"
     place.mkdir()
     (place / "token").write_text("t")
-    made = Local("127.0.0.1:1", str(place), boot_id())
-    (state / "local.json").write_text(to_json(asdict(made)))
-    monkeypatch.setattr(Local, "alive", lambda self: Path(self.place).is_dir())
-    monkeypatch.setattr(local_ray, "_answers", lambda one: True)
-    return made
+    (state / local_ray.RECORD).write_text(str(place))
+    monkeypatch.setattr(LocalRay, "alive", lambda self: self.place.is_dir())
+    return LocalRay(place)
 
 
 def another() -> subprocess.Popen[str]:
@@ -64,7 +58,7 @@ def another() -> subprocess.Popen[str]:
     return process
 
 
-def test_the_last_program_ends_it(ray: Local) -> None:
+def test_the_last_program_ends_it(ray: LocalRay) -> None:
     with using():
         process = another()
         end_unused(lambda: True)
@@ -74,10 +68,10 @@ def test_the_last_program_ends_it(ray: Local) -> None:
         assert local_ray.running_ray() == ray
         end_unused(lambda: True)
     assert local_ray.running_ray() is None
-    assert not Path(ray.place).exists()
+    assert not ray.place.exists()
 
 
-def test_a_killed_program_counts_no_more(ray: Local) -> None:
+def test_a_killed_program_counts_no_more(ray: LocalRay) -> None:
     process = another()
     process.kill()
     process.wait()
@@ -87,24 +81,15 @@ def test_a_killed_program_counts_no_more(ray: Local) -> None:
 
 
 def test_a_start_that_was_killed_leaves_no_process(state: Path, tmp_path: Path) -> None:
-    place = tmp_path / "wgl-y"
-    place.mkdir()
-    (place / "token").write_text("t")
-    began = Local("", str(place), boot_id())
-    (state / "local.json").write_text(to_json(asdict(began)))
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: f"{began.mark}/1"}) as process:
+    begun = LocalRay(tmp_path / "wgl-y")
+    begun.place.mkdir()
+    (begun.place / "token").write_text("t")
+    (state / local_ray.RECORD).write_text(str(begun.place))
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: f"{begun.mark}/1"}) as process:
         assert local_ray.running_ray() is None
         assert process.wait(60) != 0
-    assert not place.exists()
-
-
-def test_a_clock_that_is_set_ends_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    living = Local("127.0.0.1:1", str(tmp_path / "wgl-z"), boot_id())
-    monkeypatch.setattr(local_ray.node_processes, "running", lambda mark: "1")
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    monkeypatch.setattr(psutil, "boot_time", lambda: 86400.0)  # which is computed from the clock
-    assert living.alive()
-    assert not replace(living, boot="another start of the machine").alive()
+    assert not begun.place.exists()
+    assert not (state / local_ray.RECORD).exists()
 
 
 def test_a_state_directory_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,33 +99,44 @@ def test_a_state_directory_that_is_none(tmp_path: Path, monkeypatch: pytest.Monk
         local_ray.running_ray()
 
 
-@pytest.mark.parametrize(("joined", "over", "stays"), [(False, False, False), (True, False, True), (True, True, False)])
-def test_a_refused_run_ends_what_nobody_else_uses(
-    ray: Local, monkeypatch: pytest.MonkeyPatch, joined: bool, over: bool, stays: bool
-) -> None:
-    join = local_ray.start_ray
+GOING = snapshot(task_view("a"))
+DONE = snapshot(task_view("a", "finished", 10, fetched=True), over=True)
 
+
+@pytest.mark.parametrize(("seen", "stays"), [(DONE, False), (GOING, True)])
+def test_a_refused_run_ends_what_nobody_else_uses(
+    ray: LocalRay, monkeypatch: pytest.MonkeyPatch, seen: Snapshot, stays: bool
+) -> None:
     def refused(*arguments: object) -> str:
-        if joined:  # by another program, which has left already
-            assert join(dict) == (ray, False)
         raise UserError("The run is refused.")
 
-    monkeypatch.setattr(local_ray, "start_ray", lambda resources, dashboard: (ray, True))
-    monkeypatch.setattr(running, "connected", lambda what: nullcontext())
-    monkeypatch.setattr(running, "_request", refused)
-    monkeypatch.setattr(running, "_all_done", lambda cluster: over)
+    monkeypatch.setattr(run_driver, "connected", lambda where: nullcontext(FakeCluster(snapshots=[seen])))
+    monkeypatch.setattr(run_driver, "_request", refused)
     with pytest.raises(UserError, match="is refused"):
-        running.run_tasks(Target(here=True), [], RunOptions())
+        run_driver.run_tasks(Target(local=True), [], RunOptions())
     assert (local_ray.running_ray() is not None) == stays
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_ray_that_cannot_be_joined_is_ended_if_it_was_started_now(
+    ray: LocalRay, monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
+    def connected(where: Target) -> None:
+        raise UserError("The cluster cannot be joined.")
+
+    monkeypatch.setattr(local_ray, "start_ray", lambda resources, dashboard: (ray, fresh))
+    monkeypatch.setattr(run_driver, "connected", connected)
+    with pytest.raises(UserError, match="cannot be joined"):
+        run_driver.run_tasks(Target(local=True), [], RunOptions())
+    assert (local_ray.running_ray() is None) == fresh
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_submission_leaves_the_accepted_run(
-    ray: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+    ray: LocalRay, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
-    class Accepting:
-        def controller(self, method: str, *arguments: object, seconds: float) -> str:
-            assert method == "submit"
+    class Accepting(FakeCluster):
+        def _submit(self, request: object) -> str:
             signal.raise_signal(number)
             return "mine"
 
@@ -148,34 +144,34 @@ def test_a_signal_during_submission_leaves_the_accepted_run(
         raise KeyboardInterrupt
 
     before = signal.signal(number, ended)  # as a program that is told to end leaves its blocks
-    monkeypatch.setattr(local_ray, "start_ray", lambda resources, dashboard: (ray, True))
-    monkeypatch.setattr(running, "connected", lambda what: nullcontext(Accepting()))
-    monkeypatch.setattr(running, "_request", lambda *given: RunRequest("mine", [], {}))
+    monkeypatch.setattr(run_driver, "connected", lambda where: nullcontext(Accepting(snapshots=[GOING])))
+    monkeypatch.setattr(run_driver, "_request", lambda *given: RunRequest("mine", [], {}))
     try:
         with pytest.raises(KeyboardInterrupt):
-            running.run_tasks(Target(here=True), [], RunOptions())
+            run_driver.run_tasks(Target(local=True), [], RunOptions())
     finally:
         signal.signal(number, before)
     assert local_ray.running_ray() == ray
-    said = capsys.readouterr().out
-    assert "mine is accepted, and goes on" in said
-    assert "cluster attach mine --local" in said
-    assert "cluster cancel mine --local" in said
+    out = capsys.readouterr().out
+    assert "mine is accepted, and goes on" in out
+    assert "cluster attach mine --local" in out
+    assert "cluster cancel mine --local" in out
 
 
 def test_a_sweep_json_that_cannot_be_written_leaves_no_ray(
-    ray: Local, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ray: LocalRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "sweep.json").mkdir()
-    done = snapshot(task_view("a", "finished", 10, output=str(tmp_path / "a"), fetched=True), over=True)
-    swept = replace(done, runs=[replace(done.runs[0], sweep=Sweep("loss"))])
+    task = replace(DONE.tasks[0], output=str(tmp_path / "a"))
+    swept = replace(DONE, tasks=[task], runs=[replace(DONE.runs[0], sweep=SweepOptions(metric="loss"))])
+    monkeypatch.setattr(run_driver, "connected", lambda where: nullcontext(FakeCluster(snapshots=[swept])))
     with pytest.raises(UserError, match=r"sweep\.json cannot be written \(.*\): mend that for other sweeps"):
-        running.follow_run(FakeCluster(snapshots=[swept]), Target(here=True), "r", fetches=True)
+        run_driver.attach_to(Target(local=True), "r")
     assert local_ray.running_ray() is None
 
 
 def test_data_is_looked_for_before_ray_is_started(tmp_path: Path) -> None:
     lacking = Task("a", {"data": str(tmp_path / "no.jsonl")}, str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"no\.jsonl of a cannot be used, since it does not exist"):
-        running.run_tasks(Target(here=True), [lacking], RunOptions())
+        run_driver.run_tasks(Target(local=True), [lacking], RunOptions())
     assert local_ray.running_ray() is None

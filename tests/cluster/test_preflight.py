@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from support.fake_cluster import VERSIONS, FakeCluster, device_facts, node_facts
 
-from wgpu_lora.cli.cluster import running
-from wgpu_lora.cluster import node_versions
+from wgpu_lora.cli.cluster import run_driver
 from wgpu_lora.cluster.cluster_connection import Target
 from wgpu_lora.cluster.cluster_file import RunOptions, SweepOptions, read_cluster_file
 from wgpu_lora.cluster.messages import RunRequest, Task, from_plain, to_plain
-from wgpu_lora.cluster.preflight import MOST_SAID, missing_hosts, request_of, surveyed
+from wgpu_lora.cluster.preflight import MOST_REASONS, missing_hosts, request_of, surveyed
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.memory import RunRequirements
 
@@ -41,10 +40,6 @@ def test_a_request_has_the_plans_of_every_class() -> None:
     planned = [call for call in cluster.calls if call[1] == "plan"]
     assert [call[0] for call in planned] == ["id-alpha", "id-beta"]  # once for each class
     assert "@" in found.by
-
-
-def test_names_of_runs_differ_without_one() -> None:
-    cluster = FakeCluster([ALPHA])
     assert requested(cluster).name.startswith("run-")
 
 
@@ -60,7 +55,7 @@ def test_code_that_changed_under_a_running_local_ray() -> None:
     with pytest.raises(
         UserError, match=r"its wgpu-lora .* has other code .*: end it with 'wgpu-lora cluster down --local'"
     ):
-        surveyed(FakeCluster([old]), VERSIONS, here=True)
+        surveyed(FakeCluster([old]), VERSIONS, local=True)
 
 
 def test_a_host_that_has_died_since_up(
@@ -71,10 +66,8 @@ def test_a_host_that_has_died_since_up(
     (tmp_path / "lab.toml").write_text('name = "lab"\n' + tables)
     file = read_cluster_file(tmp_path / "lab.toml")
     assert missing_hosts([ALPHA, BETA], file) == ["gone.lab (10.0.0.9)"]  # beta is reached by another address here
-    monkeypatch.setattr(node_versions, "own_versions", lambda: VERSIONS)
-    running._request(
-        FakeCluster([ALPHA, BETA]), Target(None, file, tmp_path / "lab.toml"), [task()], RunOptions(), None
-    )
+    monkeypatch.setattr(run_driver, "own_versions", lambda: VERSIONS)
+    run_driver._request(FakeCluster([ALPHA, BETA]), Target(None, file), [task()], RunOptions(), None)
     assert re.search(r"missing +gone.lab \(10.0.0.9\): .*cluster up -f \S*lab.toml' starts it", capsys.readouterr().out)
 
 
@@ -94,12 +87,6 @@ def test_data_that_only_this_machine_has(tmp_path: Path) -> None:
     assert not [call for call in cluster.calls if call[1] == "plan"]
 
 
-def test_data_that_nobody_has() -> None:
-    cluster = FakeCluster([ALPHA, BETA], lacking={"alpha": {"/no/rows"}, "beta": {"/no/rows"}})
-    with pytest.raises(UserError, match=r"/no/rows of a and 1 other cannot be used on alpha and beta: it does not"):
-        requested(cluster, task("a", data="/no/rows"), task("b", data="/no/rows"))
-
-
 def test_data_is_sent_if_asked_for(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("{}\n")
@@ -112,36 +99,36 @@ def test_data_is_sent_if_asked_for(tmp_path: Path) -> None:
     assert cluster.placed == [("alpha", parcel), ("beta", parcel)]
 
 
-def test_models_are_not_sent(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    cluster = FakeCluster([ALPHA, BETA], lacking={"beta": {str(model)}})
-    with pytest.raises(UserError, match="model of a is on this machine, but beta cannot read it"):
-        requested(cluster, task(model=str(model)), send_data=True)
+TOO_LONG = RunRequirements(refused="--max-length 4096 is more than the model's 512 positions: lower it.")
+LARGE = RunRequirements(needed=8 << 30, work=1, steps=1)
+MODEL = str(Path(__file__).parent)
 
 
-def test_an_output_in_use_in_a_shared_folder() -> None:
-    with pytest.raises(UserError, match="The output directory /out/a is in use"):
-        requested(FakeCluster([ALPHA], lacking={"alpha": {"/out/a"}}), shared="/mnt/lab")
-
-
-def test_a_shared_folder_that_a_machine_lacks() -> None:
-    with pytest.raises(UserError, match="The shared folder /mnt/lab is missing on beta: mount it there"):
-        requested(FakeCluster([ALPHA, BETA], lacking={"beta": {"/mnt/lab"}}), shared="/mnt/lab")
-
-
-def test_a_task_that_fits_nowhere() -> None:
-    cluster = FakeCluster([ALPHA, BETA], plans={"big": RunRequirements(needed=8 << 30, work=1, steps=1)})
-    with pytest.raises(
-        UserError, match=r"'big' needs 8.* of device memory, but the nearest device, AMD on beta, has 2"
-    ):
-        requested(cluster, task("a"), task("big"))
-
-
-def test_a_task_that_no_device_can_train() -> None:
-    plans = {"a": RunRequirements(refused="--max-length 4096 is more than the model's 512 positions: lower it.")}
-    with pytest.raises(UserError, match=r"a: --max-length 4096 is more than"):
-        requested(FakeCluster([ALPHA, BETA], plans=plans))
+@pytest.mark.parametrize(
+    ("lacking", "plans", "tasks", "run", "said"),
+    [
+        (
+            ("/no",),
+            {},
+            (task("a", data="/no"), task("b", data="/no")),
+            {},
+            "/no of a and 1 other cannot be used on alpha",
+        ),
+        ((MODEL,), {}, (task(model=MODEL),), {"send_data": True}, "of a is on this machine, but alpha and beta cannot"),
+        (("/out/a",), {}, (task(),), {"shared": "/mnt"}, "The output directory /out/a is in use"),
+        (("/mnt",), {}, (task(),), {"shared": "/mnt"}, "The shared folder /mnt is missing on alpha and beta: mount it"),
+        ((), {"b": LARGE}, (task(), task("b")), {}, "'b' needs 8.* memory, but the nearest device, AMD on beta, has 2"),
+        ((), {"a": TOO_LONG}, (task(),), {}, "a: --max-length 4096 is more than"),
+        ((), {}, (task(),), {"data_parallel": 4}, "needs 4 devices"),
+    ],
+    ids=["data", "model", "output", "shared", "room", "refused", "devices"],
+)
+def test_what_is_refused(
+    lacking: tuple[str, ...], plans: dict[str, RunRequirements], tasks: tuple[Task, ...], run: Any, said: str
+) -> None:
+    cluster = FakeCluster([ALPHA, BETA], plans=plans, lacking={"alpha": set(lacking), "beta": set(lacking)})
+    with pytest.raises(UserError, match=said):
+        requested(cluster, *tasks, **run)
 
 
 def test_all_reasons_are_said_and_not_too_many() -> None:
@@ -150,7 +137,7 @@ def test_all_reasons_are_said_and_not_too_many() -> None:
     with pytest.raises(UserError) as refused:
         requested(FakeCluster([ALPHA], plans=plans), *map(task, names))
     assert refused.value.lines[0] == "The run is refused for 50 reasons: mend them all."
-    assert len(refused.value.lines) == 1 + MOST_SAID + 1
+    assert len(refused.value.lines) == 1 + MOST_REASONS + 1
     assert refused.value.lines[-1] == "and 30 more"
 
 
@@ -159,7 +146,7 @@ def test_the_device_for_evaluations() -> None:
     amd = BETA.devices[0]
     for given in ("amd", amd.key, amd.id):
         assert requested(cluster, eval_device=given).eval_device == amd.id
-    with pytest.raises(UserError, match=r"--eval-device nvidia names 2 devices of the cluster: .*NVIDIA A.* on alpha"):
+    with pytest.raises(UserError, match=r"--eval-device nvidia names 2 devices of the cluster: .*alpha:0 \(NVIDIA A\)"):
         requested(cluster, eval_device="nvidia")
     with pytest.raises(UserError, match="--eval-device Intel names no device of the cluster"):
         requested(cluster, eval_device="Intel")
@@ -172,11 +159,6 @@ def test_the_device_for_evaluations_trains_nothing() -> None:
     assert requested(cluster).eval_device is None  # it fits on beta
     with pytest.raises(UserError, match="'a' needs"):
         requested(cluster, eval_device="amd")
-
-
-def test_more_devices_than_there_are() -> None:
-    with pytest.raises(UserError, match="needs 4 devices"):
-        requested(FakeCluster([ALPHA, BETA]), data_parallel=4)
 
 
 def test_a_sweep_without_held_out_rows() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from support.fake_cluster import FakeCluster, device_facts, node_facts, snapshot, task_view
 
-from wgpu_lora.cli.cluster.cluster_commands import show
-from wgpu_lora.cli.cluster.run_table import Table, report
+from wgpu_lora.cli.cluster.run_table import Table, report, show_status
 from wgpu_lora.cluster.cluster_connection import ClusterGone
-from wgpu_lora.cluster.messages import EventLine, Snapshot, Sweep
+from wgpu_lora.cluster.cluster_file import SweepOptions
+from wgpu_lora.cluster.messages import EventLine, Snapshot
 from wgpu_lora.cluster.run_status import PATIENCE, Followed, follow
 from wgpu_lora.errors import UserError
 
@@ -180,7 +180,7 @@ def test_a_result_that_cannot_be_put_in_place_is_explained(capsys: pytest.Captur
     placed = task_view("b", "finished", 10, fetched=True, reason="of no interest any more")
     seen = snapshot(waits, placed, nodes=(NODE,))
     assert f"a: {AWAY[:50]}" in rendered(Table("r").table(seen))
-    for show_it in (Table("r").shown, lambda seen: report(Followed(seen)), show):
+    for show_it in (Table("r").shown, lambda seen: report(Followed(seen)), show_status):
         show_it(seen)
         said = capsys.readouterr().out
         assert AWAY in said
@@ -195,7 +195,7 @@ def test_a_helper_that_refuses_is_explained(capsys: pytest.CaptureFixture[str]) 
     assert f"a and 2 others: {why}" in " ".join(rendered(Table("r").table(seen)).split())  # lines may be broken
     Table("r").shown(seen)
     assert capsys.readouterr().out.count(why) == 3
-    show(seen)
+    show_status(seen)
     said = capsys.readouterr().out
     assert f"running   r/a and 2 others: {why}" in said
     assert "and       91 more reasons" in said
@@ -250,7 +250,7 @@ def test_the_end_of_a_sweep_has_its_parameters(capsys: pytest.CaptureFixture[str
         for rank in (8, 4)
     ]
     seen = snapshot(*tasks, over=True)
-    report(Followed(replace(seen, runs=[replace(seen.runs[0], sweep=Sweep("loss"))])))
+    report(Followed(replace(seen, runs=[replace(seen.runs[0], sweep=SweepOptions(metric="loss"))])))
     lines = capsys.readouterr().out.splitlines()
     assert "lora_r" in lines[0]
     assert lines[1].split()[1:3] == ["t4", "4"]

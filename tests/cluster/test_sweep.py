@@ -11,8 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wgpu_lora.cluster.messages import Progress, RunRequirements, RunView, Snapshot, Sweep, Task, TaskView
-from wgpu_lora.cluster.sweep import Grid, SweepOptions, grid_of, planned, ranked, sweep_tasks, write_results
+from wgpu_lora.cluster.messages import Progress, RunRequirements, RunView, Snapshot, Task, TaskView
+from wgpu_lora.cluster.sweep import (
+    SweepOptions,
+    grid_of,
+    grid_point,
+    grid_size,
+    planned,
+    ranked,
+    sweep_tasks,
+    write_results,
+)
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.spelling import COMMAND_LINE, naming
 from wgpu_lora.train.options.training_arguments import TrainingArguments
@@ -30,22 +39,22 @@ ARGS = TrainingArguments(data="a.jsonl", output="out", model="demo")
 
 def test_a_grid_has_every_combination_once() -> None:
     grid = grid_of(["lora_r=8,16", "learning_rate=1e-4,2e-4,4e-4", "use-dora=true,false"])
-    assert grid.values == {"lora_r": [8, 16], "learning_rate": [1e-4, 2e-4, 4e-4], "use_dora": [True, False]}
-    found = [grid.at(index) for index in range(grid.size)]
-    assert len({json.dumps(one) for one in found}) == grid.size == 12
+    assert grid == {"lora_r": [8, 16], "learning_rate": [1e-4, 2e-4, 4e-4], "use_dora": [True, False]}
+    found = [grid_point(grid, index) for index in range(grid_size(grid))]
+    assert len({json.dumps(one) for one in found}) == grid_size(grid) == 12
     assert found[1] == {"lora_r": 8, "learning_rate": 1e-4, "use_dora": False}
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_indices_and_combinations_correspond(sizes: list[int]) -> None:
-    grid = Grid({str(number): list(range(size)) for number, size in enumerate(sizes)})
-    assert len({tuple(grid.at(index).values()) for index in range(grid.size)}) == grid.size
+    grid = {str(number): list(range(size)) for number, size in enumerate(sizes)}
+    assert len({tuple(grid_point(grid, index).values()) for index in range(grid_size(grid))}) == grid_size(grid)
 
 
 def test_values_with_commas_and_none() -> None:
-    found = grid_of(["target_modules=q_proj,v_proj;all-linear", "max_length=none,128"]).values
+    found = grid_of(["target_modules=q_proj,v_proj;all-linear", "max_length=none,128"])
     assert found == {"target_modules": ["q_proj,v_proj", "all-linear"], "max_length": [None, 128]}
-    assert grid_of(["optim_args=beta1=0.8;beta1=0.9"]).values == {"optim_args": ["beta1=0.8", "beta1=0.9"]}
+    assert grid_of(["optim_args=beta1=0.8;beta1=0.9"]) == {"optim_args": ["beta1=0.8", "beta1=0.9"]}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +136,7 @@ def test_what_plans_say_about_comparing() -> None:
     sweep, same = planned(SweepOptions(), tasks, plans(0))
     assert (sweep.scheduler, same) == ("none", tasks)
     sweep, found = planned(SweepOptions(scheduler="asha"), tasks, plans(60))
-    assert sweep == Sweep("eval_loss", "asha", 6, 4.0, 6)
+    assert sweep == SweepOptions(scheduler="asha", grace_period=6)
     assert [task.options["eval_steps"] for task in found] == [6, 3]
     with pytest.raises(UserError, match="--metric eval_loss needs held-out rows, but a has none"):
         planned(SweepOptions(), tasks, plans(60, heldout=False))
@@ -153,7 +162,7 @@ def test_the_best_comes_first_and_failed_ones_last(tmp_path: Path) -> None:
         view("best", "finished", 1.0), view("none", "pending", float("nan")), view("other", "finished", 0.0, "s"),
     ]  # fmt: skip
     assert [one.name for one in ranked(views[:5], "eval_loss")] == ["best", "early", "worst", "failed", "none"]
-    run = RunView("r", "me", 0.0, True, sweep=Sweep())
+    run = RunView("r", "me", 0.0, True, sweep=SweepOptions())
     path = write_results(Snapshot(0.0, [run], views, [], []), run)
     assert path == tmp_path / "out/sweep.json"
     said = json.loads(path.read_text())

@@ -8,20 +8,20 @@ import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cluster import local_ray
-from wgpu_lora.cluster.cluster_file import check_address
+from wgpu_lora.cluster.cluster_file import ClusterFile, check_address, read_cluster_file
 from wgpu_lora.cluster.messages import NAMESPACE
 from wgpu_lora.errors import UserError
+from wgpu_lora.installation import pip_line
 
 if TYPE_CHECKING:
     from wgpu_lora.cluster.checkpoint_store import HostStore
-    from wgpu_lora.cluster.cluster_file import ClusterFile
 
-AUTO, CLIENT = "auto", "ray://"
 PROBE_SECONDS = 5.0
 CLIENT_PORT = 10001
 CALL_SECONDS = 60.0
@@ -29,59 +29,47 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "
 _LOG = re.compile(r"^\[[0-9: ,-]+ [A-Z] \d+ \d+\] \S+ ")  # how Ray's lines begin
 
 
+def check_ray() -> None:
+    """Called before any module that imports Ray. Raises UserError if it is not installed."""
+    if find_spec("ray") is None:
+        raise UserError(f"Training on a cluster needs Ray, which is not installed: run {pip_line('cluster')}.")
+
+
 @dataclass(frozen=True)
 class Target:
-    """A cluster, as a person names it: at most one of the three.
-
-    Attributes:
-        here: Ray of this user on this machine (`--local`).
-    """
+    """A cluster, as a person names it. local: Ray of this user on this machine (`--local`)."""
 
     address: str | None = None
     file: ClusterFile | None = None
-    path: Path | None = None
-    here: bool = False
+    local: bool = False
 
     def words(self) -> str:
         """The options that name it again, for commands to be copied."""
-        if self.path:
-            return f" -f {shlex.quote(str(self.path))}"
-        if self.here:
+        if self.file:
+            return f" -f {shlex.quote(str(self.file.path))}"
+        if self.local:
             return " --local"
         return f" --address {shlex.quote(self.address)}" if self.address else ""
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where to connect to, and the environment of the program that does, with the token."""
-
-    address: str
-    environment: Mapping[str, str | None] = field(default_factory=dict)
-
-
-def target(address: str | None, path: Path | None, here: bool) -> Target:
+def target(address: str | None, path: Path | None, local: bool) -> Target:
     """The cluster that the options name; without any, that of RAY_ADDRESS, else Ray on this machine if it runs.
 
     Raises:
-        UserError: they name none, or several, or the file or the address is wrong.
+        UserError: they name none, or several, the file or the address is wrong, or Ray is not installed.
     """
-    from wgpu_lora.cluster.cluster_file import read_cluster_file
-
-    given = [name for name, one in (("--address", address), ("-f", path), ("--local", here)) if one]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} name different clusters: give one of them.")
-    if here:
-        return Target(here=True)
+    check_ray()
+    options = [name for name, value in (("--address", address), ("-f", path), ("--local", local)) if value]
+    if len(options) > 1:
+        raise UserError(f"{' and '.join(options)} name different clusters: give one of them.")
     if path:
         file = read_cluster_file(path)
-        return Target(file.address, file, path)
-    if address:
-        return Target(check_address(address, "--address"))
-    named = os.environ.get("RAY_ADDRESS")
-    if named:
-        return Target(check_address(named, "RAY_ADDRESS"))
-    if local_ray.running_ray():
-        return Target(here=True)
+        return Target(file.address, file)
+    if address or (not local and os.environ.get("RAY_ADDRESS")):
+        name = "--address" if address else "RAY_ADDRESS"
+        return Target(check_address(address or os.environ["RAY_ADDRESS"], name))
+    if local or local_ray.running_ray():
+        return Target(local=True)
     raise UserError(
         "No cluster is named: give --address or -f cluster.toml, or --local for the devices of this machine alone."
     )
@@ -106,7 +94,7 @@ class Cluster:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="FATAL")
         except Exception as error:  # of many kinds
             ray.shutdown()
-            raise UserError(explained(str(error), address)) from None
+            raise UserError(explain(str(error), address)) from None
 
     def controller(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS) -> Any:
         """Call a method of the controller.
@@ -155,15 +143,15 @@ def _answer(actor: Callable[[], Any], method: str, arguments: Sequence[Any], sec
 
 
 @contextmanager
-def connected(what: Target) -> Iterator[Cluster]:
+def connected(where: Target) -> Iterator[Cluster]:
     """A connection to a cluster, which runs already.
 
     Raises:
         UserError: it cannot be reached, refuses the token, or has another version of Ray or Python.
     """
-    with endpoint(what) as end, _environment({**QUIET, **end.environment}):
-        _probe(end.address)
-        cluster = Cluster(end.address)
+    with _endpoint(where) as (address, environment), _environment({**QUIET, **environment}):
+        _probe(address)
+        cluster = Cluster(address)
         try:
             yield cluster
         finally:
@@ -190,66 +178,73 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 
 @contextmanager
-def endpoint(what: Target) -> Iterator[Endpoint]:
-    """Where a cluster is; for one of `cluster up`, through an SSH tunnel while the block runs. Raises UserError."""
-    if what.here:
-        running = local_ray.running_ray()
-        if running is None:
+def _endpoint(where: Target) -> Iterator[tuple[str, Mapping[str, str | None]]]:
+    """The address of a cluster, and the environment with its token; for one of `cluster up`, through an SSH tunnel."""
+    if where.local:
+        ray = local_ray.running_ray()
+        if ray is None:
             raise UserError("Ray does not run on this machine: start a run with 'wgpu-lora cluster run --local'.")
-        yield Endpoint(running.address, running.environment)
-    elif what.file and what.file.host:
+        yield ray.address, ray.environment
+    elif where.file and where.file.host:
         from wgpu_lora.cluster.ssh import tunnel
 
-        with tunnel(what.file) as (address, token):
-            yield Endpoint(address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token})
-    elif what.address:
-        yield Endpoint(what.address)
+        with tunnel(where.file) as (address, token):
+            yield address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    elif where.address:
+        yield where.address, {}
     else:
-        raise UserError(f"{what.path} has neither an 'address' nor a [[host]]: add one.")
+        assert where.file
+        raise UserError(f"{where.file.path} has neither an 'address' nor a [[host]]: add one.")
 
 
-def explained(said: str, address: str) -> str:
-    """What Ray said about a connection that failed, as a sentence."""
-    text = said.casefold()
-    if "invalidauthtoken" in text or "unauthenticated" in text or "authentication token" in text:
-        return (
-            f"The cluster at {address} refuses the token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file "
-            "with that of the cluster."
-        )
-    if "version mismatch" in text or "versions differ" in text or "minor versions" in text:
-        return (
-            f"The cluster at {address} has another version of Ray or Python than this machine ({_last_line(said)}): "
-            "install the same here."
-        )
-    if "could not find any running ray instance" in text:
-        return "No Ray runs on this machine: give --address HOST:PORT, or --local to start one here."
-    if "client connection timeout" in text:
-        return (
-            f"{address} answers, but not as a Ray client server: check the port, which is usually {CLIENT_PORT}, and "
-            "the token in RAY_AUTH_TOKEN_PATH."
-        )
-    if any(words in text for words in ("node_ip_address", "no node", "this node", "local raylet", "raylet on")):
-        host = address.rpartition(":")[0]
-        return (
-            f"This machine is no node of the cluster at {address}: give {CLIENT}{host}:{CLIENT_PORT}, or start Ray "
-            f"here with 'ray start --address={address}'."
-        )
-    return (
-        f"The cluster at {address} cannot be joined ({_last_line(said)}): check the address and whether Ray runs there."
-    )
+# What Ray's messages mean, by words in them.
+MEANINGS = (
+    (
+        ("invalidauthtoken", "unauthenticated", "authentication token"),
+        "The cluster at {address} refuses the token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file with "
+        "that of the cluster.",
+    ),
+    (
+        ("version mismatch", "versions differ", "minor versions"),
+        "The cluster at {address} has another version of Ray or Python than this machine ({why}): install the same "
+        "here.",
+    ),
+    (
+        ("could not find any running ray instance",),
+        "No Ray runs on this machine: give --address HOST:PORT, or --local to start one here.",
+    ),
+    (
+        ("client connection timeout",),
+        "{address} answers, but not as a Ray client server: check the port, which is usually {client_port}, and the "
+        "token in RAY_AUTH_TOKEN_PATH.",
+    ),
+    (
+        ("node_ip_address", "no node", "this node", "local raylet", "raylet on"),
+        "This machine is no node of the cluster at {address}: give ray://{host}:{client_port}, or start Ray here with "
+        "'ray start --address={address}'.",
+    ),
+    (("",), "The cluster at {address} cannot be joined ({why}): check the address and whether Ray runs there."),
+)
 
 
-def _last_line(said: str) -> str:
+def explain(message: str, address: str) -> str:
+    """Ray's message about a connection that failed, as a sentence."""
+    sentence = next(text for words, text in MEANINGS if any(word in message.casefold() for word in words))
+    host = address.rpartition(":")[0]
+    return sentence.format(address=address, host=host, client_port=CLIENT_PORT, why=_last_line(message))
+
+
+def _last_line(message: str) -> str:
     """The last line, without what logs begin with."""
-    lines = [" ".join(_LOG.sub("", line).split()) for line in said.splitlines() if line.strip()]
+    lines = [" ".join(_LOG.sub("", line).split()) for line in message.splitlines() if line.strip()]
     return (lines[-1] if lines else "no reason given")[:200].rstrip(".: ")
 
 
 def _probe(address: str) -> None:
     """Whether anything listens there, since Ray tries for a minute. Raises UserError."""
-    if address == AUTO:
+    if address == "auto":
         return
-    host, _, port = address.removeprefix(CLIENT).rpartition(":")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS):
             return

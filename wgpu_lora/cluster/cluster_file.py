@@ -5,10 +5,8 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,30 +14,20 @@ from annotated_types import Ge, Le
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import read_toml
-from wgpu_lora.names.spelling import IN_FILE, flag, naming, setting
+from wgpu_lora.names.spelling import IN_FILE, error_source, flag, setting
 from wgpu_lora.train.option_types import NOT_NEGATIVE, Range, check, option
 from wgpu_lora.typed_json import Check, read_as
 
-LONGEST, MOST_TASKS = 64, 10_000
+LONGEST = 64  # name
 A_NAME = f"up to {LONGEST} letters, digits, '.', '_' and '-', of which the first is a letter or a digit"
 AN_ADDRESS = "auto, HOST:PORT or ray://HOST:PORT"
 A_FOLDER = "the absolute path of a folder, such as /mnt/lab"
+A_STORAGE = "the absolute path of a folder that all machines have, or a URL such as s3://bucket/runs"
 
 
 def is_safe(text: str) -> bool:
     """Whether a text can be a name: it is a plain part of a path on every system, and never an option."""
     return bool(re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}", text))
-
-
-def checked_name(text: str, what: str) -> str:
-    """The text, if it can be a name; `what` begins the error, such as `The run's name`.
-
-    Raises:
-        UserError: it cannot.
-    """
-    if not is_safe(text):
-        raise UserError(f"{what} is {text!a:.80}, but must be {A_NAME}.")
-    return text
 
 
 def safe_name(text: str) -> str:
@@ -52,26 +40,17 @@ def told_apart(names: Sequence[str], fixed: Collection[str] = ()) -> list[str]:
 
     Some file systems do not tell names apart by their case.
     """
-    found: list[str] = []
+    result: list[str] = []
     seen = {name.casefold() for name in fixed}
     taken = seen | {name.casefold() for name in names}
     for name in names:
-        numbered = (f"{name[: LONGEST - 1 - len(str(number))]}-{number}" for number in count(2))
-        free = (one for one in numbered if one.casefold() not in taken | seen)
-        found.append(name if name.casefold() not in seen else next(free))
-        seen.add(found[-1].casefold())
-    return found
-
-
-@contextmanager
-def in_file(where: str) -> Iterator[None]:
-    """Errors of the block begin with `where`, and spell options as a file has them."""
-    try:
-        with naming(IN_FILE):
-            yield
-    except UserError as error:
-        text = str(error)
-        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+        new, number = name, 1
+        while new.casefold() in (seen if number == 1 else taken | seen):
+            number += 1
+            new = f"{name[: LONGEST - 1 - len(str(number))]}-{number}"
+        result.append(new)
+        seen.add(new.casefold())
+    return result
 
 
 CLUSTER = "Cluster"  # their heading in help
@@ -116,8 +95,8 @@ class RunOptions:
     eval_device: str | None = option(
         None,
         CLUSTER,
-        "Device that measures held-out losses and makes caches of teachers while others train: its key or part of its "
-        "name, as 'cluster status' shows it.",
+        "Device that measures held-out losses and makes caches of teachers while others train: its HOST:INDEX, key or "
+        "part of its name, as 'cluster status' shows it.",
     )
     send_data: bool = option(
         False, CLUSTER, "Send data that only this machine has to the others, instead of refusing them."
@@ -126,19 +105,15 @@ class RunOptions:
     def __post_init__(self) -> None:
         for item in fields(self):
             check(item.name, getattr(self, item.name), item.metadata)
-        if self.name is not None:
-            checked_name(self.name, flag("name"))
-        if self.shared is not None and not _is_folder(self.shared):
-            raise UserError(f"{flag('shared')} must be {A_FOLDER}, not {self.shared!a:.80}.")
-        if self.storage is not None and not (
-            self.storage.isprintable() and re.match(r"/|[a-z][a-z0-9+]*://", self.storage)
+        for name, fits, expected in (
+            ("name", is_safe, A_NAME),
+            ("shared", _is_folder, A_FOLDER),
+            ("storage", _is_storage, A_STORAGE),
+            ("eval_device", _is_text, "a device's HOST:INDEX, key or part of its name"),
         ):
-            raise UserError(
-                f"{flag('storage')} must be the absolute path of a folder that all machines have, or a URL such as "
-                f"s3://bucket/runs, not {self.storage!a:.80}."
-            )
-        if self.eval_device is not None and not (self.eval_device.strip() and self.eval_device.isprintable()):
-            raise UserError(f"{flag('eval_device')} must be a device's key or part of its name.")
+            value = getattr(self, name)
+            if value is not None and not fits(value):
+                raise UserError(f"{flag(name)} must be {expected}, not {value!a:.80}.")
         if self.data_parallel > 1 and self.join == "always":
             raise UserError(
                 f"{setting('join', 'always')} and {setting('data_parallel', self.data_parallel)} cannot be combined: "
@@ -162,8 +137,8 @@ def check_address(address: str, where: str) -> str:
 
 def _is_ray_address(text: str) -> bool:
     host = r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]"
-    found = re.fullmatch(rf"(?:ray://)?(?:{host}):([0-9]{{1,5}})", text)
-    return text == "auto" or bool(found and 0 < int(found[1]) < 65536)
+    match = re.fullmatch(rf"(?:ray://)?(?:{host}):([0-9]{{1,5}})", text)
+    return text == "auto" or bool(match and 0 < int(match[1]) < 65536)
 
 
 def _is_folder(text: str) -> bool:
@@ -171,12 +146,20 @@ def _is_folder(text: str) -> bool:
     return plain and text.startswith("/") and ".." not in text.split("/")
 
 
+def _is_storage(text: str) -> bool:
+    return text.isprintable() and bool(re.match(r"/|[a-z][a-z0-9+]*://", text))
+
+
+def _is_text(text: str) -> bool:
+    return bool(text.strip()) and text.isprintable()
+
+
 def _is_interface(text: str) -> bool:
     try:
-        found = ipaddress.IPv4Address(text)
+        address = ipaddress.IPv4Address(text)
     except ValueError:
         return False
-    return not (found.is_unspecified or found.is_multicast)
+    return not (address.is_unspecified or address.is_multicast)
 
 
 def _are_labels(labels: Mapping[str, str]) -> bool:
@@ -191,9 +174,7 @@ def _text(pattern: str, expected: str) -> Check:
 HostName = Annotated[str, _text(r"[A-Za-z0-9]([A-Za-z0-9.:-]{0,251}[A-Za-z0-9])?", "the name or address of a host")]
 Address = Annotated[str, Check(_is_interface, "the IPv4 address of an interface of the host, such as 10.0.0.2")]
 User = Annotated[str, _text(r"[A-Za-z_][A-Za-z0-9._-]{0,31}", "the name of a user on the host")]
-KeyFile = Annotated[
-    str, Check(lambda text: bool(text.strip()) and text.isprintable(), "the path of a private key here")
-]
+KeyFile = Annotated[str, Check(_is_text, "the path of a private key here")]
 Program = Annotated[
     str, _text(r"(?!-)~?[A-Za-z0-9_./+-]{1,255}", "the path of an interpreter on the host, such as ~/venv/bin/python")
 ]
@@ -306,15 +287,15 @@ class ClusterFile:
             UserError: there is none, or it is none that others could reach.
         """
         try:
-            found = host.address or socket.gethostbyname(host.host)
+            address = host.address or socket.gethostbyname(host.host)
         except OSError:
-            found = "no IPv4 address"
-        if not _is_interface(found) or (found.startswith("127.") and len(self.host) > 1):
+            address = "no IPv4 address"
+        if not _is_interface(address) or (address.startswith("127.") and len(self.host) > 1):
             raise UserError(
-                f"{host.host} resolves to {found}, by which no other host reaches it: give its 'address' in "
+                f"{host.host} resolves to {address}, by which no other host reaches it: give its 'address' in "
                 f"{self.path}, that of its interface in the network of the hosts."
             )
-        return found
+        return address
 
 
 def read_cluster_file(path: Path) -> ClusterFile:
@@ -327,7 +308,7 @@ def read_cluster_file(path: Path) -> ClusterFile:
     shared = {name: values[name] for name in OF_ALL_HOSTS if name in values}
     if isinstance(hosts := values.get("host"), list):
         values["host"] = [{**shared, **host} if isinstance(host, dict) else host for host in hosts]
-    with in_file(where):
+    with error_source(where, IN_FILE):
         file = read_as(ClusterFile, values, where)
     object.__setattr__(file, "path", path)
     if file.address is not None and file.host:
@@ -345,7 +326,6 @@ def read_cluster_file(path: Path) -> ClusterFile:
 
 SWEEP = "Sweep"  # heading of its options in help
 METRICS, SCHEDULERS = ("eval_loss", "loss"), ("none", "asha", "pbt")
-MAX_TRIALS = 10_000
 
 
 @dataclass(frozen=True)
@@ -356,7 +336,7 @@ class SweepOptions:
     """
 
     max_trials: int | None = option(
-        None, SWEEP, "Draw so many of the combinations, by --seed. Default: all.", within=Range(1, at_most=MAX_TRIALS)
+        None, SWEEP, "Draw so many of the combinations, by --seed. Default: all.", within=Range(1)
     )
     metric: str = option("eval_loss", SWEEP, "What the adapters are compared by; lower is better.", choices=METRICS)
     scheduler: str = option(

@@ -12,15 +12,17 @@ from typing import Any
 from platformdirs import user_cache_dir
 
 from wgpu_lora.cluster.messages import SENT
+from wgpu_lora.data.huggingface import is_hub_id
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.names.spelling import flag
 from wgpu_lora.paths import is_path
 from wgpu_lora.train.options.training_arguments import PATHS
+from wgpu_lora.typed_json import typed
 
 ROOT = "WGPU_LORA_CLUSTER_DIR"
 ADAPTERS, PIPELINE = "adapters", "pipeline"  # in a unit's directory
 NAME = re.compile(r"(?!\.)[A-Za-z0-9._=,+-]{1,200}")
-DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def cluster_root() -> Path:
@@ -63,7 +65,6 @@ DATA = ("data", "eval_data", "teacher_cache", "eval_teacher_cache")  # whose rel
 SENDABLE = ("data", "eval_data")  # small enough to be sent, and compared by content when a run is resumed
 HERE = tuple(name for name in PATHS if name != "output")
 _SENT = re.compile(rf"{SENT}([0-9a-f]{{64}})/([^/\0]{{1,255}})")
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def for_nodes(options: Mapping[str, Any], root: str | None = None) -> dict[str, Any]:
@@ -82,16 +83,14 @@ def _absolute(name: str, text: str, root: str | None) -> str:
     if text == "demo" or text.startswith(SENT):
         return text
     if root and name in DATA:
-        return text if is_hub_id(text, root) else str(PurePosixPath(root) / text)
-    if is_hub_id(text, "."):
-        return text
-    return os.path.abspath(os.path.expanduser(text))
+        path = PurePosixPath(root, text)
+        return text if _is_hub_id(name, text) and not Path(path).exists() else str(path)
+    return text if _is_hub_id(name, text) else os.path.abspath(os.path.expanduser(text))
 
 
-def is_hub_id(text: str, folder: str) -> bool:
-    """Whether a text is OWNER/NAME, and no file here."""
-    plain = Path(text).suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet", ".gz", ".gguf")
-    return bool(_HUB_ID.fullmatch(text)) and plain and not Path(folder, text).exists()
+def _is_hub_id(name: str, text: str) -> bool:
+    """Whether the value of an option is OWNER/NAME of a data set or a model, and no path here."""
+    return is_hub_id(text) if name in DATA else hub_id(text) is not None
 
 
 def node_paths(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -100,17 +99,16 @@ def node_paths(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     Raises:
         UserError: the variable is not what `cluster up` sets.
     """
-    said = environment.get(NODE_PATHS)
-    if not said:
+    text = environment.get(NODE_PATHS)
+    if not text:
         return {}
     try:
-        found = json.loads(said)
-        good = isinstance(found, dict) and all(isinstance(v, str) and is_path(v) for v in found.values())
+        paths: dict[str, str] = typed(dict[str, str], json.loads(text))
     except (ValueError, RecursionError):
-        good = False
-    if not good:
-        raise UserError(f"{NODE_PATHS} is {said!a:.80}, but must be a JSON object of folders: start the node again.")
-    return dict(found)
+        raise UserError(
+            f"{NODE_PATHS} is {text!a:.80}, but must be a JSON object of folders: start the node again."
+        ) from None
+    return paths
 
 
 def on_node(options: Mapping[str, Any], paths: Mapping[str, str], sent: Path) -> dict[str, Any]:
@@ -119,12 +117,10 @@ def on_node(options: Mapping[str, Any], paths: Mapping[str, str], sent: Path) ->
     Args:
         paths: its folders that others have elsewhere, as `node_paths`. sent: the folder of what drivers have sent.
     """
-    found = dict(options)
-    for name in HERE:
-        value = found.get(name)
-        if isinstance(value, str):
-            found[name] = _there(value, paths, sent)
-    return found
+    return {
+        name: _there(value, paths, sent) if name in HERE and isinstance(value, str) else value
+        for name, value in options.items()
+    }
 
 
 def _there(text: str, paths: Mapping[str, str], sent: Path) -> str:
@@ -141,8 +137,8 @@ def _there(text: str, paths: Mapping[str, str], sent: Path) -> str:
 
 def sent_name(text: str) -> tuple[str, str] | None:
     """The digest and the name of what has been sent, if the value of an option is that."""
-    found = _SENT.fullmatch(text)
-    return (found[1], found[2]) if found and found[2] not in (".", "..") else None
+    match = _SENT.fullmatch(text)
+    return (match[1], match[2]) if match and match[2] not in (".", "..") else None
 
 
 ROOTS = "WGPU_LORA_CLUSTER_ROOTS"  # directories that jobs may read and publish to, separated as in PATH
@@ -178,21 +174,21 @@ def options_here(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: a path is outside the folders that jobs may read here, or begins with `~`.
     """
-    there, roots = on_node(options, node_paths(), sent_directory()), allowed_roots()
+    local, roots = on_node(options, node_paths(), sent_directory()), allowed_roots()
     for name in HERE:
-        value = there.get(name)
+        value = local.get(name)
         if not isinstance(value, str) or sent_name(str(options[name])):
             continue
         if value.startswith("~"):  # drivers say whole paths; whoever opens it would look into a home directory
             raise UserError(
                 f"{flag(name)} {value} begins with '~', which each machine has elsewhere: give a whole path."
             )
-        if roots and value != "demo" and not is_hub_id(value, ".") and (wrong := refused_path(value, roots)):
+        if roots and value != "demo" and not _is_hub_id(name, value) and (wrong := refused_path(value, roots)):
             raise UserError(f"{flag(name)} {value} {wrong}: use a path that this host allows.")
-    return there
+    return local
 
 
 def parcels_of(options: Mapping[str, Any]) -> list[str]:
     """The digests of sent data that options name."""
     names = (sent_name(options[name]) for name in HERE if isinstance(options.get(name), str))
-    return [found[0] for found in names if found]
+    return [match[0] for match in names if match]

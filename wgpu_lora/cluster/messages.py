@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from wgpu_lora.cluster.cluster_file import SweepOptions
 from wgpu_lora.train.memory import RunRequirements
 from wgpu_lora.typed_json import typed
 
@@ -116,20 +117,6 @@ class CachedTeacher:
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """How a sweep compares its tasks. metric: `eval_loss` or `loss`, lower is better.
-
-    scheduler: `none`, `asha` (grace period in steps, reduction factor) or `pbt` (interval in steps).
-    """
-
-    metric: str = "eval_loss"
-    scheduler: str = "none"
-    grace_period: int = 1
-    reduction_factor: float = 4.0
-    perturbation_interval: int = 1
-
-
-@dataclass(frozen=True)
 class StoredFile:
     """A file in a store. path: relative, with slashes. digest: SHA-256. size: bytes."""
 
@@ -193,7 +180,7 @@ class RunRequest:
     data_parallel: int = 1
     jobs_per_device: int = 1
     eval_device: str | None = None
-    sweep: Sweep | None = None
+    sweep: SweepOptions | None = None
     by: str = ""
     teachers: dict[str, CachedTeacher] = field(default_factory=dict)
     parcels: list[Parcel] = field(default_factory=list)
@@ -317,7 +304,7 @@ class RunView:
     began: float
     over: bool
     shared: str | None = None
-    sweep: Sweep | None = None
+    sweep: SweepOptions | None = None
 
 
 @dataclass(frozen=True)

@@ -34,20 +34,17 @@ def own_versions() -> Versions:
 def difference(ours: Versions, theirs: Versions) -> str | None:
     """The first thing that differs on another machine, as part of a sentence such as "its Python is 3.12.1, not
     3.11.7"; None if nothing does."""
-    minor = tuple(one.python.rpartition(".")[0] for one in (ours, theirs))
-    if minor[0] != minor[1]:
+    if ours.python.rpartition(".")[0] != theirs.python.rpartition(".")[0]:
         return f"its Python is {theirs.python}, not {ours.python}"
-    for name, mine, other in (
-        (NAME, ours.package, theirs.package),
-        ("Ray", ours.ray, theirs.ray),
-        ("wgpu", ours.wgpu, theirs.wgpu),
-    ):
+    for field, name in (("package", NAME), ("ray", "Ray"), ("wgpu", "wgpu")):
+        mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
             return f"its {name} is {other or 'missing'}, not {mine or 'missing'}"
-    for what, mine, other in (("code", ours.code, theirs.code), ("shaders", ours.shaders, theirs.shaders)):
+    for field in ("code", "shaders"):
+        mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
             return (
-                f"its {NAME} {theirs.package} has other {what} (SHA-256 {other[:SHOWN]}..., not {mine[:SHOWN]}...), "
+                f"its {NAME} {theirs.package} has other {field} (SHA-256 {other[:SHOWN]}..., not {mine[:SHOWN]}...), "
                 "though the versions are equal"
             )
     return None

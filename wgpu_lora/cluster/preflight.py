@@ -7,9 +7,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from wgpu_lora.cluster.cluster_connection import Cluster
 from wgpu_lora.cluster.cluster_file import ClusterFile, HostSpec, RunOptions, SweepOptions
@@ -25,70 +24,61 @@ from wgpu_lora.cluster.messages import (
     Versions,
     from_plain,
 )
+from wgpu_lora.cluster.node_versions import difference
 from wgpu_lora.cluster.placement import refusal
 from wgpu_lora.cluster.placement_field import Place
+from wgpu_lora.cluster.run_status import chosen_device
+from wgpu_lora.cluster.sweep import planned
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, join_words
 from wgpu_lora.train.memory import RunRequirements
 
-MOST_SAID = 20  # refusals that are listed
-
-
-@dataclass
-class Refusals:
-    """What is wrong, by sentence; equal ones count once."""
-
-    said: dict[str, None] = field(default_factory=dict)
-
-    def add(self, *sentences: str) -> None:
-        self.said.update(dict.fromkeys(sentences))
-
-    def settle(self) -> None:
-        """Raise UserError if there are any."""
-        if not self.said:
-            return
-        found = list(self.said)
-        if len(found) == 1:
-            raise UserError(found[0])
-        rest = len(found) - MOST_SAID
-        more = [f"and {rest:,} more"] if rest > 0 else []
-        raise UserError(f"The run is refused for {len(found):,} reasons: mend them all.", [*found[:MOST_SAID], *more])
-
-
-MOST_HOSTS = 3  # that a sentence names
+MOST_REASONS, MOST_HOSTS = 20, 3  # that an error lists
 SURVEY_SECONDS = 120.0
+PLAN_SECONDS = 900.0  # opening a large model over a network takes minutes
+Plans = dict[str, dict[str, RunRequirements]]  # by task and plan class
 
 
-def surveyed(cluster: Cluster, own: Versions, here: bool = False) -> list[NodeFacts]:
+def refuse(reasons: Iterable[str]) -> None:
+    """Raise UserError if there are any reasons, which are sentences; equal ones count once."""
+    sentences = list(dict.fromkeys(reasons))
+    if len(sentences) == 1:
+        raise UserError(sentences[0])
+    if sentences:
+        rest = len(sentences) - MOST_REASONS
+        more = [f"and {rest:,} more"] if rest > 0 else []
+        raise UserError(
+            f"The run is refused for {len(sentences):,} reasons: mend them all.", [*sentences[:MOST_REASONS], *more]
+        )
+
+
+def surveyed(cluster: Cluster, versions: Versions, local: bool = False) -> list[NodeFacts]:
     """The nodes of the cluster, with their devices as they are now.
 
     Args:
-        here: it is Ray of this machine.
+        versions: of this machine. local: the cluster is Ray of this machine.
 
     Raises:
         UserError: a node has another version of something than this machine, or there is no device.
     """
     nodes = [from_plain(NodeFacts, one) for one in cluster.controller("nodes", seconds=SURVEY_SECONDS)]
-    refusals = Refusals()
-    refusals.add(*_other_versions(nodes, own, here))
-    if not any(node.devices for node in nodes):
-        refusals.add(
+    reasons = [*_other_versions(nodes, versions, local)]
+    if not nodes:
+        reasons.append("The cluster has no node that answers: see 'wgpu-lora cluster status'.")
+    elif not any(node.devices for node in nodes):
+        reasons.append(
             f"The cluster has no WebGPU device ({listed_hosts(nodes)}): see 'wgpu-lora info' on its machines."
-            if nodes
-            else "The cluster has no node that answers: see 'wgpu-lora cluster status'."
         )
-    refusals.settle()
+    refuse(reasons)
     return nodes
 
 
-def _other_versions(nodes: Iterable[NodeFacts], own: Versions, here: bool) -> Iterable[str]:
-    from wgpu_lora.cluster.node_versions import difference
-
+def _other_versions(nodes: Iterable[NodeFacts], versions: Versions, local: bool) -> Iterator[str]:
     for node in nodes:
         # The controller leaves out nodes that differ from the head, by which they have no devices.
-        if not (what := difference(own, node.versions)) or not (node.devices or here):
+        if not (what := difference(versions, node.versions)) or not (node.devices or local):
             continue
-        if here:
+        if local:
             yield (
                 f"Ray of this machine was started before something changed here ({what}): end it with "
                 "'wgpu-lora cluster down --local', and run again."
@@ -99,11 +89,11 @@ def _other_versions(nodes: Iterable[NodeFacts], own: Versions, here: bool) -> It
 
 def missing_hosts(nodes: Sequence[NodeFacts], spec: ClusterFile) -> list[str]:
     """The hosts of a cluster file that are no nodes of the cluster now, by their addresses or names."""
-    known = {node.address for node in nodes} | {node.host.partition(".")[0] for node in nodes}
+    present = {node.address for node in nodes} | {node.host.partition(".")[0] for node in nodes}
     return [
         f"{host.host} ({host.address})" if host.address else host.host
         for host in spec.host
-        if not known & {_address(host), host.host.partition(".")[0]}
+        if not present & {_address(host), host.host.partition(".")[0]}
     ]
 
 
@@ -115,11 +105,7 @@ def _address(host: HostSpec) -> str | None:
 
 def listed_hosts(nodes: Sequence[NodeFacts]) -> str:
     """The names of hosts, of which there may be many."""
-    names = [node.host for node in nodes]
-    return join_words(names[:MOST_HOSTS], len(names) - MOST_HOSTS if len(names) > MOST_HOSTS else 0)
-
-
-PLAN_SECONDS = 900.0  # opening a large model over a network takes minutes
+    return join_words([node.host for node in nodes], most=MOST_HOSTS)
 
 
 def request_of(
@@ -135,23 +121,40 @@ def request_of(
         UserError: a path is missing on a machine, a task cannot be trained or fits nowhere, or the device for
             evaluations is not known.
     """
-    refusals = Refusals()
-    eval_device = _eval_device(nodes, run.eval_device, refusals)
-    tasks, parcels = _with_data(cluster, nodes, tasks, run, refusals)
-    if eval_device is not None:
-        refusals.add(*_not_measured(tasks))
-    refusals.settle()  # plans of data that are not there would only repeat it
-    plans, teachers = _plans(cluster, nodes, tasks, run.data_parallel > 1, eval_device is not None, refusals)
-    others = [] if eval_device is None else [eval_device]
-    refusals.add(*_fits_nowhere(tasks, plans, nodes, run.data_parallel, others))
-    refusals.settle()
+    devices = [(f"{node.host}:{device.index}", device) for node in nodes for device in node.devices]
+    reasons: list[str] = []
+    eval_device = None
+    if run.eval_device is not None:
+        try:
+            eval_device = chosen_device(devices, run.eval_device, "--eval-device").id
+        except UserError as error:
+            reasons.append(str(error))
+        reasons += _not_evaluated(tasks, len(devices))
+    tasks, parcels = _with_data(cluster, [node for node in nodes if node.devices], tasks, run, reasons)
+    refuse(reasons)  # plans of data that are not there would only repeat it
+    plans, teachers = _plans(cluster, nodes, tasks, run.data_parallel > 1, eval_device is not None)
+    reasons += _not_trained(plans)
+    plans = {
+        name: {key: plan for key, plan in by_class.items() if not plan.refused} for name, by_class in plans.items()
+    }
+    places = [
+        Place(device.id, device.plan_class, node.host, budget=device.budget, name=f"{device.name} on {node.host}")
+        for node in nodes
+        for device in node.devices
+        if device.id != eval_device
+    ]
+    for name, by_class in plans.items():
+        memory = {key: plan.needed for key, plan in by_class.items()}
+        if memory and (why := refusal(name, memory, places, run.data_parallel)):
+            reasons.append(why)
+    refuse(reasons)
     compared = None
     if sweep:
-        from wgpu_lora.cluster.sweep import planned
-
         compared, tasks = planned(sweep, tasks, plans)
+    now = time.time()  # with a few digits after the second, since others begin runs, too
+    name = time.strftime("run-%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now * 1000) % 1000:03}"
     return RunRequest(
-        name=run.name or name_now(),
+        name=run.name or name,
         tasks=list(tasks),
         plans=plans,
         shared=run.shared,
@@ -161,83 +164,42 @@ def request_of(
         jobs_per_device=run.jobs_per_device,
         eval_device=eval_device,
         sweep=compared,
-        by=asked_by(),
+        by=f"{_user()}@{socket.gethostname()}",
         teachers=teachers,
         parcels=parcels,
         storage=run.storage,
     )
 
 
-def name_now() -> str:
-    """The name of a run that is given none: its time, and a few digits of it, since others begin runs, too."""
-    now = time.time()
-    return time.strftime("run-%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now * 1000) % 1000:03}"
-
-
-def asked_by() -> str:
-    """The user and the host that ask."""
-    user = "?"
+def _user() -> str:
     with suppress(OSError, KeyError):  # no name is known for the user's number
-        user = getpass.getuser()
-    return f"{user}@{socket.gethostname()}"
+        return getpass.getuser()
+    return "?"
 
 
-# -- devices -----------------------------------------------------------------------------------------------------------
-
-
-def _eval_device(nodes: Sequence[NodeFacts], given: str | None, refusals: Refusals) -> str | None:
-    """The id of the device that a person names: by its key, its id, or a part of its name."""
-    if given is None:
-        return None
-    devices = [(node, device) for node in nodes for device in node.devices]
-    exact = [device for _, device in devices if given in (device.id, device.key)]
-    part = [device for _, device in devices if given.casefold() in device.name.casefold()]
-    found = exact or part
-    if len(found) != 1:
-        names = [f"{device.key} ({device.name}) on {node.host}" for node, device in devices]
-        known = join_words(names[:MOST_HOSTS], max(0, len(names) - MOST_HOSTS))
-        which = "no device of the cluster" if not found else f"{count_noun(len(found), 'device')} of the cluster"
-        refusals.add(f"--eval-device {given} names {which}: give a key or more of the name; there are {known}.")
-        return None
-    if len(devices) == 1:
-        refusals.add("--eval-device needs a second device, but the cluster has one: leave it out.")
-    return found[0].id
-
-
-def _not_measured(tasks: Iterable[Task]) -> Iterable[str]:
+def _not_evaluated(tasks: Iterable[Task], devices: int) -> Iterator[str]:
+    """Why a device cannot be reserved for evaluations."""
+    if devices == 1:
+        yield "--eval-device needs a second device, but the cluster has one: leave it out."
     for task in tasks:
-        if task.options.get("train", "lora") != "lora":
+        if (train := task.options.get("train", "lora")) != "lora":
             yield (
-                f"{task.name}: --eval-device measures adapters, but --train {task.options['train']} trains something "
-                "else: leave it out."
+                f"{task.name}: --eval-device measures adapters, but --train {train} trains something else: leave it "
+                "out."
             )
-
-
-def _fits_nowhere(
-    tasks: Sequence[Task],
-    plans: dict[str, dict[str, RunRequirements]],
-    nodes: Sequence[NodeFacts],
-    devices: int,
-    excluded: Sequence[str],
-) -> Iterable[str]:
-    places = [
-        Place(device.id, device.plan_class, node.host, budget=device.budget, name=f"{device.name} on {node.host}")
-        for node in nodes
-        for device in node.devices
-        if device.id not in excluded
-    ]
-    for task in tasks:
-        needed = {name: plan.needed for name, plan in plans.get(task.name, {}).items() if plan.refused is None}
-        if needed and (why := refusal(task.name, needed, places, devices)):
-            yield why
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def paths_of(task: Task) -> list[str]:
-    """The paths of a task that its machine must have."""
-    return [path for name in HERE if isinstance(path := task.options.get(name), str) and os.path.isabs(path)]
+def _users_of_paths(tasks: Sequence[Task]) -> dict[str, list[str]]:
+    """The paths that machines must have, with the tasks that name them."""
+    users: dict[str, list[str]] = {}
+    for task in tasks:
+        for path in map(task.options.get, HERE):
+            if isinstance(path, str) and os.path.isabs(path):
+                users.setdefault(path, []).append(task.name)
+    return users
 
 
 def check_here(tasks: Sequence[Task]) -> None:
@@ -246,53 +208,57 @@ def check_here(tasks: Sequence[Task]) -> None:
     Raises:
         UserError: there are some.
     """
-    refusals = Refusals()
-    for task in tasks:
-        for path in paths_of(task):
-            if why := unreadable(path, []):
-                refusals.add(f"{path} of {task.name} cannot be used, since it {why}: check the path.")
-    refusals.settle()
+    refuse(
+        f"{path} of {join_words(users, most=1)} cannot be used, since it {why}: check the path."
+        for path, users in _users_of_paths(tasks).items()
+        if (why := unreadable(path, []))
+    )
 
 
 def _with_data(
-    cluster: Cluster, nodes: Sequence[NodeFacts], tasks: Sequence[Task], run: RunOptions, refusals: Refusals
-) -> tuple[list[Task], list[Parcel]]:
-    """The tasks, whose data all machines with devices have, or get, and the parcels that were sent."""
-    users: dict[str, list[str]] = {}
-    for task in tasks:
-        for path in paths_of(task):
-            users.setdefault(path, []).append(task.name)
-    if run.shared:
-        users.setdefault(run.shared, [])
+    cluster: Cluster, nodes: Sequence[NodeFacts], tasks: Sequence[Task], run: RunOptions, reasons: list[str]
+) -> tuple[Sequence[Task], list[Parcel]]:
+    """The tasks, whose data all nodes have, or get, and the parcels that were sent. Appends to the reasons."""
+    users = _users_of_paths(tasks)
+    paths = sorted({*users, *([run.shared] if run.shared else [])})
     lacking: dict[str, list[NodeFacts]] = {}
     why: dict[str, str] = {}
     parcels: dict[str, Parcel] = {}
-    able = [node for node in nodes if node.devices]
-    for node in able:
-        for path, sentence in cluster.host(node.id, "check_paths", sorted(users)).items():
+    for node in nodes:
+        for path, sentence in cluster.host(node.id, "check_paths", paths).items():
             lacking.setdefault(path, []).append(node)
             why.setdefault(path, sentence)
     if lacking and run.send_data:
-        stores = [(cluster.store(node.id), node.host) for node in able]
-        tasks, parcels = send_data(stores, tasks, lacking.keys())
-        for node in able:
+        tasks, parcels = send_data([(cluster.store(node.id), node.host) for node in nodes], tasks, lacking.keys())
+        for node in nodes:
             for parcel in parcels.values():
                 cluster.host(node.id, "place", parcel, seconds=PLAN_SECONDS)
-        lacking = {path: hosts for path, hosts in lacking.items() if path not in parcels}
-    for path, hosts in lacking.items():
-        refusals.add(_lacks(path, hosts, why[path], users[path], path == run.shared))
-    if run.storage and able:
-        refusals.add(*_unusable_storage(cluster, able, run.storage))
-    if run.shared and run.shared not in lacking and able:
+    for path in [path for path in lacking if path not in parcels]:
+        hosts = listed_hosts(lacking[path])
+        if path == run.shared:
+            reasons.append(f"The shared folder {path} is missing on {hosts}: mount it there, or leave --shared out.")
+            continue
+        first, *others = users[path]
+        of = f"of {first}" + (f" and {count_noun(len(others), 'other')}" if others else "")
+        if os.path.exists(path):
+            reasons.append(
+                f"{path} {of} is on this machine, but {hosts} cannot read it: put it into a folder that all machines "
+                "have, or give --send-data."
+            )
+        else:
+            reasons.append(f"{path} {of} cannot be used on {hosts}: {why[path].rstrip('.')}.")
+    if run.storage and nodes:
+        reasons += _unusable_storage(cluster, nodes, run.storage)
+    if run.shared and run.shared not in lacking and nodes:
         outputs = [Task(task.name, {}, task.output) for task in tasks]
         try:
-            cluster.host(able[0].id, "check_outputs", outputs)
+            cluster.host(nodes[0].id, "check_outputs", outputs)
         except UserError as error:
-            refusals.add(str(error))
-    return list(tasks), list(parcels.values())
+            reasons.append(str(error))
+    return tasks, list(parcels.values())
 
 
-def _unusable_storage(cluster: Cluster, nodes: Sequence[NodeFacts], storage: str) -> Iterable[str]:
+def _unusable_storage(cluster: Cluster, nodes: Sequence[NodeFacts], storage: str) -> Iterator[str]:
     """Refusals of a storage that a host cannot use, or that is not the same on all hosts."""
     name, (first, *others) = secrets.token_hex(8), nodes
     try:
@@ -304,45 +270,36 @@ def _unusable_storage(cluster: Cluster, nodes: Sequence[NodeFacts], storage: str
         yield f"{first.host}: {error}"
 
 
-def _lacks(path: str, hosts: Sequence[NodeFacts], why: str, users: Sequence[str], shared: bool) -> str:
-    if shared:
-        return f"The shared folder {path} is missing on {listed_hosts(hosts)}: mount it there, or leave --shared out."
-    of = f"of {users[0]}" + (f" and {count_noun(len(users) - 1, 'other')}" if len(users) > 1 else "")
-    if os.path.exists(path):
-        return (
-            f"{path} {of} is on this machine, but {listed_hosts(hosts)} cannot read it: put it into a folder that all "
-            "machines have, or give --send-data."
-        )
-    return f"{path} {of} cannot be used on {listed_hosts(hosts)}: {why.rstrip('.')}."
-
-
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
 def _plans(
-    cluster: Cluster, nodes: Sequence[NodeFacts], tasks: Sequence[Task], shared: bool, cached: bool, refusals: Refusals
-) -> tuple[dict[str, dict[str, RunRequirements]], dict[str, CachedTeacher]]:
+    cluster: Cluster, nodes: Sequence[NodeFacts], tasks: Sequence[Task], shared: bool, cached: bool
+) -> tuple[Plans, dict[str, CachedTeacher]]:
     """What each task needs on devices of each class: one machine that has such a device plans all of them.
 
     cached: teachers are cached; what tasks need is without them then, and with them in what is told of these tasks.
     """
-    asked: dict[str, tuple[NodeFacts, DeviceFacts]] = {}
+    planners: dict[str, tuple[NodeFacts, DeviceFacts]] = {}
     for node in nodes:
         for device in node.devices:
-            asked.setdefault(device.plan_class, (node, device))
-    plans: dict[str, dict[str, RunRequirements]] = {task.name: {} for task in tasks}
+            planners.setdefault(device.plan_class, (node, device))
+    plans: Plans = {task.name: {} for task in tasks}
     teachers: dict[str, CachedTeacher] = {}
     jobs = [{"name": task.name, "options": task.options} for task in tasks]
-    for plan_class, (node, device) in asked.items():
-        given = jobs, device.index, shared, cached
-        found = cluster.host(node.id, "plan", *given, seconds=PLAN_SECONDS)
-        for name, plan in found["tasks"].items():
+    for plan_class, (node, device) in planners.items():
+        answer = cluster.host(node.id, "plan", jobs, device.index, shared, cached, seconds=PLAN_SECONDS)
+        for name, plan in answer["tasks"].items():
             plans[name][plan_class] = from_plain(RunRequirements, plan)
-        for name, told in found["taught"].items():
-            live, plans[name][plan_class] = plans[name][plan_class], from_plain(RunRequirements, told["needs"])
-            teachers.setdefault(name, CachedTeacher(told["digest"], {})).live[plan_class] = live
+        for name, taught in answer["taught"].items():
+            live, plans[name][plan_class] = plans[name][plan_class], from_plain(RunRequirements, taught["needs"])
+            teachers.setdefault(name, CachedTeacher(taught["digest"], {})).live[plan_class] = live
+    return plans, teachers
+
+
+def _not_trained(plans: Plans) -> Iterator[str]:
+    """Why tasks cannot be trained on any device."""
     for name, by_class in plans.items():
-        if by_class and all(plan.refused is not None for plan in by_class.values()):
-            refusals.add(next(f"{name}: {plan.refused}" for plan in by_class.values()))
-    able = {name: {key: plan for key, plan in found.items() if not plan.refused} for name, found in plans.items()}
-    return able, teachers
+        refused = [plan.refused for plan in by_class.values()]
+        if refused and None not in refused:
+            yield f"{name}: {refused[0]}"

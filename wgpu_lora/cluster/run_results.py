@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
@@ -20,40 +19,38 @@ from wgpu_lora.train.run.run_tracking import logged_id
 EVALUATIONS = "evaluations.jsonl"
 
 
-@dataclass
-class Fetched:
-    """done: tasks whose results are here now. failed: why a result could not be written, by task."""
-
-    done: set[str] = field(default_factory=set)
-    failed: dict[str, str] = field(default_factory=dict)
-
-
-def fetch_results(cluster: Cluster, run: str, outputs: Mapping[str, str], fetching: Callable[[str], None]) -> Fetched:
-    """Fetch all tasks of a run that have ended and are not fetched; the controller is told.
+def fetch_results(
+    cluster: Cluster, run: str, outputs: Mapping[str, str], fetching: Callable[[str], None]
+) -> dict[str, str | None]:
+    """Fetch tasks of a run that have ended; the controller is told which.
 
     Args:
         outputs: directories of this machine, by task. fetching: called with the task before it is fetched.
 
+    Returns:
+        None for each task whose result is here now, or why it could not be written. Others are not there yet, or
+        another program is fetching them.
+
     Raises:
         ClusterGone: the cluster does not answer.
     """
-    fetched = Fetched()
+    fetched: dict[str, str | None] = {}
     for result in cluster.controller("results", run):
         task = result["task"]
         if task not in outputs:
             continue
         fetching(task)
-        files = [from_plain(StoredFile, file) for file in result["files"]]
+        output, files = Path(outputs[task]), [from_plain(StoredFile, file) for file in result["files"]]
         stores = [cluster.store(node, result["storage"]) for node in result["nodes"]]
         try:
-            if fetch(stores, result["unit"], task, files, Path(outputs[task])):
+            if fetch(stores, result["unit"], task, files, output):
                 cluster.controller("fetched", run, task)
-                _log_place(Path(outputs[task]))
-                fetched.done.add(task)
+                _log_place(output)
+                fetched[task] = None
         except ClusterGone:
             raise
         except UserError as error:
-            fetched.failed[task] = str(error)
+            fetched[task] = str(error)
     return fetched
 
 
@@ -78,10 +75,10 @@ def write_evaluations(cluster: Cluster, run: str, tasks: Sequence[TaskView]) -> 
     """
     lines = cluster.controller("evaluations", run)
     for task in tasks:
-        own = [{k: v for k, v in line.items() if k != "task"} for line in lines if line["task"] == task.name]
-        if own and Path(task.output).is_dir():
+        rows = [{k: v for k, v in line.items() if k != "task"} for line in lines if line["task"] == task.name]
+        if rows and Path(task.output).is_dir():
             path = Path(task.output) / EVALUATIONS
             try:
-                write_bytes_atomic(path, "".join(to_json(line) + "\n" for line in own).encode())
+                write_bytes_atomic(path, "".join(to_json(line) + "\n" for line in rows).encode())
             except OSError as error:
                 raise UserError(f"{path} cannot be written ({reason(error)}): mend that.") from None

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from wgpu_lora.cluster.cluster_connection import Cluster, ClusterGone
-from wgpu_lora.cluster.messages import DeviceView, RunView, Snapshot, TaskView, from_plain, to_plain
+from wgpu_lora.cluster.messages import DeviceFacts, RunView, Snapshot, TaskView, from_plain, to_plain
 from wgpu_lora.cluster.run_results import fetch_results
 from wgpu_lora.errors import UserError
-from wgpu_lora.text import join_words
+from wgpu_lora.text import count_noun, join_words
 
 POLL = 1.0  # seconds between snapshots
 PATIENCE = 90.0  # seconds without an answer after which the cluster counts as gone: a controller may restart meanwhile
 SNAPSHOT_SECONDS = 15.0
 ENDED = ("finished", "stopped", "failed", "cancelled")
 GOOD = ("finished", "stopped")
+MOST = 5  # names that a sentence lists
 
 
-class Watching(Protocol):
-    """What shows a run."""
+class Watcher(Protocol):
+    """Shows a run."""
 
     def shown(self, snapshot: Snapshot) -> None: ...
 
@@ -57,7 +58,7 @@ def snapshot_of(cluster: Cluster, run: str | None = None) -> Snapshot:
 def follow(
     cluster: Cluster,
     run: str,
-    watching: Watching,
+    watcher: Watcher,
     *,
     fetches: bool = True,
     clock: Callable[[], float] = time.monotonic,
@@ -72,47 +73,32 @@ def follow(
         ClusterGone: the controller has not answered for PATIENCE seconds, or never will.
         UserError: there is no such run.
     """
-    heard, fetched, wrong = clock(), set[str](), dict[str, str]()
+    answered, results = clock(), dict[str, str | None]()  # why a result could not be written here, by task
     while True:
         begun = clock()
         try:
-            seen = snapshot_of(cluster, run)
-            watching.shown(seen)
-            due = ended_unfetched(seen) - fetched - wrong.keys() if fetches else set()
-            if due:
-                found = fetch_results(cluster, run, outputs_of(seen, due), watching.fetching)
-                fetched |= found.done
-                wrong |= found.failed
-                for task, why in found.failed.items():
-                    watching.kept(task, why)
-                due -= fetched | wrong.keys()
-            heard = clock()
-            if not due and any(one.name == run and one.over for one in seen.runs):
-                return Followed(seen, wrong)
+            snapshot = snapshot_of(cluster, run)
+            watcher.shown(snapshot)
+            ended = [task for task in snapshot.tasks if task.state in ENDED and not task.fetched] if fetches else []
+            outputs = {task.name: task.output for task in ended if task.name not in results}
+            if outputs:
+                new = fetch_results(cluster, run, outputs, watcher.fetching)
+                results |= new
+                for task, why in new.items():
+                    if why:
+                        watcher.kept(task, why)
+            answered = clock()
+            if outputs.keys() <= results.keys() and any(view.name == run and view.over for view in snapshot.runs):
+                return Followed(snapshot, {task: why for task, why in results.items() if why})
         except ClusterGone as error:
-            away = clock() - heard
+            away = clock() - answered
             if away > PATIENCE:
-                raise ClusterGone(_gone(error, away)) from None
-            watching.away(away)
+                raise ClusterGone(
+                    f"The cluster has not answered for {away:.0f} s, its jobs may go on ({error.problem.rstrip('.')}): "
+                    "attach again later."
+                ) from None
+            watcher.away(away)
         sleep(max(0.0, POLL - (clock() - begun)))
-
-
-def ended_unfetched(snapshot: Snapshot) -> set[str]:
-    """Tasks whose results are there, and nobody has fetched."""
-    return {task.name for task in snapshot.tasks if task.state in ENDED and not task.fetched}
-
-
-def outputs_of(snapshot: Snapshot, tasks: set[str]) -> Mapping[str, str]:
-    """Where results belong, by task."""
-    return {task.name: task.output for task in snapshot.tasks if task.name in tasks}
-
-
-def _gone(error: UserError, seconds: float) -> str:
-    why = error.problem.rstrip(".")
-    return f"The cluster has not answered for {seconds:.0f} s, its jobs may go on ({why}): attach again later."
-
-
-MOST = 5  # names that a sentence lists
 
 
 def chosen_run(cluster: Cluster, name: str | None) -> RunView:
@@ -121,43 +107,53 @@ def chosen_run(cluster: Cluster, name: str | None) -> RunView:
     Raises:
         UserError: there is none, or there are several.
     """
-    seen = snapshot_of(cluster)
-    known = {run.name: run for run in seen.runs}
+    snapshot = snapshot_of(cluster)
+    runs = {run.name: run for run in snapshot.runs}
     if name is not None:
-        if name in known:
-            return known[name]
-        said = join_words([*known][-MOST:], max(0, len(known) - MOST)) if known else "none"
-        raise UserError(f"The cluster knows no run '{name}': its runs are {said}.")
-    due = {task.run for task in seen.tasks if not task.fetched}
-    found = [run for run in seen.runs if not run.over or run.name in due]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+        if name in runs:
+            return runs[name]
+        names = join_words([*runs][::-1], most=MOST) if runs else "none"
+        raise UserError(f"The cluster knows no run '{name}': its runs are {names}.")
+    due = {task.run for task in snapshot.tasks if not task.fetched}
+    active = [run for run in snapshot.runs if not run.over or run.name in due]
+    if len(active) == 1:
+        return active[0]
+    if not active:
         raise UserError("No run goes on in this cluster: 'wgpu-lora cluster status' shows those that have ended.")
-    names = join_words([run.name for run in found[-MOST:]], max(0, len(found) - MOST))
+    names = join_words([run.name for run in reversed(active)], most=MOST)
     raise UserError(f"Several runs go on in this cluster: name one of {names}.")
 
 
-def chosen_device(snapshot: Snapshot, given: str) -> DeviceView:
-    """The device with this key or id, or at HOST:INDEX. Raises UserError if there is none, or several."""
-    found = [one for one in snapshot.devices if given in (one.facts.id, one.facts.key, place_of(snapshot, one))]
-    if len(found) == 1:
-        return found[0]
-    names = [place_of(snapshot, one) for one in snapshot.devices]
-    known = join_words(names[:MOST], max(0, len(names) - MOST)) if names else "none"
-    what = "several devices" if found else "no device"
-    raise UserError(f"{given} names {what} of the cluster: give HOST:INDEX; there are {known}.")
+def chosen_device(devices: Sequence[tuple[str, DeviceFacts]], text: str, option: str = "") -> DeviceFacts:
+    """The device with this HOST:INDEX, key or id, else the one with this in its name.
+
+    Args:
+        devices: with their HOST:INDEX. option: that has the text, for messages.
+
+    Raises:
+        UserError: there is none, or several.
+    """
+    exact = [facts for place, facts in devices if text in (place, facts.id, facts.key)]
+    chosen = exact or [facts for _, facts in devices if text.casefold() in facts.name.casefold()]
+    if len(chosen) == 1:
+        return chosen[0]
+    which = count_noun(len(chosen), "device") if chosen else "no device"
+    names = join_words([f"{place} ({facts.name})" for place, facts in devices], most=MOST) if devices else "none"
+    raise UserError(
+        f"{f'{option} {text}'.strip()} names {which} of the cluster: give HOST:INDEX, a key, or more of the name; "
+        f"there are {names}."
+    )
 
 
-def place_of(snapshot: Snapshot, view: DeviceView) -> str:
-    """A device's short name, HOST:INDEX."""
+def places_of(snapshot: Snapshot) -> dict[str, str]:
+    """Short names of devices, HOST:INDEX, by their ids."""
     hosts = {node.address: node.host for node in snapshot.nodes}
-    return f"{hosts.get(view.facts.address, view.facts.address)}:{view.facts.index}"
+    return {d.facts.id: f"{hosts.get(d.facts.address, d.facts.address)}:{d.facts.index}" for d in snapshot.devices}
 
 
 def as_json(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot for programs; each device also has its `id` and `place`."""
-    found = to_plain(snapshot)
-    for value, view in zip(found["devices"], snapshot.devices, strict=True):
-        value |= {"id": view.facts.id, "place": place_of(snapshot, view)}
-    return found
+    result, places = to_plain(snapshot), places_of(snapshot)
+    for value, view in zip(result["devices"], snapshot.devices, strict=True):
+        value |= {"id": view.facts.id, "place": places[view.facts.id]}
+    return result

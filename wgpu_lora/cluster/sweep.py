@@ -6,14 +6,14 @@ import math
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.cluster.cluster_file import LONGEST, MAX_TRIALS, SweepOptions, safe_name, told_apart
-from wgpu_lora.cluster.cluster_tasks import REFUSED, Draft, finished
-from wgpu_lora.cluster.messages import RunView, Snapshot, Sweep, Task, TaskView
+from wgpu_lora.cluster.cluster_file import LONGEST, SweepOptions, safe_name, told_apart
+from wgpu_lora.cluster.cluster_tasks import MAX_ADAPTERS, REFUSED, Draft, finished
+from wgpu_lora.cluster.messages import RunView, Snapshot, Task, TaskView
 from wgpu_lora.cluster.task_outputs import output_of
 from wgpu_lora.errors import UserError, reason
 from wgpu_lora.json_files import to_json
@@ -38,23 +38,20 @@ MUTABLE = (
 )
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Values of options. values: by option, in the order that they were given."""
+Grid = dict[str, list[Any]]  # values by option, in the order that they were given
 
-    values: dict[str, list[Any]]
 
-    @property
-    def size(self) -> int:
-        return math.prod(map(len, self.values.values()))
+def grid_size(grid: Grid) -> int:
+    return math.prod(map(len, grid.values()))
 
-    def at(self, index: int) -> dict[str, Any]:
-        """A combination; the last option varies first."""
-        found = {}
-        for name, values in reversed(self.values.items()):
-            index, which = divmod(index, len(values))
-            found[name] = values[which]
-        return {name: found[name] for name in self.values}
+
+def grid_point(grid: Grid, index: int) -> dict[str, Any]:
+    """A combination of values; the last option varies first."""
+    point = {}
+    for name, values in reversed(grid.items()):
+        index, which = divmod(index, len(values))
+        point[name] = values[which]
+    return dict(reversed(point.items()))
 
 
 def grid_of(params: Sequence[str]) -> Grid:
@@ -63,24 +60,25 @@ def grid_of(params: Sequence[str]) -> Grid:
     Raises:
         UserError: a text or a value is not one, an option cannot be varied, or a value is repeated.
     """
-    values: dict[str, list[Any]] = {}
+    grid: Grid = {}
     for text in params:
+        where = f"--param {text:.80}"
         name, equals, rest = text.partition("=")
         parts = [part.strip() for part in rest.split(";" if ";" in rest else ",")]
         if not equals or not all(parts):
-            raise UserError(f"--param {text:.80} is not NAME=VALUE,VALUE, such as lora_r=8,16,32.")
-        (real,) = named({name.strip(): None}, f"--param {text:.80}")
-        if real in FIXED:
-            raise UserError(f"--param {text:.80}: {flag(real)} cannot be varied, since {FIXED[real]}.")
-        if real in values:
-            raise UserError(f"--param {flag(real)} is given twice: write all of its values in one.")
-        values[real] = [_value(real, part, f"--param {text:.80}") for part in parts]
-        twice = next((v for v in values[real] if values[real].count(v) > 1), None)
-        if twice is not None:
-            raise UserError(f"--param {text:.80} has the value {twice} twice: leave one out.")
-    if not values:
+            raise UserError(f"{where} is not NAME=VALUE,VALUE, such as lora_r=8,16,32.")
+        (option,) = named({name.strip(): None}, where)
+        if option in FIXED:
+            raise UserError(f"{where}: {flag(option)} cannot be varied, since {FIXED[option]}.")
+        if option in grid:
+            raise UserError(f"--param {flag(option)} is given twice: write all of its values in one.")
+        grid[option] = [_value(option, part, where) for part in parts]
+        for value in grid[option]:
+            if grid[option].count(value) > 1:
+                raise UserError(f"{where} has the value {value} twice: leave one out.")
+    if not grid:
         raise UserError("A sweep needs something to vary: give --param NAME=VALUE,VALUE, such as lora_r=8,16,32.")
-    return Grid(values)
+    return grid
 
 
 def _value(name: str, text: str, where: str) -> Any:
@@ -104,30 +102,30 @@ def sweep_tasks(
     Raises:
         UserError: there are too many, data or an output directory is missing, or values are not allowed together.
     """
-    for name in ("data", "output"):
-        if getattr(args, name) is None:
-            raise UserError(f"A sweep needs {flag(name)}: {'what it trains on' if name == 'data' else 'a directory'}.")
-    if args.validation_split and "seed" in grid.values:
+    if args.data is None:
+        raise UserError(f"A sweep needs {flag('data')}: what it trains on.")
+    if args.output is None:
+        raise UserError(f"A sweep needs {flag('output')}: a directory.")
+    if args.validation_split and "seed" in grid:
         raise UserError(
             f"--param seed and {setting('validation_split', args.validation_split)} cannot be combined, since the seed "
             f"chooses the held-out rows: give {flag('eval_data')}."
         )
-    assert args.output
     if Path(output_of(args.output, shared), RESULTS).exists():
         raise UserError(f"{args.output} already holds a sweep's {RESULTS}: choose another directory.")
-    count = min(grid.size, options.max_trials or grid.size)
-    if count > MAX_TRIALS:
+    size = grid_size(grid)
+    count = min(size, options.max_trials or size)
+    if count > MAX_ADAPTERS:
         raise UserError(
-            f"A grid of {grid.size:,} adapters is more than {MAX_TRIALS:,}: give fewer values, or --max-trials."
+            f"A grid of {size:,} adapters is more than {MAX_ADAPTERS:,}: give fewer values, or --max-trials."
         )
-    indices = sorted(random.Random(args.seed).sample(range(grid.size), count))
-    found = [grid.at(index) for index in indices]
-    names = told_apart([_name(params, number, count) for number, params in enumerate(found, 1)])
+    points = [grid_point(grid, index) for index in sorted(random.Random(args.seed).sample(range(size), count))]
+    names = told_apart([_name(params, number, count) for number, params in enumerate(points, 1)])
     drafts = []
-    for name, params in zip(names, found, strict=True):
+    for name, params in zip(names, points, strict=True):
         where = f"--param {' '.join(f'{key}={value}' for key, value in params.items())}"
-        drafts.append(Draft(name, True, from_values({**params, "output": f"{args.output}/{name}"}, where, args)))
-    return [replace(task, params=params) for task, params in zip(finished(drafts, root, shared), found, strict=True)]
+        drafts.append(Draft(name, False, from_values({**params, "output": f"{args.output}/{name}"}, where, args)))
+    return [replace(task, params=params) for task, params in zip(finished(drafts, root, shared), points, strict=True)]
 
 
 def _name(params: Mapping[str, Any], number: int, count: int) -> str:
@@ -138,8 +136,8 @@ def _name(params: Mapping[str, Any], number: int, count: int) -> str:
 
 def planned(
     options: SweepOptions, tasks: Sequence[Task], plans: Mapping[str, Mapping[str, RunRequirements]]
-) -> tuple[Sweep, list[Task]]:
-    """How the tasks are compared, by what their plans say; a scheduler has held-out losses measured when it compares.
+) -> tuple[SweepOptions, list[Task]]:
+    """The options with the interval of the scheduler, which has held-out losses measured when it compares, and tasks.
 
     Args:
         plans: by task and plan class.
@@ -147,17 +145,16 @@ def planned(
     Raises:
         UserError: the metric is not measured, the tasks are too short to compare, or an option cannot be mutated.
     """
-    known = {task.name: [plan for plan in plans.get(task.name, {}).values() if not plan.refused] for task in tasks}
-    blind = [name for name, found in known.items() if any(not plan.heldout for plan in found)]
-    if options.metric == "eval_loss" and blind:
+    by_task = {task.name: [*plans.get(task.name, {}).values()] for task in tasks}
+    unmeasured = next((name for name, of_task in by_task.items() if not all(plan.heldout for plan in of_task)), None)
+    if options.metric == "eval_loss" and unmeasured:
         raise UserError(
-            f"{setting('metric', options.metric)} needs held-out rows, but {blind[0]} has none: give "
+            f"{setting('metric', options.metric)} needs held-out rows, but {unmeasured} has none: give "
             f"{flag('eval_data')} or {flag('validation_split')}, or {setting('metric', 'loss')}."
         )
-    steps = [plan.steps for found in known.values() for plan in found]
-    sweep = Sweep(options.metric, options.scheduler, options.grace_period or 1, options.reduction_factor)
+    steps = [plan.steps for of_task in by_task.values() for plan in of_task]
     if options.scheduler == "none":
-        return sweep, list(tasks)
+        return options, list(tasks)
     if not all(steps):
         raise UserError(
             f"{setting('scheduler', options.scheduler)} compares adapters by steps, but these end by time: give "
@@ -180,59 +177,31 @@ def planned(
             )
         defaults["save_steps"] = interval  # what others copy
     tasks = [replace(task, options={**defaults, **task.options}) for task in tasks]
-    return replace(sweep, grace_period=interval, perturbation_interval=interval), list(tasks)
+    changes: dict[str, Any] = {name: interval}
+    return replace(options, **changes), tasks
 
 
-VERSION = 1
+VERSION = 1  # of sweep.json
+PROGRESS = ("step", "total_steps", "loss", "eval_loss", "best_eval_loss")  # in it
 
 
 def value_of(view: TaskView, metric: str) -> float | None:
     """What a task is compared by: its best held-out loss, of which best/ is, or its last training loss."""
-    said = view.progress
+    progress = view.progress
     if metric == "loss":
-        return said.loss
-    return said.best_eval_loss if said.best_eval_loss is not None else said.eval_loss
+        return progress.loss
+    return progress.best_eval_loss if progress.best_eval_loss is not None else progress.eval_loss
 
 
 def ranked(views: Sequence[TaskView], metric: str) -> list[TaskView]:
     """The tasks, the best first; failed ones and those without a value come last, by name."""
 
-    def place(view: TaskView) -> tuple[bool, float, str]:
+    def place(view: TaskView) -> tuple[float, str]:
         value = value_of(view, metric)
         usable = value is not None and math.isfinite(value) and view.state != "failed"
-        return not usable, value if usable and value is not None else 0.0, view.name
+        return value if usable and value is not None else math.inf, view.name
 
     return sorted(views, key=place)
-
-
-def results(snapshot: Snapshot, run: RunView) -> dict[str, Any]:
-    """The content of sweep.json."""
-    metric = run.sweep.metric if run.sweep else "eval_loss"
-    views = ranked([view for view in snapshot.tasks if view.run == run.name], metric)
-    return {
-        "version": VERSION,
-        "run": run.name,
-        "metric": metric,
-        "scheduler": run.sweep.scheduler if run.sweep else "none",
-        "over": run.over,
-        "adapters": [
-            {
-                "rank": rank,
-                "name": view.name,
-                "params": view.params,
-                "value": value_of(view, metric),
-                "state": view.state,
-                "step": view.progress.step,
-                "total_steps": view.progress.total_steps,
-                "loss": view.progress.loss,
-                "eval_loss": view.progress.eval_loss,
-                "best_eval_loss": view.progress.best_eval_loss,
-                "output": view.output,
-                "reason": view.reason,
-            }
-            for rank, view in enumerate(views, 1)
-        ],
-    }
 
 
 def write_results(snapshot: Snapshot, run: RunView) -> Path:
@@ -241,12 +210,33 @@ def write_results(snapshot: Snapshot, run: RunView) -> Path:
     Raises:
         UserError: it cannot be written.
     """
-    found = results(snapshot, run)
-    outputs = [one["output"] for one in found["adapters"]]
-    beside = Path(os.path.commonpath([os.path.dirname(output) for output in outputs]) if outputs else ".")
+    sweep = run.sweep or SweepOptions()
+    views = ranked([view for view in snapshot.tasks if view.run == run.name], sweep.metric)
+    adapters = [
+        {
+            "rank": rank,
+            "name": view.name,
+            "params": view.params,
+            "value": value_of(view, sweep.metric),
+            "state": view.state,
+            **{key: getattr(view.progress, key) for key in PROGRESS},
+            "output": view.output,
+            "reason": view.reason,
+        }
+        for rank, view in enumerate(views, 1)
+    ]
+    result = {
+        "version": VERSION,
+        "run": run.name,
+        "metric": sweep.metric,
+        "scheduler": sweep.scheduler,
+        "over": run.over,
+        "adapters": adapters,
+    }
+    beside = Path(os.path.commonpath([os.path.dirname(view.output) for view in views]) if views else ".")
     path = (beside if beside.is_dir() else Path()) / RESULTS
     try:
-        write_bytes_atomic(path, (to_json(found, indent=1) + "\n").encode())
+        write_bytes_atomic(path, (to_json(result, indent=1) + "\n").encode())
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({reason(error)}): mend that for other sweeps, and see the table for its values."

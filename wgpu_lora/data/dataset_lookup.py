@@ -182,10 +182,10 @@ def _stem(path: Path) -> str:
 
 def _missing_split_error(named: DatasetSplits, what: str, option: str) -> NoReturn:
     if not named.folder:
-        there = join_words([*named.splits][:_SHOWN], max(0, len(named.splits) - _SHOWN))
+        there = join_words([*named.splits], most=_SHOWN)
         raise UserError(f"{named.data} has no split {what!r}, only {there}: choose one with {flag(option)}.")
     names = [path.name for path in sorted(Path(named.data).iterdir()) if bare_name(path).suffix.lower() in SUFFIXES]
-    there = f"it holds {join_words(names[:_SHOWN], max(0, len(names) - _SHOWN))}" if names else "it holds no data"
+    there = f"it holds {join_words(names, most=_SHOWN)}" if names else "it holds no data"
     raise UserError(
         f"The folder {named.data} has no {what}.jsonl (or {', '.join(SUFFIXES[2:])}), and {there}: name the file "
         "itself, or rename it."

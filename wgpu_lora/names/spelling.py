@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from wgpu_lora.errors import UserError
+
 
 @dataclass(frozen=True)
 class Naming:
@@ -76,6 +78,17 @@ def naming(new: Naming) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+@contextmanager
+def error_source(where: str, names: Naming) -> Iterator[None]:
+    """Errors of the block begin with where values come from, and spell options by these names."""
+    try:
+        with naming(names):
+            yield
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
 
 
 def with_renamed_options(names: Mapping[str, str], base: Naming | None = None) -> Naming:

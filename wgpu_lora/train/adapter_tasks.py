@@ -82,13 +82,16 @@ class AdapterTask:
         return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=batches)
 
 
-def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
-    """Create a task from the keys of an [[adapter]] table; `where` begins error messages.
+def task_of(values: Mapping[str, Any], where: str, *more: str) -> AdapterTask:
+    """Create a task from the keys of an [[adapter]] table.
+
+    Args:
+        where: begins error messages. more: options of training that the table may have beside OPTIONS.
 
     Raises:
         UserError: a key is unknown or missing, or a value has the wrong type.
     """
-    values = _by_keys(values, where)
+    values = _by_keys(values, where, more)
     for key in ("data", "checkpoint", "name"):
         given = values.get(key, "some")
         if not (isinstance(given, str | Path) and str(given).strip() and is_path(str(given))):
@@ -102,17 +105,17 @@ def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
             f"{where}: 'weight' must be a number greater than 0 and at most {MAX_WEIGHT:,}, not {weight!r:.80}."
         )
     checkpoint = str(values["checkpoint"])
-    options = {OPTIONS[key]: _plain(value) for key, value in values.items() if key in OPTIONS}
+    options = {OPTIONS.get(key, key): _plain(value) for key, value in values.items() if key not in OWN}
     name = values.get("name") or os.path.basename(os.path.realpath(checkpoint))  # pathlib refuses links in a circle
     return AdapterTask(str(values["data"]), checkpoint, name, float(weight), options)
 
 
-def _by_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _by_keys(values: Mapping[str, Any], where: str, more: Sequence[str]) -> dict[str, Any]:
     """A table's values by the names in OWN and OPTIONS; option names, also of other programs, are accepted."""
     result: dict[str, Any] = {}
     with naming(IN_FILE):
-        otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}."
-        named = real_names(values, [*OWN, *OPTIONS, *KEYS], where, "key", otherwise)
+        otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}{' and the options of training' if more else ''}."
+        named = real_names(values, [*OWN, *OPTIONS, *KEYS, *more], where, "key", otherwise)
     for name, value in named.items():
         key = KEYS.get(name, name)
         if key in result:
@@ -207,28 +210,33 @@ def named_apart(tasks: Sequence[AdapterTask]) -> list[AdapterTask]:
 
 
 def check_apart(tasks: Sequence[AdapterTask]) -> None:
-    """Raise UserError if two adapters would write to the same directory."""
-    names: dict[str, AdapterTask] = {}
-    places: dict[Path, str] = {}
-    for task in tasks:
-        check_links(Path(task.checkpoint))
-        place = Path(task.checkpoint).resolve()
+    """Raise UserError if two adapters have the same name, or would write to the same directory."""
+    check_directories_apart([(task.name, task.checkpoint) for task in tasks])
+    names = [task.name for task in tasks]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"Two adapters are named '{twice}': give each a 'name' of its own in the adapters file.")
+
+
+def check_directories_apart(adapters: Sequence[tuple[str, str]], *, ignore_case: bool = False) -> None:
+    """Raise UserError if two adapters, by name and directory, would write to the same directory."""
+    owners: dict[Path, tuple[str, str]] = {}
+    for name, directory in adapters:
+        check_links(Path(directory))
+        place = Path(directory).resolve()
         if place.exists() and not place.is_dir():
-            raise UserError(f"The checkpoint directory {task.checkpoint} of adapter '{task.name}' is a file.")
-        if place in places:
+            raise UserError(f"The directory {directory} of adapter '{name}' is a file: choose another.")
+        place = Path(str(place).casefold()) if ignore_case else place
+        if place in owners:
             raise UserError(
-                f"{task.checkpoint} is the directory of {places[place]} and adapter '{task.name}': give each its own."
+                f"{directory} is the directory of adapter '{owners[place][0]}' and adapter '{name}': give each its own."
             )
-        if task.name in names:
+        owners[place] = name, directory
+    for place, (name, directory) in owners.items():
+        if around := next((owners[parent] for parent in place.parents if parent in owners), None):
             raise UserError(
-                f"Two adapters are named '{task.name}': give each a 'name' of its own in the adapters file."
+                f"{directory}, the directory of adapter '{name}', is inside another adapter's directory, {around[1]}: "
+                "put them side by side."
             )
-        around = [other for other in (Path(t.checkpoint).resolve() for t in tasks) if other in place.parents]
-        if around:
-            raise UserError(
-                f"{task.checkpoint} is inside another adapter's directory, {around[0]}: put them side by side."
-            )
-        names[task.name], places[place] = task, f"adapter '{task.name}'"
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

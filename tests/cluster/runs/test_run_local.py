@@ -83,7 +83,7 @@ def test_a_run_leaves_its_result_and_no_process(commands: Commands) -> None:
     assert (place / "out/a/adapter_model.safetensors").is_file()
     assert not [path for path in (place / "out").iterdir() if path.name.startswith(".")]
     assert local.running_ray() is None
-    assert not (place / "state/local.json").exists()
+    assert not (place / "state" / local.RECORD).exists()
 
 
 def test_jobs_go_on_without_a_driver(commands: Commands) -> None:

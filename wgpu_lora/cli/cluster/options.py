@@ -41,7 +41,6 @@ Dashboard = Annotated[
     bool,
     typer.Option("--dashboard", help="With --local, start Ray's dashboard on this machine.", rich_help_panel=CLUSTER),
 ]
-RUN_FIELDS = tuple(item.name for item in fields(RunOptions))
 
 
 class RunCommand(TrainingCommand):
@@ -53,16 +52,21 @@ class RunCommand(TrainingCommand):
     )
 
 
-def with_run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose **options are the fields of RunOptions, with them as parameters for the command line."""
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    more = [option_parameter(item) for item in fields(RunOptions)]
-    command.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
-    return command
+def with_options(*kinds: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For a function with **options: the fields of these dataclasses become its parameters on the command line."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        declared = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [parameter for parameter in declared if parameter.kind is not parameter.VAR_KEYWORD]
+        more = [option_parameter(item) for kind in kinds for item in fields(kind)]
+        command.__signature__ = inspect.Signature([*parameters, *more])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 def run_options(ctx: typer.Context, values: Mapping[str, Any], file: ClusterFile | None) -> RunOptions:
     """How a run uses the cluster: as the command line says, else as [run] of the file does. Raises UserError."""
     with naming(COMMAND_LINE):
-        given = {name: values[name] for name in RUN_FIELDS if is_given(ctx, name)}
-        return replace(file.run if file else RunOptions(), **given)
+        overrides = {item.name: values[item.name] for item in fields(RunOptions) if is_given(ctx, item.name)}
+        return replace(file.run if file else RunOptions(), **overrides)

@@ -150,7 +150,7 @@ def _is_known(path: Path) -> bool:
 
 def _note_others(others: Sequence[str], where: str, inputs: Inputs) -> None:
     if others:
-        shown = join_words(others[:_SHOWN], max(0, len(others) - _SHOWN))
+        shown = join_words(others, most=_SHOWN)
         inputs.notes.append(f"{count_noun(len(others), 'file')} {where} without the suffix of a format: {shown}")
 
 

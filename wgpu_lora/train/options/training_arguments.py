@@ -11,7 +11,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
-from wgpu_lora.names.spelling import Naming, flag, naming, setting
+from wgpu_lora.names.spelling import Naming, error_source, flag, setting
 from wgpu_lora.paths import is_path
 from wgpu_lora.tokenizer.chat_template import check_date, template_kwargs
 from wgpu_lora.track.trackers import trackers_of
@@ -189,12 +189,8 @@ def from_values(
     """
     fields_by_name = {f.name: f for f in fields(TrainingArguments)}
     if names is not None:
-        with naming(names):
-            try:
-                return from_values(values, where, base)
-            except UserError as error:
-                text = str(error)
-                raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+        with error_source(where, names):
+            return from_values(values, where, base)
     given = {
         name: _typed(name, value, kinds(fields_by_name[name]), where) for name, value in named(values, where).items()
     }
