@@ -313,6 +313,7 @@ def test_a_late_replica_is_not_asked_before_it_has_answered() -> None:
     assert "has not answered" in replica.problem
     link.answered.set_result(gradient_messages.message({"say": "part"}))
     assert replica.ready()
+    assert not replica.problem
     assert replica.late
     assert not replica.new
 

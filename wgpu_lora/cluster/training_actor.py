@@ -71,7 +71,7 @@ class TrainingActor:
         self._order, self._controller = order, controller
         self._directory = unit_directory(order.unit) / f"generation-{order.generation}"
         self._progress = UnitProgress([task.name for task in order.tasks])
-        self._files = UnitFiles(self._directory)
+        self._unit_files = UnitFiles(self._directory)
         self._stored_steps: dict[str, int] = {}
         self._cancelled = threading.Event()
         self._ending: set[str] = set()
@@ -240,8 +240,8 @@ class TrainingActor:
         order = self._order
         try:
             if ended:
-                self._files.sweep()
-            files, steps, stores = self._files.stored(ended), self._files.steps(), self._stores()
+                self._unit_files.sweep()
+            files, steps, stores = self._unit_files.files(ended), self._unit_files.steps(), self._stores()
             complete, before = store_files(stores, order.unit, self._directory, files)
             hosts = [] if order.storage else [(own_address(), *map(address_of, order.mirrors))[i] for i in complete]
             commit = Commit(order.unit, order.generation, steps, files, hosts, final, dict(self._progress.outcomes))

@@ -115,7 +115,8 @@ def _scheduler(request: RunRequest) -> Any:
         for task in request.tasks:
             for name, value in task.params.items():
                 values.setdefault(name, []).append(value)
-        mutations = {name: sorted(set(found)) for name, found in values.items()}
+        # In order, since a value changes to one beside it; None is the option's default.
+        mutations = {name: sorted(set(of), key=lambda v: -math.inf if v is None else v) for name, of in values.items()}
         return PopulationBasedTraining(
             time_attr=STEP,
             perturbation_interval=sweep.perturbation_interval,
@@ -149,7 +150,8 @@ def train_trial(config: dict[str, Any], options: dict[str, dict[str, Any]], metr
             checkpoint.to_directory(place)
             if newest := run_checkpoint.latest_checkpoint(run):  # with PBT, that of a trial with other values
                 run_checkpoint.change_options(newest, params)
-        own = {option: value for option, value in options_here(options[name]).items() if value is not None} | params
+        merged = {**options_here(options[name]), **params}
+        own = {option: value for option, value in merged.items() if value is not None}
         own |= {"device": index, "output": str(run)} | ({"resume": True} if checkpoint else {})
         job, _ = prepare_finetune(own, name)
         job.train(_TrialEvents(Path(place), name, metric))

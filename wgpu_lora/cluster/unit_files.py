@@ -29,14 +29,14 @@ class UnitFiles:
         self.directory = directory
         self._digests: dict[tuple[int, int, int], str] = {}  # by inode, time and size
 
-    def stored(self, ended: bool = False) -> list[StoredFile]:
+    def files(self, ended: bool = False) -> list[StoredFile]:
         """Those that a resumed run needs; of a run that has ended, all. Raises OSError."""
-        found = []
+        files = []
         for root in self._roots():
             checkpoints = [] if ended else run_checkpoint.list_checkpoints(root / run_checkpoint.STEPS)
             old = {place for _, place in checkpoints[:-KEPT]}
-            found += [self._stored_file(path) for path in _files_below(root) if old.isdisjoint(path.parents)]
-        return found
+            files += [self._stored_file(path) for path in _files_below(root) if old.isdisjoint(path.parents)]
+        return files
 
     def steps(self) -> dict[str, int]:
         """The step that each task would be resumed from. Raises UserError if a checkpoint is damaged."""

@@ -91,8 +91,8 @@ class DataParallelLeader:
 
     @property
     def problem(self) -> str:
-        """Why replicas do not take part; empty if all do."""
-        reasons = {helper.problem for helper in self._helpers.values() if helper.problem and not helper.ready()}
+        """Why replicas do not take part; empty if all do. Other threads may read it, which must not ask `ready`."""
+        reasons = {helper.problem for helper in self._helpers.values() if helper.problem}
         return " ".join(f"A replica does not help: {reason}" for reason in sorted(reasons))
 
     def facts(self) -> dict[str, float]:

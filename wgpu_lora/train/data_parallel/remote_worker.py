@@ -36,7 +36,7 @@ class RemoteWorker:
     Attributes:
         tokens: of the part that it was last asked for. late: the last answer to a part that the leader had computed
             itself by then. new: it has come since it was last asked, so that it does not know the run yet.
-        problem: why it was lost, or is waited for.
+        problem: why it was lost, or is waited for; empty once it is ready.
     """
 
     def __init__(self, link: Link):
@@ -56,7 +56,10 @@ class RemoteWorker:
             self._coming, self._again, self.new = self._link.ready(), None, True
         if self._again is None and self._coming.done() and (error := self._coming.exception()):
             self._lose(error)
-        return self._again is None and self._coming.done() and self._answer is None
+        if self._again is not None or not self._coming.done() or self._answer is not None:
+            return False
+        self.problem = ""
+        return True
 
     def ask(self, question: bytes, tokens: int) -> None:
         """Ask a replica that is ready for a part of so many tokens; returns at once."""
