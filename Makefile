@@ -6,6 +6,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 JOBS ?= 2
+# Modules and shader templates are compiled once, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest -q --junitxml=.times/$@.xml
 

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import wgpu
-from wgpu.backends.wgpu_native import lib_path, lib_version_info
+from wgpu.backends.wgpu_native import ffi, lib_path, lib_version_info
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.native_types import declare_only_used_types
+
+declare_only_used_types(ffi)
 
 # wgpu warns of this feature on discrete GPUs; here only offloaded activations use it, which belong into host memory.
 logging.getLogger("wgpu").addFilter(lambda record: "MAPPABLE_PRIMARY_BUFFERS" not in record.getMessage())

@@ -18,14 +18,19 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from importlib.util import cache_from_source
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import jinja2
+from jinja2.bccache import Bucket
 
 from wgpu_lora.assets import asset_dir, shader_text
 from wgpu_lora.gpu.reference_values import TakePart
@@ -177,13 +182,23 @@ def literal(kind: str, value: Any) -> str:
 
 @cache
 def _environment() -> jinja2.Environment:
+    folder = Path(cache_from_source(__file__)).parent
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(asset_dir("shaders")),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
+        bytecode_cache=None if sys.dont_write_bytecode else CompiledTemplates(str(folder)),
     )
+
+
+class CompiledTemplates(jinja2.FileSystemBytecodeCache):
+    """Compiled templates, stored beside the compiled modules of Python where that folder can be written."""
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        with suppress(OSError):
+            super().dump_bytecode(bucket)
 
 
 def kernel(
