@@ -54,16 +54,16 @@ test-rare: setup .venv/all  ## long tests of what seldom changes: killed process
 test-reference: setup .venv/reference  ## regenerate and compare golden fixtures with torch, transformers, PEFT, bitsandbytes
 	$(PYTEST) -n $(JOBS) -m reference
 
-# The core subset where a driver differs: lavapipe's other subgroup sizes (`make test` uses the default one), no subgroups,
-# and another vendor's compiler.
+# The core subset where a driver differs: another vendor's compiler, and lavapipe with other subgroup sizes (`make test` uses the
+# default one) or without subgroups, of which each commit tries one, and WGPU_LORA_TESTS_FULL=1 all.
 test-drivers: setup .venv/all  ## core device tests with other subgroup sizes, without subgroups, with another driver
 	scripts/install_vulkan.sh --swiftshader .drivers
 	@n=0; run() { echo "=== $$*"; env "$$@" $(PYTEST) --junitxml=.times/$@.$$((n += 1)).xml -n $(JOBS) -m drivers || exit 1; }; \
 	lavapipe=$$(compgen -G '/usr/share/vulkan/icd.d/lvp_icd*.json' | head -1 || true); \
 	if [ -n "$$lavapipe" ]; then \
-	  run VK_DRIVER_FILES=$$lavapipe LP_NATIVE_VECTOR_WIDTH=128; \
-	  run VK_DRIVER_FILES=$$lavapipe LP_NATIVE_VECTOR_WIDTH=512; \
-	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_NO_SUBGROUPS=1; \
+	  settings=(LP_NATIVE_VECTOR_WIDTH=128 LP_NATIVE_VECTOR_WIDTH=512 WGPU_LORA_NO_SUBGROUPS=1); \
+	  [ -n "$${WGPU_LORA_TESTS_FULL:-}" ] || settings=("$${settings[16#$$(git rev-parse --short=4 HEAD 2>/dev/null || echo 0) % 3]}"); \
+	  for setting in "$${settings[@]}"; do run VK_DRIVER_FILES=$$lavapipe $$setting; done; \
 	else echo "Mesa's lavapipe is not installed: testing SwiftShader only."; fi; \
 	run VK_DRIVER_FILES=$(CURDIR)/.drivers/swiftshader.json
 

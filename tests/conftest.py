@@ -26,6 +26,8 @@ from wgpu_lora.train import finetune
 
 os.environ["WGPU_LORA_NO_TUNE"] = "1"  # a shape for every test: tuning would take most of the time
 os.environ.setdefault("WGPU_LORA_NO_CHECK", "1")  # likewise: test_kernels.py checks all kernels
+# One cache for all processes, also those that have another home: compiling takes a second for each kernel.
+os.environ.setdefault("MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
 # Ledgers of memory, a directory for each process, in one that the process which began the session removes: workers are
 # killed where it is interrupted. What a session that was killed left behind goes when the next one begins.
 SHARES, PREFIX = "WGPU_LORA_TESTS_SHARES", "wgpu-lora-share-"

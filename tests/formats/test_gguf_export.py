@@ -155,10 +155,8 @@ def test_a_dora_cannot_be_an_adapter_of_llama_cpp(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("card", "expected"),
     [
-        ("---\nlicense: apache-2.0\ntags: []\n---\nlicense: mit\n", "apache-2.0"),
+        ('---\nlicense: "apache-2.0"\ntags: []\n---\nlicense: mit\n', "apache-2.0"),
         ("---\ntags: []\n---\nlicense: mit\n", None),
-        ("license: mit\n", None),
-        ('---\nlicense: "cc-by-4.0"\n---\n', "cc-by-4.0"),
     ],
 )
 def test_the_licence_of_the_card_goes_along(tmp_path: Path, card: str, expected: str | None) -> None:

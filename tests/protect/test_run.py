@@ -23,6 +23,7 @@ from support.brokers import serving
 from support.events import hearing
 from support.leaks import Pieces
 from support.protected import OPTIONS, SECRET, Hospital
+from support.sampling import sample
 
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.cli import main
@@ -245,9 +246,10 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("attack", "words"), ATTACKS.values(), ids=ATTACKS)
-def test_what_was_put_back_is_noticed(again: Ward, attack: Callable[[Path], Any], words: str) -> None:
-    attack(again.place / "job")
+@pytest.mark.parametrize("attack", sample([*ATTACKS], 1 / 2))
+def test_what_was_put_back_is_noticed(again: Ward, attack: str) -> None:
+    change, words = ATTACKS[attack]
+    change(again.place / "job")
     with pytest.raises(UserError, match=words):
         again.train(resume=True)
 

@@ -278,7 +278,6 @@ def environment(token: str, driver: Path | None, tmp: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN": token,
         **{f"WGPU_LORA_{name.upper()}_DIR": str(tmp / name) for name in ("cluster", "share", "data")},
         "WGPU_LORA_CACHE_DIR": str(KEPT / "cache"),
-        "MESA_SHADER_CACHE_DIR": str(KEPT / "shaders"),
         "WGPU_LORA_NO_RUN_LOG": "1",
         "WGPU_LORA_NO_TUNE": "1",
         "WGPU_LORA_NO_CHECK": "1",

@@ -88,8 +88,6 @@ class Site:
 
     def environment(self) -> dict[str, str]:
         own = {name: str(self.watched / below) for name, below in PLACES.items()}
-        # Compiled shaders stay where they are, since compiling them anew would take most of the time.
-        own |= {"MESA_SHADER_CACHE_DIR": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}
         own |= {"WGPU_LORA_NO_TUNE": "1", "WGPU_LORA_NO_CHECK": "1", "OPENBLAS_NUM_THREADS": "1"}
         paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         return os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -498,8 +498,7 @@ def made(args: TrainingArguments, output: Path, events: Events | None = None) ->
     return replace(args, **bare, **places, output=str(output / "run"))
 
 
-@pytest.mark.parametrize("heldout", ["validation_split", "eval_data"])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("heldout", "temperature"), [("validation_split", 1.0), ("eval_data", 2.0)])
 def test_losses_are_those_of_the_live_teacher(tmp_path: Path, heldout: str, temperature: float) -> None:
     held = 2 if heldout == "validation_split" else str(random_rows(tmp_path / "held.jsonl", 3, VOCAB))
     args = options(tmp_path, temperature=temperature, **{heldout: held})
