@@ -189,7 +189,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
-        bytecode_cache=None if sys.dont_write_bytecode else CompiledTemplates(str(folder)),
+        bytecode_cache=CompiledTemplates(str(folder)),
     )
 
 
@@ -197,8 +197,9 @@ class CompiledTemplates(jinja2.FileSystemBytecodeCache):
     """Compiled templates, stored beside the compiled modules of Python where that folder can be written."""
 
     def dump_bytecode(self, bucket: Bucket) -> None:
-        with suppress(OSError):
-            super().dump_bytecode(bucket)
+        if not sys.dont_write_bytecode:
+            with suppress(OSError):
+                super().dump_bytecode(bucket)
 
 
 def kernel(
