@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,8 +32,6 @@ from wgpu_lora.worker.worker import Worker, WorkerFailed
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 LEFT_OUT = "left out by --only"
 PROVEN, REFUTED, OPEN = "proven", "refuted", "open"  # refuted: a check failed
-FACTS = ("name", "driver", "backend")  # of a device
-POLL = 0.05  # seconds
 
 
 class NotRun(Exception):
@@ -52,13 +50,10 @@ class Finding:
         if not holds:
             self.faults.append(fault)
 
-    def expect_device(
-        self, index: int, listed: Mapping[str, Any], who: str, used: Mapping[str, Any], names: Sequence[str] = FACTS
-    ) -> None:
-        """Note a fault for each named fact of a device that differs from the list of devices."""
-        for name in names:
-            fault = f"{who} has the {name} {used[name]}, but device {index} has {listed[name]}"
-            self.expect(used[name] == listed[name], fault)
+    def expect_device(self, listed: Mapping[str, Any], who: str, used: Mapping[str, Any]) -> None:
+        """Note a fault for each fact of a device used, such as its driver, that differs from the list of devices."""
+        for name, value in used.items():
+            self.expect(value == listed[name], f"{who} has the {name} {value}, but the device has {listed[name]}")
 
 
 @dataclass(frozen=True)
@@ -198,19 +193,18 @@ def train(children: Children, recipe: Path, args: TrainingArguments, output: Pat
     same = ("model", "max_length", "on_overflow", "base_dtype", "completion_only_loss", "enable_thinking")
     evaluation = {"data": args.eval_data, "adapter": args.init_adapter, **{name: getattr(args, name) for name in same}}
     training = Training(output, devices[:2])
-    try:
-        training.before = children.run("evaluate-before", "evaluate", device=first, **evaluation)
-    except WorkerFailed as error:
-        training.code, training.reason = error.code or 1, str(error)
-        return training
-    options = finetune_options(recipe, args, output, first)
-    finetune = None if last != first else children.start("finetune", "finetune", **options)
-    if finetune:
-        finetune.wait()
     with children.start("evaluate", "evaluate", asked=True, turns=True, device=last, **evaluation) as evaluate:
-        with suppress(WorkerFailed):  # then evaluating fails too
-            evaluate.ask("prepare")
-        finetune = finetune or children.start("finetune", "finetune", **options)
+        try:
+            training.before = children.run("evaluate-before", "evaluate", device=first, **evaluation)
+        except WorkerFailed as error:
+            training.code, training.reason = error.code or 1, str(error)
+            return training
+        if first != last:
+            with suppress(WorkerFailed):  # then evaluating fails too
+                evaluate.ask("prepare")
+        finetune = children.start("finetune", "finetune", **finetune_options(recipe, args, output, first))
+        if first == last:
+            finetune.wait()
         training.beside = list(evaluations(evaluate, finetune))
     training.code, training.reason = finetune.wait(), finetune.failure_reason()
     training.log = read_log(output / LOG) if (output / LOG).is_file() else []
@@ -222,8 +216,7 @@ def evaluations(evaluate: Worker, finetune: Worker) -> Iterator[Evaluated]:
     """Evaluates until steps ended while an evaluation computed, or until training has ended; at least once."""
     steps, training = 0, True
     while training and not steps:
-        while (training := finetune.running()) and not step_times(finetune):
-            time.sleep(POLL)
+        training = any(event["event"] == "step" for event in finetune.events()) and finetune.running()
         try:
             result = evaluate.ask("evaluate")
         except WorkerFailed as error:
@@ -258,6 +251,7 @@ class Proof:
     children: Children
     discrete: int = 0
     allow_unconfined: bool = False
+    differences: bool = True  # whether gradients are compared with differences of the loss
 
     def lacks_discrete(self) -> str | None:
         """Why --require-discrete is not met, if it is not."""
@@ -281,6 +275,12 @@ class Proof:
         if self.training.code:
             raise NotRun(f"fine-tuning ended with exit code {self.training.code} (check 3)")
         return self.training
+
+    @cached_property
+    def step(self) -> dict[str, Any]:
+        """The first step of the fine-tuning run, repeated by a child: the result of worker_jobs.step."""
+        where = {"directory": str(self.trained().directory), "device": self.training.devices[0]}
+        return self.children.run("step", "proof-step", **where, differences=self.differences)
 
     @cached_property
     def leaked_rows(self) -> tuple[int, int]:

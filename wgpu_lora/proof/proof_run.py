@@ -63,12 +63,9 @@ CHECKS: dict[int, tuple[str, Callable[[Proof, Finding], str]]] = {
 }
 DEVICES = 1
 ANSWERS = 7  # runs code that a model wrote
+GRADIENTS = 8
 LAST = 6  # watches all the others
 NO_DEVICES = {"devices": [], "hardware": [], "used": [], "asked": False, "computed": {}, "wgpu_native": None}
-
-
-class Interrupted(KeyboardInterrupt):
-    """args: the directory of the logs."""
 
 
 def prove(
@@ -77,19 +74,17 @@ def prove(
     out: Path = Path("proof"),
     only: Iterable[int] = (),
     allow_unconfined: bool = False,
-    begun: Callable[[str], None] = lambda name: None,
-    done: Callable[[Check], None] = lambda check: None,
     discrete: int = 0,
+    line: Callable[[str, str], None] = lambda label, text: None,
 ) -> Result:
     """Runs the checks in child processes and writes proof.json, proof.html and logs; the options are the command's.
 
     Args:
         out: a directory, which gets a number if it is in use.
-        begun, done: called before and after every check that runs.
+        line: shows the progress. On KeyboardInterrupt, it says where the logs of the ended children are.
 
     Raises:
         UserError: an option cannot be followed, or answers cannot be confined.
-        Interrupted: on KeyboardInterrupt; the children are ended, and their logs stay in the directory that it names.
     """
     if devices is not None and not all(part.strip() for part in devices.split(",")):
         raise UserError(f"--devices '{devices}' has an empty entry: give indices or names, such as 0,1.")
@@ -101,7 +96,6 @@ def prove(
     if ANSWERS in selected:
         check_answers_can_run(args, allow_unconfined)
     out = numbered(out)
-    is_new = not out.exists()
     with locked(out, "--out"):
         children = Children(out)
         checks: list[Check] = []
@@ -112,7 +106,8 @@ def prove(
                 listed = {**NO_DEVICES, "error": str(error)}
             if "refused" in listed:
                 raise UserError(listed["refused"])
-            proof = Proof(out, path, args, listed, children, discrete, allow_unconfined)
+            differences = GRADIENTS in selected and args.compute_dtype == "f32"
+            proof = Proof(out, path, args, listed, children, discrete, allow_unconfined, differences)
             lacking = proof.lacks_discrete()
             for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
                 name, check = CHECKS[number]
@@ -120,22 +115,19 @@ def prove(
                 if skipped:
                     checks.append(Check(number, name, NOT_RUN, 0.0, skipped))
                     continue
-                begun(f"{number} {name}")
-                checks.append(carry_out(number, name, check, proof))
-                done(checks[-1])
+                line("check", f"{number} {name}")
+                done = carry_out(number, name, check, proof)
+                line("", f"{done.status} in {done.seconds:.1f} s: {done.reason}")
+                checks.append(done)
         except UserError:  # there is nothing to prove
             children.end()
-            for directory in out.iterdir():
-                shutil.rmtree(directory)
-            if is_new:
-                out.rmdir()
+            shutil.rmtree(out, ignore_errors=True)
             raise
-        except KeyboardInterrupt as error:
-            raise Interrupted(out) from error
+        except KeyboardInterrupt:
+            line("interrupted", f"the logs so far are in {out}/logs/")
+            raise
         finally:
             children.end()
-            for cache in (out / "cache", *out.glob("work/packed-*")):
-                shutil.rmtree(cache, ignore_errors=True)
     checks.sort(key=lambda check: check.number)
     result = Result(checks, out, on_devices(proof.devices), lacking)
     write_report(result, proof)

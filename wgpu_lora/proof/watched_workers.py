@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,6 @@ UNREADABLE = None if LINUX or hasattr(psutil.Process, "memory_maps") else NO_MAP
 LAUNCHES = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile"}
 OPENS = "ctypes.dlopen"
 EVENTS = tuple(sorted(LAUNCHES | {OPENS}))
-WORD = 4000  # characters of a word of a command; a shell's script is one word
 
 
 def libraries(pid: int) -> set[str]:
@@ -126,7 +126,7 @@ def command_of(event: str, arguments: Sequence[Any]) -> list[str]:
 
 
 def _text(word: Any) -> str:
-    return (os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word))[:WORD]
+    return os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word)
 
 
 # A worker that knows the proof's own kinds of jobs. It is started with -S, so that its audit hook is installed before
@@ -154,17 +154,17 @@ class Children:
     """Starts the workers, and ends those still running. Everything that they write is in `out`."""
 
     def __init__(self, out: Path):
-        self.logs, cache = out / "logs", out.resolve() / "cache"
-        for directory in (self.logs, out / "work", cache / "tmp"):
+        self.logs, self.cache = out / "logs", out.resolve() / "cache"
+        for directory in (self.logs, out / "work", self.cache / "tmp"):
             directory.mkdir(parents=True, exist_ok=True)
         # Our caches and the drivers', which are otherwise in the user's own directories.
         self.environment = {
-            "WGPU_LORA_CACHE_DIR": str(cache),
-            "WGPU_LORA_SHARE_DIR": str(cache / "share"),
+            "WGPU_LORA_CACHE_DIR": str(self.cache),
+            "WGPU_LORA_SHARE_DIR": str(self.cache / "share"),
             "WGPU_LORA_NO_RUN_LOG": "1",
-            "MESA_SHADER_CACHE_DIR": str(cache / "mesa"),
-            "__GL_SHADER_DISK_CACHE_PATH": str(cache),
-            **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(cache / "tmp")),
+            "MESA_SHADER_CACHE_DIR": str(self.cache / "mesa"),
+            "__GL_SHADER_DISK_CACHE_PATH": str(self.cache),
+            **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.cache / "tmp")),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         self.started: list[Worker] = []
@@ -186,7 +186,8 @@ class Children:
         return self.logs / f"{name}.witness.json"
 
     def end(self) -> None:
-        """Ends those still running, with their own children."""
+        """Ends those still running, with their own children, and removes the caches."""
         for worker in self.started:
             worker.end()
         self.watcher.stop()
+        shutil.rmtree(self.cache, ignore_errors=True)
