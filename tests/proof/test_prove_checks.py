@@ -49,7 +49,10 @@ def generated(out: Path, index: int, ids: list[int], shift: float = 0.0, gap: fl
 
 
 def agreeing(out: Path, made: list[dict[str, Any]], used: tuple[int, ...] = (0, 1)) -> str:
-    children = SimpleNamespace(run=lambda name, job, device, **options: made[device])
+    def start(name: str, job: str, device: int, **options: Any) -> Any:
+        return SimpleNamespace(result=lambda: made[device])
+
+    children = SimpleNamespace(start=start)
     args = TrainingArguments(model="m")
     return status(devices_agree, out=out, args=args, used=lambda: used, children=children)
 
@@ -206,8 +209,8 @@ def test_a_log_without_a_finite_number_for_every_step_fails(tmp_path: Path, key:
 def test_backend(changes: dict[str, Any], want: str) -> None:
     clock = {"clock": "timestamps", "dispatches": 9, "device_seconds": 0.9, "host_seconds": 1.0, "loss": 2.0}
     listed = {"name": "a", "backend": "Vulkan", "kind": "discrete", "driver": changes.get("driver", "d")}
-    children = SimpleNamespace(run=lambda *a, **k: clock | changes)
-    proof = {"trained": lambda: training([2.0] * 20), "devices": {"devices": [listed]}, "children": children}
+    step = {"clock": clock | changes}
+    proof = {"trained": lambda: training([2.0] * 20), "devices": {"devices": [listed]}, "step": step}
     assert status(work_happened_on_the_device, **proof) == want
 
 
@@ -232,9 +235,8 @@ def test_gradients(measured: list[float | None], gradient: list[float | None], w
         for m, g in zip(measured, gradient, strict=True)
     ]
     found = json.loads(to_json({"loss": 1.0, "rounding": 2e-6, "directions": rows}))
-    proof = {"trained": lambda: training([1.0] * 20), "children": SimpleNamespace(run=lambda *a, **k: found)}
-    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="f32"), **proof) == want
-    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="bf16"), **proof) == "not run"
+    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="f32"), step={"gradients": found}) == want
+    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="bf16")) == "not run"
 
 
 def test_a_loss_that_is_not_finite_is_not_taken_for_a_curved_one() -> None:
@@ -275,10 +277,10 @@ def test_answers(
     file = tmp_path / "heldout.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def run(name: str, job: str, adapter: str | None, **options: Any) -> list[dict[str, Any]]:
-        assert job == "generate"
-        assert options["prompts"] == [[{"role": "user", "content": "?"}]] * 10
-        return [{"text": "right" if i < (after if adapter else before) else "wrong"} for i in range(10)]
+    def run(name: str, job: str, prompts: list[Any], adapters: list[str | None], **options: Any) -> list[list[str]]:
+        assert prompts == [[{"role": "user", "content": "?"}]] * 10
+        assert adapters == [None, "run"]
+        return [["right" if i < passing else "wrong" for i in range(10)] for passing in (before, after)]
 
     def run_check(text: str, check: str, allow_unconfined: bool) -> CheckResult:
         return CheckResult("passed" if text == "right" else "failed", "", True)

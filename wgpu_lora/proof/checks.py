@@ -48,21 +48,14 @@ def devices_compute(proof: Proof, finding: Finding) -> str:
 
 def devices_agree(proof: Proof, finding: Finding) -> str:
     """Imports the checkpoint on each device, generates with the packed model, and compares all with the first."""
-    work = proof.out / "work"
-    arrays = {index: str(work / f"logits-{index}.npz") for index in proof.used()}
-    options = {"options": proof.args.as_dict()}
-    children = [
-        proof.children.start(
-            f"generate-{index}",
-            "proof-generate",
-            device=index,
-            packed=str(work / f"packed-{index}"),
-            arrays=path,
-            **options,
+    arrays = {index: str(proof.out / "work" / f"logits-{index}.npz") for index in proof.used()}
+    children = {
+        index: proof.children.start(
+            f"generate-{index}", "proof-generate", options=proof.args.as_dict(), device=index, arrays=path
         )
         for index, path in arrays.items()
-    ]
-    value = {i: {**child.result(), "arrays": path} for child, (i, path) in zip(children, arrays.items(), strict=True)}
+    }
+    value = {index: {**child.result(), "arrays": arrays[index]} for index, child in children.items()}
     for index, new in value.items():
         packed, matrices = new["packed_matrices"], new["matrices"]
         finding.expect(packed == matrices, f"device {index} holds {packed} of {matrices} matrices in NF4")

@@ -157,12 +157,12 @@ class Children:
         self.logs, self.cache = out / "logs", out.resolve() / "cache"
         for directory in (self.logs, out / "work", self.cache / "tmp"):
             directory.mkdir(parents=True, exist_ok=True)
-        # Our caches and the drivers', which are otherwise in the user's own directories.
+        # Our caches and the drivers', which are otherwise in the user's own directories; Mesa's may be named.
         self.environment = {
             "WGPU_LORA_CACHE_DIR": str(self.cache),
             "WGPU_LORA_SHARE_DIR": str(self.cache / "share"),
             "WGPU_LORA_NO_RUN_LOG": "1",
-            "MESA_SHADER_CACHE_DIR": str(self.cache / "mesa"),
+            "MESA_SHADER_CACHE_DIR": os.environ.get("MESA_SHADER_CACHE_DIR", str(self.cache / "mesa")),
             "__GL_SHADER_DISK_CACHE_PATH": str(self.cache),
             **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.cache / "tmp")),
             "PYTHONDONTWRITEBYTECODE": "1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -101,14 +102,15 @@ PROMPTS, SHORT = 4, 48  # rows that are continued, by how many tokens
 POSITIONS = 16  # of each answer whose logits are saved
 
 
-def generate(port: EventWriter, *, options: dict[str, Any], device: int, packed: str, arrays: str) -> dict[str, Any]:
-    """Imports the model into the directory `packed`, and continues held-out rows with what was saved there.
+def generate(port: EventWriter, *, options: dict[str, Any], device: int, arrays: str) -> dict[str, Any]:
+    """Imports the model into a temporary directory, and continues held-out rows with what was saved there.
 
     Logits go to the .npz file `arrays`, one [positions, vocab] for each prompt; the rest is returned.
     """
     args, opened = TrainingArguments(**options), Device(device)
-    write_packed(open_model(args.model or "demo", opened), Path(packed))
-    args = replace(args, model=packed)
+    packed = Path(tempfile.mkdtemp()) / "packed"  # among the proof's caches, which it removes
+    write_packed(open_model(args.model or "demo", opened), packed)
+    args = replace(args, model=str(packed))
     model = open_model(packed, opened, args.base_dtype)
     heldout = prepare_run(args, model).heldout
     assert heldout, "a proof's recipe has held-out data"
