@@ -39,7 +39,7 @@ def prove(
     and then nothing is called proven; this changes the exit code only with --strict. The verdict names the devices and
     their kinds; --require-discrete demands real GPUs.
     """
-    from wgpu_lora.proof.proof_run import CHECKS
+    from wgpu_lora.proof.checks import CHECKS
     from wgpu_lora.proof.proof_run import prove as run
 
     numbers = set()

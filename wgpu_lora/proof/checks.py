@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +16,8 @@ from wgpu_lora.checks.asserts import parse_check
 from wgpu_lora.checks.code_check import run_check
 from wgpu_lora.checks.sandbox.sandbox_process import confinement
 from wgpu_lora.errors import UserError
-from wgpu_lora.proof.proof_context import Finding, NotRun, Proof, finetune_options, request_of, rows_of
+from wgpu_lora.proof.cuda_check import no_cuda
+from wgpu_lora.proof.proof_context import Finding, NotRun, Proof, request_of, rows_of
 from wgpu_lora.text import count_noun
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
@@ -262,8 +264,7 @@ def resuming_is_exact(proof: Proof, finding: Finding) -> str:
     shutil.copytree(earlier, resumed / run_checkpoint.STEPS / earlier.name)
     # Without later lines, so that those compared were written by the resumed run.
     (resumed / LOG).write_text("".join(json.dumps(line) + "\n" for line in log if line["step"] <= step))
-    options = finetune_options(proof.recipe, proof.args, resumed, training.devices[0])
-    proof.children.run("resume", "finetune", **options, resume=True)
+    proof.children.run("resume", "finetune", **proof.finetune_options(resumed), resume=True)
     again = resumed / run_checkpoint.STEPS / final.name
     parts = ("adapter_model.safetensors", run_checkpoint.OPTIMIZER)
     same = {name: (final / name).read_bytes() == (again / name).read_bytes() for name in parts}
@@ -343,3 +344,17 @@ def check_answers_can_run(args: TrainingArguments, allow_unconfined: bool) -> No
             confinement(allow_unconfined)
         except UserError as error:
             raise UserError(f"{str(error).removesuffix('.')}, or leave out check 7 by --only.") from None
+
+
+# Each notes figures and faults, and returns what it found if there is no fault.
+CHECKS: dict[int, tuple[str, Callable[[Proof, Finding], str]]] = {
+    1: ("devices", devices_compute),
+    2: ("import and generate", devices_agree),
+    3: ("finetune, evaluate", training_beside_evaluating),
+    4: ("losses fall", losses_fall),
+    5: ("backend", work_happened_on_the_device),
+    6: ("no CUDA", no_cuda),
+    7: ("answers", answers_pass_their_checks),
+    8: ("gradients", gradients_agree),
+    9: ("resume", resuming_is_exact),
+}

@@ -39,7 +39,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     judged = {name: classify(paths, os.environ.get("LD_PRELOAD", "")) for name, paths in mapped.items()}
     paths = sorted(set().union(*mapped.values()))
     native = package_libraries(paths)
-    naming, unread = look_into(native)
+    naming = look_into(native)
     opened = {name: account["opened"] for name, account in reports.items()}
     modules = {*sys.modules, *(module for account in reports.values() for module in account["modules"])}
     ran = [command for account in reports.values() for command in account["commands"]]
@@ -52,7 +52,6 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         "mapped": [path for path in paths if any(path in forbidden for forbidden, _ in judged.values())],
         "opened by Python": [f"{lib} ({name})" for name, libs in opened.items() for lib in libs if is_cuda(lib)],
         "named in packages' libraries": [f"{', '.join(n)} in {file_name(path)}" for path, n in naming.items()],
-        "not readable, so not searched for CUDA's names": unread,
         "imported": imported(modules),
         "run": [f"{word} ({short(command)})" for command in commands if (word := compiler_in(command))],
         "required by the package": cuda_packages(requirements),
@@ -166,19 +165,10 @@ def package_libraries(mapped: Iterable[str]) -> list[str]:
     return sorted(path for path in mapped if installed(path) and not NVIDIA_OWN.match(file_name(path)))
 
 
-def look_into(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """(the NAMES that files contain, by path, where there are any; paths that could not be read)."""
-    naming: dict[str, list[str]] = {}
-    unread = []
-    for path in paths:
-        try:
-            content = Path(path).read_bytes()
-        except OSError:
-            unread.append(path)
-            continue
-        if names := [name.decode() for name in NAMES if name in content]:
-            naming[path] = names
-    return naming, unread
+def look_into(paths: Iterable[str]) -> dict[str, list[str]]:
+    """The NAMES that files contain, by path, where there are any. Raises OSError."""
+    contents = {path: Path(path).read_bytes() for path in paths}
+    return {p: found for p, text in contents.items() if (found := [n.decode() for n in NAMES if n in text])}
 
 
 def imported(modules: Iterable[str]) -> list[str]:

@@ -6,7 +6,6 @@ import json
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,48 +18,13 @@ from wgpu_lora.bench.brick_results import commit
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import to_json
 from wgpu_lora.locks import check_output, locked
-from wgpu_lora.proof.checks import (
-    answers_pass_their_checks,
-    check_answers_can_run,
-    devices_agree,
-    devices_compute,
-    gradients_agree,
-    losses_fall,
-    resuming_is_exact,
-    training_beside_evaluating,
-    work_happened_on_the_device,
-)
-from wgpu_lora.proof.cuda_check import no_cuda
-from wgpu_lora.proof.proof_context import (
-    FAILED,
-    LEFT_OUT,
-    NOT_RUN,
-    PASSED,
-    Check,
-    Finding,
-    NotRun,
-    Proof,
-    Result,
-    on_devices,
-    read_recipe,
-)
+from wgpu_lora.proof.checks import CHECKS, check_answers_can_run
+from wgpu_lora.proof.proof_context import LEFT_OUT, NOT_RUN, Check, Proof, Result, carry_out, on_devices, read_recipe
 from wgpu_lora.proof.watched_workers import Children
 from wgpu_lora.report.line_chart import Chart, Line, line_chart
 from wgpu_lora.report.page import render as render_page
 from wgpu_lora.worker.worker import WorkerFailed
 
-# Each notes figures and faults, and returns what it found if there is no fault.
-CHECKS: dict[int, tuple[str, Callable[[Proof, Finding], str]]] = {
-    1: ("devices", devices_compute),
-    2: ("import and generate", devices_agree),
-    3: ("finetune, evaluate", training_beside_evaluating),
-    4: ("losses fall", losses_fall),
-    5: ("backend", work_happened_on_the_device),
-    6: ("no CUDA", no_cuda),
-    7: ("answers", answers_pass_their_checks),
-    8: ("gradients", gradients_agree),
-    9: ("resume", resuming_is_exact),
-}
 DEVICES = 1
 ANSWERS = 7  # runs code that a model wrote
 GRADIENTS = 8
@@ -109,16 +73,15 @@ def prove(
             differences = GRADIENTS in selected and args.compute_dtype == "f32"
             proof = Proof(out, path, args, listed, children, discrete, allow_unconfined, differences)
             lacking = proof.lacks_discrete()
+            run = {DEVICES} if lacking else selected
             for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
                 name, check = CHECKS[number]
-                skipped = lacking if lacking and number != DEVICES else None if number in selected else LEFT_OUT
-                if skipped:
-                    checks.append(Check(number, name, NOT_RUN, 0.0, skipped))
+                if number not in run:
+                    checks.append(Check(number, name, NOT_RUN, 0.0, lacking or LEFT_OUT))
                     continue
                 line("check", f"{number} {name}")
-                done = carry_out(number, name, check, proof)
+                checks.append(done := carry_out(number, name, check, proof))
                 line("", f"{done.status} in {done.seconds:.1f} s: {done.reason}")
-                checks.append(done)
         except UserError:  # there is nothing to prove
             children.end()
             shutil.rmtree(out, ignore_errors=True)
@@ -129,25 +92,9 @@ def prove(
         finally:
             children.end()
     checks.sort(key=lambda check: check.number)
-    result = Result(checks, out, on_devices(proof.devices), lacking)
+    result = Result(checks, out, on_devices(proof.devices))
     write_report(result, proof)
     return result
-
-
-def carry_out(number: int, name: str, check: Callable[[Proof, Finding], str], proof: Proof) -> Check:
-    """Runs a check, whose errors are faults."""
-    begin, finding, status, reason = time.perf_counter(), Finding(), PASSED, ""
-    try:
-        reason = check(proof, finding)
-    except NotRun as error:
-        status, reason = NOT_RUN, str(error)
-    except (WorkerFailed, UserError) as error:
-        finding.faults.append(str(error))
-    except Exception as error:  # an error in one check must not lose the findings of the others
-        finding.faults.append(f"the check itself broke: {type(error).__name__}: {error}")
-    if finding.faults:
-        status, reason = FAILED, "; ".join(finding.faults)
-    return Check(number, name, status, round(time.perf_counter() - begin, 2), reason, finding.figures)
 
 
 SCHEMA = 1

@@ -60,9 +60,13 @@ def devices(port: EventWriter, *, select: str | None, discrete: int = 0) -> dict
     """
     result = list_devices()
     try:
-        used = selected_devices(select) if select and result else default_devices(result, max(AT_ONCE, discrete))
+        used = default_devices(result, max(AT_ONCE, discrete))
+        if select and result:
+            used = [choose(part.strip())[0].index for part in select.split(",")]
     except UserError as error:
         return {"refused": str(error)}
+    if len(set(used)) != len(used):
+        return {"refused": f"--devices {select} names a device twice: name each once."}
     return {
         "devices": [info.as_dict() for info in result],
         "hardware": [device_key(info, result) for info in result],
@@ -71,13 +75,6 @@ def devices(port: EventWriter, *, select: str | None, discrete: int = 0) -> dict
         "computed": {index: multiply(index) for index in used},
         "wgpu_native": native_version(),
     }
-
-
-def selected_devices(select: str) -> list[int]:
-    indices = [choose(part.strip())[0].index for part in select.split(",")]
-    if len(set(indices)) != len(indices):
-        raise UserError(f"--devices {select} names a device twice: name each once.")
-    return indices
 
 
 def default_devices(devices: list[DeviceInfo], count: int = AT_ONCE) -> list[int]:
@@ -111,7 +108,7 @@ def generate(port: EventWriter, *, options: dict[str, Any], device: int, arrays:
     packed = Path(tempfile.mkdtemp()) / "packed"  # among the proof's caches, which it removes
     write_packed(open_model(args.model or "demo", opened), packed)
     args = replace(args, model=str(packed))
-    model = open_model(packed, opened, args.base_dtype)
+    model = open_model(str(packed), opened, args.base_dtype)
     heldout = prepare_run(args, model).heldout
     assert heldout, "a proof's recipe has held-out data"
     prompts = [prompt_of(row) for row in heldout.rows[:PROMPTS]]
@@ -273,18 +270,17 @@ def difference(loss: Callable[[float], float], slope: float, centre: float) -> d
     loss: of a matrix moved by this share of a direction. centre: the loss of the matrix itself.
     `length` is None if the loss is too curved at every length. A loss that is not finite is a measurement as well.
     """
+
+    def straight(whole: float, half: float) -> bool:  # as far as f32 can tell
+        return abs(2 * half - whole) <= BENT * abs(whole) + 2 * ROUNDING * abs(centre)
+
     at: list[float] = []
     for length in LENGTHS:
         at.append(loss(length) - loss(-length))
         if not math.isfinite(at[-1]):
             return {"length": length, "measured": at[-1], "gradient": slope * length}
-        if len(at) >= 3 and straight(at[-3], at[-2], centre) and straight(at[-2], at[-1], centre):
+        if len(at) >= 3 and straight(at[-3], at[-2]) and straight(at[-2], at[-1]):
             # Richardson extrapolation: the cubic term is eight times as large in the whole as in the half.
             measured = (8 * at[-2] - at[-3]) / 3
             return {"length": 4 * length, "measured": measured, "gradient": slope * 4 * length}
     return {"length": None, "measured": None, "gradient": slope}
-
-
-def straight(whole: float, half: float, centre: float) -> bool:
-    """Whether the loss changes about half as much over half the length, as far as f32 can tell."""
-    return abs(2 * half - whole) <= BENT * abs(whole) + 2 * ROUNDING * abs(centre)

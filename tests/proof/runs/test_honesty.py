@@ -19,8 +19,8 @@ from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.cli import main
 from wgpu_lora.proof.checks import resuming_is_exact
 from wgpu_lora.proof.cuda_check import look_into, no_cuda, package_libraries
-from wgpu_lora.proof.proof_context import Check, Result, count_leaked_rows, request_of
-from wgpu_lora.proof.proof_run import carry_out, render
+from wgpu_lora.proof.proof_context import Check, Result, carry_out, count_leaked_rows, request_of
+from wgpu_lora.proof.proof_run import render
 from wgpu_lora.proof.watched_workers import EVENTS, Children, command_of, record_own_process
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.training_log import LOG
@@ -127,9 +127,9 @@ def test_our_native_libraries_are_searched_and_nvidia_s_are_not(tmp_path: Path) 
         [*map(str, paths.values()), "/usr/lib/libc.so", "/usr/lib/libwgpu_native.so", str(folder / "gone.so")]
     )
     assert [Path(path).name for path in mine] == ["a.so", "b.so", "empty.so", "gone.so", "libwgpu_native.so"]
-    found, unread = look_into(mine[:-1])
-    assert found == {str(paths["b.so"]): ["libcuda", "libcudart"]}
-    assert unread == [str(folder / "gone.so")]
+    assert look_into(mine[:3]) == {str(paths["b.so"]): ["libcuda", "libcudart"]}
+    with pytest.raises(OSError, match="gone"):
+        look_into(mine[:4])
 
 
 def test_held_out_rows_are_compared_by_what_they_say(tmp_path: Path) -> None:
@@ -193,8 +193,7 @@ def test_resuming_is_judged_by_what_the_resumed_run_wrote(
     training = SimpleNamespace(directory=tmp_path / "run", log=log, devices=[0])
     proof: Any = SimpleNamespace(
         out=tmp_path,
-        recipe="r",
-        args=SimpleNamespace(eval_data="e"),
+        finetune_options=lambda output: {"output": str(output)},
         trained=lambda: training,
         children=SimpleNamespace(run=run),
     )
