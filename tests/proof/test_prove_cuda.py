@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.proof.cuda_check import classify, compiler_in, cuda_packages, imported, required
+from wgpu_lora.proof.cuda_check import classify, compiler_in, cuda_packages, required
 from wgpu_lora.proof.watched_workers import EVENTS, Watcher, record_own_process
 
 ICD, DRIVER = "/usr/lib/libGLX_nvidia.so.0", "/usr/lib/libcuda.so.1"
@@ -66,7 +66,7 @@ def test_compilers_are_known(command: list[str], found: bool) -> None:
 
 
 def test_modules_are_known() -> None:
-    assert imported(["numpy", "torch.cuda", "nvidia.cublas", "wgpu", "tqdm.contrib"]) == ["nvidia", "torch"]
+    assert cuda_packages(["numpy", "torch.cuda", "nvidia.cublas", "wgpu", "tqdm.contrib"]) == ["nvidia", "torch"]
 
 
 def test_requirements_are_followed_and_extras_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

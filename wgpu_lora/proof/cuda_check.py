@@ -52,7 +52,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         "mapped": [path for path in paths if any(path in forbidden for forbidden, _ in judged.values())],
         "opened by Python": [f"{lib} ({name})" for name, libs in opened.items() for lib in libs if is_cuda(lib)],
         "named in packages' libraries": [f"{', '.join(n)} in {file_name(path)}" for path, n in naming.items()],
-        "imported": imported(modules),
+        "imported": cuda_packages(modules),
         "run": [f"{word} ({short(command)})" for command in commands if (word := compiler_in(command))],
         "required by the package": cuda_packages(requirements),
         "never looked at": [name for pid, name in names.items() if pid not in looked_at],
@@ -171,13 +171,9 @@ def look_into(paths: Iterable[str]) -> dict[str, list[str]]:
     return {p: found for p, text in contents.items() if (found := [n.decode() for n in NAMES if n in text])}
 
 
-def imported(modules: Iterable[str]) -> list[str]:
-    """The CUDA packages among the names of loaded modules."""
-    return cuda_packages({name.partition(".")[0] for name in modules})
-
-
 def cuda_packages(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if PACKAGES.match(name))
+    """The CUDA packages among the names of distributions or of modules, submodules included."""
+    return sorted({top for name in names if PACKAGES.match(top := name.partition(".")[0])})
 
 
 def required(package: str) -> set[str]:

@@ -38,12 +38,12 @@ class NotRun(Exception):
     """A check cannot be carried out here; the message says why."""
 
 
+@dataclass
 class Finding:
     """The figures and the faults of a check; any fault makes it fail."""
 
-    def __init__(self) -> None:
-        self.figures: dict[str, Any] = {}
-        self.faults: list[str] = []
+    figures: dict[str, Any] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
 
     def expect(self, holds: object, fault: str) -> None:
         """Note the fault unless the condition holds; conditions are written so that NaN does not satisfy them."""

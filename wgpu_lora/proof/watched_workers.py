@@ -142,9 +142,8 @@ import site
 site.main()
 from wgpu_lora.proof.watched_workers import record_own_process
 with record_own_process(sys.argv[1], HEARD):
+    import wgpu_lora.proof.worker_jobs
     from wgpu_lora.cli import main
-    from wgpu_lora.proof.worker_jobs import register
-    register()
     code = main(["worker", sys.argv[2]])
 sys.exit(code)
 """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.api import answer, load
-from wgpu_lora.data import UNTRAINED, Row
+from wgpu_lora.data import UNTRAINED
 from wgpu_lora.demo.before_and_after import BATCH, NEW_TOKENS
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.quantized_model import write_packed
@@ -40,13 +40,8 @@ from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 from wgpu_lora.worker.job_kinds import KINDS
 from wgpu_lora.worker.job_process import EventWriter
 
-JOBS = ("devices", "generate", "step", "answers")
-
-
-def register() -> None:
-    for job in JOBS:
-        KINDS[f"proof-{job}"] = f"wgpu_lora.proof.worker_jobs:{job}"
-
+for _job in ("devices", "generate", "step", "answers"):
+    KINDS[f"proof-{_job}"] = f"{__name__}:{_job}"
 
 AT_ONCE = 2  # devices that are used by default
 TOLERANCE = 1e-9  # mean squared error of an f32 product over its mean square; rounding alone gives about 1e-13
@@ -111,7 +106,9 @@ def generate(port: EventWriter, *, options: dict[str, Any], device: int, arrays:
     model = open_model(str(packed), opened, args.base_dtype)
     heldout = prepare_run(args, model).heldout
     assert heldout, "a proof's recipe has held-out data"
-    prompts = [prompt_of(row) for row in heldout.rows[:PROMPTS]]
+    # The tokens before the first that is trained, or half of a row that is trained on from its start.
+    untrained = [(row.input_ids.tolist(), int(np.argmax(row.labels != UNTRAINED))) for row in heldout.rows[:PROMPTS]]
+    prompts = [ids[: count or max(1, len(ids) // 2)] for ids, count in untrained]
     logits: list[list[np.ndarray]] = [[] for _ in prompts]
     gaps: list[list[float]] = [[] for _ in prompts]
     stop_ids = model.tokenizer.stop_ids if model.tokenizer else ()
@@ -134,13 +131,6 @@ def generate(port: EventWriter, *, options: dict[str, Any], device: int, arrays:
         "packed_matrices": sum(weight.format == DEFAULT_FORMAT for weight in linears),
         "answers": [{"ids": g.token_ids, "gaps": gaps[i], "text": decode(g.token_ids)} for i, g in enumerate(result)],
     }
-
-
-def prompt_of(row: Row) -> list[int]:
-    """The tokens before the first that is trained, or half of a row that is trained on from its start."""
-    trained = np.flatnonzero(row.labels != UNTRAINED)
-    first = int(trained[0]) if trained.size else 0
-    return row.input_ids[: first or max(1, len(row.input_ids) // 2)].tolist()
 
 
 def answers(

@@ -73,7 +73,7 @@ def test_what_the_loader_brings_is_explained_by_what_was_looked_at(
 
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Check 6 after one child."""
-    monkeypatch.setattr("wgpu_lora.proof.cuda_check.imported", lambda modules: [])  # tests may have torch
+    monkeypatch.setattr("wgpu_lora.proof.cuda_check.cuda_packages", lambda names: [])  # tests may have torch
     children = Children(tmp_path / "out")
     try:
         children.run("child", "proof-devices", select="0")

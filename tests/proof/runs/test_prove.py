@@ -12,7 +12,6 @@ import time
 from html import unescape
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 import pytest
@@ -23,9 +22,6 @@ from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.cli import main
 
 PROVE = [sys.executable, "-c", "import sys; from wgpu_lora.cli import main; sys.exit(main(['prove', *sys.argv[1:]]))"]
-SHADER_CACHE = "MESA_SHADER_CACHE_DIR"
-# Each proof would compile all shaders, which takes most of the time: they share Mesa's ordinary cache.
-os.environ.setdefault(SHADER_CACHE, os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
 LINUX = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="needs Linux: reads /proc and preloads a library"
 )
@@ -115,7 +111,9 @@ def test_one_device_at_a_learning_rate_of_zero(tmp_path: Path) -> None:
 
 
 @LINUX
-def test_a_preloaded_cuda_library_is_found_though_it_does_nothing(tmp_path: Path) -> None:
+def test_a_preloaded_cuda_library_is_found_though_it_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a directory whose name is taken, and with a driver that has no cache but the proof's."""
     small = next(path for line in Path("/proc/self/maps").read_text().splitlines()
                  if (path := line.split()[-1]).startswith("/") and ".so" in path and "libz" in path)  # fmt: skip
@@ -125,9 +123,9 @@ def test_a_preloaded_cuda_library_is_found_though_it_does_nothing(tmp_path: Path
     taken.parent.mkdir()
     taken.write_text("kept")
     home, environment = in_an_empty_home(tmp_path)
-    out, unset = tmp_path / "proof-2", {name: value for name, value in os.environ.items() if name != SHADER_CACHE}
-    with mock.patch.dict(os.environ, unset, clear=True):
-        code, checks, _ = prove(tmp_path, "--only", "1,6", to=out.name, LD_PRELOAD=str(fake), **environment)
+    monkeypatch.delenv("MESA_SHADER_CACHE_DIR", raising=False)
+    out = tmp_path / "proof-2"
+    code, checks, _ = prove(tmp_path, "--only", "1,6", to=out.name, LD_PRELOAD=str(fake), **environment)
     assert code == 1
     assert checks[6]["status"] == "failed"
     assert "libcudart.so.12" in checks[6]["reason"]
