@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -309,10 +312,9 @@ def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
     texts = proof.children.run("answers", "proof-answers", adapters=[*adapters.values()], **options)
     answers: dict[str, list[dict[str, Any]]] = {}
     for when, of in zip(adapters, texts, strict=True):
-        verdicts = [
-            run_check(text, row["check"], allow_unconfined=proof.allow_unconfined)
-            for text, row in zip(of, rows, strict=True)
-        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each check is a process of its own
+            run = partial(run_check, allow_unconfined=proof.allow_unconfined)
+            verdicts = list(pool.map(run, of, [row["check"] for row in rows]))
         parsed, passed = (sum(getattr(verdict, name) for verdict in verdicts) for name in ("parses", "passed"))
         score = {"requests": len(rows), "parsed": parsed, "passed": passed, "pass_rate": passed / len(rows)}
         finding.figures[when] = score
