@@ -88,7 +88,7 @@ def test_generation(tmp_path: Path, other: dict[str, Any], want: str) -> None:
     assert agreeing(tmp_path, made[::-1], (0,)) == "failed"
 
 
-def test_a_near_tie_may_part_answers(tmp_path: Path) -> None:
+def test_answers_may_differ_after_a_near_tie(tmp_path: Path) -> None:
     made = [generated(tmp_path, 0, [1, 2, 3], gap=1e-3), generated(tmp_path, 1, [1, 2, 4], gap=1e-3)]
     assert agreeing(tmp_path, made) == "passed"
 
@@ -259,8 +259,8 @@ def test_a_loss_that_is_not_finite_is_not_taken_for_a_curved_one() -> None:
     assert math.isnan(broken["measured"])
 
 
-SAID = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "f"}]
-CHECKED: list[dict[str, Any]] = [{"messages": SAID, "check": "assert f()"}] * 10
+MESSAGES = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "f"}]
+CHECKED: list[dict[str, Any]] = [{"messages": MESSAGES, "check": "assert f()"}] * 10
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ CHECKED: list[dict[str, Any]] = [{"messages": SAID, "check": "assert f()"}] * 10
         (CHECKED, 0, 9, 0, "passed"),
         (CHECKED, 3, 3, 0, "failed"),
         (CHECKED, 4, 3, 0, "failed"),
-        ([{"messages": SAID}] * 10, 0, 9, 0, "not run"),
+        ([{"messages": MESSAGES}] * 10, 0, 9, 0, "not run"),
         (CHECKED, 0, 9, 1, "not run"),
         ([*CHECKED[1:], {"text": "? f", "check": "assert f()"}], 0, 9, 0, "not run"),
         ([*CHECKED[1:], CHECKED[0] | {"tools": [{"type": "function", "function": {"name": "f"}}]}], 0, 9, 0, "not run"),
@@ -301,10 +301,10 @@ def test_answers(
     assert status(answers_pass_their_checks, **proof) == want
 
 
-def test_the_curve_takes_what_it_gets() -> None:
+def test_the_loss_chart_leaves_out_missing_values() -> None:
     train, held = loss_chart([2.0, None, 1.0], [(0, 2.2), (3, None)]).lines
     assert train.path.count("L") == 1
-    assert [said for _, _, said in held.dots] == ["held out: 2.2 (optimizer step 0)"]
+    assert [label for _, _, label in held.dots] == ["held out: 2.2 (optimizer step 0)"]
     assert loss_chart([0.0], []).lines[0].dots
 
 
@@ -344,7 +344,7 @@ MIXED = {"devices": [REAL, SOFTWARE[1]], "used": [0, 1], "hardware": ["h", "s"]}
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "text"),
     [
         (
             {"devices": SOFTWARE, "used": [0, 1], "hardware": ["l", "s"]},
@@ -356,8 +356,8 @@ MIXED = {"devices": [REAL, SOFTWARE[1]], "used": [0, 1], "hardware": ["h", "s"]}
         (NO_DEVICES, ""),
     ],
 )
-def test_a_verdict_names_what_it_was_proven_on(devices: dict[str, Any], said: str) -> None:
-    assert on_devices(devices) == said
+def test_a_verdict_names_what_it_was_proven_on(devices: dict[str, Any], text: str) -> None:
+    assert on_devices(devices) == text
 
 
 CHECKS = [Check(n, "x", "passed", 0.0, "") for n in range(1, 10)]
@@ -396,7 +396,6 @@ def test_verdicts(checks: list[Check], on: list[str], outcome: str, code: int, v
     assert verdict in found.verdict
     assert found.code == code
     assert found.outcome == outcome
-    assert found.proven == (outcome == "proven")
 
 
 def test_as_many_devices_are_used_as_are_asked_for() -> None:

@@ -51,7 +51,7 @@ def prove(
     _table(result)
     line("written", f"{result.directory}/proof.html, proof.json and logs/")
     line("verdict", result.verdict)
-    return result.code or int(strict and not result.proven)
+    return result.code or int(strict and result.outcome != "proven")
 
 
 def _table(result: Result) -> None:

@@ -90,10 +90,10 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
 
 def attribution(drivers: str, opened: Mapping[str, list[str]], native: list[str]) -> str:
     """Why CUDA's libraries are attributed to the driver: what was examined, and no more than that."""
-    heard = ", ".join(sorted({file_name(name) for names in opened.values() for name in names})) or "nothing"
+    libraries = ", ".join(sorted({file_name(name) for names in opened.values() for name in names})) or "nothing"
     return (
         f"each was mapped only beside {drivers}; none of {len(opened)} child processes opened it through "
-        f"ctypes or cffi, which were audited before site was imported (they opened {heard}); and none of "
+        f"ctypes or cffi, which were audited before site was imported (they opened {libraries}); and none of "
         f"{', '.join(name.decode() for name in NAMES)} occurs in the {len(native)} mapped libraries of installed "
         "packages. The driver's own files were not searched."
     )

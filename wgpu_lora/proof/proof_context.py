@@ -87,16 +87,12 @@ class Result:
         return PROVEN if len(self.numbers(PASSED)) == len(self.checks) else OPEN
 
     @property
-    def proven(self) -> bool:
-        return self.outcome == PROVEN
-
-    @property
     def code(self) -> int:
         return int(self.outcome == REFUTED or not self.numbers(PASSED))
 
     @property
     def verdict(self) -> str:
-        if self.proven:
+        if self.outcome == PROVEN:
             return f"Proven: all training and inference ran on wgpu, without CUDA, on {self.devices}."
         passed, partly = self.numbers(PASSED), self.outcome == OPEN and self.numbers(LEFT_OUT)
         reasons = [f"{kind}: {', '.join(n)}" for kind in (FAILED, NOT_RUN, LEFT_OUT) if (n := self.numbers(kind))]

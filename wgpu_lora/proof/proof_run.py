@@ -19,7 +19,17 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import to_json
 from wgpu_lora.locks import check_output, locked
 from wgpu_lora.proof.checks import CHECKS, check_answers_can_run
-from wgpu_lora.proof.proof_context import LEFT_OUT, NOT_RUN, Check, Proof, Result, carry_out, on_devices, read_recipe
+from wgpu_lora.proof.proof_context import (
+    LEFT_OUT,
+    NOT_RUN,
+    PROVEN,
+    Check,
+    Proof,
+    Result,
+    carry_out,
+    on_devices,
+    read_recipe,
+)
 from wgpu_lora.proof.watched_workers import Children
 from wgpu_lora.report.line_chart import Chart, Line, line_chart
 from wgpu_lora.report.page import render as render_page
@@ -107,7 +117,7 @@ def write_report(result: Result, proof: Proof) -> None:
     record = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "proven": result.proven,
+        "proven": result.outcome == PROVEN,
         "outcome": result.outcome,
         "verdict": result.verdict,
         "seconds": round(sum(check.seconds for check in result.checks), 2),

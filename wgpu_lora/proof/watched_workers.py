@@ -84,20 +84,20 @@ class Watcher(threading.Thread):
 
 
 @contextmanager
-def record_own_process(path: str, heard: list[tuple[str, Sequence[Any]]]) -> Iterator[None]:
+def record_own_process(path: str, events: list[tuple[str, Sequence[Any]]]) -> Iterator[None]:
     """Around all of a child's work; writes its modules, libraries mapped and opened, and commands run to a file.
 
-    heard: the list that an audit hook appends all EVENTS to.
+    events: the list that an audit hook appends all EVENTS to.
     """
     dlopen = cffi.FFI.dlopen
 
     # cffi, by which wgpu opens its library, raises no audit event of its own.
     @wraps(dlopen)
-    def heard_dlopen(ffi: Any, name: Any, *flags: Any) -> Any:
-        heard.append((OPENS, (name,)))
+    def recorded_dlopen(ffi: Any, name: Any, *flags: Any) -> Any:
+        events.append((OPENS, (name,)))
         return dlopen(ffi, name, *flags)
 
-    cffi.FFI.dlopen = heard_dlopen
+    cffi.FFI.dlopen = recorded_dlopen
     try:
         yield
     finally:
@@ -106,8 +106,8 @@ def record_own_process(path: str, heard: list[tuple[str, Sequence[Any]]]) -> Ite
             "pid": os.getpid(),
             "modules": sorted(sys.modules),
             "libraries": [] if UNREADABLE else sorted(libraries(os.getpid())),
-            "opened": sorted({_text(a[0]) for event, a in heard if event == OPENS and isinstance(a[0], str | bytes)}),
-            "commands": [command_of(event, arguments) for event, arguments in heard if event in LAUNCHES],
+            "opened": sorted({_text(a[0]) for event, a in events if event == OPENS and isinstance(a[0], str | bytes)}),
+            "commands": [command_of(event, arguments) for event, arguments in events if event in LAUNCHES],
         }
         Path(path).write_text(json.dumps(account))
 
@@ -133,15 +133,15 @@ def _text(word: Any) -> str:
 # site, with its sitecustomize, is imported.
 WORKER = f"""
 import sys
-HEARD = []
-def hear(event, arguments, keep=HEARD.append, wanted={EVENTS!r}):
-    if event in wanted:
-        keep((event, arguments))
-sys.addaudithook(hear)
+events = []
+def record(event, arguments, append=events.append, recorded={EVENTS!r}):
+    if event in recorded:
+        append((event, arguments))
+sys.addaudithook(record)
 import site
 site.main()
 from wgpu_lora.proof.watched_workers import record_own_process
-with record_own_process(sys.argv[1], HEARD):
+with record_own_process(sys.argv[1], events):
     import wgpu_lora.proof.worker_jobs
     from wgpu_lora.cli import main
     code = main(["worker", sys.argv[2]])

@@ -1,4 +1,4 @@
-"""What a proof rests its words on: what is opened, named and held out, and what is asked."""
+"""What a proof rests on: the libraries that are opened, the rows that are held out, and the requests."""
 
 from __future__ import annotations
 
@@ -100,15 +100,17 @@ def test_a_page_shows_what_there_is() -> None:
     assert "<svg" in page
 
 
-def test_a_witness_hears_ctypes_and_cffi(tmp_path: Path) -> None:
-    heard: list[Any] = []
-    sys.addaudithook(lambda event, said: heard.append((event, said)) if event in EVENTS else None)
-    with record_own_process(str(tmp_path / "said.json"), heard):
+def test_a_child_records_what_ctypes_and_cffi_open(tmp_path: Path) -> None:
+    events: list[Any] = []
+    sys.addaudithook(lambda event, arguments: events.append((event, arguments)) if event in EVENTS else None)
+    with record_own_process(str(tmp_path / "account.json"), events):
         with pytest.raises(OSError, match="libcuda"):
             ctypes.CDLL("libcuda.so.1-no")
         with pytest.raises(OSError, match="libcudart"):
             cffi.FFI().dlopen("libcudart.so.1-no")
-    assert {"libcuda.so.1-no", "libcudart.so.1-no"} <= set(json.loads((tmp_path / "said.json").read_text())["opened"])
+    assert {"libcuda.so.1-no", "libcudart.so.1-no"} <= set(
+        json.loads((tmp_path / "account.json").read_text())["opened"]
+    )
 
 
 def test_commands_are_words_with_the_program_first() -> None:
@@ -132,7 +134,7 @@ def test_our_native_libraries_are_searched_and_nvidia_s_are_not(tmp_path: Path) 
         look_into(mine[:4])
 
 
-def test_held_out_rows_are_compared_by_what_they_say(tmp_path: Path) -> None:
+def test_held_out_rows_are_compared_by_their_texts(tmp_path: Path) -> None:
     def row(text: str, **more: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]
         return {"messages": messages, **more}
