@@ -25,8 +25,18 @@ from wgpu_lora.proof.checks import (
     training_beside_evaluating,
     work_happened_on_the_device,
 )
-from wgpu_lora.proof.proof_context import LEFT_OUT, Check, Evaluated, Proof, Result, Training, evaluations, on_devices
-from wgpu_lora.proof.proof_run import NO_DEVICES, carry_out, loss_chart
+from wgpu_lora.proof.proof_context import (
+    LEFT_OUT,
+    Check,
+    Evaluated,
+    Proof,
+    Result,
+    Training,
+    carry_out,
+    evaluations,
+    on_devices,
+)
+from wgpu_lora.proof.proof_run import NO_DEVICES, loss_chart
 from wgpu_lora.proof.worker_jobs import default_devices, difference
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.records import UsedDevice
@@ -49,7 +59,10 @@ def generated(out: Path, index: int, ids: list[int], shift: float = 0.0, gap: fl
 
 
 def agreeing(out: Path, made: list[dict[str, Any]], used: tuple[int, ...] = (0, 1)) -> str:
-    children = SimpleNamespace(run=lambda name, job, device, **options: made[device])
+    def start(name: str, job: str, device: int, **options: Any) -> Any:
+        return SimpleNamespace(result=lambda: made[device])
+
+    children = SimpleNamespace(start=start)
     args = TrainingArguments(model="m")
     return status(devices_agree, out=out, args=args, used=lambda: used, children=children)
 
@@ -75,7 +88,7 @@ def test_generation(tmp_path: Path, other: dict[str, Any], want: str) -> None:
     assert agreeing(tmp_path, made[::-1], (0,)) == "failed"
 
 
-def test_a_near_tie_may_part_answers(tmp_path: Path) -> None:
+def test_answers_may_differ_after_a_near_tie(tmp_path: Path) -> None:
     made = [generated(tmp_path, 0, [1, 2, 3], gap=1e-3), generated(tmp_path, 1, [1, 2, 4], gap=1e-3)]
     assert agreeing(tmp_path, made) == "passed"
 
@@ -206,8 +219,8 @@ def test_a_log_without_a_finite_number_for_every_step_fails(tmp_path: Path, key:
 def test_backend(changes: dict[str, Any], want: str) -> None:
     clock = {"clock": "timestamps", "dispatches": 9, "device_seconds": 0.9, "host_seconds": 1.0, "loss": 2.0}
     listed = {"name": "a", "backend": "Vulkan", "kind": "discrete", "driver": changes.get("driver", "d")}
-    children = SimpleNamespace(run=lambda *a, **k: clock | changes)
-    proof = {"trained": lambda: training([2.0] * 20), "devices": {"devices": [listed]}, "children": children}
+    step = {"clock": clock | changes}
+    proof = {"trained": lambda: training([2.0] * 20), "devices": {"devices": [listed]}, "step": step}
     assert status(work_happened_on_the_device, **proof) == want
 
 
@@ -232,9 +245,8 @@ def test_gradients(measured: list[float | None], gradient: list[float | None], w
         for m, g in zip(measured, gradient, strict=True)
     ]
     found = json.loads(to_json({"loss": 1.0, "rounding": 2e-6, "directions": rows}))
-    proof = {"trained": lambda: training([1.0] * 20), "children": SimpleNamespace(run=lambda *a, **k: found)}
-    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="f32"), **proof) == want
-    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="bf16"), **proof) == "not run"
+    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="f32"), step={"gradients": found}) == want
+    assert status(gradients_agree, args=SimpleNamespace(compute_dtype="bf16")) == "not run"
 
 
 def test_a_loss_that_is_not_finite_is_not_taken_for_a_curved_one() -> None:
@@ -247,8 +259,8 @@ def test_a_loss_that_is_not_finite_is_not_taken_for_a_curved_one() -> None:
     assert math.isnan(broken["measured"])
 
 
-SAID = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "f"}]
-CHECKED: list[dict[str, Any]] = [{"messages": SAID, "check": "assert f()"}] * 10
+MESSAGES = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "f"}]
+CHECKED: list[dict[str, Any]] = [{"messages": MESSAGES, "check": "assert f()"}] * 10
 
 
 @pytest.mark.parametrize(
@@ -257,7 +269,7 @@ CHECKED: list[dict[str, Any]] = [{"messages": SAID, "check": "assert f()"}] * 10
         (CHECKED, 0, 9, 0, "passed"),
         (CHECKED, 3, 3, 0, "failed"),
         (CHECKED, 4, 3, 0, "failed"),
-        ([{"messages": SAID}] * 10, 0, 9, 0, "not run"),
+        ([{"messages": MESSAGES}] * 10, 0, 9, 0, "not run"),
         (CHECKED, 0, 9, 1, "not run"),
         ([*CHECKED[1:], {"text": "? f", "check": "assert f()"}], 0, 9, 0, "not run"),
         ([*CHECKED[1:], CHECKED[0] | {"tools": [{"type": "function", "function": {"name": "f"}}]}], 0, 9, 0, "not run"),
@@ -275,10 +287,10 @@ def test_answers(
     file = tmp_path / "heldout.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def run(name: str, job: str, adapter: str | None, **options: Any) -> list[dict[str, Any]]:
-        assert job == "generate"
-        assert options["prompts"] == [[{"role": "user", "content": "?"}]] * 10
-        return [{"text": "right" if i < (after if adapter else before) else "wrong"} for i in range(10)]
+    def run(name: str, job: str, prompts: list[Any], adapters: list[str | None], **options: Any) -> list[list[str]]:
+        assert prompts == [[{"role": "user", "content": "?"}]] * 10
+        assert adapters == [None, "run"]
+        return [["right" if i < passing else "wrong" for i in range(10)] for passing in (before, after)]
 
     def run_check(text: str, check: str, allow_unconfined: bool) -> CheckResult:
         return CheckResult("passed" if text == "right" else "failed", "", True)
@@ -289,10 +301,10 @@ def test_answers(
     assert status(answers_pass_their_checks, **proof) == want
 
 
-def test_the_curve_takes_what_it_gets() -> None:
+def test_the_loss_chart_leaves_out_missing_values() -> None:
     train, held = loss_chart([2.0, None, 1.0], [(0, 2.2), (3, None)]).lines
     assert train.path.count("L") == 1
-    assert [said for _, _, said in held.dots] == ["held out: 2.2 (optimizer step 0)"]
+    assert [label for _, _, label in held.dots] == ["held out: 2.2 (optimizer step 0)"]
     assert loss_chart([0.0], []).lines[0].dots
 
 
@@ -332,7 +344,7 @@ MIXED = {"devices": [REAL, SOFTWARE[1]], "used": [0, 1], "hardware": ["h", "s"]}
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "text"),
     [
         (
             {"devices": SOFTWARE, "used": [0, 1], "hardware": ["l", "s"]},
@@ -344,13 +356,12 @@ MIXED = {"devices": [REAL, SOFTWARE[1]], "used": [0, 1], "hardware": ["h", "s"]}
         (NO_DEVICES, ""),
     ],
 )
-def test_a_verdict_names_what_it_was_proven_on(devices: dict[str, Any], said: str) -> None:
-    assert on_devices(devices) == said
+def test_a_verdict_names_what_it_was_proven_on(devices: dict[str, Any], text: str) -> None:
+    assert on_devices(devices) == text
 
 
 CHECKS = [Check(n, "x", "passed", 0.0, "") for n in range(1, 10)]
 LEFT = [replace(check, status="not run", reason=LEFT_OUT) for check in CHECKS[2:]]
-UNMET = "--require-discrete 1 is not met: 0 discrete GPUs are used"
 
 
 @pytest.mark.parametrize(
@@ -378,15 +389,13 @@ UNMET = "--require-discrete 1 is not met: 0 discrete GPUs are used"
             0,
             "Not proven: 8 of 9 checks passed; not run: 9.",
         ),
-        (CHECKS, ["1 software device (S)", UNMET], None, 1, f"passed on 1 software device (S); {UNMET}"),
     ],
 )
-def test_verdicts(checks: list[Check], on: list[str], outcome: str | None, code: int, verdict: str) -> None:
+def test_verdicts(checks: list[Check], on: list[str], outcome: str, code: int, verdict: str) -> None:
     found = Result(checks, Path(), *on)
     assert verdict in found.verdict
     assert found.code == code
-    assert outcome in (None, found.outcome)
-    assert found.proven == (outcome == "proven")
+    assert found.outcome == outcome
 
 
 def test_as_many_devices_are_used_as_are_asked_for() -> None:

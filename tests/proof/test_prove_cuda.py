@@ -1,4 +1,4 @@
-"""What counts as CUDA in a proof, and what the watcher and the witness see."""
+"""What counts as CUDA in a proof, and what is recorded of its processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from wgpu_lora.proof.cuda_check import classify, compiler_in, cuda_packages, imported, required
+from wgpu_lora.proof.cuda_check import classify, compiler_in, cuda_packages, required
 from wgpu_lora.proof.watched_workers import EVENTS, Watcher, record_own_process
 
 ICD, DRIVER = "/usr/lib/libGLX_nvidia.so.0", "/usr/lib/libcuda.so.1"
@@ -66,7 +66,7 @@ def test_compilers_are_known(command: list[str], found: bool) -> None:
 
 
 def test_modules_are_known() -> None:
-    assert imported(["numpy", "torch.cuda", "nvidia.cublas", "wgpu", "tqdm.contrib"]) == ["nvidia", "torch"]
+    assert cuda_packages(["numpy", "torch.cuda", "nvidia.cublas", "wgpu", "tqdm.contrib"]) == ["nvidia", "torch"]
 
 
 def test_requirements_are_followed_and_extras_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,13 +89,13 @@ def test_requirements_are_followed_and_extras_are_not(tmp_path: Path, monkeypatc
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="needs Linux: copies a program of its own and reads /proc"
 )
-def test_the_watcher_and_the_witness_see_a_compiler_run(tmp_path: Path) -> None:
+def test_a_compiler_is_recorded_from_outside_and_inside(tmp_path: Path) -> None:
     fake = tmp_path / "nvcc"
     shutil.copyfile(shutil.which("sleep") or "/bin/sleep", fake)
     fake.chmod(0o755)
-    watcher, heard = Watcher(), list[Any]()
-    sys.addaudithook(lambda event, said: heard.append((event, said)) if event in EVENTS else None)
-    with record_own_process(str(tmp_path / "said.json"), heard), subprocess.Popen([str(fake), "5"]) as process:
+    watcher, events = Watcher(), list[Any]()
+    sys.addaudithook(lambda event, arguments: events.append((event, arguments)) if event in EVENTS else None)
+    with record_own_process(str(tmp_path / "account.json"), events), subprocess.Popen([str(fake), "5"]) as process:
         deadline = time.monotonic() + 4
         while not any(compiler_in(one.command) for one in watcher.records.values()) and time.monotonic() < deadline:
             watcher.look()
@@ -103,7 +103,7 @@ def test_the_watcher_and_the_witness_see_a_compiler_run(tmp_path: Path) -> None:
     assert any(compiler_in(one.command) for one in watcher.records.values())
     mine = next(one for one in watcher.records.values() if one.pid == os.getpid())
     assert any("libc" in path for path in mine.libraries)
-    said = json.loads((tmp_path / "said.json").read_text())
-    assert [str(fake), "5"] in said["commands"]
-    assert "json" in said["modules"]
-    assert said["libraries"]
+    account = json.loads((tmp_path / "account.json").read_text())
+    assert [str(fake), "5"] in account["commands"]
+    assert "json" in account["modules"]
+    assert account["libraries"]

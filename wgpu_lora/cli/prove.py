@@ -13,7 +13,7 @@ from wgpu_lora.cli.parameters import RECIPE, AllowUnconfined
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
-    from wgpu_lora.proof.proof_context import Check, Result
+    from wgpu_lora.proof.proof_context import Result
 
 COLOURS = {"passed": "green", "failed": "red", "not run": "bright_black"}
 
@@ -39,7 +39,7 @@ def prove(
     and then nothing is called proven; this changes the exit code only with --strict. The verdict names the devices and
     their kinds; --require-discrete demands real GPUs.
     """
-    from wgpu_lora.proof.proof_run import CHECKS, Interrupted
+    from wgpu_lora.proof.checks import CHECKS
     from wgpu_lora.proof.proof_run import prove as run
 
     numbers = set()
@@ -47,28 +47,11 @@ def prove(
         if not text.strip().isdecimal() or int(text) not in CHECKS:
             raise UserError(f"--only {only} is not valid: give numbers from 1 to {max(CHECKS)}, such as 1,6.")
         numbers.add(int(text))
-    try:
-        result = run(
-            recipe,
-            devices,
-            out,
-            numbers,
-            allow_unconfined,
-            lambda name: line("check", name),
-            _print_check,
-            require_discrete,
-        )
-    except Interrupted as interrupted:
-        line("interrupted", f"the logs so far are in {interrupted.args[0]}/logs/")
-        raise
+    result = run(recipe, devices, out, numbers, allow_unconfined, require_discrete, line)
     _table(result)
     line("written", f"{result.directory}/proof.html, proof.json and logs/")
     line("verdict", result.verdict)
-    return result.code or int(strict and not result.proven)
-
-
-def _print_check(check: Check) -> None:
-    line("", f"{check.status} in {check.seconds:.1f} s: {check.reason}")
+    return result.code or int(strict and result.outcome != "proven")
 
 
 def _table(result: Result) -> None:

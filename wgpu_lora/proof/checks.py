@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import statistics
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +18,9 @@ import numpy as np
 from wgpu_lora.checks.asserts import parse_check
 from wgpu_lora.checks.code_check import run_check
 from wgpu_lora.checks.sandbox.sandbox_process import confinement
-from wgpu_lora.demo.before_and_after import BATCH, NEW_TOKENS
 from wgpu_lora.errors import UserError
-from wgpu_lora.proof.proof_context import FACTS, Finding, NotRun, Proof, finetune_options, request_of, rows_of
+from wgpu_lora.proof.cuda_check import no_cuda
+from wgpu_lora.proof.proof_context import Finding, NotRun, Proof, request_of, rows_of
 from wgpu_lora.text import count_noun
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run import run_checkpoint
@@ -49,7 +53,14 @@ def devices_compute(proof: Proof, finding: Finding) -> str:
 
 def devices_agree(proof: Proof, finding: Finding) -> str:
     """Imports the checkpoint on each device, generates with the packed model, and compares all with the first."""
-    value = {index: generated(proof, index) for index in proof.used()}
+    arrays = {index: str(proof.out / "work" / f"logits-{index}.npz") for index in proof.used()}
+    children = {
+        index: proof.children.start(
+            f"generate-{index}", "proof-generate", options=proof.args.as_dict(), device=index, arrays=path
+        )
+        for index, path in arrays.items()
+    }
+    value = {index: {**child.result(), "arrays": arrays[index]} for index, child in children.items()}
     for index, new in value.items():
         packed, matrices = new["packed_matrices"], new["matrices"]
         finding.expect(packed == matrices, f"device {index} holds {packed} of {matrices} matrices in NF4")
@@ -69,13 +80,6 @@ def devices_agree(proof: Proof, finding: Finding) -> str:
         f"{worst:.1e} of the largest (allowed {TOLERANCE:.0e}); {len(answers)} greedy answers with {tokens} tokens are "
         f"the same{f' except for {ties} near-ties' if ties else ''}"
     )
-
-
-def generated(proof: Proof, index: int) -> dict[str, Any]:
-    packed, arrays = (str(proof.out / "work" / name) for name in (f"packed-{index}", f"logits-{index}.npz"))
-    proof.children.run(f"import-{index}", "import", model=proof.args.model, output=packed, device=index)
-    options = {"options": replace(proof.args, model=packed).as_dict(), "device": index, "arrays": arrays}
-    return {**proof.children.run(f"generate-{index}", "proof-generate", **options), "arrays": arrays}
 
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +142,7 @@ def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
     for loss, share in zip(losses, apart, strict=True):
         finding.expect(share <= DEVICE_TOLERANCE, f"evaluate's loss is {loss:.6f}, but it was {before:.6f} before")
     for index, result in ((first, training.before), *((last, result) for result in ran)):
-        finding.expect_device(index, proof.devices["devices"][index], "evaluate", result["device"])
+        finding.expect_device(proof.devices["devices"][index], "evaluate", result["device"])
     if first != last and not steps:
         raise NotRun("training was over before an evaluation had begun to compute: give a recipe with more steps")
     if finding.faults:
@@ -205,18 +209,13 @@ def work_happened_on_the_device(proof: Proof, finding: Finding) -> str:
     """Passes if run.json names the listed device and the first step, repeated there, gives the logged loss."""
     training = proof.trained()
     assert training.record
-    index, recorded = training.devices[0], asdict(training.record.environment.device)
-    facts = (*FACTS, "kind")
-    clock = proof.children.run("clock", "proof-clock", directory=str(training.directory), device=index)
+    recorded = training.record.environment.device
+    device = {name: getattr(recorded, name) for name in ("name", "driver", "backend", "kind")}
+    clock = proof.step["clock"]
     logged, loss = training.log[0]["loss"], float(np.float64(clock["loss"]))  # null becomes NaN
     share = clock["device_seconds"] / clock["host_seconds"]
-    finding.figures = {
-        "device": {name: recorded[name] for name in facts},
-        "clock": clock,
-        "share": share,
-        "logged_loss": logged,
-    }
-    finding.expect_device(index, proof.devices["devices"][index], "run.json", recorded, facts)
+    finding.figures = {"device": device, "clock": clock, "share": share, "logged_loss": logged}
+    finding.expect_device(proof.devices["devices"][training.devices[0]], "run.json", device)
     same = abs(loss - logged) <= SAME_LOSS * abs(logged)
     finding.expect(same, f"the timed step's loss is {loss:.7f}, but the run logged {logged:.7f}")
     finding.expect(clock["dispatches"], "no kernel was dispatched")
@@ -225,7 +224,7 @@ def work_happened_on_the_device(proof: Proof, finding: Finding) -> str:
         by = f"the device's timestamps account for {clock['device_seconds']:.4f} s, {share:.0%} of the step's time"
         finding.expect(0 < share <= 1 + SKEW, f"{by}, which is impossible")
     return (
-        f"{recorded['name']}, {recorded['driver']}, {recorded['backend']}; the first step, repeated afterwards in "
+        f"{recorded.name}, {recorded.driver}, {recorded.backend}; the first step, repeated afterwards in "
         f"{clock['dispatches']} dispatches, has the logged loss, {logged:.6f}; {by}"
     )
 
@@ -234,9 +233,7 @@ def gradients_agree(proof: Proof, finding: Finding) -> str:
     """Passes if the recorded gradient predicts every measured difference of the loss, within f32's rounding."""
     if proof.args.compute_dtype != "f32":
         raise NotRun(f"activations are rounded to {proof.args.compute_dtype}: finite differences need f32")
-    training = proof.trained()
-    where = {"directory": str(training.directory), "device": training.devices[0]}
-    result = proof.children.run("gradients", "proof-gradients", **where)
+    result = proof.step["gradients"]
     rounding = EXTRAPOLATED * result["rounding"]
     finding.figures = {**result, "tolerance": {"of_one": OF_ONE, "of_the_loss": rounding, "of_all": OF_ALL}}
     count, rows = len(result["directions"]), [row for row in result["directions"] if row["length"] is not None]
@@ -270,8 +267,7 @@ def resuming_is_exact(proof: Proof, finding: Finding) -> str:
     shutil.copytree(earlier, resumed / run_checkpoint.STEPS / earlier.name)
     # Without later lines, so that those compared were written by the resumed run.
     (resumed / LOG).write_text("".join(json.dumps(line) + "\n" for line in log if line["step"] <= step))
-    options = finetune_options(proof.recipe, proof.args, resumed, training.devices[0])
-    proof.children.run("resume", "finetune", **options, resume=True)
+    proof.children.run("resume", "finetune", **proof.finetune_options(resumed), resume=True)
     again = resumed / run_checkpoint.STEPS / final.name
     parts = ("adapter_model.safetensors", run_checkpoint.OPTIMIZER)
     same = {name: (final / name).read_bytes() == (again / name).read_bytes() for name in parts}
@@ -310,33 +306,26 @@ def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
     leaked, count = proof.leaked_rows
     if leaked:
         raise NotRun(f"{leaked} of {count} held-out rows are training rows too: their answers could be memorised")
+    adapters = {"before": args.init_adapter, "after": str(proof.trained().directory)}
     options: dict[str, Any] = {"model": args.model or "demo", "base_dtype": args.base_dtype, "prompts": requests}
     options |= {"enable_thinking": args.enable_thinking, "device": proof.used()[0]}
-    options |= {"batch": BATCH, "max_new_tokens": NEW_TOKENS}
-
-    def answers(when: str, adapter: str | None) -> list[dict[str, Any]]:
-        generated = proof.children.run(f"answers-{when}", "generate", adapter=adapter, **options)
-        texts = [one["text"] for one in generated]
-        verdicts = [
-            run_check(text, row["check"], allow_unconfined=proof.allow_unconfined)
-            for text, row in zip(texts, rows, strict=True)
-        ]
+    texts = proof.children.run("answers", "proof-answers", adapters=[*adapters.values()], **options)
+    answers: dict[str, list[dict[str, Any]]] = {}
+    for when, of in zip(adapters, texts, strict=True):
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each check is a process of its own
+            run = partial(run_check, allow_unconfined=proof.allow_unconfined)
+            verdicts = list(pool.map(run, of, [row["check"] for row in rows]))
         parsed, passed = (sum(getattr(verdict, name) for verdict in verdicts) for name in ("parses", "passed"))
         score = {"requests": len(rows), "parsed": parsed, "passed": passed, "pass_rate": passed / len(rows)}
         finding.figures[when] = score
-        return [
-            {"text": text, "passed": verdict.passed, **asdict(verdict)}
-            for text, verdict in zip(texts, verdicts, strict=True)
-        ]
-
-    before = answers("before", args.init_adapter)
-    after = answers("after", str(proof.trained().directory))
+        pairs = zip(of, verdicts, strict=True)
+        answers[when] = [{"text": text, "passed": verdict.passed, **asdict(verdict)} for text, verdict in pairs]
     finding.figures["margin"] = MARGIN
     finding.figures["answers"] = [
         {"request": "\n".join(str(message["content"]) for message in request), "before": old, "after": new}
-        for request, old, new in zip(requests, before, after, strict=True)
+        for request, old, new in zip(requests, *answers.values(), strict=True)
     ]
-    was, now = (finding.figures[when]["passed"] for when in ("before", "after"))
+    was, now = (finding.figures[when]["passed"] for when in adapters)
     result = f"{was} of {len(rows)} answers passed before training and {now} after"
     finding.expect(now - was >= MARGIN * len(rows), f"{result}, but {MARGIN:.0%} more had to")
     return f"{result}, when {finding.figures['after']['parsed']} could be parsed"
@@ -357,3 +346,17 @@ def check_answers_can_run(args: TrainingArguments, allow_unconfined: bool) -> No
             confinement(allow_unconfined)
         except UserError as error:
             raise UserError(f"{str(error).removesuffix('.')}, or leave out check 7 by --only.") from None
+
+
+# Each notes figures and faults, and returns what it found if there is no fault.
+CHECKS: dict[int, tuple[str, Callable[[Proof, Finding], str]]] = {
+    1: ("devices", devices_compute),
+    2: ("import and generate", devices_agree),
+    3: ("finetune, evaluate", training_beside_evaluating),
+    4: ("losses fall", losses_fall),
+    5: ("backend", work_happened_on_the_device),
+    6: ("no CUDA", no_cuda),
+    7: ("answers", answers_pass_their_checks),
+    8: ("gradients", gradients_agree),
+    9: ("resume", resuming_is_exact),
+}

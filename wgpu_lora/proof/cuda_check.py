@@ -39,7 +39,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     judged = {name: classify(paths, os.environ.get("LD_PRELOAD", "")) for name, paths in mapped.items()}
     paths = sorted(set().union(*mapped.values()))
     native = package_libraries(paths)
-    naming, unread = look_into(native)
+    naming = look_into(native)
     opened = {name: account["opened"] for name, account in reports.items()}
     modules = {*sys.modules, *(module for account in reports.values() for module in account["modules"])}
     ran = [command for account in reports.values() for command in account["commands"]]
@@ -52,8 +52,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         "mapped": [path for path in paths if any(path in forbidden for forbidden, _ in judged.values())],
         "opened by Python": [f"{lib} ({name})" for name, libs in opened.items() for lib in libs if is_cuda(lib)],
         "named in packages' libraries": [f"{', '.join(n)} in {file_name(path)}" for path, n in naming.items()],
-        "not readable, so not searched for CUDA's names": unread,
-        "imported": imported(modules),
+        "imported": cuda_packages(modules),
         "run": [f"{word} ({short(command)})" for command in commands if (word := compiler_in(command))],
         "required by the package": cuda_packages(requirements),
         "never looked at": [name for pid, name in names.items() if pid not in looked_at],
@@ -91,10 +90,10 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
 
 def attribution(drivers: str, opened: Mapping[str, list[str]], native: list[str]) -> str:
     """Why CUDA's libraries are attributed to the driver: what was examined, and no more than that."""
-    heard = ", ".join(sorted({file_name(name) for names in opened.values() for name in names})) or "nothing"
+    libraries = ", ".join(sorted({file_name(name) for names in opened.values() for name in names})) or "nothing"
     return (
         f"each was mapped only beside {drivers}; none of {len(opened)} child processes opened it through "
-        f"ctypes or cffi, which were audited before site was imported (they opened {heard}); and none of "
+        f"ctypes or cffi, which were audited before site was imported (they opened {libraries}); and none of "
         f"{', '.join(name.decode() for name in NAMES)} occurs in the {len(native)} mapped libraries of installed "
         "packages. The driver's own files were not searched."
     )
@@ -166,28 +165,15 @@ def package_libraries(mapped: Iterable[str]) -> list[str]:
     return sorted(path for path in mapped if installed(path) and not NVIDIA_OWN.match(file_name(path)))
 
 
-def look_into(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """(the NAMES that files contain, by path, where there are any; paths that could not be read)."""
-    naming: dict[str, list[str]] = {}
-    unread = []
-    for path in paths:
-        try:
-            content = Path(path).read_bytes()
-        except OSError:
-            unread.append(path)
-            continue
-        if names := [name.decode() for name in NAMES if name in content]:
-            naming[path] = names
-    return naming, unread
-
-
-def imported(modules: Iterable[str]) -> list[str]:
-    """The CUDA packages among the names of loaded modules."""
-    return cuda_packages({name.partition(".")[0] for name in modules})
+def look_into(paths: Iterable[str]) -> dict[str, list[str]]:
+    """The NAMES that files contain, by path, where there are any. Raises OSError."""
+    contents = {path: Path(path).read_bytes() for path in paths}
+    return {p: found for p, text in contents.items() if (found := [n.decode() for n in NAMES if n in text])}
 
 
 def cuda_packages(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if PACKAGES.match(name))
+    """The CUDA packages among the names of distributions or of modules, submodules included."""
+    return sorted({top for name in names if PACKAGES.match(top := name.partition(".")[0])})
 
 
 def required(package: str) -> set[str]:

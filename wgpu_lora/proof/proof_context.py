@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,33 +32,28 @@ from wgpu_lora.worker.worker import Worker, WorkerFailed
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 LEFT_OUT = "left out by --only"
 PROVEN, REFUTED, OPEN = "proven", "refuted", "open"  # refuted: a check failed
-FACTS = ("name", "driver", "backend")  # of a device
-POLL = 0.05  # seconds
 
 
 class NotRun(Exception):
     """A check cannot be carried out here; the message says why."""
 
 
+@dataclass
 class Finding:
     """The figures and the faults of a check; any fault makes it fail."""
 
-    def __init__(self) -> None:
-        self.figures: dict[str, Any] = {}
-        self.faults: list[str] = []
+    figures: dict[str, Any] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
 
     def expect(self, holds: object, fault: str) -> None:
         """Note the fault unless the condition holds; conditions are written so that NaN does not satisfy them."""
         if not holds:
             self.faults.append(fault)
 
-    def expect_device(
-        self, index: int, listed: Mapping[str, Any], who: str, used: Mapping[str, Any], names: Sequence[str] = FACTS
-    ) -> None:
-        """Note a fault for each named fact of a device that differs from the list of devices."""
-        for name in names:
-            fault = f"{who} has the {name} {used[name]}, but device {index} has {listed[name]}"
-            self.expect(used[name] == listed[name], fault)
+    def expect_device(self, listed: Mapping[str, Any], who: str, used: Mapping[str, Any]) -> None:
+        """Note a fault for each fact of a device used, such as its driver, that differs from the list of devices."""
+        for name, value in used.items():
+            self.expect(value == listed[name], f"{who} has the {name} {value}, but the device has {listed[name]}")
 
 
 @dataclass(frozen=True)
@@ -75,15 +70,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """All nine checks, by number. code: 1 if one failed or none passed.
-
-    devices: what they ran on, see `on_devices`. lacking: why --require-discrete is not met.
-    """
+    """All nine checks, by number. code: 1 if one failed or none passed. devices: what they ran on, see `on_devices`."""
 
     checks: list[Check]
     directory: Path
     devices: str = ""
-    lacking: str | None = None
 
     def numbers(self, kind: str) -> list[str]:
         """The numbers of the checks with a status; those that --only leaves out have LEFT_OUT instead of theirs."""
@@ -91,13 +82,9 @@ class Result:
 
     @property
     def outcome(self) -> str:
-        if self.lacking or self.numbers(FAILED):
+        if self.numbers(FAILED):
             return REFUTED
         return PROVEN if len(self.numbers(PASSED)) == len(self.checks) else OPEN
-
-    @property
-    def proven(self) -> bool:
-        return self.outcome == PROVEN
 
     @property
     def code(self) -> int:
@@ -105,14 +92,29 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        if self.proven:
+        if self.outcome == PROVEN:
             return f"Proven: all training and inference ran on wgpu, without CUDA, on {self.devices}."
         passed, partly = self.numbers(PASSED), self.outcome == OPEN and self.numbers(LEFT_OUT)
         reasons = [f"{kind}: {', '.join(n)}" for kind in (FAILED, NOT_RUN, LEFT_OUT) if (n := self.numbers(kind))]
         start = "Partly checked" if partly and passed else "Not proven"
         on = f" on {self.devices}" if self.devices else ""
-        why = "; ".join(filter(None, [self.lacking, *reasons]))
-        return f"{start}: {len(passed)} of {len(self.checks)} checks passed{on}; {why}."
+        return f"{start}: {len(passed)} of {len(self.checks)} checks passed{on}; {'; '.join(reasons)}."
+
+
+def carry_out(number: int, name: str, check: Callable[[Proof, Finding], str], proof: Proof) -> Check:
+    """Runs a check, whose errors are faults."""
+    begin, finding, status, reason = time.perf_counter(), Finding(), PASSED, ""
+    try:
+        reason = check(proof, finding)
+    except NotRun as error:
+        status, reason = NOT_RUN, str(error)
+    except (WorkerFailed, UserError) as error:
+        finding.faults.append(str(error))
+    except Exception as error:  # an error in one check must not lose the findings of the others
+        finding.faults.append(f"the check itself broke: {type(error).__name__}: {error}")
+    if finding.faults:
+        status, reason = FAILED, "; ".join(finding.faults)
+    return Check(number, name, status, round(time.perf_counter() - begin, 2), reason, finding.figures)
 
 
 # -- the held-out rows -------------------------------------------------------------------------------------------------
@@ -186,62 +188,21 @@ class Training:
     record: RunRecord | None = None
 
 
-def finetune_options(recipe: Path, args: TrainingArguments, output: Path, device: int) -> dict[str, Any]:
-    """Options of a `finetune` job of the recipe that logs every step; the loss before it is measured separately."""
-    place = {"recipe": str(recipe), "output": str(output), "device": str(device)}
-    return {**place, "eval_data": args.eval_data, "logging_steps": 1, "eval_on_start": False}
-
-
-def train(children: Children, recipe: Path, args: TrainingArguments, output: Path, devices: list[int]) -> Training:
-    """Trains on the first device, and evaluates meanwhile on the second; on a single device, afterwards."""
-    first, last = devices[0], devices[:2][-1]
-    same = ("model", "max_length", "on_overflow", "base_dtype", "completion_only_loss", "enable_thinking")
-    evaluation = {"data": args.eval_data, "adapter": args.init_adapter, **{name: getattr(args, name) for name in same}}
-    training = Training(output, devices[:2])
-    try:
-        training.before = children.run("evaluate-before", "evaluate", device=first, **evaluation)
-    except WorkerFailed as error:
-        training.code, training.reason = error.code or 1, str(error)
-        return training
-    options = finetune_options(recipe, args, output, first)
-    finetune = None if last != first else children.start("finetune", "finetune", **options)
-    if finetune:
-        finetune.wait()
-    with children.start("evaluate", "evaluate", asked=True, turns=True, device=last, **evaluation) as evaluate:
-        with suppress(WorkerFailed):  # then evaluating fails too
-            evaluate.ask("prepare")
-        finetune = finetune or children.start("finetune", "finetune", **options)
-        training.beside = list(evaluations(evaluate, finetune))
-    training.code, training.reason = finetune.wait(), finetune.failure_reason()
-    training.log = read_log(output / LOG) if (output / LOG).is_file() else []
-    training.record = RunRecord.read(output) if (output / RUN).is_file() else None
-    return training
-
-
 def evaluations(evaluate: Worker, finetune: Worker) -> Iterator[Evaluated]:
     """Evaluates until steps ended while an evaluation computed, or until training has ended; at least once."""
     steps, training = 0, True
     while training and not steps:
-        while (training := finetune.running()) and not step_times(finetune):
-            time.sleep(POLL)
+        training = any(event["event"] == "step" for event in finetune.events()) and finetune.running()
         try:
             result = evaluate.ask("evaluate")
         except WorkerFailed as error:
             yield Evaluated({}, 0, str(error))
             return
         now = time.time()  # computing is the last thing that an evaluation does
-        steps = sum(now - result["seconds"] <= moment <= now for moment in step_times(finetune))
+        lines = finetune.log.read_bytes().splitlines(keepends=True)
+        events = [json.loads(line) for line in lines if line.endswith(b"\n")]  # the last may be incomplete
+        steps = sum(e["event"] == "step" and now - result["seconds"] <= e["time"] <= now for e in events)
         yield Evaluated(result, steps)
-
-
-def step_times(worker: Worker) -> list[float]:
-    """When a worker's steps ended, in seconds since the epoch."""
-    lines = worker.log.read_bytes().splitlines(keepends=True) if worker.log.is_file() else []
-    events = [json.loads(line) for line in lines if line.endswith(b"\n")]  # the last may be incomplete
-    return [event["time"] for event in events if event["event"] == "step"]
-
-
-# -- the proof ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -258,6 +219,7 @@ class Proof:
     children: Children
     discrete: int = 0
     allow_unconfined: bool = False
+    differences: bool = True  # whether gradients are compared with differences of the loss
 
     def lacks_discrete(self) -> str | None:
         """Why --require-discrete is not met, if it is not."""
@@ -271,16 +233,51 @@ class Proof:
             raise NotRun("there is no device (check 1)")
         return self.devices["used"]
 
+    def finetune_options(self, output: Path) -> dict[str, Any]:
+        """Options of a `finetune` job of the recipe that logs every step; the loss before it is measured separately."""
+        place = {"recipe": str(self.recipe), "output": str(output), "device": str(self.used()[0])}
+        return {**place, "eval_data": self.args.eval_data, "logging_steps": 1, "eval_on_start": False}
+
     @cached_property
     def training(self) -> Training:
-        """The fine-tuning run, whether it succeeded or not."""
-        return train(self.children, self.recipe, self.args, self.out / "run", self.used())
+        """The fine-tuning run on the first device, evaluated meanwhile on the second; on a single device, afterwards.
+
+        It may have failed.
+        """
+        args, output, start = self.args, self.out / "run", self.children.start
+        training = Training(output, self.used()[:2])
+        first, last = training.devices[0], training.devices[-1]
+        same = ("model", "max_length", "on_overflow", "base_dtype", "completion_only_loss", "enable_thinking")
+        options = {"data": args.eval_data, "adapter": args.init_adapter, **{name: getattr(args, name) for name in same}}
+        with start("evaluate", "evaluate", asked=True, turns=True, device=last, **options) as evaluate:
+            try:
+                training.before = self.children.run("evaluate-before", "evaluate", device=first, **options)
+            except WorkerFailed as error:
+                training.code, training.reason = error.code or 1, str(error)
+                return training
+            if first != last:
+                with suppress(WorkerFailed):  # then evaluating fails too
+                    evaluate.ask("prepare")
+            finetune = start("finetune", "finetune", **self.finetune_options(output))
+            if first == last:
+                finetune.wait()
+            training.beside = list(evaluations(evaluate, finetune))
+        training.code, training.reason = finetune.wait(), finetune.failure_reason()
+        training.log = read_log(output / LOG) if (output / LOG).is_file() else []
+        training.record = RunRecord.read(output) if (output / RUN).is_file() else None
+        return training
 
     def trained(self) -> Training:
         """The fine-tuning run. Raises NotRun if it did not succeed."""
         if self.training.code:
             raise NotRun(f"fine-tuning ended with exit code {self.training.code} (check 3)")
         return self.training
+
+    @cached_property
+    def step(self) -> dict[str, Any]:
+        """The first step of the fine-tuning run, repeated by a child: the result of worker_jobs.step."""
+        where = {"directory": str(self.trained().directory), "device": self.training.devices[0]}
+        return self.children.run("step", "proof-step", **where, differences=self.differences)
 
     @cached_property
     def leaked_rows(self) -> tuple[int, int]:

@@ -6,7 +6,6 @@ import json
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,28 +18,15 @@ from wgpu_lora.bench.brick_results import commit
 from wgpu_lora.errors import UserError
 from wgpu_lora.json_files import to_json
 from wgpu_lora.locks import check_output, locked
-from wgpu_lora.proof.checks import (
-    answers_pass_their_checks,
-    check_answers_can_run,
-    devices_agree,
-    devices_compute,
-    gradients_agree,
-    losses_fall,
-    resuming_is_exact,
-    training_beside_evaluating,
-    work_happened_on_the_device,
-)
-from wgpu_lora.proof.cuda_check import no_cuda
+from wgpu_lora.proof.checks import CHECKS, check_answers_can_run
 from wgpu_lora.proof.proof_context import (
-    FAILED,
     LEFT_OUT,
     NOT_RUN,
-    PASSED,
+    PROVEN,
     Check,
-    Finding,
-    NotRun,
     Proof,
     Result,
+    carry_out,
     on_devices,
     read_recipe,
 )
@@ -49,26 +35,11 @@ from wgpu_lora.report.line_chart import Chart, Line, line_chart
 from wgpu_lora.report.page import render as render_page
 from wgpu_lora.worker.worker import WorkerFailed
 
-# Each notes figures and faults, and returns what it found if there is no fault.
-CHECKS: dict[int, tuple[str, Callable[[Proof, Finding], str]]] = {
-    1: ("devices", devices_compute),
-    2: ("import and generate", devices_agree),
-    3: ("finetune, evaluate", training_beside_evaluating),
-    4: ("losses fall", losses_fall),
-    5: ("backend", work_happened_on_the_device),
-    6: ("no CUDA", no_cuda),
-    7: ("answers", answers_pass_their_checks),
-    8: ("gradients", gradients_agree),
-    9: ("resume", resuming_is_exact),
-}
 DEVICES = 1
 ANSWERS = 7  # runs code that a model wrote
+GRADIENTS = 8
 LAST = 6  # watches all the others
 NO_DEVICES = {"devices": [], "hardware": [], "used": [], "asked": False, "computed": {}, "wgpu_native": None}
-
-
-class Interrupted(KeyboardInterrupt):
-    """args: the directory of the logs."""
 
 
 def prove(
@@ -77,19 +48,17 @@ def prove(
     out: Path = Path("proof"),
     only: Iterable[int] = (),
     allow_unconfined: bool = False,
-    begun: Callable[[str], None] = lambda name: None,
-    done: Callable[[Check], None] = lambda check: None,
     discrete: int = 0,
+    line: Callable[[str, str], None] = lambda label, text: None,
 ) -> Result:
     """Runs the checks in child processes and writes proof.json, proof.html and logs; the options are the command's.
 
     Args:
         out: a directory, which gets a number if it is in use.
-        begun, done: called before and after every check that runs.
+        line: shows the progress. On KeyboardInterrupt, it says where the logs of the ended children are.
 
     Raises:
         UserError: an option cannot be followed, or answers cannot be confined.
-        Interrupted: on KeyboardInterrupt; the children are ended, and their logs stay in the directory that it names.
     """
     if devices is not None and not all(part.strip() for part in devices.split(",")):
         raise UserError(f"--devices '{devices}' has an empty entry: give indices or names, such as 0,1.")
@@ -101,7 +70,6 @@ def prove(
     if ANSWERS in selected:
         check_answers_can_run(args, allow_unconfined)
     out = numbered(out)
-    is_new = not out.exists()
     with locked(out, "--out"):
         children = Children(out)
         checks: list[Check] = []
@@ -112,50 +80,31 @@ def prove(
                 listed = {**NO_DEVICES, "error": str(error)}
             if "refused" in listed:
                 raise UserError(listed["refused"])
-            proof = Proof(out, path, args, listed, children, discrete, allow_unconfined)
+            differences = GRADIENTS in selected and args.compute_dtype == "f32"
+            proof = Proof(out, path, args, listed, children, discrete, allow_unconfined, differences)
             lacking = proof.lacks_discrete()
+            run = {DEVICES} if lacking else selected
             for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
                 name, check = CHECKS[number]
-                skipped = lacking if lacking and number != DEVICES else None if number in selected else LEFT_OUT
-                if skipped:
-                    checks.append(Check(number, name, NOT_RUN, 0.0, skipped))
+                if number not in run:
+                    checks.append(Check(number, name, NOT_RUN, 0.0, lacking or LEFT_OUT))
                     continue
-                begun(f"{number} {name}")
-                checks.append(carry_out(number, name, check, proof))
-                done(checks[-1])
+                line("check", f"{number} {name}")
+                checks.append(done := carry_out(number, name, check, proof))
+                line("", f"{done.status} in {done.seconds:.1f} s: {done.reason}")
         except UserError:  # there is nothing to prove
             children.end()
-            for directory in out.iterdir():
-                shutil.rmtree(directory)
-            if is_new:
-                out.rmdir()
+            shutil.rmtree(out, ignore_errors=True)
             raise
-        except KeyboardInterrupt as error:
-            raise Interrupted(out) from error
+        except KeyboardInterrupt:
+            line("interrupted", f"the logs so far are in {out}/logs/")
+            raise
         finally:
             children.end()
-            for cache in (out / "cache", *out.glob("work/packed-*")):
-                shutil.rmtree(cache, ignore_errors=True)
     checks.sort(key=lambda check: check.number)
-    result = Result(checks, out, on_devices(proof.devices), lacking)
+    result = Result(checks, out, on_devices(proof.devices))
     write_report(result, proof)
     return result
-
-
-def carry_out(number: int, name: str, check: Callable[[Proof, Finding], str], proof: Proof) -> Check:
-    """Runs a check, whose errors are faults."""
-    begin, finding, status, reason = time.perf_counter(), Finding(), PASSED, ""
-    try:
-        reason = check(proof, finding)
-    except NotRun as error:
-        status, reason = NOT_RUN, str(error)
-    except (WorkerFailed, UserError) as error:
-        finding.faults.append(str(error))
-    except Exception as error:  # an error in one check must not lose the findings of the others
-        finding.faults.append(f"the check itself broke: {type(error).__name__}: {error}")
-    if finding.faults:
-        status, reason = FAILED, "; ".join(finding.faults)
-    return Check(number, name, status, round(time.perf_counter() - begin, 2), reason, finding.figures)
 
 
 SCHEMA = 1
@@ -168,7 +117,7 @@ def write_report(result: Result, proof: Proof) -> None:
     record = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "proven": result.proven,
+        "proven": result.outcome == PROVEN,
         "outcome": result.outcome,
         "verdict": result.verdict,
         "seconds": round(sum(check.seconds for check in result.checks), 2),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,6 @@ UNREADABLE = None if LINUX or hasattr(psutil.Process, "memory_maps") else NO_MAP
 LAUNCHES = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile"}
 OPENS = "ctypes.dlopen"
 EVENTS = tuple(sorted(LAUNCHES | {OPENS}))
-WORD = 4000  # characters of a word of a command; a shell's script is one word
 
 
 def libraries(pid: int) -> set[str]:
@@ -84,20 +84,20 @@ class Watcher(threading.Thread):
 
 
 @contextmanager
-def record_own_process(path: str, heard: list[tuple[str, Sequence[Any]]]) -> Iterator[None]:
+def record_own_process(path: str, events: list[tuple[str, Sequence[Any]]]) -> Iterator[None]:
     """Around all of a child's work; writes its modules, libraries mapped and opened, and commands run to a file.
 
-    heard: the list that an audit hook appends all EVENTS to.
+    events: the list that an audit hook appends all EVENTS to.
     """
     dlopen = cffi.FFI.dlopen
 
     # cffi, by which wgpu opens its library, raises no audit event of its own.
     @wraps(dlopen)
-    def heard_dlopen(ffi: Any, name: Any, *flags: Any) -> Any:
-        heard.append((OPENS, (name,)))
+    def recorded_dlopen(ffi: Any, name: Any, *flags: Any) -> Any:
+        events.append((OPENS, (name,)))
         return dlopen(ffi, name, *flags)
 
-    cffi.FFI.dlopen = heard_dlopen
+    cffi.FFI.dlopen = recorded_dlopen
     try:
         yield
     finally:
@@ -106,8 +106,8 @@ def record_own_process(path: str, heard: list[tuple[str, Sequence[Any]]]) -> Ite
             "pid": os.getpid(),
             "modules": sorted(sys.modules),
             "libraries": [] if UNREADABLE else sorted(libraries(os.getpid())),
-            "opened": sorted({_text(a[0]) for event, a in heard if event == OPENS and isinstance(a[0], str | bytes)}),
-            "commands": [command_of(event, arguments) for event, arguments in heard if event in LAUNCHES],
+            "opened": sorted({_text(a[0]) for event, a in events if event == OPENS and isinstance(a[0], str | bytes)}),
+            "commands": [command_of(event, arguments) for event, arguments in events if event in LAUNCHES],
         }
         Path(path).write_text(json.dumps(account))
 
@@ -126,25 +126,24 @@ def command_of(event: str, arguments: Sequence[Any]) -> list[str]:
 
 
 def _text(word: Any) -> str:
-    return (os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word))[:WORD]
+    return os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word)
 
 
 # A worker that knows the proof's own kinds of jobs. It is started with -S, so that its audit hook is installed before
 # site, with its sitecustomize, is imported.
 WORKER = f"""
 import sys
-HEARD = []
-def hear(event, arguments, keep=HEARD.append, wanted={EVENTS!r}):
-    if event in wanted:
-        keep((event, arguments))
-sys.addaudithook(hear)
+events = []
+def record(event, arguments, append=events.append, recorded={EVENTS!r}):
+    if event in recorded:
+        append((event, arguments))
+sys.addaudithook(record)
 import site
 site.main()
 from wgpu_lora.proof.watched_workers import record_own_process
-with record_own_process(sys.argv[1], HEARD):
+with record_own_process(sys.argv[1], events):
+    import wgpu_lora.proof.worker_jobs
     from wgpu_lora.cli import main
-    from wgpu_lora.proof.worker_jobs import register
-    register()
     code = main(["worker", sys.argv[2]])
 sys.exit(code)
 """
@@ -154,17 +153,17 @@ class Children:
     """Starts the workers, and ends those still running. Everything that they write is in `out`."""
 
     def __init__(self, out: Path):
-        self.logs, cache = out / "logs", out.resolve() / "cache"
-        for directory in (self.logs, out / "work", cache / "tmp"):
+        self.logs, self.cache = out / "logs", out.resolve() / "cache"
+        for directory in (self.logs, out / "work", self.cache / "tmp"):
             directory.mkdir(parents=True, exist_ok=True)
-        # Our caches and the drivers', which are otherwise in the user's own directories.
+        # Our caches and the drivers', which are otherwise in the user's own directories; Mesa's may be named.
         self.environment = {
-            "WGPU_LORA_CACHE_DIR": str(cache),
-            "WGPU_LORA_SHARE_DIR": str(cache / "share"),
+            "WGPU_LORA_CACHE_DIR": str(self.cache),
+            "WGPU_LORA_SHARE_DIR": str(self.cache / "share"),
             "WGPU_LORA_NO_RUN_LOG": "1",
-            "MESA_SHADER_CACHE_DIR": str(cache / "mesa"),
-            "__GL_SHADER_DISK_CACHE_PATH": str(cache),
-            **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(cache / "tmp")),
+            "MESA_SHADER_CACHE_DIR": os.environ.get("MESA_SHADER_CACHE_DIR", str(self.cache / "mesa")),
+            "__GL_SHADER_DISK_CACHE_PATH": str(self.cache),
+            **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.cache / "tmp")),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         self.started: list[Worker] = []
@@ -186,7 +185,8 @@ class Children:
         return self.logs / f"{name}.witness.json"
 
     def end(self) -> None:
-        """Ends those still running, with their own children."""
+        """Ends those still running, with their own children, and removes the caches."""
         for worker in self.started:
             worker.end()
         self.watcher.stop()
+        shutil.rmtree(self.cache, ignore_errors=True)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.data import UNTRAINED, Row
+from wgpu_lora.api import answer, load
+from wgpu_lora.data import UNTRAINED
+from wgpu_lora.demo.before_and_after import BATCH, NEW_TOKENS
 from wgpu_lora.errors import UserError
+from wgpu_lora.export.quantized_model import write_packed
 from wgpu_lora.formats.peft_adapter import Matrices, read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.device_list import DeviceInfo, choose, list_devices, native_version
@@ -25,11 +28,11 @@ from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.infer import Generator
 from wgpu_lora.memory_leases.ledger import device_key
 from wgpu_lora.models.loaded_model import open_model
+from wgpu_lora.ops.loss import sum_by_slot
 from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.train.finetune import prepare_job, prepare_run
 from wgpu_lora.train.objectives.objective import Group
 from wgpu_lora.train.options.training_arguments import TrainingArguments
-from wgpu_lora.train.run.adapter_run import AdapterRun
 from wgpu_lora.train.run.records import RunRecord
 from wgpu_lora.train.session.batch import Batch
 from wgpu_lora.train.session.session import Session
@@ -37,13 +40,8 @@ from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
 from wgpu_lora.worker.job_kinds import KINDS
 from wgpu_lora.worker.job_process import EventWriter
 
-JOBS = ("devices", "generate", "clock", "gradients")
-
-
-def register() -> None:
-    for job in JOBS:
-        KINDS[f"proof-{job}"] = f"wgpu_lora.proof.worker_jobs:{job}"
-
+for _job in ("devices", "generate", "step", "answers"):
+    KINDS[f"proof-{_job}"] = f"{__name__}:{_job}"
 
 AT_ONCE = 2  # devices that are used by default
 TOLERANCE = 1e-9  # mean squared error of an f32 product over its mean square; rounding alone gives about 1e-13
@@ -57,9 +55,13 @@ def devices(port: EventWriter, *, select: str | None, discrete: int = 0) -> dict
     """
     result = list_devices()
     try:
-        used = selected_devices(select) if select and result else default_devices(result, max(AT_ONCE, discrete))
+        used = default_devices(result, max(AT_ONCE, discrete))
+        if select and result:
+            used = [choose(part.strip())[0].index for part in select.split(",")]
     except UserError as error:
         return {"refused": str(error)}
+    if len(set(used)) != len(used):
+        return {"refused": f"--devices {select} names a device twice: name each once."}
     return {
         "devices": [info.as_dict() for info in result],
         "hardware": [device_key(info, result) for info in result],
@@ -68,13 +70,6 @@ def devices(port: EventWriter, *, select: str | None, discrete: int = 0) -> dict
         "computed": {index: multiply(index) for index in used},
         "wgpu_native": native_version(),
     }
-
-
-def selected_devices(select: str) -> list[int]:
-    indices = [choose(part.strip())[0].index for part in select.split(",")]
-    if len(set(indices)) != len(indices):
-        raise UserError(f"--devices {select} names a device twice: name each once.")
-    return indices
 
 
 def default_devices(devices: list[DeviceInfo], count: int = AT_ONCE) -> list[int]:
@@ -100,12 +95,20 @@ POSITIONS = 16  # of each answer whose logits are saved
 
 
 def generate(port: EventWriter, *, options: dict[str, Any], device: int, arrays: str) -> dict[str, Any]:
-    """Logits go to the .npz file `arrays`, one [positions, vocab] for each prompt; the rest is returned."""
-    args = TrainingArguments(**options)
-    model = open_model(args.model or "demo", device, args.base_dtype)
+    """Imports the model into a temporary directory, and continues held-out rows with what was saved there.
+
+    Logits go to the .npz file `arrays`, one [positions, vocab] for each prompt; the rest is returned.
+    """
+    args, opened = TrainingArguments(**options), Device(device)
+    packed = Path(tempfile.mkdtemp()) / "packed"  # among the proof's caches, which it removes
+    write_packed(open_model(args.model or "demo", opened), packed)
+    args = replace(args, model=str(packed))
+    model = open_model(str(packed), opened, args.base_dtype)
     heldout = prepare_run(args, model).heldout
     assert heldout, "a proof's recipe has held-out data"
-    prompts = [prompt_of(row) for row in heldout.rows[:PROMPTS]]
+    # The tokens before the first that is trained, or half of a row that is trained on from its start.
+    untrained = [(row.input_ids.tolist(), int(np.argmax(row.labels != UNTRAINED))) for row in heldout.rows[:PROMPTS]]
+    prompts = [ids[: count or max(1, len(ids) // 2)] for ids, count in untrained]
     logits: list[list[np.ndarray]] = [[] for _ in prompts]
     gaps: list[list[float]] = [[] for _ in prompts]
     stop_ids = model.tokenizer.stop_ids if model.tokenizer else ()
@@ -130,11 +133,21 @@ def generate(port: EventWriter, *, options: dict[str, Any], device: int, arrays:
     }
 
 
-def prompt_of(row: Row) -> list[int]:
-    """The tokens before the first that is trained, or half of a row that is trained on from its start."""
-    trained = np.flatnonzero(row.labels != UNTRAINED)
-    first = int(trained[0]) if trained.size else 0
-    return row.input_ids[: first or max(1, len(row.input_ids) // 2)].tolist()
+def answers(
+    port: EventWriter,
+    *,
+    prompts: list[Any],
+    adapters: list[str | None],
+    model: str,
+    base_dtype: str,
+    device: int,
+    enable_thinking: bool | None = None,
+) -> list[list[str]]:
+    """The texts of all answers by each adapter; None is the model alone."""
+    opened = load(model, device=device, base_dtype=base_dtype)
+    options: dict[str, Any] = {"batch": BATCH, "max_new_tokens": NEW_TOKENS, "enable_thinking": enable_thinking}
+    results = (answer(opened, prompts, adapter=adapter, progress_bar=False, **options) for adapter in adapters)
+    return [[one.text for one in result] for result in results]
 
 
 REPEATS = 3  # of the timed step
@@ -144,84 +157,88 @@ LENGTHS = tuple(0.1 / 2**i for i in range(8))
 BENT = 0.05  # by how much two may differ; their extrapolation is then accurate to some thousandths
 ROUNDING = 2e-6  # of the loss: error of a difference in f32; 4e-7 was measured
 ZERO_SCALE = 0.01  # size of a value, for a matrix that is all zeros
-Steps = list[tuple[Batch, list[Group]]]
 
 
-@contextmanager
-def reopened(directory: str, device: int) -> Iterator[tuple[Session, AdapterRun, Steps, int]]:
-    """Opens the run in a directory without writing to it.
+def step(port: EventWriter, *, directory: str, device: int, differences: bool) -> dict[str, Any]:
+    """The first step of the run in a directory, repeated without writing to it.
 
-    Yields its session, allocated, but without an adapter; its slot; the batches of its first step, which depend on the
-    options only (train.stream); and the number of units that this step's loss is a mean over.
+    clock: of `clock`. gradients: of `gradients`, if there shall be `differences`.
     """
     record = RunRecord.read(Path(directory))
     job = prepare_job(replace(record.options, device=str(device), resume=False), planning=True)
-    session, stream = job.session, job.run.stream
-    try:
+    session, run = job.session, job.run
+    with closing(session):
         session.allocate(choices=record.state.tiles)
-        step = next(stream.steps())
-        steps = [(session.batch_for(groups), groups) for groups in stream.groups(step)]
-        yield session, job.run, steps, stream.units(step.samples)
-    finally:
-        session.close()
-
-
-def clock(port: EventWriter, *, directory: str, device: int) -> dict[str, Any]:
-    """Median device and host seconds of the run's first step, and its loss, which is in the run's log too."""
-    with reopened(directory, device) as (session, run, steps, units):
+        first = next(run.stream.steps())  # depends on the options only (train.stream)
+        batches = [(session.batch_for(groups), groups) for groups in run.stream.groups(first)]
+        result = {}
+        if differences:  # first, while the gradients are zero
+            rng = np.random.default_rng(run.args.seed)
+            result["gradients"] = gradients(session, *batches[0], read_adapter(directory)[1], rng)
         run.place_initial(session)
-        timer = Timer(session.device)
-        device_seconds, host_seconds = [], []
-        for repeat in range(-2, REPEATS):  # the first run compiles, the second finds where to split a long step
-            session.begin()
-            begin, spent = time.perf_counter(), 0.0
-            for batch, groups in steps:
-                batch.upload(groups)
-                if repeat < 0:
-                    batch.program.run()
-                else:
-                    spent += timer.run(batch.program)
-            device_seconds.append(spent)
-            host_seconds.append(time.perf_counter() - begin)
-        timer.free()
-        return {
-            "clock": timer.clock,
-            "dispatches": sum(len(batch.program.dispatches) for batch, _ in steps),
-            "device_seconds": statistics.median(device_seconds[-REPEATS:]),
-            "host_seconds": statistics.median(host_seconds[-REPEATS:]),
-            "loss": session.totals.read_loss(session.device, 0) / units,
-        }
+        result["clock"] = clock(session, batches, run.stream.units(first.samples))
+        return result
 
 
-def gradients(port: EventWriter, *, directory: str, device: int) -> dict[str, Any]:
-    """The recorded gradients of the run's program next to central differences of its loss L.
+def clock(session: Session, batches: Sequence[tuple[Batch, list[Group]]], units: int) -> dict[str, Any]:
+    """Median device and host seconds of a step, and its loss, a mean over `units`, which is in the run's log too."""
+    timer = Timer(session.device)
+    device_seconds, host_seconds = [], []
+    for repeat in range(-2, REPEATS):  # the first run compiles, the second finds where to split a long step
+        session.begin()
+        begin, spent = time.perf_counter(), 0.0
+        for batch, groups in batches:
+            batch.upload(groups)
+            if repeat < 0:
+                batch.program.run()
+            else:
+                spent += timer.run(batch.program)
+        device_seconds.append(spent)
+        host_seconds.append(time.perf_counter() - begin)
+    timer.free()
+    return {
+        "clock": timer.clock,
+        "dispatches": sum(len(batch.program.dispatches) for batch, _ in batches),
+        "device_seconds": statistics.median(device_seconds[-REPEATS:]),
+        "host_seconds": statistics.median(host_seconds[-REPEATS:]),
+        "loss": session.totals.read_loss(session.device, 0) / units,
+    }
+
+
+def gradients(
+    session: Session, batch: Batch, groups: list[Group], adapter: Matrices, rng: np.random.Generator
+) -> dict[str, Any]:
+    """The gradients that the run's program computes of a batch's loss L, next to central differences of L.
 
     For a random direction v of a matrix W: L(W + v) - L(W - v), measured and extrapolated to its linear part, and as
     the gradient predicts it; see `difference`.
     """
-    adapter = read_adapter(directory)[1]
-    with reopened(directory, device) as (session, run, ((batch, groups), *_), _):
-        batch.upload(groups)
+    device, adapters, program = session.device, session.adapters, batch.program
+    batch.upload(groups)
+    adapters.write(device, 0, adapter)
+    session.begin()
+    program.run()
+    recorded = adapters.read(device, 0, adapters.grads)
+    # Differences need only the forward pass, which ends with the sum of the loss.
+    forward = 1 + max(i for i, dispatch in enumerate(program.dispatches) if dispatch.kernel is sum_by_slot)
 
-        def loss(matrices: Matrices) -> float:
-            """The loss of the first batch with these matrices; all others stay unchanged."""
-            session.adapters.write(session.device, 0, matrices)
-            session.begin()
-            batch.program.run()
-            return session.totals.read_loss(session.device, 0) * groups[0].weight
+    def loss(matrices: Matrices) -> float:
+        """The loss with these matrices; all others stay unchanged."""
+        adapters.write(device, 0, matrices)
+        session.begin()
+        program.submit_in_pieces(0, forward)
+        return session.totals.read_loss(device, 0) * groups[0].weight
 
-        centre = loss(adapter)
-        recorded = session.adapters.read(session.device, 0, session.adapters.grads)  # before other runs add to them
-        rng = np.random.default_rng(run.args.seed)
-        directions = []
-        # One module of each name, from first layer to last.
-        by_name: dict[str, list[str]] = {}
-        for module in session.adapters.modules(0):
-            by_name.setdefault(module.rpartition(".")[2], []).append(module)
-        shares = np.linspace(0, 1, len(by_name))
-        modules = [of[round(share * (len(of) - 1))] for share, of in zip(shares, by_name.values(), strict=True)]
-        for module, which in itertools.product(modules, (0, 1)):
-            matrix, gradient = (of[module][which].astype(np.float64) for of in (adapter, recorded))
+    centre = loss(adapter)
+    by_name: dict[str, list[str]] = {}
+    for module in adapters.modules(0):
+        by_name.setdefault(module.rpartition(".")[2], []).append(module)
+    directions = []
+    # One module of each name, from first layer to last.
+    for share, of in zip(np.linspace(0, 1, len(by_name)), by_name.values(), strict=True):
+        module = of[round(share * (len(of) - 1))]
+        for which in (0, 1):
+            matrix, gradient = (matrices[module][which].astype(np.float64) for matrices in (adapter, recorded))
             direction = rng.standard_normal(matrix.shape)
             size = np.linalg.norm(matrix) or ZERO_SCALE * np.sqrt(matrix.size)
             direction *= size / np.linalg.norm(direction)
@@ -232,9 +249,9 @@ def gradients(port: EventWriter, *, directory: str, device: int) -> dict[str, An
                 return loss({module: (changed[0], changed[1])})
 
             result = difference(moved, 2 * float((gradient * direction).sum()), centre)
-            session.adapters.write(session.device, 0, {module: adapter[module]})
+            adapters.write(device, 0, {module: adapter[module]})
             directions.append({"matrix": f"{module}.{'AB'[which]}", **result})
-        return {"loss": centre, "rounding": ROUNDING, "directions": directions}
+    return {"loss": centre, "rounding": ROUNDING, "directions": directions}
 
 
 def difference(loss: Callable[[float], float], slope: float, centre: float) -> dict[str, Any]:
@@ -243,18 +260,17 @@ def difference(loss: Callable[[float], float], slope: float, centre: float) -> d
     loss: of a matrix moved by this share of a direction. centre: the loss of the matrix itself.
     `length` is None if the loss is too curved at every length. A loss that is not finite is a measurement as well.
     """
+
+    def straight(whole: float, half: float) -> bool:  # as far as f32 can tell
+        return abs(2 * half - whole) <= BENT * abs(whole) + 2 * ROUNDING * abs(centre)
+
     at: list[float] = []
     for length in LENGTHS:
         at.append(loss(length) - loss(-length))
         if not math.isfinite(at[-1]):
             return {"length": length, "measured": at[-1], "gradient": slope * length}
-        if len(at) >= 3 and straight(at[-3], at[-2], centre) and straight(at[-2], at[-1], centre):
+        if len(at) >= 3 and straight(at[-3], at[-2]) and straight(at[-2], at[-1]):
             # Richardson extrapolation: the cubic term is eight times as large in the whole as in the half.
             measured = (8 * at[-2] - at[-3]) / 3
             return {"length": 4 * length, "measured": measured, "gradient": slope * 4 * length}
     return {"length": None, "measured": None, "gradient": slope}
-
-
-def straight(whole: float, half: float, centre: float) -> bool:
-    """Whether the loss changes about half as much over half the length, as far as f32 can tell."""
-    return abs(2 * half - whole) <= BENT * abs(whole) + 2 * ROUNDING * abs(centre)

@@ -1,4 +1,4 @@
-"""What a proof rests its words on: what is opened, named and held out, and what is asked."""
+"""What a proof rests on: the libraries that are opened, the rows that are held out, and the requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.cli import main
 from wgpu_lora.proof.checks import resuming_is_exact
 from wgpu_lora.proof.cuda_check import look_into, no_cuda, package_libraries
-from wgpu_lora.proof.proof_context import Check, Result, count_leaked_rows, request_of
-from wgpu_lora.proof.proof_run import carry_out, render
+from wgpu_lora.proof.proof_context import Check, Result, carry_out, count_leaked_rows, request_of
+from wgpu_lora.proof.proof_run import render
 from wgpu_lora.proof.watched_workers import EVENTS, Children, command_of, record_own_process
 from wgpu_lora.train.run import run_checkpoint
 from wgpu_lora.train.run.training_log import LOG
@@ -73,7 +73,7 @@ def test_what_the_loader_brings_is_explained_by_what_was_looked_at(
 
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Check 6 after one child."""
-    monkeypatch.setattr("wgpu_lora.proof.cuda_check.imported", lambda modules: [])  # tests may have torch
+    monkeypatch.setattr("wgpu_lora.proof.cuda_check.cuda_packages", lambda names: [])  # tests may have torch
     children = Children(tmp_path / "out")
     try:
         children.run("child", "proof-devices", select="0")
@@ -100,15 +100,17 @@ def test_a_page_shows_what_there_is() -> None:
     assert "<svg" in page
 
 
-def test_a_witness_hears_ctypes_and_cffi(tmp_path: Path) -> None:
-    heard: list[Any] = []
-    sys.addaudithook(lambda event, said: heard.append((event, said)) if event in EVENTS else None)
-    with record_own_process(str(tmp_path / "said.json"), heard):
+def test_a_child_records_what_ctypes_and_cffi_open(tmp_path: Path) -> None:
+    events: list[Any] = []
+    sys.addaudithook(lambda event, arguments: events.append((event, arguments)) if event in EVENTS else None)
+    with record_own_process(str(tmp_path / "account.json"), events):
         with pytest.raises(OSError, match="libcuda"):
             ctypes.CDLL("libcuda.so.1-no")
         with pytest.raises(OSError, match="libcudart"):
             cffi.FFI().dlopen("libcudart.so.1-no")
-    assert {"libcuda.so.1-no", "libcudart.so.1-no"} <= set(json.loads((tmp_path / "said.json").read_text())["opened"])
+    assert {"libcuda.so.1-no", "libcudart.so.1-no"} <= set(
+        json.loads((tmp_path / "account.json").read_text())["opened"]
+    )
 
 
 def test_commands_are_words_with_the_program_first() -> None:
@@ -127,12 +129,12 @@ def test_our_native_libraries_are_searched_and_nvidia_s_are_not(tmp_path: Path) 
         [*map(str, paths.values()), "/usr/lib/libc.so", "/usr/lib/libwgpu_native.so", str(folder / "gone.so")]
     )
     assert [Path(path).name for path in mine] == ["a.so", "b.so", "empty.so", "gone.so", "libwgpu_native.so"]
-    found, unread = look_into(mine[:-1])
-    assert found == {str(paths["b.so"]): ["libcuda", "libcudart"]}
-    assert unread == [str(folder / "gone.so")]
+    assert look_into(mine[:3]) == {str(paths["b.so"]): ["libcuda", "libcudart"]}
+    with pytest.raises(OSError, match="gone"):
+        look_into(mine[:4])
 
 
-def test_held_out_rows_are_compared_by_what_they_say(tmp_path: Path) -> None:
+def test_held_out_rows_are_compared_by_their_texts(tmp_path: Path) -> None:
     def row(text: str, **more: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]
         return {"messages": messages, **more}
@@ -193,8 +195,7 @@ def test_resuming_is_judged_by_what_the_resumed_run_wrote(
     training = SimpleNamespace(directory=tmp_path / "run", log=log, devices=[0])
     proof: Any = SimpleNamespace(
         out=tmp_path,
-        recipe="r",
-        args=SimpleNamespace(eval_data="e"),
+        finetune_options=lambda output: {"output": str(output)},
         trained=lambda: training,
         children=SimpleNamespace(run=run),
     )
