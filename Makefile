@@ -89,7 +89,8 @@ prove-wgpu: setup  ## prove on this machine that everything runs on wgpu, withou
 # llama.cpp has no wheels, so it is compiled, which takes some minutes. GGML_NATIVE is off because virtual machines report
 # instructions, such as AMX, that they do not support.
 .venv/exchange: .venv/reference
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) CMAKE_ARGS='-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF' \
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	  CMAKE_ARGS='-DGGML_NATIVE=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DCMAKE_PROJECT_TOP_LEVEL_INCLUDES=$(CURDIR)/scripts/llama_cpp.cmake' \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[exchange]'
 	@touch $@
 
