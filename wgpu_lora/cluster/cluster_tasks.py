@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.cluster.cluster_file import A_NAME, ClusterFile, is_safe, safe_name, told_apart
+from wgpu_lora.cluster.cluster_file import A_NAME, ClusterFile, distinct_names, is_safe, safe_name
 from wgpu_lora.cluster.cluster_paths import for_nodes
 from wgpu_lora.cluster.messages import Task
 from wgpu_lora.cluster.task_outputs import check_outputs, output_of
@@ -64,10 +64,10 @@ def gather_tasks(
             f"There is nothing to train: give {flag('adapters')} DATA:CHECKPOINT, {flag('data')} with "
             f"{flag('output')}, a recipe, or a cluster file with [[adapter]] tables."
         )
-    return finished(drafts, file.data_root if file else None, shared)
+    return tasks_of_drafts(drafts, file.data_root if file else None, shared)
 
 
-def finished(drafts: Sequence[Draft], root: str | None, shared: str | None) -> list[Task]:
+def tasks_of_drafts(drafts: Sequence[Draft], root: str | None, shared: str | None) -> list[Task]:
     """Drafts as tasks. Raises UserError, as `gather_tasks`."""
     if len(drafts) > MAX_ADAPTERS:
         raise UserError(f"{len(drafts):,} adapters are more than {MAX_ADAPTERS:,}: split them into several runs.")
@@ -190,15 +190,15 @@ def _directory_name(path: str) -> str:
 
 def _names(drafts: Sequence[Draft]) -> list[str]:
     """Names of tasks that differ. Raises UserError if two given ones do not."""
-    seen: dict[str, str] = {}
+    names_by_key: dict[str, str] = {}
     for name in [draft.name for draft in drafts if not draft.derived]:
         if not is_safe(name):
             raise UserError(f"The name of an adapter is {name!a:.80}, but must be {A_NAME}.")
-        if twice := seen.get(name.casefold()):
+        if twice := names_by_key.get(name.casefold()):
             raise UserError(
                 f"Two adapters are named '{name}' and '{twice}': give each a 'name' of its own, which differs by more "
                 "than its case."
             )
-        seen[name.casefold()] = name
-    derived = iter(told_apart([safe_name(draft.name) for draft in drafts if draft.derived], [*seen]))
+        names_by_key[name.casefold()] = name
+    derived = iter(distinct_names([safe_name(draft.name) for draft in drafts if draft.derived], [*names_by_key]))
     return [next(derived) if draft.derived else draft.name for draft in drafts]

@@ -11,11 +11,9 @@ from typing import Any
 import ray
 
 from wgpu_lora.chain.chain_run import code_digest
-from wgpu_lora.cluster.checkpoint_store import FolderStore
-from wgpu_lora.cluster.cluster_paths import checkpoints_directory, options_here, parcels_of
-from wgpu_lora.cluster.data_upload import place_parcel
+from wgpu_lora.cluster.cluster_paths import options_here
 from wgpu_lora.cluster.device_resources import device_index
-from wgpu_lora.cluster.host_actor import host_store, living_nodes, own_environment
+from wgpu_lora.cluster.host_actor import own_environment, place_parcels
 from wgpu_lora.cluster.messages import NAMESPACE, Parcel
 from wgpu_lora.data import split_python_rows
 from wgpu_lora.errors import UserError
@@ -47,12 +45,9 @@ class ReplicaActor:
         index = device_index(self._key)
         if index is None:
             raise UserError(f"There is no device {self._key} on this host any more: see 'wgpu-lora cluster status'.")
-        wanted = set(parcels_of(self._options))
-        for parcel in self._parcels:
-            if parcel.digest in wanted:
-                place_parcel([FolderStore(checkpoints_directory()), *map(host_store, living_nodes())], parcel)
-        own = {name: value for name, value in options_here(self._options).items() if value is not None}
-        texts, rows = split_python_rows({**own, "device": index})
+        place_parcels(self._options, self._parcels)
+        options = {name: value for name, value in options_here(self._options).items() if value is not None}
+        texts, rows = split_python_rows({**options, "device": index})
         args, _ = resolve_options(texts, None, "a replica")
         return self._stack.enter_context(serve_gradients(prepare_worker(args, rows=rows), code=code_digest()))
 

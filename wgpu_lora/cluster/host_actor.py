@@ -7,7 +7,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from wgpu_lora.cluster.checkpoint_store import PIECE, FolderStore, HostStore, shared_store
+from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, FolderStore, HostStore, Store, shared_store
 from wgpu_lora.cluster.cluster_paths import (
     allowed_roots,
     checkpoints_directory,
@@ -26,16 +26,17 @@ from wgpu_lora.cluster.cluster_paths import (
     node_paths,
     on_node,
     options_here,
+    parcels_of,
     refused_path,
     sent_directory,
     unreadable,
 )
 from wgpu_lora.cluster.data_upload import place_parcel
 from wgpu_lora.cluster.device_resources import devices_here, measured, node_devices
-from wgpu_lora.cluster.messages import NAMESPACE, SENT, NodeFacts, Parcel, StoredFile, Task, Versions, to_plain
+from wgpu_lora.cluster.messages import NAMESPACE, SENT, NodeFacts, Parcel, StoredFile, Task, Versions
 from wgpu_lora.cluster.node_versions import own_versions
 from wgpu_lora.cluster.task_outputs import check_outputs, fetch
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import StorageError, UserError
 from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 CALL_SECONDS = 30.0
@@ -58,7 +59,7 @@ class HostActor:
         """The node's NodeFacts as JSON values, which other versions can read."""
         self._versions = self._versions or own_versions()
         devices = node_devices(self._address)
-        return to_plain(NodeFacts(self._node, self._address, socket.gethostname(), self._versions, devices))
+        return asdict(NodeFacts(self._node, self._address, socket.gethostname(), self._versions, devices))
 
     def measure(self, key: str) -> dict[str, Any]:
         """The speed of a device, see `device_resources.measured`."""
@@ -110,7 +111,7 @@ class HostActor:
     def piece(self, unit: str, digest: str, offset: int, storage: str | None = None) -> bytes:
         """A piece of a file of a checkpoint, here or in the storage of all hosts; empty at its end."""
         store = shared_store(storage) if storage else self._store
-        return store.piece(unit, digest, offset, PIECE)
+        return store.piece(unit, digest, offset)
 
     def remove(self, unit: str, digests: list[str]) -> None:
         self._store.remove(unit, digests)
@@ -175,10 +176,10 @@ def on_this_node(name: str, node: str, **options: Any) -> dict[str, Any]:
 
 def host_actor(node: str) -> Any:
     """The handle of the actor of a node's host, which is made if there is none. Raises ConnectionError."""
-    for known in ray.nodes():
-        if known["NodeID"] == node and known["Alive"]:
+    for entry in ray.nodes():
+        if entry["NodeID"] == node and entry["Alive"]:
             options = on_this_node(host_name(node), node, max_restarts=-1, max_task_retries=1)
-            return ray.remote(HostActor).options(**options).remote(node, str(known["NodeManagerAddress"]))
+            return ray.remote(HostActor).options(**options).remote(node, str(entry["NodeManagerAddress"]))
     raise ConnectionError(f"Ray has no living node {node:.8}")
 
 
@@ -201,15 +202,32 @@ def host_store(node: str) -> HostStore:
     return HostStore(lambda method, *arguments: call_host(node, method, *arguments))
 
 
+def host_stores(nodes: Iterable[str]) -> list[Store]:
+    """This host's folder, and those of other nodes' hosts."""
+    return [FolderStore(checkpoints_directory()), *map(host_store, nodes)]
+
+
+def place_parcels(options: Mapping[str, Any], parcels: Iterable[Parcel]) -> None:
+    """Fetch the parcels that options name to this host. Raises StorageError if no living host has one."""
+    digests = set(parcels_of(options))
+    for parcel in parcels:
+        if parcel.digest in digests:
+            try:
+                place_parcel(host_stores(living_nodes()), parcel)
+            except DamagedCheckpoint as error:
+                text = f"The data {parcel.name} are missing on all hosts ({error}): send them again."
+                raise StorageError(text) from None
+
+
 def own_environment() -> None:
     """Undo what Ray sets for an actor without processors, and its child processes would inherit: they get what the
     person who started Ray has set, in the environment of this process's parent."""
-    given: dict[str, str] = {}
+    parent_environment: dict[str, str] = {}
     with suppress(psutil.Error, OSError):
-        given = psutil.Process(os.getppid()).environ()
+        parent_environment = psutil.Process(os.getppid()).environ()
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
-        if name in given:
-            os.environ[name] = given[name]
+        if name in parent_environment:
+            os.environ[name] = parent_environment[name]
         else:
             os.environ.pop(name, None)
 

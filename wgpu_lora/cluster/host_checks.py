@@ -66,12 +66,12 @@ def check_addresses(spec: ClusterFile) -> None:
     Raises:
         UserError: one cannot be used, or two hosts are the same.
     """
-    seen: dict[str, str] = {}
+    host_names: dict[str, str] = {}
     for host in spec.host or [spec.head]:
         for name in {host.host.casefold(), spec.address_of(host)}:
-            if name in seen:
-                raise UserError(f"{seen[name]} and {host.host} are the same host, {name}: leave one of them out.")
-            seen[name] = host.host
+            if name in host_names:
+                raise UserError(f"{host_names[name]} and {host.host} are the same host, {name}: leave one of them out.")
+            host_names[name] = host.host
 
 
 def check_host(spec: ClusterFile, host: HostSpec) -> NodeCheck:
@@ -101,21 +101,21 @@ def ask(spec: ClusterFile, host: HostSpec, command: str, seconds: float, **value
         UserError: the host or its Python cannot be used, or it refused.
     """
     values |= {"cluster": spec.name, "host": host.host, "folder": folder_on(spec, host)}
-    done = run(host, f"{host.python} -P -m wgpu_lora.cluster.node_commands {command}", json.dumps(values), seconds)
-    answer = last_object(done.stdout)
+    process = run(host, f"{host.python} -P -m wgpu_lora.cluster.node_commands {command}", json.dumps(values), seconds)
+    answer = last_object(process.stdout)
     if answer is not None:
         if "refused" in answer:
             raise UserError(str(answer["refused"]))
         return answer
     where = f'{host.host}: python = "{host.python}"'
-    if done.returncode in (126, 127):
+    if process.returncode in (126, 127):
         raise UserError(
             f"{where} cannot be run there: give the path of the Python in whose environment wgpu-lora is installed."
         )
     for text, meaning in _MEANINGS.items():
-        if text in done.stderr:
+        if text in process.stderr:
             raise UserError(f"{where} {meaning}.")
-    raise UserError(f"{where} fails there ({last_line(done.stderr)}): try it by hand.")
+    raise UserError(f"{where} fails there ({last_line(process.stderr)}): try it by hand.")
 
 
 def last_object(output: str) -> dict[str, Any] | None:

@@ -94,7 +94,7 @@ def _ports(listening: list[dict[str, Any]]) -> str:
     for one in listening:
         where = "on all interfaces" if one["address"] == "*" else f"on {one['address']}"
         by_address.setdefault(where, []).append(f"{one['port']} {one['process']}")
-    return "; ".join(f"{where}: {', '.join(found)}" for where, found in sorted(by_address.items())) or "on no port"
+    return "; ".join(f"{where}: {', '.join(ports)}" for where, ports in sorted(by_address.items())) or "on no port"
 
 
 def down(spec: ClusterFile, line: PrintLine) -> None:

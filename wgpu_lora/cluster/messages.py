@@ -1,8 +1,8 @@
-"""What the processes of a cluster and their users exchange: dataclasses of JSON values."""
+"""What the processes of a cluster and their users exchange: dataclasses of JSON values, sent by `asdict`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from wgpu_lora.cluster.cluster_file import SweepOptions
@@ -13,11 +13,6 @@ NAMESPACE = "wgpu-lora"  # of all actors, in Ray
 CONTROLLER = "run-controller"
 SENT = "sent:"  # begins the value of an option that is a parcel: sent:DIGEST/NAME
 T = TypeVar("T")
-
-
-def to_plain(value: Any) -> dict[str, Any]:
-    """A message as JSON values."""
-    return asdict(value)
 
 
 def from_plain(kind: type[T], value: Any) -> T:

@@ -76,15 +76,17 @@ def surveyed(cluster: Cluster, versions: Versions, local: bool = False) -> list[
 def _other_versions(nodes: Iterable[NodeFacts], versions: Versions, local: bool) -> Iterator[str]:
     for node in nodes:
         # The controller leaves out nodes that differ from the head, by which they have no devices.
-        if not (what := difference(versions, node.versions)) or not (node.devices or local):
+        if not (mismatch := difference(versions, node.versions)) or not (node.devices or local):
             continue
         if local:
             yield (
-                f"Ray of this machine was started before something changed here ({what}): end it with "
+                f"Ray of this machine was started before something changed here ({mismatch}): end it with "
                 "'wgpu-lora cluster down --local', and run again."
             )
         else:
-            yield f"{node.host} ({node.address}) differs from this machine: {what}; install the same there and here."
+            yield (
+                f"{node.host} ({node.address}) differs from this machine: {mismatch}; install the same there and here."
+            )
 
 
 def missing_hosts(nodes: Sequence[NodeFacts], spec: ClusterFile) -> list[str]:
@@ -238,8 +240,8 @@ def _with_data(
         if path == run.shared:
             reasons.append(f"The shared folder {path} is missing on {hosts}: mount it there, or leave --shared out.")
             continue
-        first, *others = users[path]
-        of = f"of {first}" + (f" and {count_noun(len(others), 'other')}" if others else "")
+        first, *other_tasks = users[path]
+        of = f"of {first}" + (f" and {count_noun(len(other_tasks), 'other')}" if other_tasks else "")
         if os.path.exists(path):
             reasons.append(
                 f"{path} {of} is on this machine, but {hosts} cannot read it: put it into a folder that all machines "
@@ -260,10 +262,10 @@ def _with_data(
 
 def _unusable_storage(cluster: Cluster, nodes: Sequence[NodeFacts], storage: str) -> Iterator[str]:
     """Refusals of a storage that a host cannot use, or that is not the same on all hosts."""
-    name, (first, *others) = secrets.token_hex(8), nodes
+    name, (first, *other_nodes) = secrets.token_hex(8), nodes
     try:
         cluster.host(first.id, "check_storage", storage, name, True)
-        for node in others:
+        for node in other_nodes:
             if not cluster.host(node.id, "check_storage", storage, name, False):
                 yield f"{node.host} does not find in {storage} what {first.host} has written: mount the same there."
     except UserError as error:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from wgpu_lora.cluster.messages import (
     StoredFile,
     Task,
     from_plain,
-    to_plain,
 )
 from wgpu_lora.cluster.node_versions import difference, own_versions
 from wgpu_lora.cluster.placement import place
@@ -153,9 +152,9 @@ class RunController:
         if not self._state.nodes:
             self._survey()
         with self._lock:
-            known = self._state.requests.get(run.name)
+            previous = self._state.requests.get(run.name)
             forgettable = run.name in run_state.forgettable_runs(self._state, self.now())
-        if known and forgettable:  # to its end: the new run has the same folders
+        if previous and forgettable:  # to its end: the new run has the same folders
             self._forget(run.name)
         with self._lock:
             run_state.check_run(self._state, run)
@@ -172,20 +171,20 @@ class RunController:
     def snapshot(self, run: str | None = None) -> dict[str, Any]:
         """A Snapshot of one run or of all."""
         with self._lock:
-            if run is not None and run not in self._state.requests:
-                raise UserError(f"No run '{run}' is known: 'wgpu-lora cluster status' lists all runs.")
+            if run is not None:
+                run_state.check_exists(self._state, run)
             idle = self._idle()
         if idle and self.now() - self._surveyed > SURVEY_SECONDS:
             self._survey()
         with self._lock:
-            return to_plain(run_queue.snapshot(self._state, run, self.now()))
+            return asdict(run_queue.snapshot(self._state, run, self.now()))
 
     def nodes(self) -> list[dict[str, Any]]:
         """The NodeFacts of all living nodes, as they are now."""
         self._used = self.now() + DRIVER_SECONDS
         self._survey()
         with self._lock:
-            return [to_plain(node) for node in self._state.nodes]
+            return [asdict(node) for node in self._state.nodes]
 
     def cancel(self, run: str, task: str | None = None) -> None:
         """End a task, or all of a run."""
@@ -206,18 +205,17 @@ class RunController:
         Those on hosts that are away are left out."""
         self._used = self.now() + DRIVER_SECONDS
         with self._lock:
-            if run not in self._state.requests:
-                raise UserError(f"No run '{run}' is known: 'wgpu-lora cluster status' lists all runs.")
-            found = []
+            run_state.check_exists(self._state, run)
+            results = []
             for task in self._state.tasks_of(run):
                 if task.over and task.results and not task.fetched and (place := self._result(task)):
                     nodes, files = place
                     storage = self._state.requests[run].storage
-                    plain = [to_plain(file) for file in files]
-                    found.append(
+                    plain = [asdict(file) for file in files]
+                    results.append(
                         {"task": task.name, "unit": task.unit, "nodes": nodes, "storage": storage, "files": plain}
                     )
-            return found
+            return results
 
     def _result(self, task: TaskState) -> tuple[list[str], list[StoredFile]] | None:
         """The nodes that can read a task's result, and its files; None if these nodes are away."""
@@ -254,9 +252,9 @@ class RunController:
     def fetched(self, run: str, task: str) -> None:
         """A driver has the results of a task."""
         with self._lock:
-            known = self._state.tasks.get(f"{run}/{task}")
-            if known and known.over and not known.fetched:
-                known.fetched = True
+            state = self._state.tasks.get(f"{run}/{task}")
+            if state and state.over and not state.fetched:
+                state.fetched = True
                 run_state.settle_run(self._state, run, self.now())
                 self._save()
 
@@ -359,10 +357,10 @@ class RunController:
         """After a while without anything to do, end the actors of hosts and evaluations, which hold memory."""
         if self.now() - self._used < IDLE_SECONDS:
             return
-        for named in ray.util.list_named_actors(all_namespaces=True):
-            if named["namespace"] == NAMESPACE and named["name"] != CONTROLLER:
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            if actor["namespace"] == NAMESPACE and actor["name"] != CONTROLLER:
                 with suppress(ValueError, ray.exceptions.RayError):
-                    ray.kill(ray.get_actor(named["name"], namespace=NAMESPACE))
+                    ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -371,10 +369,10 @@ class RunController:
         living = living_nodes()
         with self._lock:
             before = {node.id: node for node in self._state.nodes}
-        found = list(self._surveys.map(lambda node: self._ask_node(node, before.get(node)), living))
+        facts = list(self._surveys.map(lambda node: self._ask_node(node, before.get(node)), living))
         with self._lock:
             self._surveyed = self.now()
-            run_state.take_survey(self._state, [node for node in found if node is not None], self.now())
+            run_state.take_survey(self._state, [node for node in facts if node is not None], self.now())
 
     def _ask_node(self, node: str, before: NodeFacts | None) -> NodeFacts | None:
         try:
@@ -397,8 +395,8 @@ class RunController:
     def _measure(self, device: str, node: str, key: str) -> None:
         speed = joined = None
         try:
-            found = call_host(node, "measure", key, seconds=MEASURE_SECONDS)
-            speed, joined = float(found["tokens_per_second"]), float(found["joined_speedup"])
+            measurement = call_host(node, "measure", key, seconds=MEASURE_SECONDS)
+            speed, joined = float(measurement["tokens_per_second"]), float(measurement["joined_speedup"])
         except (ConnectionError, UserError) as error:
             with self._lock:
                 name = self._state.device_name(device)
@@ -539,12 +537,12 @@ class RunController:
     def _evaluator(self, device: str) -> Any:
         """The actor of an evaluation device. Raises ConnectionError if its device is gone."""
         with self._lock:
-            known = self._state.devices.get(device)
-        if known is None or known.gone:
+            state = self._state.devices.get(device)
+        if state is None or state.gone:
             raise ConnectionError(f"{device} is gone")
         self._evaluators.add(device)
-        options = self._actor_options(f"evaluation:{device}", known, 1)
-        return ray.remote(EvaluationActor).options(**options).remote(known.facts.key)
+        options = self._actor_options(f"evaluation:{device}", state, 1)
+        return ray.remote(EvaluationActor).options(**options).remote(state.facts.key)
 
     def _end_evaluators(self, devices: set[str]) -> None:
         """End the actors of these devices, which other runs can use then."""
@@ -667,13 +665,15 @@ class RunController:
         """Forget a run that is over, and have hosts remove what they keep of it."""
         with self._lock:
             state, storage = self._state, self._state.requests[run].storage
-            others = {p.digest for cache in state.caches.values() if cache.run != run for p in cache.parcels.values()}
+            digests_in_use = {
+                p.digest for cache in state.caches.values() if cache.run != run for p in cache.parcels.values()
+            }
             parcels = [
                 parcel
                 for cache in state.caches.values()
                 if cache.run == run
                 for parcel in cache.parcels.values()
-                if parcel.digest not in others
+                if parcel.digest not in digests_in_use
             ]
             run_state.forget_run(state, run)
             self._evaluations(run).unlink(missing_ok=True)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from wgpu_lora.cluster.cluster_connection import Cluster, ClusterGone
-from wgpu_lora.cluster.messages import DeviceFacts, RunView, Snapshot, TaskView, from_plain, to_plain
+from wgpu_lora.cluster.messages import DeviceFacts, RunView, Snapshot, TaskView, from_plain
 from wgpu_lora.cluster.run_results import fetch_results
+from wgpu_lora.cluster.run_state import ENDED
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, join_words
 
 POLL = 1.0  # seconds between snapshots
 PATIENCE = 90.0  # seconds without an answer after which the cluster counts as gone: a controller may restart meanwhile
 SNAPSHOT_SECONDS = 15.0
-ENDED = ("finished", "stopped", "failed", "cancelled")
 GOOD = ("finished", "stopped")
 MOST = 5  # names that a sentence lists
 
@@ -30,7 +30,7 @@ class Watcher(Protocol):
 
     def fetching(self, task: str) -> None: ...
 
-    def kept(self, task: str, why: str) -> None: ...
+    def not_fetched(self, task: str, why: str) -> None: ...
 
 
 @dataclass
@@ -75,7 +75,7 @@ def follow(
     """
     answered, results = clock(), dict[str, str | None]()  # why a result could not be written here, by task
     while True:
-        begun = clock()
+        poll_start = clock()
         try:
             snapshot = snapshot_of(cluster, run)
             watcher.shown(snapshot)
@@ -86,7 +86,7 @@ def follow(
                 results |= new
                 for task, why in new.items():
                     if why:
-                        watcher.kept(task, why)
+                        watcher.not_fetched(task, why)
             answered = clock()
             if outputs.keys() <= results.keys() and any(view.name == run and view.over for view in snapshot.runs):
                 return Followed(snapshot, {task: why for task, why in results.items() if why})
@@ -98,7 +98,7 @@ def follow(
                     "attach again later."
                 ) from None
             watcher.away(away)
-        sleep(max(0.0, POLL - (clock() - begun)))
+        sleep(max(0.0, POLL - (clock() - poll_start)))
 
 
 def chosen_run(cluster: Cluster, name: str | None) -> RunView:
@@ -153,7 +153,7 @@ def places_of(snapshot: Snapshot) -> dict[str, str]:
 
 def as_json(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot for programs; each device also has its `id` and `place`."""
-    result, places = to_plain(snapshot), places_of(snapshot)
+    result, places = asdict(snapshot), places_of(snapshot)
     for value, view in zip(result["devices"], snapshot.devices, strict=True):
         value |= {"id": view.facts.id, "place": places[view.facts.id]}
     return result

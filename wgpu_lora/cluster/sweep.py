@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.cluster.cluster_file import LONGEST, SweepOptions, safe_name, told_apart
-from wgpu_lora.cluster.cluster_tasks import MAX_ADAPTERS, REFUSED, Draft, finished
+from wgpu_lora.cluster.cluster_file import LONGEST, SweepOptions, distinct_names, safe_name
+from wgpu_lora.cluster.cluster_tasks import MAX_ADAPTERS, REFUSED, Draft, tasks_of_drafts
 from wgpu_lora.cluster.messages import RunView, Snapshot, Task, TaskView
 from wgpu_lora.cluster.task_outputs import output_of
 from wgpu_lora.errors import UserError, reason
@@ -120,12 +120,13 @@ def sweep_tasks(
             f"A grid of {size:,} adapters is more than {MAX_ADAPTERS:,}: give fewer values, or --max-trials."
         )
     points = [grid_point(grid, index) for index in sorted(random.Random(args.seed).sample(range(size), count))]
-    names = told_apart([_name(params, number, count) for number, params in enumerate(points, 1)])
+    names = distinct_names([_name(params, number, count) for number, params in enumerate(points, 1)])
     drafts = []
     for name, params in zip(names, points, strict=True):
         where = f"--param {' '.join(f'{key}={value}' for key, value in params.items())}"
         drafts.append(Draft(name, False, from_values({**params, "output": f"{args.output}/{name}"}, where, args)))
-    return [replace(task, params=params) for task, params in zip(finished(drafts, root, shared), points, strict=True)]
+    tasks = tasks_of_drafts(drafts, root, shared)
+    return [replace(task, params=params) for task, params in zip(tasks, points, strict=True)]
 
 
 def _name(params: Mapping[str, Any], number: int, count: int) -> str:

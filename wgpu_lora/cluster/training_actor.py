@@ -16,7 +16,6 @@ import ray.exceptions
 
 from wgpu_lora.cluster.checkpoint_store import (
     DamagedCheckpoint,
-    FolderStore,
     Store,
     restore_files,
     shared_store,
@@ -26,15 +25,12 @@ from wgpu_lora.cluster.cluster_paths import (
     ADAPTERS,
     PIPELINE,
     checked_part,
-    checkpoints_directory,
     options_here,
-    parcels_of,
     unit_directory,
 )
 from wgpu_lora.cluster.data_parallel import leader_of
-from wgpu_lora.cluster.data_upload import place_parcel
 from wgpu_lora.cluster.device_resources import device_index, hold_device
-from wgpu_lora.cluster.host_actor import host_store, own_environment
+from wgpu_lora.cluster.host_actor import host_store, host_stores, own_environment, place_parcels
 from wgpu_lora.cluster.messages import Commit, Order, Report, Task
 from wgpu_lora.cluster.unit_files import UnitFiles
 from wgpu_lora.cluster.unit_progress import UnitProgress
@@ -164,29 +160,21 @@ class TrainingActor:
     def _options(self, task: Task) -> dict[str, Any]:
         """The options of a task on this host."""
         order = self._order
-        wanted = set(parcels_of(task.options))
-        for parcel in order.parcels:
-            if parcel.digest in wanted:
-                try:
-                    place_parcel(self._all_stores(), parcel)
-                except DamagedCheckpoint as error:
-                    raise StorageError(
-                        f"The data {parcel.name} are missing on all hosts ({error}): send them again."
-                    ) from None
-        given = {name: value for name, value in task.options.items() if value is not None and name not in OWN}
-        own = given.get("save_steps") or order.save_steps
-        given["save_steps"] = min(own, order.save_steps) if order.save_steps > 0 else own
+        place_parcels(task.options, order.parcels)
+        options = {name: value for name, value in task.options.items() if value is not None and name not in OWN}
+        save_steps = options.get("save_steps") or order.save_steps
+        options["save_steps"] = min(save_steps, order.save_steps) if order.save_steps > 0 else save_steps
         if order.heldout_elsewhere:
-            given |= {"eval_steps": NEVER, "eval_on_start": False}
-        return options_here(given)
+            options |= {"eval_steps": NEVER, "eval_on_start": False}
+        return options_here(options)
 
     def _pipeline(self, tasks: Sequence[Task], index: int, resume: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The shared options of a pipeline, and the tables of its adapters."""
         names = [checked_part(task.name) for task in tasks]
         split = [split_options(task.options) for task in tasks]
         adapters = [
-            {**own, "name": name, "checkpoint": str(self._directory / ADAPTERS / name)}
-            for name, (own, _) in zip(names, split, strict=True)
+            {**adapter_options, "name": name, "checkpoint": str(self._directory / ADAPTERS / name)}
+            for name, (adapter_options, _) in zip(names, split, strict=True)
         ]
         shared = {**split[0][1], "save_steps": min(common["save_steps"] for _, common in split)}
         shared |= {"device": index, "output": str(self._directory / PIPELINE)} | ({"resume": True} if resume else {})
@@ -218,12 +206,7 @@ class TrainingActor:
         """Where checkpoints are written: the storage of all hosts, or this host's folder and those of its mirrors."""
         if self._order.storage:
             return [shared_store(self._order.storage)]
-        return [FolderStore(checkpoints_directory()), *map(host_store, self._order.mirrors)]
-
-    def _all_stores(self) -> list[Store]:
-        """This host's folder and those of all living hosts."""
-        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        return [FolderStore(checkpoints_directory()), *map(host_store, nodes)]
+        return host_stores(self._order.mirrors)
 
     def saved(self) -> None:
         """Store the newest checkpoint if `mirror_steps` steps were taken since the last one that was."""
@@ -302,9 +285,9 @@ def own_address() -> str:
 
 def address_of(node: str) -> str:
     """The address of a node. Raises ConnectionError if Ray does not know it."""
-    for known in ray.nodes():
-        if known["NodeID"] == node:
-            return str(known["NodeManagerAddress"])
+    for entry in ray.nodes():
+        if entry["NodeID"] == node:
+            return str(entry["NodeManagerAddress"])
     raise ConnectionError(f"Ray does not know the node {node:.8}")
 
 

@@ -151,9 +151,9 @@ def train_trial(config: dict[str, Any], options: dict[str, dict[str, Any]], metr
             if newest := run_checkpoint.latest_checkpoint(run):  # with PBT, that of a trial with other values
                 run_checkpoint.change_options(newest, params)
         merged = {**options_here(options[name]), **params}
-        own = {option: value for option, value in merged.items() if value is not None}
-        own |= {"device": index, "output": str(run)} | ({"resume": True} if checkpoint else {})
-        job, _ = prepare_finetune(own, name)
+        arguments = {option: value for option, value in merged.items() if value is not None}
+        arguments |= {"device": index, "output": str(run)} | ({"resume": True} if checkpoint else {})
+        job, _ = prepare_finetune(arguments, name)
         job.train(_TrialEvents(Path(place), name, metric))
         # The results, by a last report of the same values.
         state = json.loads((run / "run.json").read_text())["state"]

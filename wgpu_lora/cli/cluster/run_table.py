@@ -76,7 +76,7 @@ class Table:
         else:
             self._print_lines(snapshot)
 
-    def kept(self, task: str, why: str) -> None:
+    def not_fetched(self, task: str, why: str) -> None:
         self._print("kept", f"{task}: its result stays on the cluster: {why}")
 
     def away(self, seconds: float) -> None:
