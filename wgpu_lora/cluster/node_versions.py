@@ -43,10 +43,8 @@ def difference(local: Versions, remote: Versions) -> str | None:
     for field in ("code", "shaders"):
         expected, actual = getattr(local, field), getattr(remote, field)
         if expected != actual:
-            return (
-                f"its {NAME} {remote.package} has other {field} (SHA-256 {actual[:SHOWN]}..., not {expected[:SHOWN]}...), "
-                "though the versions are equal"
-            )
+            digests = f"SHA-256 {actual[:SHOWN]}..., not {expected[:SHOWN]}..."
+            return f"its {NAME} {remote.package} has other {field} ({digests}), though the versions are equal"
     return None
 
 

@@ -96,9 +96,9 @@ class _Segments:
 
     def __init__(self, work: Work, seconds: float, directory: Path, device: Device | None) -> None:
         self.seconds, self.directory, self.url = seconds, directory, ""
-        usual = {} if work.recipe else dict(STABILITY)
-        usual |= {"max_steps": ROWS} if work.shape else {}
-        args, self.model = prepared(replace(work, options={**usual, **work.options}), directory, device)
+        defaults = {} if work.recipe else dict(STABILITY)
+        defaults |= {"max_steps": ROWS} if work.shape else {}
+        args, self.model = prepared(replace(work, options={**defaults, **work.options}), directory, device)
         save_steps = work.options.get("save_steps", SAVE_STEPS) if work.shape else args.save_steps
         self.args = replace(
             args, target_seconds=seconds, max_steps=MAX_STEPS, save_steps=save_steps, run_log=False,
@@ -113,9 +113,9 @@ class _Segments:
         )
         self.recipient = new_data_key(directory / "data.key")
         self.broker_key = new_signing_key(directory / "broker.pem")
-        given = {role: Path(path) for role in SEALED if (path := getattr(self.args, role))}
-        self.sealed = {role: f"{path.name}.age" for role, path in given.items()}
-        records = [seal_path(path, directory / self.sealed[role], [self.recipient]) for role, path in given.items()]
+        sources = {role: Path(path) for role in SEALED if (path := getattr(self.args, role))}
+        self.sealed = {role: f"{path.name}.age" for role, path in sources.items()}
+        records = [seal_path(path, directory / self.sealed[role], [self.recipient]) for role, path in sources.items()]
         self.policy = directory / "policy.toml"
         self._write_toml(self.policy, {
             "policy": {"name": "bench", "version": 1},
@@ -209,14 +209,14 @@ class _Segments:
             },
             "training": {key: value for key, value in options.items() if value not in (None, usual[key])},
         })  # fmt: skip
-        done = finetune_protected(read_job(job), model=self.model, watch=lambda _: nullcontext(steps))
-        figures = _figures("protected", done.run, begin)
-        evidence, clean = check(done.directory, self.broker_key, Policy.read(self.policy)), done.cleanup
+        record = finetune_protected(read_job(job), model=self.model, watch=lambda _: nullcontext(steps))
+        figures = _figures("protected", record.run, begin)
+        evidence, clean = check(record.directory, self.broker_key, Policy.read(self.policy)), record.cleanup
         return {
             **figures,
             "attestation": VERIFIED if evidence.verified else f"not verified ({evidence.failures[0]})",
             "runtimeState": ZEROIZED if clean["complete"] else f"not zeroized ({clean['not_wiped'][0]})",
-            "protectionSec": sum(seconds for at, seconds in done.spent if at < steps.time),
+            "protectionSec": sum(seconds for at, seconds in record.spent if at < steps.time),
         }
 
 

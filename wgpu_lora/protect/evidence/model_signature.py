@@ -66,7 +66,9 @@ def verify_model(directory: Path, public: PublicKey) -> None:
             config = verifying.Config().use_elliptic_key_verifier(public_key=key).set_hashing_config(every_file)
             config.verify(directory, directory / NAME)
         except Exception as error:  # the library raises whatever an invalid bundle causes
-            said = escape_unprintable(str(error).partition(": Expected")[0])[:200] or type(error).__name__  # then bytes
+            cause = (
+                escape_unprintable(str(error).partition(": Expected")[0])[:200] or type(error).__name__
+            )  # then bytes
             raise UserError(
-                f"{directory / NAME} does not verify the files of {directory} ({said}): open the sealed adapter anew."
+                f"{directory / NAME} does not verify the files of {directory} ({cause}): open the sealed adapter anew."
             ) from None

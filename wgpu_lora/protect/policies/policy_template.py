@@ -82,8 +82,10 @@ def _line(key: Key, value: Any, facts: Mapping[str, Any]) -> str:
     failures = [*failures_of(partial(key.check.failures, checked), facts, name)] if key.check else []
     if not failures:
         return text
-    expected, found = failures[0]
-    return "\n".join([f"# Not so here: expected {expected}, found {found}.", *(f"# {one}" for one in text.split("\n"))])
+    expected, actual = failures[0]
+    return "\n".join(
+        [f"# Not so here: expected {expected}, found {actual}.", *(f"# {one}" for one in text.split("\n"))]
+    )
 
 
 def _values(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -52,13 +52,13 @@ def parse_recipient(text: str) -> pyrage.x25519.Recipient:
         pyrage.RecipientError: it is none, or a point of low order (RFC 7748, 6.1): anybody could open what is sealed
             to it, and pyrage would panic.
     """
-    found = pyrage.x25519.Recipient.from_str(text)
-    point = int(str(found)[4:-6].translate(BECH32), 32) >> 4  # 52 digits of 5 bits
+    recipient = pyrage.x25519.Recipient.from_str(text)
+    point = int(str(recipient)[4:-6].translate(BECH32), 32) >> 4  # 52 digits of 5 bits
     try:
         X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(point.to_bytes(32, "big")))
     except ValueError:
         raise pyrage.RecipientError("a point of low order") from None
-    return found
+    return recipient
 
 
 def parse_recipients(recipients: Sequence[str]) -> list[pyrage.x25519.Recipient]:
@@ -86,11 +86,11 @@ def read_recipients(path: str | Path) -> list[str]:
         UserError: the file cannot be read or holds no recipient, or something else.
     """
     text = small_file(path, "The recipients file", MAX_KEY_BYTES).decode("utf-8", "replace")
-    found = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-    if not found:
+    recipients = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    if not recipients:
         raise UserError(f"{path} holds no recipient: write {EXAMPLE}, on a line of its own.")
-    parse_recipients(found)
-    return found
+    parse_recipients(recipients)
+    return recipients
 
 
 # -- sealing and opening -----------------------------------------------------------------------------------------------
@@ -214,23 +214,23 @@ class _StreamEnd:
         self.inner, self.stopped = inner, False
         self.failure: BaseException | None = None
 
-    def _call(self, done: Callable[[], Any]) -> Any:
+    def _call(self, call: Callable[[], Any]) -> Any:
         if self.stopped:
             raise BrokenPipeError  # Rust would call again after an InterruptedError, without end
         try:
-            return done()
+            return call()
         except BaseException as failure:
             self.failure = self.failure or failure
             raise
 
     def read(self, size: int = -1) -> bytes:
-        found: bytes = self._call(lambda: self.inner.read(size))
-        return found
+        data: bytes = self._call(lambda: self.inner.read(size))
+        return data
 
     def write(self, data: bytes) -> int:
         # A raw file may take less than it is given; None is from a writer that takes all.
-        taken = self._call(lambda: self.inner.write(data))
-        return len(data) if taken is None else int(taken)
+        count = self._call(lambda: self.inner.write(data))
+        return len(data) if count is None else int(count)
 
     def flush(self) -> None:
         self._call(getattr(self.inner, "flush", lambda: None))
