@@ -189,9 +189,9 @@ def judge(contract: Contract, result: Result, names: Mapping[str, float], device
 
 def _bound_broken(bound: Bound, figures: dict[str, float], contract: Contract) -> list[str]:
     if bound.metric not in figures:
-        known = ", ".join(sorted(figures))
+        metrics = ", ".join(sorted(figures))
         raise UserError(
-            f"bricks/{contract.name}.toml bounds {bound.metric}, which is not measured: use one of {known}."
+            f"bricks/{contract.name}.toml bounds {bound.metric}, which is not measured: use one of {metrics}."
         )
     value = figures[bound.metric]
     if bound.at_most is not None and value > bound.at_most:

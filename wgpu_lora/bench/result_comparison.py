@@ -142,5 +142,5 @@ def _flat(work: Mapping[str, Any]) -> dict[str, Any]:
     """The measured options, without paths of this run."""
     options = work.get("options")
     rest = {name: value for name, value in work.items() if name != "options"}
-    own = ("output", "data", "device")
-    return rest | {n: v for n, v in (options if isinstance(options, dict) else {}).items() if n not in own}
+    excluded = ("output", "data", "device")
+    return rest | {n: v for n, v in (options if isinstance(options, dict) else {}).items() if n not in excluded}

@@ -86,8 +86,8 @@ def _list(stages: list[StageStatus]) -> None:
         ]
         for number, stage in enumerate(stages, 1)
     ]
-    left = ["stage", "kind", "state"]
-    console().print(table(["", *left, "took"], rows, left=left))
+    text_columns = ["stage", "kind", "state"]
+    console().print(table(["", *text_columns, "took"], rows, text_columns=text_columns))
 
 
 class _Shown(ChainWatch):
@@ -98,8 +98,8 @@ class _Shown(ChainWatch):
         self._bar: Bar | None = None
 
     def stage(self, number: int, name: str, kind: str, why: str, seconds: float | None) -> None:
-        left = "" if seconds is None else f"; about {duration(seconds)} left, as last time"
-        line("stage", f"{number} of {self._total}: {name} ({kind}), since {why}{left}")
+        estimate = "" if seconds is None else f"; about {duration(seconds)} left, as last time"
+        line("stage", f"{number} of {self._total}: {name} ({kind}), since {why}{estimate}")
 
     def skipped(self, number: int, name: str, kind: str) -> None:
         line("stage", f"{number} of {self._total}: {name} ({kind}) is up to date")

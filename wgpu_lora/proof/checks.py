@@ -66,12 +66,12 @@ def devices_agree(proof: Proof, finding: Finding) -> str:
         finding.expect(packed == matrices, f"device {index} holds {packed} of {matrices} matrices in NF4")
         finding.expect(any(answer["ids"] for answer in new["answers"]), f"device {index} generated nothing")
     finding.figures = {"tolerance": TOLERANCE, "generated": value}
-    first, *others = value
+    first, *other_indices = value
     answers = value[first]["answers"]
     tokens = sum(len(answer["ids"]) for answer in answers)
-    if not others:
+    if not other_indices:
         raise NotRun(f"the only device imported the model and generated {tokens} tokens: there is nothing to compare")
-    compared = finding.figures["compared"] = {index: compare(value[first], value[index]) for index in others}
+    compared = finding.figures["compared"] = {index: compare(value[first], value[index]) for index in other_indices}
     finding.faults += [f"device {index}: {fault}" for index, result in compared.items() for fault in result["faults"]]
     worst = max(result["worst"] for result in compared.values())
     ties = sum(result["near_ties"] for result in compared.values())
@@ -122,12 +122,12 @@ def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
         finding.faults.append(training.reason)
         return ""
     first, last = training.devices[0], training.devices[-1]
-    before, steps = float(training.before["loss"]), max((done.steps for done in training.beside), default=0)
+    before, steps = float(training.before["loss"]), max((evaluation.steps for evaluation in training.beside), default=0)
     seconds = training.record.state.seconds if training.record else 0.0
     finding.figures = {
         "devices": training.devices,
         "finetune": {"exit_code": training.code, "seconds": seconds, "steps": len(training.log)},
-        "evaluations": [vars(done) for done in training.beside],
+        "evaluations": [vars(evaluation) for evaluation in training.beside],
         "before": training.before,
         "loss_tolerance": DEVICE_TOLERANCE,
         "at_the_same_time": first != last,
@@ -135,8 +135,8 @@ def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
     }
     finding.expect(not training.code, f"fine-tuning ended with exit code {training.code}: {training.reason}")
     finding.expect(training.beside, "evaluate never ran")
-    finding.faults += [done.failed for done in training.beside if done.failed]
-    ran = [done.result for done in training.beside if not done.failed]
+    finding.faults += [evaluation.failed for evaluation in training.beside if evaluation.failed]
+    ran = [evaluation.result for evaluation in training.beside if not evaluation.failed]
     losses = np.array([result["loss"] for result in ran], float)  # null becomes NaN
     apart = np.abs(losses - before) / max(abs(before), 1e-9)
     for loss, share in zip(losses, apart, strict=True):
@@ -186,8 +186,8 @@ def losses_fall(proof: Proof, finding: Finding) -> str:
     finding.figures |= {"first_tenth": first, "last_tenth": last, "margin": margin, "heldout": heldout}
     finding.figures |= {"heldout_margin": FALL * before, "seen_in_training": leaked}
     falls = {"the loss": (first, last, margin), name: (before, after, FALL * before)}
-    for what, (start, end, least) in falls.items():
-        finding.expect(start - end > least, f"{what} went from {start:.4f} to {end:.4f}, not down by {least:.4f}")
+    for label, (start, end, least) in falls.items():
+        finding.expect(start - end > least, f"{label} went from {start:.4f} to {end:.4f}, not down by {least:.4f}")
     fallen = (
         f"{len(losses)} finite losses; first tenth {first:.4f}, last tenth {last:.4f} (margin {margin:.4f}); "
         f"{name} {before:.4f} to {after:.4f}"

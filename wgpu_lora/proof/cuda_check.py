@@ -58,8 +58,8 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         "never looked at": [name for pid, name in names.items() if pid not in looked_at],
         "ended without an account of what it opened": [name for name in files if explained and name not in reports],
     }
-    for what, items in kinds.items():
-        finding.expect(not items, f"{what}: {', '.join(items)}")
+    for kind, items in kinds.items():
+        finding.expect(not items, f"{kind}: {', '.join(items)}")
     drivers = ", ".join(sorted({file_name(path) for path in paths if NVIDIA_ICD.match(file_name(path))}))
     why = attribution(drivers, opened, native) if explained else None
     if why and finding.faults:
@@ -168,7 +168,7 @@ def package_libraries(mapped: Iterable[str]) -> list[str]:
 def look_into(paths: Iterable[str]) -> dict[str, list[str]]:
     """The NAMES that files contain, by path, where there are any. Raises OSError."""
     contents = {path: Path(path).read_bytes() for path in paths}
-    return {p: found for p, text in contents.items() if (found := [n.decode() for n in NAMES if n in text])}
+    return {p: names for p, text in contents.items() if (names := [n.decode() for n in NAMES if n in text])}
 
 
 def cuda_packages(names: Iterable[str]) -> list[str]:

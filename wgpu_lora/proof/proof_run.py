@@ -90,8 +90,8 @@ def prove(
                     checks.append(Check(number, name, NOT_RUN, 0.0, lacking or LEFT_OUT))
                     continue
                 line("check", f"{number} {name}")
-                checks.append(done := carry_out(number, name, check, proof))
-                line("", f"{done.status} in {done.seconds:.1f} s: {done.reason}")
+                checks.append(outcome := carry_out(number, name, check, proof))
+                line("", f"{outcome.status} in {outcome.seconds:.1f} s: {outcome.reason}")
         except UserError:  # there is nothing to prove
             children.end()
             shutil.rmtree(out, ignore_errors=True)

@@ -34,8 +34,8 @@ DIGESTS = ("git", "process", "id", "date")  # fields that cannot hold a secret, 
 
 def data_directory() -> Path:
     """The user's data directory: WGPU_LORA_DATA_DIR if it is set, else that of the system."""
-    named = os.environ.get("WGPU_LORA_DATA_DIR")
-    return Path(named) if named else Path(user_data_dir("wgpu-lora"))
+    override = os.environ.get("WGPU_LORA_DATA_DIR")
+    return Path(override) if override else Path(user_data_dir("wgpu-lora"))
 
 
 def run_log_enabled(requested: bool = True) -> bool:
@@ -108,8 +108,8 @@ class RunLog:
             if facts is None:
                 damaged += 1
                 continue
-            known = folded.setdefault(facts["id"], facts)
-            known.update({name: value for name, value in facts.items() if name != "date"})
+            run = folded.setdefault(facts["id"], facts)
+            run.update({name: value for name, value in facts.items() if name != "date"})
         entries = []
         for facts in folded.values():
             try:
@@ -250,8 +250,8 @@ class RunEntry:
     @property
     def model(self) -> str:
         """The model's short name; '' if it is not known."""
-        named = self.config.get("shape") or self.config.get("model")
-        return short_name(named) if named or self.kind == "finetune" else ""
+        model = self.config.get("shape") or self.config.get("model")
+        return short_name(model) if model or self.kind == "finetune" else ""
 
     @property
     def status(self) -> str:
@@ -298,7 +298,7 @@ def _git(*arguments: str) -> str | None:
     """The output of a command that changes nothing, not even the index; None if it fails."""
     command = ["git", "--no-optional-locks", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=True)
+        process = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.decode("utf-8", "replace").strip()
+    return process.stdout.decode("utf-8", "replace").strip()

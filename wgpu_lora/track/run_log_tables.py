@@ -56,9 +56,9 @@ def place(path: str) -> str:
 
 def card(row: Sequence[str]) -> list[str]:
     """The row of `cells` as a few short lines, for narrow terminals."""
-    known = {name: text for name, text in zip(COLUMNS, row, strict=True) if text not in ("", NONE)}
-    known = {name: f"{name} {text}" if name in LABELLED else text for name, text in known.items()}
-    return [line for names in CARD if (line := ", ".join(known[name] for name in names if name in known))]
+    texts = {name: text for name, text in zip(COLUMNS, row, strict=True) if text not in ("", NONE)}
+    texts = {name: f"{name} {text}" if name in LABELLED else text for name, text in texts.items()}
+    return [line for names in CARD if (line := ", ".join(texts[name] for name in names if name in texts))]
 
 
 def style(entry: RunEntry) -> str | None:
@@ -69,9 +69,9 @@ def number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> str:
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[str]) -> str:
     """A table in Markdown."""
-    lines = [columns, ["---" if name in left else "---:" for name in columns], *rows]
+    lines = [columns, ["---" if name in text_columns else "---:" for name in columns], *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
 

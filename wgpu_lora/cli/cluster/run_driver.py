@@ -128,9 +128,9 @@ def _request(
             line("left out", f"{node.host}, since {reason}")
     devices = sum(len(node.devices) for node in nodes)
     line("cluster", f"{count_noun(devices, 'device')} of {count_noun(len(nodes), 'host')}: {listed_hosts(nodes)}")
-    if where.file and (gone := missing_hosts(nodes, where.file)):
+    if where.file and (missing := missing_hosts(nodes, where.file)):
         again = f"'{program()} cluster up{where.words()}' starts it again"
-        line("missing", f"{join_words(gone, most=3)}: the run goes on without; {again}")
+        line("missing", f"{join_words(missing, most=3)}: the run goes on without; {again}")
     return request_of(cluster, nodes, tasks, options, sweep)
 
 

@@ -154,10 +154,10 @@ class Table:
 def _table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
-    left: Collection[str],
+    text_columns: Collection[str],
     styles: Iterable[str | None] = repeat(None),
 ) -> Any:
-    return table(columns, [[Text(escape_unprintable(cell)) for cell in row] for row in rows], left, styles)
+    return table(columns, [[Text(escape_unprintable(cell)) for cell in row] for row in rows], text_columns, styles)
 
 
 def _event(event: EventLine) -> str:
@@ -178,8 +178,8 @@ def state_of(task: TaskView) -> str:
 
 
 def steps_of(task: TaskView) -> str:
-    done, total = task.progress.step, task.progress.total_steps
-    return f"{done:,}/{total:,}" if total else f"{done:,}" if done else ""
+    step, total = task.progress.step, task.progress.total_steps
+    return f"{step:,}/{total:,}" if total else f"{step:,}" if step else ""
 
 
 def numbers_of(task: TaskView) -> list[str]:
@@ -197,9 +197,9 @@ def sentence_of(task: TaskView, places: Mapping[str, str]) -> str:
     """A task in a line without columns."""
     device = places.get(task.device or "", task.device or "")
     doing = state_of(task) if state_of(task) != task.state else ""
-    loss, heldout, speed, left = numbers_of(task)
+    loss, heldout, speed, remaining = numbers_of(task)
     parts = zip(
-        FORMS, (task.name, steps_of(task), loss, heldout, speed, device, left, doing, why_of(task)), strict=True
+        FORMS, (task.name, steps_of(task), loss, heldout, speed, device, remaining, doing, why_of(task)), strict=True
     )
     return "  ".join(form.format(part) for form, part in parts if part)
 
@@ -233,8 +233,8 @@ def reasons(tasks: Iterable[TaskView]) -> list[tuple[str, str]]:
         if why := why_of(task):
             names.setdefault((task.state, why), []).append(task.name)
     result = []
-    for (state, why), (first, *others) in sorted(names.items(), key=lambda one: REASON_ORDER.index(one[0][0])):
-        also = f" and {count_noun(len(others), 'other')}" if others else ""
+    for (state, why), (first, *other_names) in sorted(names.items(), key=lambda one: REASON_ORDER.index(one[0][0])):
+        also = f" and {count_noun(len(other_names), 'other')}" if other_names else ""
         result.append((state, f"{first}{also}: {why}"))
     return result
 

@@ -58,8 +58,8 @@ def show_losses(losses: Mapping[str, Evaluation]) -> None:
     for title in ("loss", *titles, "tokens"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, result in losses.items():
-        others = [result.metrics.get(metric) for metric in shown] or [result.perplexity]
-        values = ["" if value is None else f"{value:.4f}" for value in others]
+        figures = [result.metrics.get(metric) for metric in shown] or [result.perplexity]
+        values = ["" if value is None else f"{value:.4f}" for value in figures]
         table.add_row(Text(escape_unprintable(name)), f"{result.loss:.6f}", *values, f"{result.tokens:,}")
     console().print(table)
     rows, seconds = next(iter(losses.values())).rows, sum(result.seconds for result in losses.values())

@@ -206,8 +206,8 @@ def _check_limits(session: Session, prepared: FinetuneJob, rows: int, trained: i
     recorded_rows = session.data["data"].get("rows")
     if recorded_rows not in (None, rows) and not (prepared.run.heldout and "eval_data" not in session.data):
         raise UserError(
-            f"{session.job.sealed['data']} holds {count_noun(rows, 'row')}, but its record says {recorded_rows:,}: seal "
-            "it again."
+            f"{session.job.sealed['data']} holds {count_noun(rows, 'row')}, but its record says {recorded_rows:,}: "
+            "seal it again."
         )
 
 
