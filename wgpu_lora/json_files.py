@@ -90,7 +90,7 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
     """Read a TOML file.
 
     Args:
-        what: what kind of file it is; starts the error messages.
+        kind: what kind of file it is; starts the error messages.
 
     Raises:
         UserError: the file cannot be read, is too long, or is not valid TOML.

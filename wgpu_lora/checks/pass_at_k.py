@@ -125,7 +125,7 @@ def measure(
     Args:
         completion: rows of HumanEval's form are continued as text; always so if the model has no chat template.
         timeout: seconds of a check.
-        found: receives the samples as they are checked, in order.
+        received: gets the samples as they are checked, in order.
         events: receives `loading` and `answering`, with the answers that are checked.
 
     Raises:

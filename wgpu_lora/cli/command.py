@@ -257,7 +257,7 @@ def _is_module(word: str) -> bool:
 def _extra(word: str, options: list[str], values: dict[str, Any], command: str) -> str:
     """The error for a word that belongs to no option.
 
-    given: values of the options that were given, by their parameters' names.
+    values: of the options that were given, by their parameters' names.
     """
     suggestion, modules = "", values.get("target_modules")
     if modules and _is_module(word):

@@ -122,7 +122,7 @@ def refusal(task: str, peak_bytes: Mapping[str, int], places: Sequence[Place], d
     """Why a task can never run on these devices, in a sentence; None if it can, now or once they are idle.
 
     Args:
-        task: its name. needed: bytes by plan class; without those of devices that cannot run it at all.
+        task: its name. peak_bytes: by plan class; without those of devices that cannot run it at all.
         places: all devices of the cluster, those that are `out`, too.
         devices: how many it trains on together.
     """

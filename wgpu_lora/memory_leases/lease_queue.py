@@ -39,7 +39,7 @@ def take(
 
     Args:
         need, budget: bytes; with a budget of None there is no limit, but the lease is still recorded.
-        what: purpose, in a few words, shown to other users.
+        purpose: in a few words, shown to other users.
         wait: seconds to queue for, `math.inf` for no limit; None and NO_QUEUE do not queue, nor overtake a queue.
         events: `waiting` is called each time a waiter looks and does not get the memory yet.
         advise: what would make the run fit into the memory that is left; part of the refusal.

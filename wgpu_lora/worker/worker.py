@@ -38,7 +38,7 @@ class Worker:
     Args:
         name: for its files and error messages. program: the command, to which the job's file is appended.
         environment: changes to this process's own. timeout: seconds in total.
-        asked: whether `ask` or `request` will send requests to it.
+        interactive: whether `ask` or `request` will send requests to it.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ def evaluate_checks(
     as_json: bool,
     log_facts: Mapping[str, Any],
 ) -> int:
-    """Run the command; options: of `measure`; opening: device and type of the base; said: for the run log."""
+    """Run the command; options: of `measure`; opening: device and type of the base; log_facts: for the run log."""
     from wgpu_lora.atomic import check_new, write_new_bytes
     from wgpu_lora.checks.coding_problems import read_problems
     from wgpu_lora.checks.pass_at_k import check_settings, measure, parse_ks

@@ -102,7 +102,7 @@ def make_release(
     """A token that releases the data key to the session of this evidence.
 
     Args:
-        now: seconds since 1970. known: lines of the job's evidence log, number and SHA-256.
+        now: seconds since 1970. lines: of the job's evidence log, number and SHA-256.
 
     Raises:
         ValueError: the evidence has not passed the policy.
