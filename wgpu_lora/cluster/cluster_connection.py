@@ -116,8 +116,8 @@ class Cluster:
         """The folder of a node's host, or the storage as that host reaches it."""
         from wgpu_lora.cluster.checkpoint_store import HostStore
 
-        more = [storage] if storage else []
-        return HostStore(lambda method, *arguments: self.host(node, method, *arguments, *more))
+        storage_arguments = [storage] if storage else []
+        return HostStore(lambda method, *arguments: self.host(node, method, *arguments, *storage_arguments))
 
     def close(self) -> None:
         """End the connection; the cluster and its jobs go on."""

@@ -35,13 +35,13 @@ def safe_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:LONGEST].rstrip("._-") or "adapter"
 
 
-def distinct_names(names: Sequence[str], fixed: Collection[str] = ()) -> list[str]:
-    """The names, numbered where they are alike but for their case, or like a fixed one.
+def distinct_names(names: Sequence[str], reserved: Collection[str] = ()) -> list[str]:
+    """The names, numbered where they are alike but for their case, or like a reserved one.
 
     Some file systems do not tell names apart by their case.
     """
     result: list[str] = []
-    keys = {name.casefold() for name in fixed}
+    keys = {name.casefold() for name in reserved}
     all_keys = keys | {name.casefold() for name in names}
     for name in names:
         new, number = name, 1

@@ -61,9 +61,6 @@ class _ActorLink:
     def __init__(self, name: str):
         self._name = name
 
-    def _actor(self) -> Any:
-        return ray.get_actor(self._name, namespace=NAMESPACE)
-
     def ready(self) -> Future[Any]:
         return self._future("ready")
 
@@ -72,7 +69,8 @@ class _ActorLink:
 
     def _future(self, method: str, *arguments: Any) -> Future[Any]:
         try:
-            future: Future[Any] = getattr(self._actor(), method).remote(*arguments).future()
+            actor = ray.get_actor(self._name, namespace=NAMESPACE)
+            future: Future[Any] = getattr(actor, method).remote(*arguments).future()
         except ValueError as error:  # there is no such actor, for now
             future = Future()
             future.set_exception(ConnectionError(str(error)))

@@ -23,7 +23,7 @@ from wgpu_lora.cluster.node_versions import own_versions
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device_list import DeviceInfo, choose, list_devices
 from wgpu_lora.json_files import read_json, to_json
-from wgpu_lora.memory_leases import Ledger, LedgerEntry, budget_bytes, device_key, device_memory
+from wgpu_lora.memory_leases import Ledger, budget_bytes, device_key, device_memory
 from wgpu_lora.memory_leases.memory_budget import ask_nvml
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.typed_json import typed
@@ -76,8 +76,8 @@ def _address(info: DeviceInfo, listed: Sequence[DeviceInfo], pci: Path) -> str |
     if not info.vendor_id or not info.device_id or not _single(info, listed):
         return None
     ids = (info.vendor_id, info.device_id)
-    alike = [place.name for place in sorted(pci.glob("*")) if (_id(place / "vendor"), _id(place / "device")) == ids]
-    return alike[0] if len(alike) == 1 else None
+    addresses = [place.name for place in sorted(pci.glob("*")) if (_id(place / "vendor"), _id(place / "device")) == ids]
+    return addresses[0] if len(addresses) == 1 else None
 
 
 def _single(info: DeviceInfo, listed: Sequence[DeviceInfo]) -> bool:
@@ -148,11 +148,8 @@ def _leases(ledger: Ledger) -> tuple[int, list[str], bool]:
         entries = [entry for entry in ledger.read() if entry.is_of_this_host and entry.holds and not entry.dead]
     except UserError as error:
         return 0, [str(error)], False
-    return sum(entry.bytes for entry in entries), [_lease_text(entry) for entry in entries], True
-
-
-def _lease_text(entry: LedgerEntry) -> str:
-    return f"{format_bytes(entry.bytes)} by {entry.who}"
+    leases = [f"{format_bytes(entry.bytes)} by {entry.who}" for entry in entries]
+    return sum(entry.bytes for entry in entries), leases, True
 
 
 def advertised(devices: Iterable[DeviceFacts]) -> dict[str, float]:

@@ -86,18 +86,18 @@ class HostActor:
 
     def check_paths(self, paths: list[str]) -> dict[str, str]:
         """Those of these paths of tasks' options that cannot be read here, each with why, as part of a sentence."""
-        wrong = {}
+        problems = {}
         for path in paths:
-            there = str(on_node({"data": path}, node_paths(), sent_directory())["data"])
-            if why := unreadable(there, [] if path.startswith(SENT) else allowed_roots()):
-                wrong[path] = why
-        return wrong
+            node_path = str(on_node({"data": path}, node_paths(), sent_directory())["data"])
+            if why := unreadable(node_path, [] if path.startswith(SENT) else allowed_roots()):
+                problems[path] = why
+        return problems
 
     def check_outputs(self, tasks: list[Task]) -> None:
         """Refuses tasks whose output directories, in a shared folder, are in use, another's, or not allowed here."""
         for task in tasks:
-            if wrong := refused_path(task.output, allowed_roots()):
-                raise UserError(f"The output directory {task.output} of {task.name} {wrong}: choose another.")
+            if refusal := refused_path(task.output, allowed_roots()):
+                raise UserError(f"The output directory {task.output} of {task.name} {refusal}: choose another.")
         check_outputs(tasks)
 
     # -- checkpoints and data ------------------------------------------------------------------------------------------
@@ -143,21 +143,13 @@ class HostActor:
         Raises:
             UserError: the folder is not there, or the directory is not allowed, has other files, or cannot be written.
         """
-        if wrong := refused_path(output, allowed_roots()):
-            raise UserError(f"The output directory {output} of {task} {wrong}: choose another.")
+        if refusal := refused_path(output, allowed_roots()):
+            raise UserError(f"The output directory {output} of {task} {refusal}: choose another.")
         if not Path(shared).is_dir():
             raise UserError(f"The result of {task} cannot be written: this host has no {shared}: mount it there.")
         store = shared_store(storage) if storage else self._store
         if not fetch([store], unit, task, files, Path(output)):
             raise UserError(f"{output} is being written by another program: wait for it.")
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
-def host_name(node: str) -> str:
-    """The name of a host's actor."""
-    return f"host:{node}"
 
 
 def on_this_node(name: str, node: str, **options: Any) -> dict[str, Any]:
@@ -178,7 +170,7 @@ def host_actor(node: str) -> Any:
     """The handle of the actor of a node's host, which is made if there is none. Raises ConnectionError."""
     for entry in ray.nodes():
         if entry["NodeID"] == node and entry["Alive"]:
-            options = on_this_node(host_name(node), node, max_restarts=-1, max_task_retries=1)
+            options = on_this_node(f"host:{node}", node, max_restarts=-1, max_task_retries=1)
             return ray.remote(HostActor).options(**options).remote(node, str(entry["NodeManagerAddress"]))
     raise ConnectionError(f"Ray has no living node {node:.8}")
 
@@ -242,7 +234,7 @@ def remove_old_files(now: float | None = None) -> list[Path]:
     ]
     runs += _folders(root / "checkpoints" / "sent")
     old = [path for path in runs if _newest(path) < oldest]
-    old += [path for path in _folders(sent_directory()) if _changed(path) < oldest]
+    old += [path for path in _folders(sent_directory()) if _mtime(path) < oldest]
     for path in old:
         shutil.rmtree(path, ignore_errors=True)
     return old
@@ -254,10 +246,10 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def _newest(path: Path) -> float:
-    return max(map(_changed, [path, *path.rglob("*")]))
+    return max(map(_mtime, [path, *path.rglob("*")]))
 
 
-def _changed(path: Path) -> float:
+def _mtime(path: Path) -> float:
     try:
         return path.lstat().st_mtime
     except OSError:  # it has just been removed, so it is in use

@@ -37,7 +37,7 @@ class NodeCheck:
     token: str | None
 
 
-def on_all(hosts: Sequence[HostSpec], work: Callable[[HostSpec], T], failed: str) -> list[T]:
+def on_all(hosts: Sequence[HostSpec], work: Callable[[HostSpec], T], predicate: str) -> list[T]:
     """What `work` gives for each host, several at once.
 
     Raises:
@@ -56,7 +56,7 @@ def on_all(hosts: Sequence[HostSpec], work: Callable[[HostSpec], T], failed: str
     if len(errors) == 1:
         raise UserError(errors[0])
     if errors:
-        raise UserError(f"{count_noun(len(errors), 'host')} {failed}:", errors)
+        raise UserError(f"{count_noun(len(errors), 'host')} {predicate}:", errors)
     return [one for one in results if not isinstance(one, UserError)]
 
 
@@ -86,8 +86,8 @@ def check_host(spec: ClusterFile, host: HostSpec) -> NodeCheck:
         node: NodeCheck = typed(NodeCheck, ask(spec, host, "check", CHECK_SECONDS))
     except ValueError:
         raise UserError(f"{host.host} {OTHER_VERSION}.") from None
-    if (other := difference(own_versions(), node.versions)) is not None:
-        raise UserError(f"{host.host}: {other}: install the same versions there as here.")
+    if (mismatch := difference(own_versions(), node.versions)) is not None:
+        raise UserError(f"{host.host}: {mismatch}: install the same versions there as here.")
     if (address := spec.address_of(host)) not in node.addresses:
         has = ", ".join(one for one in node.addresses if ":" not in one and not one.startswith("127.")) or "none"
         raise UserError(f"{host.host} has no interface with the address {address} (it has {has}): give its 'address'.")

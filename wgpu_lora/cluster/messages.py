@@ -133,10 +133,6 @@ class Parcel:
     files: list[StoredFile]
 
     @property
-    def bytes(self) -> int:
-        return sum(file.size for file in self.files)
-
-    @property
     def value(self) -> str:
         """The value of an option instead of the path."""
         return f"{SENT}{self.digest}/{self.name}"
@@ -196,10 +192,6 @@ class Commit:
     hosts: list[str] = field(default_factory=list)
     final: bool = False
     outcomes: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> int:
-        return sum({file.digest: file.size for file in self.files}.values())
 
 
 @dataclass(frozen=True)

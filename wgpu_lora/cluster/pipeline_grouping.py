@@ -59,8 +59,8 @@ class Grouping:
         for task, need in tasks:
             if task.joinable:
                 self._queues.setdefault(task.group, deque()).append((task, need))
-        usual = float(field.speed.mean())
-        work = sum(task.work if task.seconds is None else task.seconds * usual for task, _ in tasks)
+        mean_speed = float(field.speed.mean())
+        work = sum(task.work if task.seconds is None else task.seconds * mean_speed for task, _ in tasks)
         busy = np.where(np.isfinite(field.ready), field.ready, 0.0)
         self._even = float((work + busy @ field.speed) / field.speed.sum())  # seconds, shared evenly
 

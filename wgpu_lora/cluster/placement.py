@@ -86,9 +86,9 @@ class _Decision:
         best = float(ends[at])
         if best == math.inf:
             return False  # it waits for memory or a device of which nobody knows when it is free
-        good = (start == 0.0) & field.open & (ends <= SLACK * best)
-        if good.any():
-            scores = np.where(good, field.scores(task, need), -1.0)
+        eligible = (start == 0.0) & field.open & (ends <= SLACK * best)
+        if eligible.any():
+            scores = np.where(eligible, field.scores(task, need), -1.0)
             at = int(scores.argmax())
             field.begin(at, float(need[at]), float(ends[at]))
             self.units.append(self.grouping.start(task, at, int(need[at]), float(scores[at])))
@@ -101,10 +101,10 @@ class _Decision:
 
 def ranks(field: Field, tasks: Sequence[Waiting], needs: Numbers, now: float) -> Numbers:
     """How early each task is planned [tasks]: by length, scarcity of memory and the time waited; see `place`."""
-    total, usual = field.speed.sum(), field.speed.mean()
-    able = (needs <= field.room) @ field.speed
-    scarcity = total / np.where(able > 0, able, total)
-    lengths = [task.work / usual / task.devices if task.seconds is None else task.seconds for task in tasks]
+    total, mean = field.speed.sum(), field.speed.mean()
+    usable_speed = (needs <= field.room) @ field.speed
+    scarcity = total / np.where(usable_speed > 0, usable_speed, total)
+    lengths = [task.work / mean / task.devices if task.seconds is None else task.seconds for task in tasks]
     since = np.array([task.since for task in tasks], dtype=np.float64)
     result: Numbers = np.array(lengths, dtype=np.float64) * scarcity + np.maximum(now - since, 0.0)
     return result
@@ -126,21 +126,21 @@ def refusal(task: str, peak_bytes: Mapping[str, int], places: Sequence[Place], d
         places: all devices of the cluster, those that are `out`, too.
         devices: how many it trains on together.
     """
-    able = [place for place in places if place.plan_class in peak_bytes]
-    fitting = [place for place in able if peak_bytes[place.plan_class] <= _most(place)]
+    candidates = [place for place in places if place.plan_class in peak_bytes]
+    fitting = [place for place in candidates if peak_bytes[place.plan_class] <= _most(place)]
     usable = [place for place in fitting if not place.out]
     if len(usable) >= devices:
         return None
     if not places:
         return f"Adapter '{task}' cannot run: the cluster has no device."
-    if not able:
+    if not candidates:
         return f"Adapter '{task}' cannot run on any of the cluster's devices."
     if devices > 1 and usable:
         return f"Adapter '{task}' needs {devices} devices that have the memory, but there are {len(usable)}."
     if fitting:
         out = max(fitting, key=lambda place: (_most(place), place.id))
         return f"Adapter '{task}' fits only on devices that are out of use, such as {_label(out)}, which is {out.out}."
-    nearest = max(able, key=lambda place: (_most(place) / peak_bytes[place.plan_class], place.id))
+    nearest = max(candidates, key=lambda place: (_most(place) / peak_bytes[place.plan_class], place.id))
     return (
         f"Adapter '{task}' needs {format_bytes_exact(peak_bytes[nearest.plan_class])} of device memory, but the "
         f"nearest device, {_label(nearest)}, has {format_bytes(int(_most(nearest)))}."

@@ -220,6 +220,6 @@ def speeds(places: Sequence[Place]) -> Numbers:
         if place.speed:
             by_class.setdefault(place.plan_class, []).append(place.speed)
     measurements = [speed for class_speeds in by_class.values() for speed in class_speeds]
-    everywhere = float(np.median(measurements)) if measurements else 1.0
-    usual = {name: float(np.median(class_speeds)) for name, class_speeds in by_class.items()}
-    return np.array([place.speed or usual.get(place.plan_class, everywhere) for place in places], dtype=np.float64)
+    overall = float(np.median(measurements)) if measurements else 1.0
+    class_medians = {name: float(np.median(class_speeds)) for name, class_speeds in by_class.items()}
+    return np.array([place.speed or class_medians.get(place.plan_class, overall) for place in places], dtype=np.float64)

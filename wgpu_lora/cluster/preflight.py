@@ -223,20 +223,20 @@ def _with_data(
     """The tasks, whose data all nodes have, or get, and the parcels that were sent. Appends to the reasons."""
     users = _users_of_paths(tasks)
     paths = sorted({*users, *([run.shared] if run.shared else [])})
-    lacking: dict[str, list[NodeFacts]] = {}
+    nodes_by_path: dict[str, list[NodeFacts]] = {}
     why: dict[str, str] = {}
     parcels: dict[str, Parcel] = {}
     for node in nodes:
         for path, sentence in cluster.host(node.id, "check_paths", paths).items():
-            lacking.setdefault(path, []).append(node)
+            nodes_by_path.setdefault(path, []).append(node)
             why.setdefault(path, sentence)
-    if lacking and run.send_data:
-        tasks, parcels = send_data([(cluster.store(node.id), node.host) for node in nodes], tasks, lacking.keys())
+    if nodes_by_path and run.send_data:
+        tasks, parcels = send_data([(cluster.store(node.id), node.host) for node in nodes], tasks, nodes_by_path.keys())
         for node in nodes:
             for parcel in parcels.values():
                 cluster.host(node.id, "place", parcel, seconds=PLAN_SECONDS)
-    for path in [path for path in lacking if path not in parcels]:
-        hosts = listed_hosts(lacking[path])
+    for path in [path for path in nodes_by_path if path not in parcels]:
+        hosts = listed_hosts(nodes_by_path[path])
         if path == run.shared:
             reasons.append(f"The shared folder {path} is missing on {hosts}: mount it there, or leave --shared out.")
             continue
@@ -251,7 +251,7 @@ def _with_data(
             reasons.append(f"{path} {of} cannot be used on {hosts}: {why[path].rstrip('.')}.")
     if run.storage and nodes:
         reasons += _unusable_storage(cluster, nodes, run.storage)
-    if run.shared and run.shared not in lacking and nodes:
+    if run.shared and run.shared not in nodes_by_path and nodes:
         outputs = [Task(task.name, {}, task.output) for task in tasks]
         try:
             cluster.host(nodes[0].id, "check_outputs", outputs)
@@ -302,6 +302,6 @@ def _plans(
 def _not_trained(plans: Plans) -> Iterator[str]:
     """Why tasks cannot be trained on any device."""
     for name, by_class in plans.items():
-        refused = [plan.refused for plan in by_class.values()]
-        if refused and None not in refused:
-            yield f"{name}: {refused[0]}"
+        refusals = [plan.refused for plan in by_class.values()]
+        if refusals and None not in refusals:
+            yield f"{name}: {refusals[0]}"

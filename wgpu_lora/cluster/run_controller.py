@@ -17,7 +17,6 @@ from typing import Any
 import ray
 import ray.exceptions
 from filelock import Timeout
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster import run_queue, run_state
@@ -108,14 +107,14 @@ class RunController:
         except FileNotFoundError:
             return ClusterState()
         except (OSError, ValueError, KeyError, RecursionError) as error:
-            other = self._file.with_name(f"unreadable-{int(time.time())}.json")
-            self._file.rename(other)
+            backup = self._file.with_name(f"unreadable-{int(time.time())}.json")
+            self._file.rename(backup)
             for actor in ray.util.list_named_actors(all_namespaces=True):  # of runs that nobody knows any more
                 if actor["namespace"] == NAMESPACE and actor["name"].startswith(("train:", "evaluation:")):
                     with suppress(ValueError):
                         ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
             state = ClusterState()
-            state.log(self.now(), f"{self._file} cannot be read ({error}): it is kept as {other}.")
+            state.log(self.now(), f"{self._file} cannot be read ({error}): it is kept as {backup}.")
             return state
         if state.events:  # the clock must not go back
             self._start = max(self._start, state.events[-1].time)
@@ -307,8 +306,8 @@ class RunController:
             self._rest()
             return
         self._used = max(self._used, self.now())
-        living = set(living_nodes())
-        if living != {node.id for node in self._state.nodes} or self.now() - self._surveyed > SURVEY_SECONDS:
+        node_ids = set(living_nodes())
+        if node_ids != {node.id for node in self._state.nodes} or self.now() - self._surveyed > SURVEY_SECONDS:
             self._do_beside("survey", self._survey)
         self._find_actors()
         self._poll()
@@ -366,10 +365,10 @@ class RunController:
 
     def _survey(self) -> None:
         """Ask all nodes for their devices. One that is alive but busy keeps what it said before for a while."""
-        living = living_nodes()
+        node_ids = living_nodes()
         with self._lock:
             before = {node.id: node for node in self._state.nodes}
-        facts = list(self._surveys.map(lambda node: self._ask_node(node, before.get(node)), living))
+        facts = list(self._surveys.map(lambda node: self._ask_node(node, before.get(node)), node_ids))
         with self._lock:
             self._surveyed = self.now()
             run_state.take_survey(self._state, [node for node in facts if node is not None], self.now())
@@ -384,13 +383,13 @@ class RunController:
                     self._state.log(self.now(), f"Node {node:.8} does not tell its devices: {error}")
             return before if self._misses[node] < MISSES else None
         self._misses.pop(node, None)
-        other = difference(own_versions(), facts.versions)  # it would not train as the others do
-        if other and self._other_versions.get(node) != other:
+        mismatch = difference(own_versions(), facts.versions)  # it would not train as the others do
+        if mismatch and self._other_versions.get(node) != mismatch:
             with self._lock:
-                text = f"No device of {facts.host} is used, since {other}: install the head's."
+                text = f"No device of {facts.host} is used, since {mismatch}: install the head's."
                 self._state.log(self.now(), text)
-        self._other_versions[node] = other
-        return replace(facts, devices=[]) if other else facts
+        self._other_versions[node] = mismatch
+        return replace(facts, devices=[]) if mismatch else facts
 
     def _measure(self, device: str, node: str, key: str) -> None:
         speed = joined = None
@@ -456,8 +455,8 @@ class RunController:
     def _find_actors(self) -> None:
         """The actors of units that an earlier controller has started."""
         with self._lock:
-            unknown = [unit for unit in self._state.placed() if unit.id not in self._actors]
-        for unit in unknown:
+            orphans = [unit for unit in self._state.placed() if unit.id not in self._actors]
+        for unit in orphans:
             try:
                 self._actors[unit.id] = ray.get_actor(_actor_name(unit), namespace=NAMESPACE)
             except ValueError:
@@ -486,12 +485,12 @@ class RunController:
             self._take_report(unit_id, report)
         with self._lock:
             now = self.now()
-            late = [
+            late_units = [
                 unit
                 for unit in self._state.placed()
                 if now - self._reports.get(unit.id, (None, now))[1] > (HUNG_SECONDS if unit.started else START_SECONDS)
             ]
-        for unit in late:
+        for unit in late_units:
             self._lost(unit.id, "its actor does not answer" if unit.started else "its actor has not started")
 
     def _take_report(self, unit_id: str, report: Report) -> None:
@@ -649,13 +648,13 @@ class RunController:
         cache.phase = "failed"
         refusals = run_queue.Refusals(state, state.requests[cache.run])
         for unit in units:
-            unfit = refusals.of(unit.tasks)
-            if unfit is None:
+            refusal = refusals.of(unit.tasks)
+            if refusal is None:
                 unit.commit = None
                 name = run_state.unit_name(unit)
                 state.log(now, f"{name} has its teacher beside it, since there is no teacher cache: {why}")
             else:
-                about = f"There is no teacher cache ({why.rstrip('.')}), and with its teacher beside it: {unfit}"
+                about = f"There is no teacher cache ({why.rstrip('.')}), and with its teacher beside it: {refusal}"
                 run_state.give_up(state, unit, about)
         run_state.settle_run(state, cache.run, now)
 
@@ -713,15 +712,6 @@ def run_controller() -> Any:
     head = next((node for node in ray.nodes() if node["Alive"] and HEAD in node["Resources"]), None)
     if head is None:
         raise UserError("Ray lists no living head node of this cluster: start the cluster again.")
-    options = {
-        "name": CONTROLLER,
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-        "max_concurrency": CALLS,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(head["NodeID"], soft=False),
-    }
+    retries = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": CALLS}
+    options = on_this_node(CONTROLLER, head["NodeID"], **retries)
     return ray.remote(RunController).options(**options).remote(head["NodeID"])

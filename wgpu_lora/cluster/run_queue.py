@@ -118,21 +118,21 @@ def _waiting(state: ClusterState, request: RunRequest, unit: UnitState, now: flo
     tasks = state.members(unit)
     options = next(task.options for task in request.tasks if task.name == unit.tasks[0])
     plans = [plans_of(state, request, name) for name in unit.tasks]
-    some = [next(iter(plan.values())) for plan in plans]
-    timed = options.get("target_seconds")
+    first_plans = [next(iter(plan.values())) for plan in plans]
+    target_seconds = options.get("target_seconds")
     return Waiting(
         task=unit.id,
         needed=needed_bytes(plans),
-        base=some[0].base,
-        base_bytes=some[0].base_bytes,
-        work=sum(plan.work * _remaining_share(task) for plan, task in zip(some, tasks, strict=True)),
-        data=frozenset(name for plan in some for name in plan.data),
+        base=first_plans[0].base,
+        base_bytes=first_plans[0].base_bytes,
+        work=sum(plan.work * _remaining_share(task) for plan, task in zip(first_plans, tasks, strict=True)),
+        data=frozenset(name for plan in first_plans for name in plan.data),
         avoid=_excluded_devices(state, request, unit, now),
         devices=request.data_parallel,
         tasks=tuple(task.id for task in tasks) if len(tasks) > 1 or unit.commit else (),
         run=unit.run,
         join="never" if tasks[0].alone else request.join,
-        seconds=float(timed) if some[0].steps == 0 and timed else None,
+        seconds=float(target_seconds) if first_plans[0].steps == 0 and target_seconds else None,
         since=min(task.since for task in tasks),
     )
 
@@ -147,19 +147,19 @@ def _excluded_devices(state: ClusterState, request: RunRequest, unit: UnitState,
     never = {name for name, until in unit.avoid.items() if until > now}
     if request.eval_device:
         never.add(request.eval_device)
-    failed = {name for task in state.members(unit) for name in task.failed_on}
-    if not failed:
+    failed_devices = {name for task in state.members(unit) for name in task.failed_on}
+    if not failed_devices:
         return frozenset(never)
     sizes = needed_bytes([plans_of(state, request, name) for name in unit.tasks])
     alternatives = [
         name
         for name, device in state.devices.items()
         if not device.out
-        and name not in failed | never
+        and name not in failed_devices | never
         and (size := sizes.get(device.facts.plan_class)) is not None
         and (device.facts.budget is None or size <= device.facts.budget)
     ]
-    return frozenset(never | failed if len(alternatives) >= request.data_parallel else never)
+    return frozenset(never | failed_devices if len(alternatives) >= request.data_parallel else never)
 
 
 def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]:
@@ -176,7 +176,7 @@ def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]
         if device.measuring > now:
             busy.append(MEASURED_SECONDS)
         share = sum(1 / state.requests[unit.run].jobs_per_device for unit in units)  # of its resource in Ray
-        used = jobs_per_device if device.measuring > now else math.ceil(share * jobs_per_device)
+        active_jobs = jobs_per_device if device.measuring > now else math.ceil(share * jobs_per_device)
         device_places.append(
             Place(
                 id=name,
@@ -184,7 +184,7 @@ def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]
                 host=device.facts.address,
                 free=device.free,
                 speed=device.facts.speed,
-                active=used,
+                active=active_jobs,
                 busy_seconds=min(busy, default=0.0),
                 bases=frozenset(host.bases),
                 data=frozenset(host.data),
@@ -237,10 +237,10 @@ class Refusals:
     def of(self, names: Sequence[str]) -> str | None:
         """A sentence about a unit of these tasks, or None if it can be placed, now or later."""
         plans = [plans_of(self._state, self._request, name) for name in names]
-        refused = [plan.refused for by_class in plans for plan in by_class.values()]
+        refusals = [plan.refused for by_class in plans for plan in by_class.values()]
         sizes = needed_bytes(plans)
-        if not sizes and refused and refused[0]:
-            return refused[0]
+        if not sizes and refusals and refusals[0]:
+            return refusals[0]
         key = tuple(sorted(sizes.items()))
         if key in self._placeable:
             return None
@@ -337,17 +337,17 @@ def _mirrors(state: ClusterState, device: str, head: str) -> list[str]:
 def snapshot(state: ClusterState, run: str | None, now: float) -> Snapshot:
     """Tasks of one run, or of all; devices, nodes and events are always all."""
     stuck = stuck_units(state)
-    shown = [request for name, request in state.requests.items() if run in (None, name)]
+    requests = [request for name, request in state.requests.items() if run in (None, name)]
     return Snapshot(
         time=now,
         runs=[
             RunView(one.name, one.by, state_of_run.began, state_of_run.ended > 0, one.shared, one.sweep)
-            for one in shown
+            for one in requests
             if (state_of_run := state.runs[one.name])
         ],
         tasks=[
             _task_view(state, request, state.tasks[f"{request.name}/{task.name}"], task, stuck)
-            for request in shown
+            for request in requests
             for task in request.tasks
         ],
         devices=[_device_view(state, name) for name in state.devices],
@@ -357,7 +357,7 @@ def snapshot(state: ClusterState, run: str | None, now: float) -> Snapshot:
 
 
 def _task_view(
-    state: ClusterState, request: RunRequest, task: TaskState, requested: Task, stuck: dict[str, str]
+    state: ClusterState, request: RunRequest, task: TaskState, definition: Task, stuck: dict[str, str]
 ) -> TaskView:
     unit = state.units.get(task.unit)
     cache = awaited_cache(state, request, unit) if unit and unit.phase == "waiting" else None
@@ -367,11 +367,11 @@ def _task_view(
         state=task.state,
         device=task.device,
         progress=_cache_progress(cache) if cache else _progress(task),
-        output=requested.output,
+        output=definition.output,
         attempts=task.attempts,
         reason=stuck.get(task.unit) or (cache.reason if cache else "") or task.reason,
         fetched=task.fetched or (task.over and not task.results),
-        params=requested.params,
+        params=definition.params,
     )
 
 

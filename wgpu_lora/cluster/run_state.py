@@ -265,10 +265,10 @@ def _same_folder(one: RunRequest, other: RunRequest) -> bool:
 
 def _check_outputs(request: RunRequest, other: RunRequest) -> None:
     """Raises UserError if an output of the request is one of another run's, lies in one, or has one in it."""
-    used = [PurePath(normpath(task.output)) for task in other.tasks]
+    paths = [PurePath(normpath(task.output)) for task in other.tasks]
     for task in request.tasks:
         output = PurePath(normpath(task.output))
-        for place in used:
+        for place in paths:
             if output == place or place in output.parents or output in place.parents:
                 where = "is" if output == place else "overlaps"
                 raise UserError(
@@ -511,31 +511,31 @@ def lose_unit(state: ClusterState, unit: UnitState, reason: str, now: float) -> 
 
 
 def _take_end(
-    state: ClusterState, unit: UnitState, ended: str, outcomes: Mapping[str, str], reason: str, now: float
+    state: ClusterState, unit: UnitState, end: str, outcomes: Mapping[str, str], reason: str, now: float
 ) -> None:
     device, tasks = unit.devices[0], state.members(unit)
     complete = unit.commit is not None and unit.commit.final and unit.commit.generation == unit.generation
-    if complete and (ended == "done" or (ended == "stopped" and all(task.ending == "cancelled" for task in tasks))):
+    if complete and (end == "done" or (end == "stopped" and all(task.ending == "cancelled" for task in tasks))):
         for name in unit.devices:
             state.devices[name].failures = 0
         _release(state, unit)
         _finish(state, unit, outcomes, reason)
-    elif ended == "refused":
+    elif end == "refused":
         _take_refusal(state, unit, reason or "its training was refused", now)
-    elif ended == "no room":
+    elif end == "no room":
         unit.avoid[device] = now + NO_ROOM_SECONDS
         state.log(now, f"{unit_name(unit)} found no room on {state.device_name(device)}")
         for task in tasks:
             task.alone = task.alone or len(tasks) > 1
         wait_again(state, unit, now, reason or "there was no room")
-    elif ended == "no checkpoint":
+    elif end == "no checkpoint":
         state.log(now, f"{unit_name(unit)} cannot go on from its newest checkpoint: {reason}")
         unit.commit = None
         for task in tasks:
             task.committed = Progress()
             task.deaths += 1
         _try_again(state, unit, reason, now)
-    elif ended == "stopped":
+    elif end == "stopped":
         for task in tasks:
             task.deaths += 1
         _try_again(state, unit, reason or "its actor was stopped", now)
@@ -610,7 +610,11 @@ def take_survey(state: ClusterState, nodes: Sequence[NodeFacts], now: float) -> 
             device.speed = device.joined_speedup = None
         device.facts, device.node, device.gone = facts, node.id, False
         # What has not loaded yet has no lease yet: the survey counts its bytes as free.
-        starting = sum(unit.needed for unit in state.placed() if name in unit.devices and not _is_loaded(state, unit))
+        starting = sum(
+            unit.needed
+            for unit in state.placed()
+            if name in unit.devices and all(task.state != "running" for task in state.members(unit))
+        )
         device.free = None if facts.free is None else max(facts.free - starting, 0)
     for name, device in state.devices.items():
         if name not in devices and not device.gone:
@@ -620,10 +624,6 @@ def take_survey(state: ClusterState, nodes: Sequence[NodeFacts], now: float) -> 
         absent = [name for name, device in state.devices.items() if device.gone and not device.quarantined]
         for name in absent:
             del state.devices[name]
-
-
-def _is_loaded(state: ClusterState, unit: UnitState) -> bool:
-    return any(task.state == "running" for task in state.members(unit))
 
 
 def devices_to_measure(state: ClusterState, now: float) -> list[tuple[str, str, str]]:

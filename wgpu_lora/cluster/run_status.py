@@ -73,25 +73,27 @@ def follow(
         ClusterGone: the controller has not answered for PATIENCE seconds, or never will.
         UserError: there is no such run.
     """
-    answered, results = clock(), dict[str, str | None]()  # why a result could not be written here, by task
+    last_answer, results = clock(), dict[str, str | None]()  # why a result could not be written here, by task
     while True:
         poll_start = clock()
         try:
             snapshot = snapshot_of(cluster, run)
             watcher.shown(snapshot)
-            ended = [task for task in snapshot.tasks if task.state in ENDED and not task.fetched] if fetches else []
-            outputs = {task.name: task.output for task in ended if task.name not in results}
+            ended_tasks = (
+                [task for task in snapshot.tasks if task.state in ENDED and not task.fetched] if fetches else []
+            )
+            outputs = {task.name: task.output for task in ended_tasks if task.name not in results}
             if outputs:
                 new = fetch_results(cluster, run, outputs, watcher.fetching)
                 results |= new
                 for task, why in new.items():
                     if why:
                         watcher.not_fetched(task, why)
-            answered = clock()
+            last_answer = clock()
             if outputs.keys() <= results.keys() and any(view.name == run and view.over for view in snapshot.runs):
                 return Followed(snapshot, {task: why for task, why in results.items() if why})
         except ClusterGone as error:
-            away = clock() - answered
+            away = clock() - last_answer
             if away > PATIENCE:
                 raise ClusterGone(
                     f"The cluster has not answered for {away:.0f} s, its jobs may go on ({error.problem.rstrip('.')}): "
@@ -134,10 +136,10 @@ def chosen_device(devices: Sequence[tuple[str, DeviceFacts]], text: str, option:
         UserError: there is none, or several.
     """
     exact = [facts for place, facts in devices if text in (place, facts.id, facts.key)]
-    chosen = exact or [facts for _, facts in devices if text.casefold() in facts.name.casefold()]
-    if len(chosen) == 1:
-        return chosen[0]
-    which = count_noun(len(chosen), "device") if chosen else "no device"
+    matches = exact or [facts for _, facts in devices if text.casefold() in facts.name.casefold()]
+    if len(matches) == 1:
+        return matches[0]
+    which = count_noun(len(matches), "device") if matches else "no device"
     names = join_words([f"{place} ({facts.name})" for place, facts in devices], most=MOST) if devices else "none"
     raise UserError(
         f"{f'{option} {text}'.strip()} names {which} of the cluster: give HOST:INDEX, a key, or more of the name; "

@@ -170,11 +170,11 @@ def planned(
         )
     defaults: dict[str, Any] = {"eval_steps": interval} if options.metric == "eval_loss" else {}
     if options.scheduler == "pbt":
-        fixed = sorted({param for task in tasks for param in task.params} - set(MUTABLE))
-        if fixed:
+        fixed_params = sorted({param for task in tasks for param in task.params} - set(MUTABLE))
+        if fixed_params:
             raise UserError(
-                f"--param {flag(fixed[0])} cannot be varied with {setting('scheduler', 'pbt')}, which changes it for "
-                f"adapters that are being trained: choose among {', '.join(map(flag, MUTABLE))}, or another scheduler."
+                f"--param {flag(fixed_params[0])} cannot be varied with {setting('scheduler', 'pbt')}, which changes it "
+                f"for adapters that are being trained: choose among {', '.join(map(flag, MUTABLE))}, or another scheduler."
             )
         defaults["save_steps"] = interval  # what others copy
     tasks = [replace(task, options={**defaults, **task.options}) for task in tasks]
@@ -234,8 +234,8 @@ def write_results(snapshot: Snapshot, run: RunView) -> Path:
         "over": run.over,
         "adapters": adapters,
     }
-    beside = Path(os.path.commonpath([os.path.dirname(view.output) for view in views]) if views else ".")
-    path = (beside if beside.is_dir() else Path()) / RESULTS
+    parent = Path(os.path.commonpath([os.path.dirname(view.output) for view in views]) if views else ".")
+    path = (parent if parent.is_dir() else Path()) / RESULTS
     try:
         write_bytes_atomic(path, (to_json(result, indent=1) + "\n").encode())
     except OSError as error:

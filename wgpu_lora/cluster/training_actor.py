@@ -80,10 +80,10 @@ class TrainingActor:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        ended, why = self._end or (None, "")
-        alone = self._leader.problem if self._leader and not ended else ""
+        end, why = self._end or (None, "")
+        alone = self._leader.problem if self._leader and not end else ""
         text = " ".join(part for part in (why, self._problem, alone) if part)
-        return Report(dict(self._progress.progress), dict(self._progress.outcomes), ended, text)
+        return Report(dict(self._progress.progress), dict(self._progress.outcomes), end, text)
 
     def cancel(self) -> None:
         """End training with a last checkpoint."""
@@ -100,37 +100,37 @@ class TrainingActor:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        ended, why = "failed", "its thread has ended"
+        end, why = "failed", "its thread has ended"
         try:
-            ended, why = self._run_to_end()
+            end, why = self._run_to_end()
         except BaseException as error:
             why = _sentence(error)
         finally:
-            self._end = ended, why
+            self._end = end, why
 
     def _run_to_end(self) -> tuple[str, str]:
         try:
-            ended, why = self._train()
+            end, why = self._train()
             self._commit_results(whole=True)
         except StaleActor:
             shutil.rmtree(self._directory, ignore_errors=True)
-            ended, why = "stopped", "its device was taken for lost, and it goes on elsewhere."
+            end, why = "stopped", "its device was taken for lost, and it goes on elsewhere."
         except Cancelled:
-            ended, why = "stopped", ""
+            end, why = "stopped", ""
             with suppress(Exception):
                 self._commit_results(whole=False)
         except StorageUnavailable as error:
-            ended, why = "stopped", str(error)
+            end, why = "stopped", str(error)
         except DamagedCheckpoint as error:
-            ended, why = "no checkpoint", str(error)
+            end, why = "no checkpoint", str(error)
         except ConnectionError as error:  # which is no fault of this device
-            ended, why = "stopped", f"a host that has its checkpoint or data is away: {error}"
+            end, why = "stopped", f"a host that has its checkpoint or data is away: {error}"
         except BaseException as error:
-            ended, why = _kind(error), _sentence(error)
+            end, why = _kind(error), _sentence(error)
             if self._order.mirror_steps:  # the newest checkpoint of a run that failed
                 with suppress(Exception):
                     self._commit_results(whole=False)
-        return ended, why
+        return end, why
 
     def _train(self) -> tuple[str, str]:
         order = self._order
@@ -226,7 +226,8 @@ class TrainingActor:
                 self._unit_files.sweep()
             files, steps, stores = self._unit_files.files(ended), self._unit_files.steps(), self._stores()
             complete, before = store_files(stores, order.unit, self._directory, files)
-            hosts = [] if order.storage else [(own_address(), *map(address_of, order.mirrors))[i] for i in complete]
+            addresses = [ray.util.get_node_ip_address(), *map(address_of, order.mirrors)]
+            hosts = [] if order.storage else [addresses[number] for number in complete]
             commit = Commit(order.unit, order.generation, steps, files, hosts, final, dict(self._progress.outcomes))
             if not ray.get(self._controller.commit.remote(commit), timeout=PATIENCE):
                 raise StaleActor
@@ -277,10 +278,6 @@ class _ActorEvents(EventWriter):
     def step(self, result: Any) -> bool | None:
         super().step(result)
         return self._actor._cancelled.is_set() or None
-
-
-def own_address() -> str:
-    return str(ray.util.get_node_ip_address())
 
 
 def address_of(node: str) -> str:

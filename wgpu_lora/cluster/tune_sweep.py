@@ -150,8 +150,8 @@ def train_trial(config: dict[str, Any], options: dict[str, dict[str, Any]], metr
             checkpoint.to_directory(place)
             if newest := run_checkpoint.latest_checkpoint(run):  # with PBT, that of a trial with other values
                 run_checkpoint.change_options(newest, params)
-        merged = {**options_here(options[name]), **params}
-        arguments = {option: value for option, value in merged.items() if value is not None}
+        values = {**options_here(options[name]), **params}
+        arguments = {option: value for option, value in values.items() if value is not None}
         arguments |= {"device": index, "output": str(run)} | ({"resume": True} if checkpoint else {})
         job, _ = prepare_finetune(arguments, name)
         job.train(_TrialEvents(Path(place), name, metric))

@@ -68,8 +68,8 @@ def measure_overhead(
     """
     if not 0 < seconds <= 1e6:
         raise UserError(f"{flag('target_seconds')} is {seconds:g}: give more than 0, at most 1e6.")
-    if wrong := next((order for order in orders if order not in ORDERS), None):
-        raise UserError(f"{flag('order')} must be one of {', '.join(ORDERS)}, not {wrong!r:.80}.")
+    if unknown_order := next((order for order in orders if order not in ORDERS), None):
+        raise UserError(f"{flag('order')} must be one of {', '.join(ORDERS)}, not {unknown_order!r:.80}.")
     if repeat < 1:
         raise UserError(f"{flag('repeat')} must be at least 1, not {repeat}.")
     rows: list[Row] = []
@@ -199,7 +199,7 @@ class _Segments:
 
     def _protected(self, name: str) -> dict[str, Any]:
         """A protected segment; its job has a name of its own, since a log of a run cannot begin twice."""
-        begin, steps, usual = time.perf_counter(), _LastStep(), TrainingArguments().as_dict()
+        begin, steps, defaults = time.perf_counter(), _LastStep(), TrainingArguments().as_dict()
         options = {key: value for key, value in self.args.as_dict().items() if key not in UNSTATED}
         job = self.directory / f"{name}.toml"
         self._write_toml(job, {
@@ -207,7 +207,7 @@ class _Segments:
                 **self.sealed, "name": f"bench-protected-{name}", "output": f"protected-{name}",
                 "recipients": [self.recipient], "broker": self.url, "broker_key": "broker.pem.pub",
             },
-            "training": {key: value for key, value in options.items() if value not in (None, usual[key])},
+            "training": {key: value for key, value in options.items() if value not in (None, defaults[key])},
         })  # fmt: skip
         record = finetune_protected(read_job(job), model=self.model, watch=lambda _: nullcontext(steps))
         figures = _figures("protected", record.run, begin)

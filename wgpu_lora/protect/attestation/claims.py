@@ -153,17 +153,17 @@ def attest(claims: Mapping[str, Any], keys: SessionKeys, quote: bool | None = No
     Raises:
         UserError: a quote was asked for and there is no usable TPM, or the claims are too long.
     """
-    payload, signed = dict(claims), None
+    payload, tpm_quote = dict(claims), None
     if quote is not False:
-        quoted = {**payload, "level": "quoted", "level_note": LEVELS["quoted"]}
+        quoted_claims = {**payload, "level": "quoted", "level_note": LEVELS["quoted"]}
         try:
-            signed = tpm.quote(bytes.fromhex(digest(quoted)))
-            payload = quoted
+            tpm_quote = tpm.quote(bytes.fromhex(digest(quoted_claims)))
+            payload = quoted_claims
         except tpm.NoQuoteError as error:
             if quote:
                 raise
             payload["no_quote"] = error.problem
-    predicate = {"claims": payload} if signed is None else {"claims": payload, "quote": signed}
+    predicate = {"claims": payload} if tpm_quote is None else {"claims": payload, "quote": tpm_quote}
     evidence = dsse.sign(dsse.statement(PROFILE, [("claims", digest(payload))], predicate), keys.signing)
     if len(evidence) > MAX_BYTES:
         raise UserError(f"The evidence is longer than {MAX_BYTES:,} bytes: shorten the job's options.")

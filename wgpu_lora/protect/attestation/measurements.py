@@ -153,11 +153,11 @@ def installed_packages() -> tuple[dict[str, dict[str, Any]], set[str]]:
     packages = {name: (one, _record(one)) for name, one in _required().items()}
     listed = {path for _, record in packages.values() for path, _ in record.values()}
     missing = {path for file in loaded_files() if not accounted(file, listed) for path in _spellings(file)}
-    for other in distributions() if missing else ():
-        name, record = canonicalize_name(other.name or ""), _record(other)
+    for candidate in distributions() if missing else ():
+        name, record = canonicalize_name(candidate.name or ""), _record(candidate)
         files = {path for path, _ in record.values()}
         if name and name not in packages and name != NAME and not missing.isdisjoint(files):
-            packages[name] = other, record
+            packages[name] = candidate, record
             listed |= files
     return {name: _measure(*one) for name, one in sorted(packages.items())}, listed
 
@@ -200,10 +200,10 @@ def _required() -> dict[str, Distribution]:
             continue
         visited.add(one)
         try:
-            packages[name] = here = distribution(name)
+            packages[name] = current = distribution(name)
         except PackageNotFoundError:  # not required here, or installed in another way: it is missing from the claims
             continue
-        for text in here.requires or ():
+        for text in current.requires or ():
             with suppress(InvalidRequirement):
                 need = Requirement(text)
                 if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras}):

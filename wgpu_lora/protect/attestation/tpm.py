@@ -76,13 +76,13 @@ def quote(digest: bytes) -> dict[str, Any]:
                 try:
                     verify(result, digest)
                 except UserError as error:
-                    wrong = error
+                    failure = error
                 else:
                     return result
         finally:
             if HANDLE not in os.environ:
                 tpm.flush_context(handle)
-    raise NoQuoteError(f"The TPM made no usable quote ({wrong.problem}): attest without one (--no-quote).")
+    raise NoQuoteError(f"The TPM made no usable quote ({failure.problem}): attest without one (--no-quote).")
 
 
 @contextmanager

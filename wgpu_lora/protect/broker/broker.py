@@ -72,15 +72,15 @@ class Clock:
 
     def now(self) -> float:
         """The time. Raises UserError if the machine's clock shows an earlier one than before."""
-        now, passed = time.time(), self._begin + self._elapsed()
-        least = max(self._logged, passed)
+        now, steady_time = time.time(), self._begin + self._elapsed()
+        least = max(self._logged, steady_time)
         if now + CLOCK_SLACK < least:
             raise UserError(
                 f"The clock of this machine was set back by {least - now:,.0f} s, so that nothing can be dated: set it "
                 "right and start the broker again, with a new --state directory if it had been ahead."
             )
         self._logged = max(self._logged, now)
-        return max(now, passed)
+        return max(now, steady_time)
 
 
 # -- reports of progress -----------------------------------------------------------------------------------------------

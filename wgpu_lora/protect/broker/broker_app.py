@@ -223,15 +223,15 @@ def listen(host: str, port: int, encrypted: bool) -> list[socket.socket]:
     if not encrypted and not all(map(is_loopback, addresses)):
         raise UserError(f"--host {host} is not loopback, which needs TLS: give --tls-cert and --tls-key.")
     sockets: list[socket.socket] = []
-    wrong: OSError | None = None
+    failure: OSError | None = None
     for address in addresses:
         try:
             one = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         except OSError as error:
-            wrong = error  # such as ::1 on a machine without IPv6
+            failure = error  # such as ::1 on a machine without IPv6
             continue
         port = one.getsockname()[1]
         sockets.append(one)
     if not sockets:
-        raise UserError(f"--host {host} --port {port} cannot be used ({wrong}): give another one.")
+        raise UserError(f"--host {host} --port {port} cannot be used ({failure}): give another one.")
     return sockets

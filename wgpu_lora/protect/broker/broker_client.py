@@ -159,8 +159,8 @@ def _checked_url(url: str, name: str) -> httpx.URL:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, TypeError, ValueError):
         parts = httpx.URL("")
-    more = parts.userinfo or parts.query or parts.fragment
-    if parts.scheme not in ("http", "https") or not parts.host or more or not 0 < (parts.port or 1) < 1 << 16:
+    extras = parts.userinfo or parts.query or parts.fragment
+    if parts.scheme not in ("http", "https") or not parts.host or extras or not 0 < (parts.port or 1) < 1 << 16:
         raise UserError(f"{url!a:.200} is not the URL of a broker: give one such as https://broker.example:8443.")
     if parts.scheme == "https":
         return parts

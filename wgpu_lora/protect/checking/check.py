@@ -166,9 +166,9 @@ def _check_files(run: Path, sessions: Sequence[Session], findings: Findings) -> 
     verified = 0
     for name, digest in logged.items():
         with findings.part(name):
-            there = _digest_in(run, name)
-            if there is not None:
-                verified += findings.expect(f"SHA-256 of {name}", there, digest)
+            actual = _digest_in(run, name)
+            if actual is not None:
+                verified += findings.expect(f"SHA-256 of {name}", actual, digest)
             elif name in required:
                 findings.fail(f"{name} is missing")
     # Links and special files too: whatever lies here may be taken for a part of the run.

@@ -46,11 +46,11 @@ class Findings:
 
     def expect(self, label: str, actual: Any, expected: Any) -> bool:
         """Fail unless two values are equal; of mappings and lists, each part that differs is named."""
-        differing = list(_differences(label, actual, expected))
-        for where, *values in differing:
+        differences = list(_differences(label, actual, expected))
+        for where, *values in differences:
             one, other = (text if len(text := repr(v)) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..." for v in values)
             self.fail(f"{where} is {one}, expected {other}")
-        return not differing
+        return not differences
 
     @contextmanager
     def part(self, label: str) -> Iterator[None]:
@@ -135,12 +135,12 @@ def check_sessions(
             findings.expect(f"the job of session {number}", session.claims.get("job"), sessions[0].claims.get("job"))
         before = session.entries[-1]
     # What is used twice was replayed.
-    for name, used in {
+    for name, values in {
         "key": [session.entries[0].keyid for session in sessions],
         "nonce": [session.claims["eat_nonce"] for session in sessions if "eat_nonce" in session.claims],
         "release": [session.release["jti"] for session in sessions if session.release],
     }.items():
-        if len(set(used)) < len(used):
+        if len(set(values)) < len(values):
             findings.fail(f"two sessions have the same {name}")
     for one, other in pairwise(entry for session in sessions for entry in session.entries):
         if other.seconds < one.seconds - BACK:
@@ -157,9 +157,9 @@ def _check_evidence(run: Path, session: Session, before: Entry | None, findings:
     findings.expect(f"the key that {name} binds", evidence.signing.keyid, line.keyid)
     expected = {} if before is None else {"sequence": before.sequence, "head": before.digest}
     findings.expect(f"the end of the log that {name} states", dict(evidence.claims.get("resume") or {}), expected)
-    late = line.seconds - float(evidence.claims["iat"])
-    if not -SLACK <= late <= SLACK:
-        findings.fail(f"{name} was made {late:,.0f} s before the log's line that names it")
+    delay = line.seconds - float(evidence.claims["iat"])
+    if not -SLACK <= delay <= SLACK:
+        findings.fail(f"{name} was made {delay:,.0f} s before the log's line that names it")
 
 
 def _check_release(
@@ -204,22 +204,22 @@ def _check_stages(session: Session, findings: Findings) -> None:
     for stage in ("released", *ENDS, "wiped"):
         if stages.count(stage) > 1:
             findings.fail(f"{label} has {stages.count(stage)} lines {stage!r}")
-    for end, following in pairwise(stages):
-        if end in ENDS and following != "wiped":
-            findings.fail(f"{label} goes on with {following!r} after it {end}")
+    for end, next_stage in pairwise(stages):
+        if end in ENDS and next_stage != "wiped":
+            findings.fail(f"{label} goes on with {next_stage!r} after it {end}")
     if "wiped" in stages[:-1]:
         findings.fail(f"{label} goes on after its cleanup")
 
 
 def _check_data(session: Session, findings: Findings) -> None:
-    label, opened = f"session {session.number}", session.entries_of("opened")
-    if not opened:
+    label, lines = f"session {session.number}", session.entries_of("opened")
+    if not lines:
         if session.entries_of("started", "resumed", "checkpoint", "finished"):
             findings.fail(f"{label} trained without opening data")
         return
     expected = sorted(item["sha256"] for item in session.claims.get("job", {}).get("data", []))
-    findings.expect(f"the data of {label}", sorted(digest for line in opened for _, digest in line.subjects), expected)
-    least, rows = session.release.get("min_rows"), max(line.facts.get("trained_rows", 0) for line in opened)
+    findings.expect(f"the data of {label}", sorted(digest for line in lines for _, digest in line.subjects), expected)
+    least, rows = session.release.get("min_rows"), max(line.facts.get("trained_rows", 0) for line in lines)
     if least is not None and rows < least:
         findings.fail(f"{label} trained on {rows} rows, fewer than {least}")
 

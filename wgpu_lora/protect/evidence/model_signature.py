@@ -44,12 +44,12 @@ def sign_model(files: Mapping[str, bytes | bytearray], key: SigningKey, name: st
         ],
     }
     root = hashlib.sha256(b"".join(digests.values())).hexdigest()
-    signed = json.loads(dsse.sign(dsse.statement(KIND, [(name, root)], predicate), key))
+    envelope = json.loads(dsse.sign(dsse.statement(KIND, [(name, root)], predicate), key))
     hint = hashlib.sha256(key.public.pem.encode()).hexdigest()
     bundle = {
         "mediaType": BUNDLE,
         "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
-        "dsseEnvelope": signed,
+        "dsseEnvelope": envelope,
     }
     return json.dumps(bundle).encode()
 

@@ -188,10 +188,10 @@ def appraise_statement(statement: Mapping[str, Any], evidence: Evidence, policy:
 
 def _failures(checks: Checks, facts: Facts) -> list[Failure]:
     return [
-        Failure(name, *failed)
+        Failure(name, *mismatch)
         for name, expected, check in checks
         if check
-        for failed in failures_of(check, facts, expected)
+        for mismatch in failures_of(check, facts, expected)
     ]
 
 
@@ -282,8 +282,8 @@ def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> tuple[A
     if nonce is not None:
         raise UserError(f"{path} is the statement of a finished run, which has no nonce: leave --nonce out.")
     problem = "there is none"
-    for beside in islice(sorted(path.parent.glob(EVIDENCE)), MOST_SESSIONS):
-        evidence = claims.load_evidence(beside)
+    for evidence_file in islice(sorted(path.parent.glob(EVIDENCE)), MOST_SESSIONS):
+        evidence = claims.load_evidence(evidence_file)
         try:
             statement = dsse.verify(data, evidence.signing)
         except UserError as error:

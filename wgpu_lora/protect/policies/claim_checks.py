@@ -56,11 +56,11 @@ class ClaimCheck:
 def failures_of(check: Callable[[Facts], Iterator[Mismatch]], facts: Facts, expected: str) -> Iterator[Mismatch]:
     """A check's failures, at most `MOST_FAILURES`; a claim that it cannot use is one."""
     try:
-        for number, failed in enumerate(check(facts)):
+        for number, mismatch in enumerate(check(facts)):
             if number == MOST_FAILURES:
-                yield failed[0], "more like these"
+                yield mismatch[0], "more like these"
                 return
-            yield failed
+            yield mismatch
     except ClaimError as error:
         yield expected, str(error)
 

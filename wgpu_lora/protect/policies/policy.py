@@ -206,13 +206,13 @@ class Policy:
 
 def _check_whole(values: Mapping[str, Any], where: str) -> None:
     """Raise UserError for values that need others, and for bounds of options that there are not."""
-    quoted = values["attestation.level"] == "quoted"
-    if quoted and values["attestation.tpm_keys"] is None:
+    is_quoted = values["attestation.level"] == "quoted"
+    if is_quoted and values["attestation.tpm_keys"] is None:
         raise UserError(
             f"{where} asks for quotes without saying of which TPMs: add 'tpm_keys' to [attestation], since anybody "
             "can run a TPM in software."
         )
-    for key in () if quoted else ("tpm_keys", "pcrs"):
+    for key in () if is_quoted else ("tpm_keys", "pcrs"):
         if values[f"attestation.{key}"] is not None:
             raise UserError(f"{where} has '{key}' in [attestation], which needs level = \"quoted\": add it.")
     if values["dependencies.only_pinned"] and values["dependencies.pinned"] is None:

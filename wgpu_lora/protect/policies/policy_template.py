@@ -135,8 +135,8 @@ def toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{ {', '.join(f'{_name(key)} = {toml(one)}' for key, one in value.items())} }}"
     if isinstance(value, str):
-        quoted = json.dumps(value, ensure_ascii=False)
-        return "".join(c if c.isascii() and c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
+        quoted_text = json.dumps(value, ensure_ascii=False)
+        return "".join(c if c.isascii() and c.isprintable() else f"\\U{ord(c):08x}" for c in quoted_text)
     return json.dumps(value, allow_nan=False)
 
 

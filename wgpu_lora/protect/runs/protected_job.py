@@ -180,9 +180,10 @@ def read_job(path: str | Path) -> ProtectedJob:
         if value := getattr(table, option):
             sealed[option] = _sealed_path(path.parent / value, option, suffix, where)
     if (table.broker is None) == (table.files is None):
-        both = "both" if table.broker else "neither"
+        count_word = "both" if table.broker else "neither"
         raise UserError(
-            f"{where} has {both} of 'broker' and 'files': give the broker's URL, or a directory for releases by files."
+            f"{where} has {count_word} of 'broker' and 'files': give the broker's URL, or a directory for releases by "
+            "files."
         )
     output, broker_file = path.parent / table.output, path.parent / table.broker_key
     with naming(IN_FILE):
@@ -236,8 +237,8 @@ def _options(
         if recipe is not None:
             if not isinstance(recipe, str):
                 raise UserError(f"{where}: recipe must be the name of a recipe or a file, not {recipe!a:.60}.")
-            beside = path.parent / recipe
-            recipe_file = beside if beside.is_file() else find_recipe(recipe)
+            local_file = path.parent / recipe
+            recipe_file = local_file if local_file.is_file() else find_recipe(recipe)
             base = recipe_arguments(recipe_file)
             if base.init_adapter:
                 raise UserError(
@@ -278,11 +279,13 @@ def sealed_facts(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or is not the one that its record is about.
     """
-    facts, beside = _facts(path), record_path(path)
-    if beside.exists():
-        record = SealRecord.read(beside)
+    facts, record_file = _facts(path), record_path(path)
+    if record_file.exists():
+        record = SealRecord.read(record_file)
         if record.sha256 != facts["sha256"]:
-            raise UserError(f"{path} is not the file that {beside.name} is about: restore the file that was sealed.")
+            raise UserError(
+                f"{path} is not the file that {record_file.name} is about: restore the file that was sealed."
+            )
         if record.rows is not None:
             facts["rows"] = record.rows
     return facts

@@ -209,8 +209,8 @@ def open_log(job: ProtectedJob, keys: SessionKeys, resume: bool) -> EvidenceLog:
 
 def _check_unused(job: ProtectedJob) -> None:
     """Raise UserError if a new run would write over other files, which may be the job's own."""
-    written = (ADAPTER, CLEANUP, STATEMENT, "evidence-1.json", "release-1.jwt")
-    conflicts = [job.output / name for name in written if (job.output / name).exists()]
+    file_names = (ADAPTER, CLEANUP, STATEMENT, "evidence-1.json", "release-1.jwt")
+    conflicts = [job.output / name for name in file_names if (job.output / name).exists()]
     copy = job.output / JOB_COPY
     if copy.exists() and read_bytes(copy, len(job.content)) != job.content:
         conflicts.append(copy)

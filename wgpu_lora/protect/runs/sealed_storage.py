@@ -119,7 +119,7 @@ class SealedStorage(CheckpointStore):
                 f"{path} is missing, which the evidence log names as the newest checkpoint: restore it, or start a new "
                 f"run with another {flag('output')}."
             )
-        self._sealed(path)
+        self._read_sealed(path)
 
     # -- directories ---------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class SealedStorage(CheckpointStore):
             raise
         return digest, temporary
 
-    def _sealed(self, path: Path) -> bytes:
+    def _read_sealed(self, path: Path) -> bytes:
         """A sealed file as the log names it. Raises UserError if it is another."""
         data = read_bytes(path)
         if sha256(data) != self._named.get(self._name(path)):
@@ -244,7 +244,7 @@ class SealedStorage(CheckpointStore):
     def _open(self, directory: Path) -> Mapping[str, bytes]:
         """The files of a checkpoint. Only the last one stays open, until another is written."""
         path = self.disk_path(directory)
-        content = unseal_bytes(self._sealed(path), self._key, str(path))
+        content = unseal_bytes(self._read_sealed(path), self._key, str(path))
         try:
             files = archive.unpack(content)
         finally:

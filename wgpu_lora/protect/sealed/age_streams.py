@@ -101,7 +101,7 @@ def seal_stream(reader: SupportsRead[bytes], writer: SupportsWrite[bytes], recip
     not one. What `reader` or `writer` raises."""
     to, source, target = parse_recipients(recipients), _StreamEnd(reader), _StreamEnd(writer)
     try:
-        _apart(lambda: pyrage.encrypt_io(source, target, to), source, target)
+        _run_in_thread(lambda: pyrage.encrypt_io(source, target, to), source, target)
     finally:
         _reraise(source, target)  # pyrage 1.4 says nothing if its last write fails
 
@@ -122,7 +122,7 @@ def unseal_stream(
     """
     source, target = _StreamEnd(_AgeReader(reader, where)), _StreamEnd(writer)
     try:
-        _apart(lambda: pyrage.decrypt_io(source, target, [key.identity()]), source, target)
+        _run_in_thread(lambda: pyrage.decrypt_io(source, target, [key.identity()]), source, target)
     except BaseException as failure:
         _reraise(source, target)
         if "No matching keys" in str(failure):
@@ -236,7 +236,7 @@ class _StreamEnd:
         self._call(getattr(self.inner, "flush", lambda: None))
 
 
-def _apart(work: Callable[[], None], *ends: _StreamEnd) -> None:
+def _run_in_thread(work: Callable[[], None], *ends: _StreamEnd) -> None:
     """Runs pyrage in a thread of its own, where no signal handler can raise.
 
     Here one could in the middle of a call of `read` or `write`, before that has begun to notice failures, and pyrage

@@ -119,16 +119,16 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _header(name: str, size: int | None) -> bytes:
-    info, shown = tarfile.TarInfo(name), f"{escape_unprintable(name):.80}"
+    info, label = tarfile.TarInfo(name), f"{escape_unprintable(name):.80}"
     info.size, info.mode = size or 0, 0o600
     if size is None:
         info.type, info.mode = tarfile.DIRTYPE, 0o700
     if info.size > MAX_MEMBER_BYTES:
-        raise UserError(f"{shown} is longer than {MAX_MEMBER_BYTES:,} bytes, more than an archive can hold: split it.")
+        raise UserError(f"{label} is longer than {MAX_MEMBER_BYTES:,} bytes, more than an archive can hold: split it.")
     try:
         return info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "strict")
     except ValueError:
-        raise UserError(f"{shown} is too long a name for an archive (ustar): shorten it.") from None
+        raise UserError(f"{label} is too long a name for an archive (ustar): shorten it.") from None
 
 
 def _members(data: memoryview) -> list[tuple[str, memoryview | None]]:

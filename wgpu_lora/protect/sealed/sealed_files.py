@@ -110,16 +110,16 @@ def seal_path(
     check_path(to)
     if not standard and path.is_dir() and to.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{to} would be in the directory that it seals: choose a path elsewhere.")
-    beside, is_rows = record_path(to), to.name.endswith(".jsonl.age") if standard else path.suffix == ".jsonl"
-    check_new(beside, flag("output"))
+    record_file, is_rows = record_path(to), to.name.endswith(".jsonl.age") if standard else path.suffix == ".jsonl"
+    check_new(record_file, flag("output"))
     with ExitStack() as undone:
         with new_file(to, flag("output")) as place:
             with place.open("xb") as file:
                 seal_stream(reader, file, recipients)
             digest, size, unique = file_digest(place), place.stat().st_size, tuple(dict.fromkeys(recipients))
             record = SealRecord(digest, size, reader.rows if is_rows else None, unique)
-            write_new_bytes(beside, (json.dumps(asdict(record), indent=2) + "\n").encode(), flag("output"))
-            undone.callback(beside.unlink)  # if the file does not get its name
+            write_new_bytes(record_file, (json.dumps(asdict(record), indent=2) + "\n").encode(), flag("output"))
+            undone.callback(record_file.unlink)  # if the file does not get its name
         undone.pop_all()
     return record
 
