@@ -172,9 +172,10 @@ def planned(
     if options.scheduler == "pbt":
         fixed_params = sorted({param for task in tasks for param in task.params} - set(MUTABLE))
         if fixed_params:
+            choices = ", ".join(map(flag, MUTABLE))
             raise UserError(
                 f"--param {flag(fixed_params[0])} cannot be varied with {setting('scheduler', 'pbt')}, which changes it "
-                f"for adapters that are being trained: choose among {', '.join(map(flag, MUTABLE))}, or another scheduler."
+                f"for adapters that are being trained: choose among {choices}, or another scheduler."
             )
         defaults["save_steps"] = interval  # what others copy
     tasks = [replace(task, options={**defaults, **task.options}) for task in tasks]

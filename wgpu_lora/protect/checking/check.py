@@ -221,9 +221,7 @@ def _check_record(record: dict[str, object], label: str, findings: Findings) -> 
         if not isinstance(record.get(name), list) or not record[name]:
             findings.fail(f"the cleanup record of {label} does not say what was {name.replace('_', ' ')}")
     if record.get("complete") is not True:
-        findings.fail(
-            f"the cleanup of {label} is not complete: {escape_unprintable(str(record.get('not_wiped')))[:200]}"
-        )
+        findings.fail(f"the cleanup of {label} is not complete: {record.get('not_wiped')!s:.200}")
 
 
 def _digest_in(directory: Path, name: str) -> str | None:

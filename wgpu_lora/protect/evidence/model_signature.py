@@ -66,9 +66,8 @@ def verify_model(directory: Path, public: PublicKey) -> None:
             config = verifying.Config().use_elliptic_key_verifier(public_key=key).set_hashing_config(every_file)
             config.verify(directory, directory / NAME)
         except Exception as error:  # the library raises whatever an invalid bundle causes
-            cause = (
-                escape_unprintable(str(error).partition(": Expected")[0])[:200] or type(error).__name__
-            )  # then bytes
+            text = str(error).partition(": Expected")[0]  # bytes follow
+            cause = escape_unprintable(text)[:200] or type(error).__name__
             raise UserError(
                 f"{directory / NAME} does not verify the files of {directory} ({cause}): open the sealed adapter anew."
             ) from None

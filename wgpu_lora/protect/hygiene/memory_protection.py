@@ -70,10 +70,8 @@ def environment_at_start() -> dict[str, str]:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
         lines = []
-    pairs = (line.partition(b"=") for line in lines if b"=" in line)
-    return {
-        os.fsdecode(name): os.fsdecode(value) for name, value in [*variables.items(), *((a, b) for a, _, b in pairs)]
-    }
+    pairs = [*variables.items(), *(line.split(b"=", 1) for line in lines if b"=" in line)]
+    return {os.fsdecode(name): os.fsdecode(value) for name, value in pairs}
 
 
 def lock_pages(address: int, size: int) -> bool:

@@ -83,9 +83,8 @@ def _line(key: Key, value: Any, facts: Mapping[str, Any]) -> str:
     if not failures:
         return text
     expected, actual = failures[0]
-    return "\n".join(
-        [f"# Not so here: expected {expected}, found {actual}.", *(f"# {one}" for one in text.split("\n"))]
-    )
+    comment = f"Not so here: expected {expected}, found {actual}."
+    return "\n".join(f"# {one}" for one in [comment, *text.split("\n")])
 
 
 def _values(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> dict[str, Any]:

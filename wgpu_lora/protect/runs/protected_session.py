@@ -237,11 +237,8 @@ def machine_claims(nonce: str, keys: SessionKeys, job: Path | None = None, devic
         # The claims name what is loaded: as much as in a training session.
         import_module("wgpu_lora.protect.runs.protected_run")
         protected_job = read_job(job)
-        model = open_model(
-            protected_job.arguments.model or "demo",
-            device or protected_job.arguments.device,
-            protected_job.arguments.base_dtype,
-        )
+        args = protected_job.arguments
+        model = open_model(args.model or "demo", device or args.device, args.base_dtype)
         base = base_facts(model.name, model.checkpoint, model.config)
         return gather(model.device.info, nonce=nonce, keys=keys, job=protected_job, base=base, host=host.facts)
     finally:
