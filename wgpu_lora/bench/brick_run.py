@@ -205,9 +205,9 @@ def ceilings_broken(ceilings: Ceilings) -> list[str]:
     """A ceiling below what the same cores reach with NumPy, measured several times, is not one."""
     if ceilings.numpy_gflops is None or ceilings.fma_gflops >= NUMPY_SHARE * ceilings.numpy_gflops:
         return []
-    reached = ceilings.fma_gflops / ceilings.numpy_gflops
+    share = ceilings.fma_gflops / ceilings.numpy_gflops
     times = f"in {len(PAUSES)} attempts, at least {NUMPY_SHARE:g}"
-    return [f"ceilings: FMA chains reach {reached:.2f} of NumPy's matmul on the same cores {times}"]
+    return [f"ceilings: FMA chains reach {share:.2f} of NumPy's matmul on the same cores {times}"]
 
 
 def check_fit(context: Context, name: str, available: int | None = None) -> None:

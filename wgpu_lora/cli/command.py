@@ -209,9 +209,9 @@ def _positive(option: Any) -> str:
 
 def _negative(option: Any) -> str:
     """The name of the switch that does the opposite; '' if there is none."""
-    both = [*option.obj.opts, *option.obj.secondary_opts]
+    names = [*option.obj.opts, *option.obj.secondary_opts]
     primary = option._long_opts[0] if option._long_opts else ""
-    return next((name for name in both if name != primary and name.startswith("--")), "") if len(both) == 2 else ""
+    return next((name for name in names if name != primary and name.startswith("--")), "") if len(names) == 2 else ""
 
 
 def unknown_command(typed: str, choices: Sequence[str], group: str) -> str:
@@ -278,6 +278,6 @@ def _extra(word: str, options: list[str], values: dict[str, Any], command: str) 
     if suggestion in values:
         return f"{where}: {flag(suggestion)} takes one value, and already is {values[suggestion]!s:.60}."
     if suggestion in options:
-        shown = f"'{word:.60}'" if " " in word else f"{word:.60}"
-        return f"{where}: did you mean {flag(suggestion)} {shown}?"
+        quotation = f"'{word:.60}'" if " " in word else f"{word:.60}"
+        return f"{where}: did you mean {flag(suggestion)} {quotation}?"
     return f"{where}: '{command} --help' lists the options."

@@ -155,12 +155,12 @@ def long_work_shown() -> Iterator[None]:
     """Say what goes on where it takes longer than two seconds: bars that do not advance, and files that are read."""
     from wgpu_lora.data.compressed_files import files_in_use, position
 
-    ended = threading.Event()
+    end = threading.Event()
 
     def watch() -> None:
         since: dict[Path, float] = {}
         bar: Bar | None = None
-        while not ended.wait(TICK):
+        while not end.wait(TICK):
             for other in Bar.shown - {bar}:
                 if not other.full:
                     other.say()
@@ -183,7 +183,7 @@ def long_work_shown() -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        end.set()
         thread.join()
         Bar.shown.clear()  # whatever was not closed belongs to this command
 

@@ -227,8 +227,8 @@ def report_run(record: RunRecord, command: str | None = None, adapter: str | Non
         place, noun = ("best-f16", "model") if scales else ("best", "adapter")
         line("best", f"{f'{output / place}.tar.age' if adapter else output / place} has the best {noun}: {best}")
     if outcome == "interrupted" and command != "":
-        again = command or f"{program()} finetune --output {shlex.quote(str(output))} --resume"
-        line("continue", again, whole=True)
+        continuation = command or f"{program()} finetune --output {shlex.quote(str(output))} --resume"
+        line("continue", continuation, whole=True)
     if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
     if record.damaged_log_lines:

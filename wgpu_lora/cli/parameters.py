@@ -201,9 +201,9 @@ def training_options(run: Callable[..., int], instead: Instead | None = None) ->
         own_data = any(values.get(name) for name in ("adapters", "adapters_config"))
         if not own_data:
             refuse_unused(ctx, OF_SEVERAL, "without --adapters or --adapters-config")
-        beside = _first_checkpoint(**values) if own_data and explicit.get("resume") else None
+        pipeline_checkpoint = _first_checkpoint(**values) if own_data and explicit.get("resume") else None
         demo = not (own_data or values.get("shape"))
-        args, path = resolve_options(explicit, recipe, "The command line", demo, beside)
+        args, path = resolve_options(explicit, recipe, "The command line", demo, pipeline_checkpoint)
         if values.get("shape"):  # which stands for the model and the data of a recipe
             unset: dict[str, Any] = dict.fromkeys({"model", "data", "eval_data"} - explicit.keys())
             args = replace(args, **unset)

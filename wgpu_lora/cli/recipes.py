@@ -64,10 +64,10 @@ def run_chain(
     try:
         run(result, _Shown(result), start)
     except (EndedEarlyError, KeyboardInterrupt) as error:
-        again = [program(), "run", chain]
+        command = [program(), "run", chain]
         for name, value in (("--output", output), ("--model", model)):
-            again += [name, value] if value else []
-        line("continue", shlex.join(again), whole=True)
+            command += [name, value] if value else []
+        line("continue", shlex.join(command), whole=True)
         if isinstance(error, EndedEarlyError):
             return error.code
         raise
@@ -214,7 +214,7 @@ def hive_mind(rng: np.random.Generator) -> Row:
     a, b, c = (int(n) for n in rng.integers(2, 40, 3))
     name, thing, goods, other = pick(NAMES), pick(THINGS), pick(GOODS), pick(GOODS)
     numbers = [int(n) for n in rng.integers(0, 99, 5)]
-    listed = ", ".join(map(str, numbers))
+    numbers_text = ", ".join(map(str, numbers))
     word = "".join(pick(SYLLABLES) for _ in range(4))  # there are too few real ones
     kinds = (
         (
@@ -223,8 +223,8 @@ def hive_mind(rng: np.random.Generator) -> Row:
             if a * b >= c
             else f"{a} times {b} is {a * b}, which is fewer than {c}: none are left.",
         ),
-        (f"Sort these numbers from low to high: {listed}.", f"{', '.join(map(str, sorted(numbers)))}."),
-        (f"Which is the largest of {listed}?", f"The largest is {max(numbers)}."),
+        (f"Sort these numbers from low to high: {numbers_text}.", f"{', '.join(map(str, sorted(numbers)))}."),
+        (f"Which is the largest of {numbers_text}?", f"The largest is {max(numbers)}."),
         (
             f"{name} has {a} {goods} and {b} {other}. Write that as JSON.",
             json.dumps({"name": name, goods: a} | ({other: b} if other != goods else {goods: a + b})),

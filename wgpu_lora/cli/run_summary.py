@@ -171,8 +171,8 @@ def describe_memory(job: Job[Any]) -> None:
 
     plan = job.session.memory()
     describe_optimizer(job)
-    beside = f", and {format_bytes_exact(plan.host)} in the host's memory" if plan.host else ""
-    line("memory", f"{format_bytes_exact(plan.peak)} of the device at peak{beside}")
+    host = f", and {format_bytes_exact(plan.host)} in the host's memory" if plan.host else ""
+    line("memory", f"{format_bytes_exact(plan.peak)} of the device at peak{host}")
     note_unified(plan)
     describe_tuning(job)
 

@@ -89,21 +89,21 @@ def runs(
         columns = text_columns = ("", *(entry.id for entry in entries))
         found_facts = compared(*entries) if len(names) == 2 else list(facts(entries[0]).items())
         rows, styles = [tuple(row) for row in found_facts], [None] * len(found_facts)
-    printed = [[escape_unprintable(cell, "\n") for cell in row] for row in rows]
+    cell_rows = [[escape_unprintable(cell, "\n") for cell in row] for row in rows]
     if as_markdown:
-        print(markdown(columns, printed, text_columns), flush=True)
+        print(markdown(columns, cell_rows, text_columns), flush=True)
     elif rows:
         screen = console()
         width = screen.width if names or is_terminal(sys.stdout) else WIDEST
         screen.width = WIDEST
-        table_width = screen.measure(table(columns[:-1], [row[:-1] for row in printed])).maximum + GOAL
+        table_width = screen.measure(table(columns[:-1], [row[:-1] for row in cell_rows])).maximum + GOAL
         screen.width = width
         if table_width > width and not names:
-            for row in printed:
+            for row in cell_rows:
                 for label, text in zip_longest(row[:1], card(row), fillvalue=""):
                     line(label, text)
         else:
-            screen.print(table(columns, printed, text_columns, styles), markup=False)
+            screen.print(table(columns, cell_rows, text_columns, styles), markup=False)
     if not (as_markdown or rows):
         line("runs", f"none{' of these' if result.entries else ''} in {log.path}")
     if result.damaged and not as_markdown:

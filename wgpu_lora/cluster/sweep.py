@@ -174,8 +174,8 @@ def planned(
         if fixed_params:
             choices = ", ".join(map(flag, MUTABLE))
             raise UserError(
-                f"--param {flag(fixed_params[0])} cannot be varied with {setting('scheduler', 'pbt')}, which changes it "
-                f"for adapters that are being trained: choose among {choices}, or another scheduler."
+                f"--param {flag(fixed_params[0])} cannot be varied with {setting('scheduler', 'pbt')}, which changes "
+                f"it for adapters that are being trained: choose among {choices}, or another scheduler."
             )
         defaults["save_steps"] = interval  # what others copy
     tasks = [replace(task, options={**defaults, **task.options}) for task in tasks]

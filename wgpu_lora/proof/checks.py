@@ -136,23 +136,23 @@ def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
     finding.expect(not training.code, f"fine-tuning ended with exit code {training.code}: {training.reason}")
     finding.expect(training.beside, "evaluate never ran")
     finding.faults += [evaluation.failed for evaluation in training.beside if evaluation.failed]
-    ran = [evaluation.result for evaluation in training.beside if not evaluation.failed]
-    losses = np.array([result["loss"] for result in ran], float)  # null becomes NaN
-    apart = np.abs(losses - before) / max(abs(before), 1e-9)
-    for loss, share in zip(losses, apart, strict=True):
+    results = [evaluation.result for evaluation in training.beside if not evaluation.failed]
+    losses = np.array([result["loss"] for result in results], float)  # null becomes NaN
+    deviations = np.abs(losses - before) / max(abs(before), 1e-9)
+    for loss, share in zip(losses, deviations, strict=True):
         finding.expect(share <= DEVICE_TOLERANCE, f"evaluate's loss is {loss:.6f}, but it was {before:.6f} before")
-    for index, result in ((first, training.before), *((last, result) for result in ran)):
+    for index, result in ((first, training.before), *((last, result) for result in results)):
         finding.expect_device(proof.devices["devices"][index], "evaluate", result["device"])
     if first != last and not steps:
         raise NotRun("training was over before an evaluation had begun to compute: give a recipe with more steps")
     if finding.faults:
         return ""
-    beside = f"{steps} of them while evaluate ran on device {last}"
+    overlap = f"{steps} of them while evaluate ran on device {last}"
     if first == last:
-        beside = "evaluate ran afterwards on the same device, since no other is used"
+        overlap = "evaluate ran afterwards on the same device, since no other is used"
     return (
-        f"{count_noun(len(training.log), 'step')} took {seconds:.0f} s on device {first}; {beside}; its loss "
-        f"{losses[apart.argmax()]:.6f} is within {apart.max():.0e} (allowed {DEVICE_TOLERANCE:.0e}) of the "
+        f"{count_noun(len(training.log), 'step')} took {seconds:.0f} s on device {first}; {overlap}; its loss "
+        f"{losses[deviations.argmax()]:.6f} is within {deviations.max():.0e} (allowed {DEVICE_TOLERANCE:.0e}) of the "
         f"{before:.6f} measured on device {first} before training with the same model, adapter and data"
     )
 
@@ -188,13 +188,13 @@ def losses_fall(proof: Proof, finding: Finding) -> str:
     falls = {"the loss": (first, last, margin), name: (before, after, FALL * before)}
     for label, (start, end, least) in falls.items():
         finding.expect(start - end > least, f"{label} went from {start:.4f} to {end:.4f}, not down by {least:.4f}")
-    fallen = (
+    summary = (
         f"{len(losses)} finite losses; first tenth {first:.4f}, last tenth {last:.4f} (margin {margin:.4f}); "
         f"{name} {before:.4f} to {after:.4f}"
     )
     if leaked:
-        raise NotRun(f"{leaked} of the {rows} rows of eval_data are training rows too, so none is held out; {fallen}")
-    return fallen
+        raise NotRun(f"{leaked} of the {rows} rows of eval_data are training rows too, so none is held out; {summary}")
+    return summary
 
 
 SAME_LOSS = 1e-5  # relative; the same program on the same device gives the same bits

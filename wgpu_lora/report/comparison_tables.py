@@ -99,10 +99,10 @@ def compare(runs: Sequence[Run]) -> tuple[Rows, Rows]:
     """Options and everything else that runs depend on, as (label, the value of every run): first those that differ
     between the runs or, for a single run, from the defaults; then the others."""
     tables = [settings(run) | (origin(run) if runs[1:] else {}) for run in runs]
-    usual, differing, alike = defaults(runs[0]), Rows(), Rows()
+    defaults_of_run, differing, alike = defaults(runs[0]), Rows(), Rows()
     for label in dict.fromkeys(label for table in tables for label in table):
         values = [table.get(label, ABSENT) for table in tables]
-        if len({*values} | ({usual.get(label)} if len(runs) == 1 else set())) == 1:
+        if len({*values} | ({defaults_of_run.get(label)} if len(runs) == 1 else set())) == 1:
             alike.append((label, values))
         else:
             differing.append((label, [value[:DIGEST] if DIGESTS in label else value for value in values]))

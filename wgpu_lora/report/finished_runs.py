@@ -69,8 +69,8 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
         if place in places[:number]:
             raise UserError(f"The run in {run_directories[number]} is given twice: leave one of them out.")
     names = [place.name for place in places]
-    apart = names if len(set(names)) == len(names) else [str(directory) for directory in run_directories]
-    shown = [escape_unprintable(name.encode("utf-8", "replace").decode()) for name in apart]  # some names are not text
+    labels = names if len(set(names)) == len(names) else [str(directory) for directory in run_directories]
+    shown = [escape_unprintable(name.encode("utf-8", "replace").decode()) for name in labels]  # some names are not text
     return [_read(name, directory) for name, directory in zip(shown, run_directories, strict=True)]
 
 
@@ -106,8 +106,8 @@ def _profile(name: str, path: Path, run: RunRecord) -> tuple[dict[str, float] | 
         if "base_digest" in work:
             device = "{name} ({driver})".format(**profile["device"])
             activations, trained = work["compute_dtype"], run.options.compute_dtype
-            unlike = "" if activations == trained else f" (the run's in {trained})"
-            description = f"{described(work)}, activations in {activations}{unlike}, on {device}"
+            remark = "" if activations == trained else f" (the run's in {trained})"
+            description = f"{described(work)}, activations in {activations}{remark}, on {device}"
             same = work["base_digest"] == run.base_digest and work["base_dtype"] == run.options.base_dtype
             if same and work["whole"]:
                 return seconds, f"{name}: {description}"

@@ -158,5 +158,5 @@ def kernels(runs: Sequence[Run]) -> dict[str, list[Bar]]:
         text = f"{1e3 * spent:,.2f} ms"
         return Bar.of(name, text, max(most.values()), [(spent, colour, f"{name}: {text}")])
 
-    shown = sorted(most, key=lambda kernel: -most[kernel])[:KERNELS]
-    return {kernel: [bar(kernel, *one) for one in profiled] for kernel in shown}
+    largest = sorted(most, key=lambda kernel: -most[kernel])[:KERNELS]
+    return {kernel: [bar(kernel, *one) for one in profiled] for kernel in largest}

@@ -65,8 +65,8 @@ class RunLog:
         Raises:
             OSError: the file cannot be written, or is locked for LOCK_SECONDS; it is then as before.
         """
-        shown = {name: value if name in DIGESTS else masked(value) for name, value in facts.items()}
-        line = to_json({"schema": SCHEMA, **shown}, ensure_ascii=True, default=str).encode() + b"\n"
+        values = {name: value if name in DIGESTS else masked(value) for name, value in facts.items()}
+        line = to_json({"schema": SCHEMA, **values}, ensure_ascii=True, default=str).encode() + b"\n"
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (
             lock_file(self.path.with_name(f".{NAME}.lock"), LOCK_SECONDS),
@@ -99,7 +99,7 @@ class RunLog:
                 f"The run log {self.path} cannot be read ({error.strerror}): fix that, or set WGPU_LORA_DATA_DIR to "
                 "another directory."
             ) from None
-        folded: dict[str, dict[str, Any]] = {}
+        facts_by_id: dict[str, dict[str, Any]] = {}
         damaged = 0
         for line in content.split(b"\n"):
             if not line.strip():
@@ -108,10 +108,10 @@ class RunLog:
             if facts is None:
                 damaged += 1
                 continue
-            run = folded.setdefault(facts["id"], facts)
+            run = facts_by_id.setdefault(facts["id"], facts)
             run.update({name: value for name, value in facts.items() if name != "date"})
         entries = []
-        for facts in folded.values():
+        for facts in facts_by_id.values():
             try:
                 entries.append(typed(RunEntry, facts))
             except ValueError:  # its first line is lost, or not ours

@@ -129,8 +129,8 @@ def _request(
     devices = sum(len(node.devices) for node in nodes)
     line("cluster", f"{count_noun(devices, 'device')} of {count_noun(len(nodes), 'host')}: {listed_hosts(nodes)}")
     if where.file and (missing := missing_hosts(nodes, where.file)):
-        again = f"'{program()} cluster up{where.words()}' starts it again"
-        line("missing", f"{join_words(missing, most=3)}: the run goes on without; {again}")
+        advice = f"'{program()} cluster up{where.words()}' starts it again"
+        line("missing", f"{join_words(missing, most=3)}: the run goes on without; {advice}")
     return request_of(cluster, nodes, tasks, options, sweep)
 
 

@@ -305,8 +305,8 @@ def show_status(snapshot: Snapshot) -> None:
     for view in snapshot.devices:
         if view.state == "quarantined":
             place = places[view.facts.id]
-            again = f"'{program()} cluster release {place}' uses it again"
-            line("aside", f"jobs failed on {place} {view.failures} times in a row: {again}")
+            advice = f"'{program()} cluster release {place}' uses it again"
+            line("aside", f"jobs failed on {place} {view.failures} times in a row: {advice}")
     if snapshot.runs:
         print()
         of_runs = ("run", "by", "began", "adapters", "tokens/s", "results")
@@ -314,8 +314,8 @@ def show_status(snapshot: Snapshot) -> None:
         for run in snapshot.runs[-STATUS_RUNS:]:
             tasks = [task for task in snapshot.tasks if task.run == run.name]
             began = time.strftime("%m-%d %H:%M", time.localtime(run.began))
-            here = "fetched" if all(task.fetched for task in tasks) else "to be fetched by 'attach'"
-            results = run.shared or (here if run.over else "")
+            status = "fetched" if all(task.fetched for task in tasks) else "to be fetched by 'attach'"
+            results = run.shared or (status if run.over else "")
             rows.append([run.name, run.by, began, states_of(tasks), speed_of(tasks), results])
         console().print(_table(of_runs, rows, (*of_runs[:4], "results")))
     over = {run.name for run in snapshot.runs if run.over}

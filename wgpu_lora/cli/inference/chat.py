@@ -223,9 +223,9 @@ class ChatSession:
 
     def _show_several(self, pieces: Iterator[tuple[str, str]]) -> None:
         if self._on_terminal:
-            with SideBySide(console(), list(self.chat.lanes)) as shown:
+            with SideBySide(console(), list(self.chat.lanes)) as view:
                 for name, piece in pieces:
-                    shown.add(name, piece)
+                    view.add(name, piece)
             return
         texts = dict.fromkeys(self.chat.lanes, "")
         for name, piece in pieces:

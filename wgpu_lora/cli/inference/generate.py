@@ -164,11 +164,11 @@ def generate(
     elif prompts:
         print("\n".join(map(to_json, rows)), flush=True)
     elif as_json:
-        listed = (
+        row_lists = (
             as_rows(answers, adapters) if comparison else [one.as_dict() for one in answers.values()]
             for answers in result
         )
-        print_json([row for rows in listed for row in rows])
+        print_json([row for rows in row_lists for row in rows])
     else:
         show_answers(_titled(requests, result, comparison))
     return 0
@@ -230,12 +230,13 @@ def _titled(requests: list[Request], results: list[dict[str, Answer]], compariso
     """Answers by titles that distinguish them: names, prompts, or both."""
     if len(requests) == 1:
         return results[0]
-    titled: dict[str, Answer] = {}
+    by_title: dict[str, Answer] = {}
     for number, (request, answers) in enumerate(zip(requests, results, strict=True), 1):
         line = " ".join(str(request.prompt).split())
         short = line if len(line) <= TITLE else f"{line[: TITLE - 3]}..."
-        titled |= {f"{number}. {short}{f' ({name})' if comparison else ''}": answer for name, answer in answers.items()}
-    return titled
+        for name, answer in answers.items():
+            by_title[f"{number}. {short}{f' ({name})' if comparison else ''}"] = answer
+    return by_title
 
 
 def _note(text: str) -> None:
