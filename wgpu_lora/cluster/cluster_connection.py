@@ -44,7 +44,7 @@ class Target:
     local: bool = False
 
     def words(self) -> str:
-        """The options that name it again, for commands to be copied."""
+        """The options that select it, for commands that a person copies."""
         if self.file:
             return f" -f {shlex.quote(str(self.file.path))}"
         if self.local:
@@ -241,7 +241,7 @@ def _last_line(message: str) -> str:
 
 
 def _probe(address: str) -> None:
-    """Whether anything listens there, since Ray tries for a minute. Raises UserError."""
+    """Check that something listens at an address, since Ray retries for a minute. Raises UserError."""
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")

@@ -13,7 +13,7 @@ import ray
 from wgpu_lora.chain.chain_run import code_digest
 from wgpu_lora.cluster.cluster_paths import options_here
 from wgpu_lora.cluster.device_resources import device_index
-from wgpu_lora.cluster.host_actor import own_environment, place_parcels
+from wgpu_lora.cluster.host_actor import place_parcels, reset_environment
 from wgpu_lora.cluster.messages import NAMESPACE, Parcel
 from wgpu_lora.data import split_python_rows
 from wgpu_lora.errors import UserError
@@ -30,7 +30,7 @@ class ReplicaActor:
     """
 
     def __init__(self, key: str, options: dict[str, Any], parcels: Sequence[Parcel]):
-        own_environment()
+        reset_environment()
         self._key, self._options, self._parcels = key, options, parcels
         self._lock, self._stack = threading.Lock(), ExitStack()
         self._worker: Any = None
@@ -78,5 +78,5 @@ class _ActorLink:
 
 
 def leader_of(replicas: Sequence[str]) -> DataParallelLeader:
-    """Shares steps with the actors of these names."""
+    """A leader that divides steps among the actors of these names."""
     return DataParallelLeader([_ActorLink(name) for name in replicas], code_digest())

@@ -16,7 +16,7 @@ from wgpu_lora.cluster.checkpoint_store import FolderStore, restore_files, share
 from wgpu_lora.cluster.cluster_paths import ADAPTERS, checked_part, checkpoints_directory, cluster_root, options_here
 from wgpu_lora.cluster.data_upload import MAX_CACHE_BYTES, MAX_CACHE_FILES, parcel, place_parcel
 from wgpu_lora.cluster.device_resources import device_index
-from wgpu_lora.cluster.host_actor import host_stores, own_environment
+from wgpu_lora.cluster.host_actor import host_stores, reset_environment
 from wgpu_lora.cluster.messages import Commit, Parcel, StoredFile, Task
 from wgpu_lora.data import split_python_rows
 from wgpu_lora.errors import UserError
@@ -34,7 +34,7 @@ from wgpu_lora.train.run.run_state import STATE, read_state
 from wgpu_lora.train.session.data_stream import heldout_options
 from wgpu_lora.worker.kinds.training_jobs import make_teacher_caches
 
-# An adapter has its own, also where its file is of another form than training's (PiSSA has twice the rank).
+# Set by each adapter's own config, also where its file differs from training's form (PiSSA doubles the rank).
 OF_ADAPTERS = ("lora_r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "init_lora_weights", "init_adapter")
 _STEP = re.compile(rf"{STEPS}/step-([0-9]{{1,15}})")
 
@@ -47,7 +47,7 @@ class EvaluationActor:
     """
 
     def __init__(self, key: str):
-        own_environment()
+        reset_environment()
         self._key, self._place = key, cluster_root() / "evaluations"
         self._device: Device | None = None
         self._model: tuple[tuple[str, str], LoadedModel] | None = None
@@ -139,7 +139,7 @@ class EvaluationActor:
         return parcels
 
     def cache_progress(self, run: str, name: str) -> tuple[int, int]:
-        """Finished rows, and all, of caches; zeros while others are made."""
+        """Finished rows and all rows of these caches; zeros while other caches are made."""
         return (self._progress.rows, self._progress.total) if self._making == (run, name) else (0, 0)
 
 

@@ -49,7 +49,7 @@ class HostActor:
     """One per node."""
 
     def __init__(self, node: str, address: str):
-        own_environment()
+        reset_environment()
         self._node, self._address = node, address
         self._store = FolderStore(checkpoints_directory())
         self._versions: Versions | None = None
@@ -211,9 +211,9 @@ def place_parcels(options: Mapping[str, Any], parcels: Iterable[Parcel]) -> None
                 raise StorageError(text) from None
 
 
-def own_environment() -> None:
-    """Undo what Ray sets for an actor without processors, and its child processes would inherit: they get what the
-    person who started Ray has set, in the environment of this process's parent."""
+def reset_environment() -> None:
+    """Reset the variables that Ray changes for an actor without CPUs, which child processes would inherit, to their
+    values in the environment of this process's parent."""
     parent_environment: dict[str, str] = {}
     with suppress(psutil.Error, OSError):
         parent_environment = psutil.Process(os.getppid()).environ()
@@ -257,5 +257,5 @@ def _mtime(path: Path) -> float:
 
 
 def living_nodes() -> Sequence[str]:
-    """Ids of the nodes that Ray takes for alive."""
+    """Ids of the nodes that Ray considers alive."""
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]

@@ -38,10 +38,10 @@ class NodeCheck:
 
 
 def on_all(hosts: Sequence[HostSpec], work: Callable[[HostSpec], T], predicate: str) -> list[T]:
-    """What `work` gives for each host, several at once.
+    """The results of `work` for all hosts, several at a time.
 
     Raises:
-        UserError: it raised one for some of them; all of them, a line each.
+        UserError: `work` raised one for some hosts. All of these errors are listed, one per line.
     """
 
     def attempt(host: HostSpec) -> T | UserError:

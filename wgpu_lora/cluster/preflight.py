@@ -153,7 +153,7 @@ def request_of(
     compared = None
     if sweep:
         compared, tasks = planned(sweep, tasks, plans)
-    now = time.time()  # with a few digits after the second, since others begin runs, too
+    now = time.time()  # with milliseconds, since other users may start a run in the same second
     name = time.strftime("run-%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now * 1000) % 1000:03}"
     return RunRequest(
         name=run.name or name,

@@ -73,8 +73,8 @@ class RunController:
         self._start, self._monotonic = time.time(), time.monotonic()
         self._actors: dict[str, Any] = {}  # training actors by unit
         self._reports: dict[str, tuple[Any, float]] = {}  # the report that a unit's actor was asked for, and when
-        self._beside: dict[str, Future[Any]] = {}  # work that is done once at a time, by name
-        self._pool = ThreadPoolExecutor(CALLS, thread_name_prefix="beside")
+        self._background: dict[str, Future[Any]] = {}  # work outside of turns, by name
+        self._pool = ThreadPoolExecutor(CALLS, thread_name_prefix="background")
         self._surveys = ThreadPoolExecutor(CALLS, thread_name_prefix="survey")
         self._long = ThreadPoolExecutor(CALLS, thread_name_prefix="long")
         self._not_before: dict[str, float] = {}  # publishing is tried again
@@ -278,7 +278,7 @@ class RunController:
             self._save()
             request = self._state.requests[unit.run]
             if request.eval_device and not commit.final:
-                self._do_beside(f"evaluate {unit.id}", self._evaluate, unit.id, commit, pool=self._long)
+                self._run_in_background(f"evaluate {unit.id}", self._evaluate, unit.id, commit, pool=self._long)
             return True
 
     # -- turns ---------------------------------------------------------------------------------------------------------
@@ -303,12 +303,12 @@ class RunController:
             self._forget(run)
         if self._idle():
             self._save()
-            self._rest()
+            self._end_idle_actors()
             return
         self._used = max(self._used, self.now())
         node_ids = set(living_nodes())
         if node_ids != {node.id for node in self._state.nodes} or self.now() - self._surveyed > SURVEY_SECONDS:
-            self._do_beside("survey", self._survey)
+            self._run_in_background("survey", self._survey)
         self._find_actors()
         self._poll()
         self._make_caches()
@@ -320,23 +320,23 @@ class RunController:
             matter = run_queue.speeds_matter(self._state)
             measures = run_state.devices_to_measure(self._state, self.now()) if matter else []
         for device, node, key in measures:
-            self._do_beside(f"measure {device}", self._measure, device, node, key)
+            self._run_in_background(f"measure {device}", self._measure, device, node, key)
         self._start_units()
         self._save()
         with self._lock:
             for task in self._state.tasks.values():
                 due = self.now() >= self._not_before.get(task.id, 0.0)
                 if task.results and not task.fetched and due and self._state.requests[task.run].shared:
-                    self._do_beside(f"publish {task.id}", self._publish, task)
+                    self._run_in_background(f"publish {task.id}", self._publish, task)
 
     def _idle(self) -> bool:
         with self._lock:
             return all(run.ended for run in self._state.runs.values()) and not self._actors
 
-    def _do_beside(
+    def _run_in_background(
         self, name: str, work: Callable[..., None], *arguments: Any, pool: ThreadPoolExecutor | None = None
     ) -> None:
-        """Do something beside turns, unless it is being done. pool: for what takes long."""
+        """Run something outside of turns, unless it is running. pool: for what takes long."""
 
         def guarded() -> None:
             try:
@@ -345,14 +345,14 @@ class RunController:
                 traceback.print_exc(file=sys.stderr)
             finally:
                 with self._lock:
-                    self._beside.pop(name, None)
+                    self._background.pop(name, None)
                 self._wake.set()
 
         with self._lock:
-            if name not in self._beside:
-                self._beside[name] = (pool or self._pool).submit(guarded)
+            if name not in self._background:
+                self._background[name] = (pool or self._pool).submit(guarded)
 
-    def _rest(self) -> None:
+    def _end_idle_actors(self) -> None:
         """After a while without anything to do, end the actors of hosts and evaluations, which hold memory."""
         if self.now() - self._used < IDLE_SECONDS:
             return
@@ -364,7 +364,7 @@ class RunController:
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def _survey(self) -> None:
-        """Ask all nodes for their devices. One that is alive but busy keeps what it said before for a while."""
+        """Survey the devices of all nodes. One that is alive but does not answer keeps its last survey for a while."""
         node_ids = living_nodes()
         with self._lock:
             before = {node.id: node for node in self._state.nodes}
@@ -599,8 +599,8 @@ class RunController:
                     self._end_evaluators({self._state.requests[cache.run].eval_device or ""})  # it was cancelled
                     cache.phase = "waiting"
                 elif cache.phase == "making":
-                    self._do_beside(f"cache {cache.id}", self._make_cache, cache, pool=self._long)
-                    self._do_beside(f"cache progress {cache.id}", self._follow_cache, cache)
+                    self._run_in_background(f"cache {cache.id}", self._make_cache, cache, pool=self._long)
+                    self._run_in_background(f"cache progress {cache.id}", self._follow_cache, cache)
 
     def _make_cache(self, cache: CacheState) -> None:
         request = self._state.requests[cache.run]

@@ -87,7 +87,7 @@ class Queue:
         self._new: dict[str, tuple[RunRequest, bool, Waiting]] = {}
 
     def waiting(self, state: ClusterState, jobs_per_device: int, now: float) -> list[Waiting]:
-        """All units of runs with so many jobs per device that wait, whose checkpoint and caches are within reach."""
+        """The waiting units of runs with this many jobs per device whose checkpoint and caches can be reached."""
         before, self._new = self._new, {}
         units_waiting = []
         for unit in state.units.values():
@@ -205,8 +205,8 @@ def _seconds_left(state: ClusterState, unit: UnitState) -> float:
 
 
 def speeds_matter(state: ClusterState) -> bool:
-    """Whether placement depends on measured speeds: unless all that waits finds an idle device of one kind, or has but
-    one device and cannot be joined."""
+    """Whether placement depends on measured speeds: not if every waiting unit gets an idle device of the same kind, or
+    if there is one device and nothing can be joined."""
     units = [
         unit
         for unit in state.units.values()
@@ -266,7 +266,7 @@ def check_placeable(state: ClusterState, request: RunRequest) -> None:
 
 
 def stuck_units(state: ClusterState) -> dict[str, str]:
-    """Why units wait in vain, a sentence by unit; those that wait for their turn are not among them."""
+    """Why units cannot start, a sentence per unit. Units that only wait for a free device are left out."""
     refusals: dict[str, Refusals] = {}
     reasons = {}
     for unit in state.units.values():
@@ -385,7 +385,7 @@ def _cache_progress(cache: CacheState) -> Progress:
 
 
 def _progress(task: TaskState) -> Progress:
-    """Of a task that has ended before the rest of its pipeline, that it waits for the others."""
+    """A task's progress; of one that ended before the rest of its pipeline, that the pipeline goes on."""
     if not task.outcome or task.over:
         return task.progress
     doing = f"{task.outcome}; its pipeline goes on"

@@ -1,4 +1,4 @@
-"""The state of a cluster as JSON values, and what becomes of it: no clock, no Ray, no files."""
+"""The state of a cluster as JSON values, and its transitions: no clock, no Ray, no files."""
 
 from __future__ import annotations
 
@@ -547,7 +547,7 @@ def _take_end(
         if before <= {device}:
             _count_failure(state, device, now)
         elif len(before) == 1:  # it fails on unlike devices, so that was not the first one's fault either
-            _take_back(state, before.pop(), now)
+            _clear_failures(state, before.pop(), now)
 
 
 def _finish(state: ClusterState, unit: UnitState, outcomes: Mapping[str, str], reason: str) -> None:
@@ -655,8 +655,8 @@ def _count_failure(state: ClusterState, name: str, now: float) -> None:
         state.log(now, f"{why}: 'wgpu-lora cluster release {name}' uses it again")
 
 
-def _take_back(state: ClusterState, name: str, now: float) -> None:
-    """What failed on a device has failed on another, too: no failure of the device counts any more."""
+def _clear_failures(state: ClusterState, name: str, now: float) -> None:
+    """Forget the failures of a device, since the task that failed on it has failed on another one, too."""
     if (device := state.devices.get(name)) is None:
         return
     device.failures = 0

@@ -1,4 +1,4 @@
-"""Commands on a host, and a tunnel to a cluster, by OpenSSH: host keys are checked, and nothing is asked."""
+"""Commands on a host, and a tunnel to a cluster, by OpenSSH: host keys are checked, and there are no prompts."""
 
 from __future__ import annotations
 

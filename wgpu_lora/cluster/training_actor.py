@@ -30,7 +30,7 @@ from wgpu_lora.cluster.cluster_paths import (
 )
 from wgpu_lora.cluster.data_parallel import leader_of
 from wgpu_lora.cluster.device_resources import device_index, hold_device
-from wgpu_lora.cluster.host_actor import host_store, host_stores, own_environment, place_parcels
+from wgpu_lora.cluster.host_actor import host_store, host_stores, place_parcels, reset_environment
 from wgpu_lora.cluster.messages import Commit, Order, Report, Task
 from wgpu_lora.cluster.unit_files import UnitFiles
 from wgpu_lora.cluster.unit_progress import UnitProgress
@@ -56,14 +56,14 @@ class StorageUnavailable(Exception):
 
 
 class StaleActor(Exception):
-    """The unit is another actor's: nothing of it may be written any more."""
+    """Another actor has the unit: this one must not write any of its files."""
 
 
 class TrainingActor:
     """Trains an order on a thread of its own, so that calls are answered meanwhile."""
 
     def __init__(self, order: Order, controller: Any):
-        own_environment()
+        reset_environment()
         self._order, self._controller = order, controller
         self._directory = unit_directory(order.unit) / f"generation-{order.generation}"
         self._progress = UnitProgress([task.name for task in order.tasks])

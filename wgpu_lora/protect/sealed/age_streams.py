@@ -239,8 +239,8 @@ class _StreamEnd:
 def _run_in_thread(work: Callable[[], None], *ends: _StreamEnd) -> None:
     """Runs pyrage in a thread of its own, where no signal handler can raise.
 
-    Here one could in the middle of a call of `read` or `write`, before that has begun to notice failures, and pyrage
-    drops some of them or says them as its own. An interrupt of this thread stops the other at its next call.
+    In this thread, a handler could raise during a call of `read` or `write` but outside of its error handling; pyrage
+    drops such errors, or reports them as its own. An interrupt of this thread stops the other at its next call.
     """
     results = SimpleQueue[BaseException | None]()
 
@@ -252,7 +252,7 @@ def _run_in_thread(work: Callable[[], None], *ends: _StreamEnd) -> None:
             results.put(error)
 
     try:
-        _thread.start_new_thread(run, ())  # what waits in `threading` does not bear interrupts
+        _thread.start_new_thread(run, ())  # waits of `threading` are not safe against interrupts
         result = results.get()
     except BaseException:
         for end in ends:
