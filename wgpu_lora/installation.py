@@ -24,8 +24,8 @@ def pip_line(extra: str) -> str:
     Args:
         extra: a name in `[project.optional-dependencies]` of pyproject.toml.
     """
-    options, what = _source(extra)
-    return " ".join([*_installer(what.startswith(NAME)), *options, _quoted(what)])
+    options, target = _source(extra)
+    return " ".join([*_installer(target.startswith(NAME)), *options, _quoted(target)])
 
 
 def program(name: str = NAME) -> str:

@@ -86,28 +86,28 @@ def object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def read_toml(path: Path, what: str) -> dict[str, Any]:
+def read_toml(path: Path, kind: str) -> dict[str, Any]:
     """Read a TOML file.
 
     Args:
-        what: what kind of file it is; starts the error messages.
+        kind: what kind of file it is; starts the error messages.
 
     Raises:
         UserError: the file cannot be read, is too long, or is not valid TOML.
     """
-    return parse_toml(small_file(path, what), f"{what} {path}")
+    return parse_toml(small_file(path, kind), f"{kind} {path}")
 
 
-def small_file(path: str | Path, what: str, max_bytes: int = MAX_TOML_BYTES) -> bytes:
+def small_file(path: str | Path, kind: str, max_bytes: int = MAX_TOML_BYTES) -> bytes:
     """The content of a file that a person wrote, of which too much is refused. Other arguments and errors as for
     `read_toml`."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
-        raise UserError(f"{what} {path} cannot be read ({reason(error)}): check the path.") from None
+        raise UserError(f"{kind} {path} cannot be read ({reason(error)}): check the path.") from None
     if len(data) > max_bytes:
-        raise UserError(f"{what} {path} is longer than {max_bytes:,} bytes: shorten it.")
+        raise UserError(f"{kind} {path} is longer than {max_bytes:,} bytes: shorten it.")
     return data
 
 

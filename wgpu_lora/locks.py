@@ -41,7 +41,7 @@ def locked(path: str | Path, option: str) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             check_output(place, option)
-            stack.enter_context(_made(place.parent))
+            stack.enter_context(_new_directory(place.parent))
             stack.enter_context(lock_file(file))
             stack.callback(_unlinked, file)  # while it is held
             sweep(place.parent, re.compile(re.escape(place.name)))
@@ -75,7 +75,7 @@ def _unlinked(path: Path) -> None:
 
 
 @contextmanager
-def _made(directory: Path) -> Iterator[None]:
+def _new_directory(directory: Path) -> Iterator[None]:
     """Makes a directory, and removes what it made if the block fails."""
     missing = [place for place in (directory, *directory.parents) if not place.exists()]
     try:

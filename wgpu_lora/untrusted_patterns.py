@@ -40,17 +40,17 @@ def first_matches(
         raise UserError(f"the patterns are longer than {MAX_CHARACTERS:,} characters together")
     here = len(patterns) * len(names) <= _MOST_HERE
     result: list[list[int | None]] = []
-    others: list[list[tuple[int, str]]] = []  # by group, patterns that RE2 cannot match: (index, pattern)
+    child_patterns: list[list[tuple[int, str]]] = []  # by group, patterns that RE2 cannot match: (index, pattern)
     for group in groups:
-        meant = [rf"(.*\.)?({pattern})" if endings else pattern for pattern in group]
+        expressions = [rf"(.*\.)?({pattern})" if endings else pattern for pattern in group]
         regular = [here and _is_regular(pattern) for pattern in group]
         compiled = [
-            _compiled(pattern) if is_regular else None for pattern, is_regular in zip(meant, regular, strict=True)
+            _compiled(pattern) if is_regular else None for pattern, is_regular in zip(expressions, regular, strict=True)
         ]
         result.append([_first(compiled, name) for name in names])
-        others.append([(i, pattern) for i, pattern in enumerate(meant) if compiled[i] is None])
-    if any(others):
-        firsts = _in_child(groups, others, names)
+        child_patterns.append([(i, pattern) for i, pattern in enumerate(expressions) if compiled[i] is None])
+    if any(child_patterns):
+        firsts = _in_child(groups, child_patterns, names)
         result = [[_least(*pair) for pair in zip(*both, strict=True)] for both in zip(result, firsts, strict=True)]
     return result
 
@@ -81,12 +81,12 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 
 def _in_child(
-    groups: Sequence[Sequence[str]], others: Sequence[Sequence[tuple[int, str]]], names: Sequence[str]
+    groups: Sequence[Sequence[str]], child_patterns: Sequence[Sequence[tuple[int, str]]], names: Sequence[str]
 ) -> list[list[int | None]]:
     child = None
     try:
         child = ChildProcess(python_command(__name__, LIMITS), LIMITS)
-        answer = child.ask([[[pattern for _, pattern in group] for group in others], list(names)])
+        answer = child.ask([[[pattern for _, pattern in group] for group in child_patterns], list(names)])
     except ChildEnded as error:
         reason = "exceeded its computation limit: simplify them" if child else f"failed ({error})"
         raise UserError(f"matching the patterns {reason}") from None
@@ -95,10 +95,10 @@ def _in_child(
             child.end()
     if "invalid" in answer:
         group, place = answer["invalid"]
-        pattern = groups[group][others[group][place][0]]
+        pattern = groups[group][child_patterns[group][place][0]]
         raise UserError(f"{pattern!r:.200} is not a regular expression ({answer['detail']:.200})")
     return [
-        [None if place is None else others[group][place][0] for place in places]
+        [None if place is None else child_patterns[group][place][0] for place in places]
         for group, places in enumerate(answer["matches"])
     ]
 

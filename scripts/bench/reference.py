@@ -313,7 +313,7 @@ class Comparison:
         base, _, compute = dtypes.partition("+")
         work = asdict(ReferenceWork(self.shape, self.layers, rows, tokens, self.rank, base, device, compute or "f32"))
         threads, name = dict.fromkeys(THREADS, str(self.threads)), f"{kind} {dtypes}"
-        return Worker(job, work, name=name, program=PROGRAM, environment=threads, asked=True)
+        return Worker(job, work, name=name, program=PROGRAM, environment=threads, interactive=True)
 
     def of(self, rows: int) -> list[Record]:
         """One batch on every side: a record for each."""
@@ -394,7 +394,7 @@ def _measured(asked: Comparison, no_serving: bool) -> tuple[list[Record], list[R
         line("step", f"{count} x {asked.tokens} tokens, {asked.rounds} rounds of {asked.steps} steps per side")
         rows += asked.of(count)
     head = ("step", "side", "s a step", "processed tokens/s", "of torch", "device", "process", "first loss")
-    console().print(table(head, map(cells, rows), left=head[:2]))
+    console().print(table(head, map(cells, rows), text_columns=head[:2]))
     served = [] if no_serving else [asked.serving(dtype) for dtype in asked.ours if "+" not in dtype]
     for row in served:
         said = row.get("not_run") or f"prefill {row['prefill']:,.0f}, decode {row['decode']:,.1f} tokens/s"

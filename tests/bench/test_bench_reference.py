@@ -33,7 +33,7 @@ def sides(tmp_path: Path) -> Iterator[dict[str, Worker]]:
     program = [sys.executable, "-c", ECHO]
     names = ("good", "bad", "other")
     log = str(tmp_path / "log")
-    made = {name: Worker("turns", {}, name=name, program=[*program, name, log], asked=True) for name in names}
+    made = {name: Worker("turns", {}, name=name, program=[*program, name, log], interactive=True) for name in names}
     yield made
     for side in made.values():
         side.close()
@@ -92,7 +92,7 @@ def test_our_side_takes_steps():
 def test_our_side_answers():
     work = {"shape": "tiny-qwen3", "rows": 1, "tokens": 16, "rank": 4, "base_dtype": "nf4", "layers": 99}
     said = pytest.raises(WorkerFailed, match=r'ours ended with exit code 2: .*"layers": 99 is not possible')
-    with Worker("step", work, name="ours", program=reference.PROGRAM, asked=True) as side, said:
+    with Worker("step", work, name="ours", program=reference.PROGRAM, interactive=True) as side, said:
         side.ask("prepare")
 
 

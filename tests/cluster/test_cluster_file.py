@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.hostile import refused
 
-from wgpu_lora.cluster.cluster_file import ClusterFile, check_address, is_safe, read_cluster_file, safe_name, told_apart
+from wgpu_lora.cluster.cluster_file import (
+    ClusterFile,
+    check_address,
+    distinct_names,
+    is_safe,
+    read_cluster_file,
+    safe_name,
+)
 from wgpu_lora.errors import UserError
 
 WHOLE = """
@@ -171,7 +178,7 @@ def test_safe_names_are_safe(text: str) -> None:
 
 @given(st.lists(st.sampled_from(["a", "A", "a-2", "b", "a-3"]), max_size=8))
 def test_names_are_told_apart(names: list[str]) -> None:
-    found = told_apart(names, ["a-4"])
+    found = distinct_names(names, ["a-4"])
     assert len({name.casefold() for name in [*found, "a-4"]}) == len(names) + 1
     if names:
         assert found[0] == names[0]

@@ -58,8 +58,8 @@ SAY = """
 import os, sys
 sys.path[:0] = sys.argv[1:]
 os.environ["OMP_NUM_THREADS"] = os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as Ray does
-from wgpu_lora.cluster.host_actor import own_environment
-own_environment()
+from wgpu_lora.cluster.host_actor import reset_environment
+reset_environment()
 print(os.environ.get("OMP_NUM_THREADS"), os.environ.get("CUDA_VISIBLE_DEVICES"))
 """
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wgpu_lora.cluster.cluster_file import JOIN
 from wgpu_lora.cluster.placement import place
-from wgpu_lora.cluster.placement_field import JOINS, MOST_JOINED, Place, Placement, Waiting
+from wgpu_lora.cluster.placement_field import MOST_JOINED, Place, Placement, Waiting
 
 CLASSES = ("x", "y")
 ids = st.integers(0, 7).map("d{}".format)
@@ -32,7 +33,7 @@ def waitings(draw: st.DrawFn) -> list[Waiting]:
             devices=draw(st.sampled_from((1, 1, 1, 2, 3))),
             tasks=draw(st.sampled_from(((), (), (f"t{number}", f"other{number}")))),
             run=draw(st.sampled_from(("r", "s"))),
-            join=draw(st.sampled_from(JOINS)),
+            join=draw(st.sampled_from(JOIN)),
             seconds=draw(st.none() | numbers),
             since=draw(st.floats(-1e5, 0)),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from support.fake_cluster import VERSIONS, FakeCluster, device_facts, node_facts
 from wgpu_lora.cli.cluster import run_driver
 from wgpu_lora.cluster.cluster_connection import Target
 from wgpu_lora.cluster.cluster_file import RunOptions, SweepOptions, read_cluster_file
-from wgpu_lora.cluster.messages import RunRequest, Task, from_plain, to_plain
+from wgpu_lora.cluster.messages import RunRequest, Task, from_plain
 from wgpu_lora.cluster.preflight import MOST_REASONS, missing_hosts, request_of, surveyed
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.memory import RunRequirements
@@ -28,7 +28,7 @@ def task(name: str = "a", **options: Any) -> Task:
 
 def requested(cluster: FakeCluster, *tasks: Task, sweep: SweepOptions | None = None, **run: Any) -> RunRequest:
     found = request_of(cluster, cluster.nodes, tasks or [task()], RunOptions(**run), sweep)
-    assert from_plain(RunRequest, to_plain(found)) == found
+    assert from_plain(RunRequest, asdict(found)) == found
     return found
 
 

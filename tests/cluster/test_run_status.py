@@ -51,7 +51,7 @@ class Seen:
     def fetching(self, task: str) -> None:
         self.fetches.append(task)
 
-    def kept(self, task: str, why: str) -> None:
+    def not_fetched(self, task: str, why: str) -> None:
         self.unwritten.append((task, why))
 
 
@@ -210,7 +210,7 @@ def test_what_could_not_be_written_is_said_at_once(tmp_path: Path, capsys: pytes
     assert followed(cluster, seen).code == 1
     ((task, why),) = seen.unwritten  # once
     assert task == "a"
-    Table("r").kept(task, why)
+    Table("r").not_fetched(task, why)
     assert "a: its result stays on the cluster" in capsys.readouterr().out
 
 

@@ -58,7 +58,7 @@ def on(at: Path) -> list[str]:
 @pytest.fixture
 def at(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WGPU_LORA_SHARE_DIR", str(tmp_path / "share"))
-    monkeypatch.setattr(claims, "_HOLDINGS", type(claims._HOLDINGS)())  # what other tests left on the device
+    monkeypatch.setattr(claims, "_DEVICE_CLAIMS", type(claims._DEVICE_CLAIMS)())  # what other tests left on the device
     write_rows(tmp_path / "rows.jsonl")
     save_golden_adapter("qwen2", tmp_path / "adapter")
     return tmp_path

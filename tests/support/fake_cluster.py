@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from wgpu_lora.cluster import checkpoint_store
@@ -21,7 +21,6 @@ from wgpu_lora.cluster.messages import (
     Task,
     TaskView,
     Versions,
-    to_plain,
 )
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.memory import RunRequirements
@@ -97,7 +96,7 @@ class FakeCluster:
         return self.evaluations
 
     def _nodes(self) -> Any:
-        return [to_plain(node) for node in self.nodes]
+        return [asdict(node) for node in self.nodes]
 
     def _snapshot(self, run: str | None) -> Any:
         snapshot = self.snapshots.pop(0) if len(self.snapshots) > 1 else self.snapshots[0]
@@ -106,7 +105,7 @@ class FakeCluster:
         if run is not None and all(one.name != run for one in snapshot.runs):
             raise UserError(f"No run {run}.")
         tasks = [replace(one, fetched=one.fetched or one.name in self.fetched) for one in snapshot.tasks]
-        return to_plain(replace(snapshot, tasks=tasks))
+        return asdict(replace(snapshot, tasks=tasks))
 
     def _results(self, run: str) -> Any:
         return [
@@ -115,7 +114,7 @@ class FakeCluster:
                 "unit": UNIT,
                 "nodes": ["id-h"],
                 "storage": None,
-                "files": list(map(to_plain, stored(files))),
+                "files": list(map(asdict, stored(files))),
             }
             for task, files in self.files.items()
             if task not in self.fetched
@@ -149,9 +148,9 @@ class FakeCluster:
 
     def _plan(self, host: str, tasks: list[dict[str, Any]], index: int, shared: bool, cached: bool) -> Any:
         usual = RunRequirements(needed=1 << 20, base="b", work=10, steps=10)
-        plans = {one["name"]: to_plain(self.plans.get(one["name"], usual)) for one in tasks}
+        plans = {one["name"]: asdict(self.plans.get(one["name"], usual)) for one in tasks}
         taught = {
-            one["name"]: {"digest": "caches", "needs": to_plain(replace(usual, needed=1 << 10))}
+            one["name"]: {"digest": "caches", "needs": asdict(replace(usual, needed=1 << 10))}
             for one in tasks
             if cached and "teacher" in one["options"]
         }

@@ -47,7 +47,7 @@ def until(worker: Worker, event: str, **facts: Any) -> list[Event]:
 
 def test_an_adapter_ends_alone_and_stays_ended_elsewhere(tmp_path: Path) -> None:
     rows, first, second = str(write_rows(tmp_path / "rows.jsonl")), tmp_path / "first", tmp_path / "second"
-    with Worker("pipeline", pipeline(first, rows), asked=True, timeout=300) as worker:
+    with Worker("pipeline", pipeline(first, rows), interactive=True, timeout=300) as worker:
         until(worker, "step", adapter="a", step=2)
         worker.request("end", adapter="z")
         worker.request("end", adapter="a")
@@ -69,7 +69,7 @@ def test_an_adapter_ends_alone_and_stays_ended_elsewhere(tmp_path: Path) -> None
 
     shutil.move(first, second)  # resumed on another machine
     options = pipeline(second, rows, resume=True, max_steps=step + 2)
-    with Worker("pipeline", options, asked=True, timeout=300) as worker:
+    with Worker("pipeline", options, interactive=True, timeout=300) as worker:
         events = list(worker.events())
         record = PipelineRecord.from_json(worker.result())
     taken = [(event["adapter"], event["step"]) for event in events if event["event"] == "step"]
@@ -84,14 +84,14 @@ def test_an_adapter_ends_alone_and_stays_ended_elsewhere(tmp_path: Path) -> None
 def test_a_single_run_ends_with_its_results_or_dies_with_its_parent(tmp_path: Path) -> None:
     rows = str(write_rows(tmp_path / "rows.jsonl"))
     options = {**ENDLESS, "data": rows, "output": str(tmp_path / "out")}
-    with Worker("finetune", options, asked=True, timeout=300) as worker:
+    with Worker("finetune", options, interactive=True, timeout=300) as worker:
         until(worker, "step")
         worker.request("end", adapter="any")
         record = RunRecord.from_json(worker.result())
     assert (record.stop_reason, worker.process.returncode) == ("request", 0)
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
-    with Worker("finetune", {**options, "output": str(tmp_path / "orphan")}, asked=True, timeout=300) as worker:
+    with Worker("finetune", {**options, "output": str(tmp_path / "orphan")}, interactive=True, timeout=300) as worker:
         until(worker, "step")
         assert worker.process.stdin
         worker.process.stdin.close()
@@ -133,7 +133,7 @@ def test_what_has_been_trained_does_not_depend_on_requests(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_stop_before_training_ends_the_job(tmp_path: Path) -> None:
     options = {**ENDLESS, "data": str(write_rows(tmp_path / "rows.jsonl")), "output": str(tmp_path / "out")}
-    with Worker("finetune", options, asked=True, timeout=300) as worker:
+    with Worker("finetune", options, interactive=True, timeout=300) as worker:
         until(worker, "begin")
         worker.request("stop")
         assert worker.wait() == INTERRUPTED

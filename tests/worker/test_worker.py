@@ -48,7 +48,7 @@ def test_jobs_run_and_tell(rows: str, tmp_path: Path) -> None:
     said = (tmp_path / "finetune.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in said] == events
     evaluated = {"model": QWEN2, "data": rows, "adapter": str(tmp_path / "out")}
-    with Worker("evaluate", {**evaluated, "turns": True}, asked=True) as worker:
+    with Worker("evaluate", {**evaluated, "turns": True}, interactive=True) as worker:
         assert worker.ask("prepare") == {}
         assert worker.ask("evaluate")["loss"] == pytest.approx(record.eval_loss, rel=1e-5)
     assert worker.wait() == 0

@@ -175,8 +175,8 @@ def time_batches(
     most, bound, why = plan
     if batches.sizes:
         most = max((size for size in batches.sizes if size <= most), default=0)
-    low, high, late = 0, None, None
-    ran: list[Record] = []
+    low, high, time_note = 0, None, None
+    records: list[Record] = []
     refused: list[Record] = []
 
     def refuse(rows: int, reason: str | None) -> None:
@@ -186,29 +186,30 @@ def time_batches(
 
     while (rows := _following(batches, low, high, most, also)) is not None:
         seconds_left = batches.seconds - (time.perf_counter() - begin)
-        expected = rows / low * ran[-1]["step_seconds"] if ran else 0.0
+        expected = rows / low * records[-1]["step_seconds"] if records else 0.0
         if expected > seconds_left:
             about = f"a step of {count_noun(rows, 'row')} would take about {expected:,.0f} s"
-            late = f"{about}, and {max(seconds_left, 0):,.0f} s of the {batches.seconds:g} s were left"
+            time_note = f"{about}, and {max(seconds_left, 0):,.0f} s of the {batches.seconds:g} s were left"
             break
         try:
-            ran.append(measure(model, batches, rows, checkpointing, seconds_left if rows == most else seconds_left / 2))
+            seconds = seconds_left if rows == most else seconds_left / 2
+            records.append(measure(model, batches, rows, checkpointing, seconds))
         except UserError as error:
             high, bound, why = rows, REFUSED, _fact(error)
             refuse(rows, why)
             continue
         low = rows
-        ran[-1]["status"] = OK
-        events.measured(ran[-1])
+        records[-1]["status"] = OK
+        events.measured(records[-1])
     if high is None:
         for rows in batches.sizes or (most + 1,) * (bound != MOST):
             if rows > most:
                 refuse(rows, why or f"more than {bound}")
-    if ran and refused and late is None:
-        ran[-1]["status"] = MAX
+    if records and refused and time_note is None:
+        records[-1]["status"] = MAX
     summary = {"kind": "summary", "planned": most, "confirmed": low, "bounded_by": bound, "why": why}
-    rows_found = sorted([*ran, *refused], key=lambda row: row["batch"])
-    return rows_found, {**summary, "gradient_checkpointing": checkpointing, "not_run": late}
+    rows_found = sorted([*records, *refused], key=lambda row: row["batch"])
+    return rows_found, {**summary, "gradient_checkpointing": checkpointing, "not_run": time_note}
 
 
 def _following(batches: Batches, low: int, high: int | None, most: int, also: Sequence[int]) -> int | None:
@@ -270,19 +271,19 @@ def best(rows: Sequence[Record]) -> Record:
         fastest, largest: the rows with the most tokens per second and the most rows; None if none ran.
         checkpointing: for each batch that was timed both ways, the ratios of time and memory, with to without.
     """
-    ran = [row for row in rows if row["status"] != OOM]
-    ways = {(row["batch"], row["gradient_checkpointing"]): row for row in ran if row["warmup"]}
-    both = [(ways[batch, False], ways[batch, True]) for batch, way in ways if not way and (batch, True) in ways]
+    completed_rows = [row for row in rows if row["status"] != OOM]
+    ways = {(row["batch"], row["gradient_checkpointing"]): row for row in completed_rows if row["warmup"]}
+    pairs = [(ways[batch, False], ways[batch, True]) for batch, way in ways if not way and (batch, True) in ways]
     ratios = [
         {
             "batch": plain["batch"],
             "time": again["step_seconds"] / plain["step_seconds"] if plain["step_seconds"] else None,
             "memory": again["planned"] / plain["planned"],
         }
-        for plain, again in both
+        for plain, again in pairs
     ]
-    fastest = max(ran, key=lambda row: row["tokens_per_second"], default=None)
-    largest = max(ran, key=lambda row: (row["batch"], row["tokens_per_second"]), default=None)
+    fastest = max(completed_rows, key=lambda row: row["tokens_per_second"], default=None)
+    largest = max(completed_rows, key=lambda row: (row["batch"], row["tokens_per_second"]), default=None)
     return {"kind": "best", "fastest": fastest, "largest": largest, "checkpointing": ratios}
 
 
@@ -314,8 +315,8 @@ def search_pairs(work: Work, repeat: int = 2, events: Events = SILENT, opened: D
         events.measured(head)
         with recording(work, args, model) as entry:
             pairs = list(_timed_pairs(first.run.args, model, Path(place), repeat, events))
-            ran = [pair for pair in pairs if pair["status"] == OK]
-            fastest = max(ran, key=lambda pair: pair["samples_per_second"], default=None)
+            completed_pairs = [pair for pair in pairs if pair["status"] == OK]
+            fastest = max(completed_pairs, key=lambda pair: pair["samples_per_second"], default=None)
             entry["results"] = {"fastest": fastest}
             note_failure(entry, [] if fastest else ["no pair could be timed"])
         result = {"kind": "fastest", "fastest": fastest}

@@ -189,9 +189,9 @@ def judge(contract: Contract, result: Result, names: Mapping[str, float], device
 
 def _bound_broken(bound: Bound, figures: dict[str, float], contract: Contract) -> list[str]:
     if bound.metric not in figures:
-        known = ", ".join(sorted(figures))
+        metrics = ", ".join(sorted(figures))
         raise UserError(
-            f"bricks/{contract.name}.toml bounds {bound.metric}, which is not measured: use one of {known}."
+            f"bricks/{contract.name}.toml bounds {bound.metric}, which is not measured: use one of {metrics}."
         )
     value = figures[bound.metric]
     if bound.at_most is not None and value > bound.at_most:
@@ -205,9 +205,9 @@ def ceilings_broken(ceilings: Ceilings) -> list[str]:
     """A ceiling below what the same cores reach with NumPy, measured several times, is not one."""
     if ceilings.numpy_gflops is None or ceilings.fma_gflops >= NUMPY_SHARE * ceilings.numpy_gflops:
         return []
-    reached = ceilings.fma_gflops / ceilings.numpy_gflops
+    share = ceilings.fma_gflops / ceilings.numpy_gflops
     times = f"in {len(PAUSES)} attempts, at least {NUMPY_SHARE:g}"
-    return [f"ceilings: FMA chains reach {reached:.2f} of NumPy's matmul on the same cores {times}"]
+    return [f"ceilings: FMA chains reach {share:.2f} of NumPy's matmul on the same cores {times}"]
 
 
 def check_fit(context: Context, name: str, available: int | None = None) -> None:

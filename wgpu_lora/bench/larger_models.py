@@ -66,8 +66,8 @@ def project(
     available = budget_bytes(model.device.info, None).bytes
     if shapes:
         rates = {name: measured[name] for name in ("samples_per_second", "tokens_per_second")}
-        own = {"kind": "projection", "shape": model.name, "times_the_operations": 1.0, **rates, "seconds": seconds}
-        yield own | {"peak_planned": peak, "fits": True, "grade": MEASURED}
+        baseline = {"kind": "projection", "shape": model.name, "times_the_operations": 1.0, **rates, "seconds": seconds}
+        yield baseline | {"peak_planned": peak, "fits": True, "grade": MEASURED}
     for shape in shapes:
         larger = shape_config(shape)
         times = operations(larger, args.lora_r, tokens / speed) / operations(model.config, args.lora_r, tokens / speed)

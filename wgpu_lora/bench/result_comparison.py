@@ -95,10 +95,10 @@ def _training(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figu
     for line in lines:
         if line.get("kind") == "summary":
             summary = typed(_Summary, line)
-            for key, (called, unit) in FIGURES.items():
+            for key, (label, unit) in FIGURES.items():
                 median = typed(float | None, summary.spread[key].get("median"), key)
                 if median is not None:
-                    result[f"{name}: {called}"] = Figure(median, unit)
+                    result[f"{name}: {label}"] = Figure(median, unit)
             result[f"{name}: memory"] = Figure(typed(int, summary.memory.get("peak"), "'memory.peak'"), "bytes")
         elif line.get("kind") == "pair":
             pair = typed(_Pair, line)
@@ -116,13 +116,13 @@ def _batches(header: Header, lines: Sequence[dict[str, Any]]) -> dict[str, Figur
         if row.status != OOM:
             largest[way] = max(largest.get(way, 0), row.batch)
             at = f"{name}, {count_noun(row.batch, 'row')}{way}"
-            for called, value, unit in (
+            for label, value, unit in (
                 ("step", row.step_seconds, "s"),
                 ("tokens", row.tokens_per_second, "/s"),
                 ("memory", row.planned, "bytes"),
             ):
                 if value is not None:
-                    result[f"{at}: {called}"] = Figure(value, unit)
+                    result[f"{at}: {label}"] = Figure(value, unit)
     return result | {f"{name}, largest batch{way}": Figure(rows, "rows") for way, rows in largest.items()}
 
 
@@ -130,9 +130,9 @@ def differences(files: Sequence[ResultFile]) -> list[str]:
     """The differences in how files of the same kind were measured, as text."""
     result = []
     for kind in dict.fromkeys(file.kind for file in files):
-        alike = [_flat(file.work) for file in files if file.kind == kind]
-        for name in (name for name in alike[0] if all(name in work for work in alike)):  # not those of later versions
-            values = [work[name] for work in alike]
+        works = [_flat(file.work) for file in files if file.kind == kind]
+        for name in (name for name in works[0] if all(name in work for work in works)):  # not those of later versions
+            values = [work[name] for work in works]
             if any(value != values[0] for value in values):
                 result.append(f"{name.replace('_', ' ')}: {', '.join(str(value) for value in values)}")
     return result
@@ -142,5 +142,5 @@ def _flat(work: Mapping[str, Any]) -> dict[str, Any]:
     """The measured options, without paths of this run."""
     options = work.get("options")
     rest = {name: value for name, value in work.items() if name != "options"}
-    own = ("output", "data", "device")
-    return rest | {n: v for n, v in (options if isinstance(options, dict) else {}).items() if n not in own}
+    excluded = ("output", "data", "device")
+    return rest | {n: v for n, v in (options if isinstance(options, dict) else {}).items() if n not in excluded}

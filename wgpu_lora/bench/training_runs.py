@@ -158,8 +158,8 @@ def time_run_or_error(job: FinetuneJob, last: bool) -> Record:
     except UserError as error:
         if last:
             raise
-        done = {"planned_steps": planned, "done_steps": len(watch.steps)}
-        return {"stop_reason": "error", "error": str(error), **done}
+        counts = {"planned_steps": planned, "done_steps": len(watch.steps)}
+        return {"stop_reason": "error", "error": str(error), **counts}
 
 
 def summarised(runs: Sequence[Record], model: LoadedModel, max_spread: float | None = None) -> Record:
@@ -216,8 +216,8 @@ def header_of(work: Work, job: FinetuneJob, model: LoadedModel) -> Record:
     samples = None if work.shape else round(len(run.stream.prepared.rows) * run.args.num_train_epochs)
     shape = {"shape": work.shape, "layers": model.config.num_hidden_layers} if work.shape else {}
     recipe = None if work.shape else work.recipe or "demo"
-    what = {"recipe": recipe, **shape, "options": run.args.as_dict(), "samples": samples}
-    return header(SCHEMA, model.device, work=what, excluded=EXCLUDED)
+    description = {"recipe": recipe, **shape, "options": run.args.as_dict(), "samples": samples}
+    return header(SCHEMA, model.device, work=description, excluded=EXCLUDED)
 
 
 # -- the work ----------------------------------------------------------------------------------------------------------

@@ -57,10 +57,10 @@ def benchmark_option_names(names: Mapping[str, str]) -> AbstractContextManager[N
     return naming(with_renamed_options(names))
 
 
-def training_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def training_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a training run from those of a command, without those that are None."""
-    names = {own: name for name, own in TRAINING.items()}
-    return {names.get(own, own): value for own, value in given.items() if value is not None}
+    names = {option: name for name, option in TRAINING.items()}
+    return {names.get(option, option): value for option, value in options.items() if value is not None}
 
 
 def adapter_set(
@@ -240,7 +240,7 @@ def chosen_model(
     return opened if layers is None else opened.declared(layers)
 
 
-def check_room(what: str, needs: Callable[[int], int], layers: int, available: int | None) -> None:
+def check_room(subject: str, needs: Callable[[int], int], layers: int, available: int | None) -> None:
     """Raise UserError, with the layers that fit, if `needs(layers)` exceeds the available bytes (None: not known)."""
     need = needs(layers)
     if available is None or need <= available:
@@ -252,7 +252,7 @@ def check_room(what: str, needs: Callable[[int], int], layers: int, available: i
         else "not even one layer fits, so use a smaller model or fewer tokens"
     )
     raise UserError(
-        f"{what} needs {format_bytes_exact(need)} of device memory, but {format_bytes_exact(available)} are "
+        f"{subject} needs {format_bytes_exact(need)} of device memory, but {format_bytes_exact(available)} are "
         f"available: {advice}."
     )
 

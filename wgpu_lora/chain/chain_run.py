@@ -43,18 +43,18 @@ def stage_statuses(chain: Chain, start: str | None = None) -> list[StageStatus]:
     result: list[StageStatus] = []
     for link in chain.links:
         due = [other.link.name for other in result if other.why and other.link.name in link.needs]
-        done = state.stages.get(link.name)
+        stage_result = state.stages.get(link.name)
         if link.name in forced:
             why: str | None = "asked for"
         elif due:
             why = f"'{due[0]}' runs before it"
         elif start is not None:
-            why = _not_whole(link, done, digests)
-        elif done is None:
+            why = _not_whole(link, stage_result, digests)
+        elif stage_result is None:
             why = "it has not run yet"
         else:
-            why = _why(link, done, digests, download=False)
-        result.append(StageStatus(link, why, done.seconds if done else None))
+            why = _why(link, stage_result, digests, download=False)
+        result.append(StageStatus(link, why, stage_result.seconds if stage_result else None))
     return result
 
 
@@ -73,14 +73,14 @@ def run(chain: Chain, watch: ChainWatch, start: str | None = None) -> None:
         state, digests = State.read(chain.output), Digests(chain.output / DIGESTS)
         sweep(chain.output, re.compile("|".join(re.escape(link.name) for link in chain.links)))
         for number, link in enumerate(chain.links, 1):
-            done = state.stages.get(link.name)
+            stage_result = state.stages.get(link.name)
             if start is not None and link.name not in forced:
-                wrong = _not_whole(link, done, digests)
+                wrong = _not_whole(link, stage_result, digests)
                 if wrong:
                     raise UserError(f"The stage '{link.name}' comes before '{start}', but {wrong}: run it first.")
                 why = None
             else:
-                why = "asked for" if link.name in forced else _why(link, done, digests)
+                why = "asked for" if link.name in forced else _why(link, stage_result, digests)
             if why is None:
                 watch.skipped(number, link.name, link.kind)
                 continue
@@ -89,31 +89,31 @@ def run(chain: Chain, watch: ChainWatch, start: str | None = None) -> None:
             ]
             rest = sum(durations) if len(durations) == len(chain.links) - number + 1 else None
             watch.stage(number, link.name, link.kind, why, rest)
-            begun = time.monotonic()
+            begin = time.monotonic()
             _run(link, state, digests, watch)
-            watch.finished(link.name, link.output, time.monotonic() - begun)
+            watch.finished(link.name, link.output, time.monotonic() - begin)
 
 
 def _forced(chain: Chain, start: str | None) -> set[str]:
     return set() if start is None else set(stages_from(chain.links, start))
 
 
-def _why(link: ChainStage, done: StageResult | None, digests: Digests, download: bool = True) -> str | None:
+def _why(link: ChainStage, stage_result: StageResult | None, digests: Digests, download: bool = True) -> str | None:
     """Why a stage has to run; None if it is up to date."""
-    if done is None:
+    if stage_result is None:
         return "it has not run yet"
-    if done.outputs is None:
+    if stage_result.outputs is None:
         return "it was interrupted"
-    return done.difference(inputs_of(link, digests.of_all(link.stage.files(download)))) or _not_whole(
-        link, done, digests
+    return stage_result.difference(inputs_of(link, digests.of_all(link.stage.files(download)))) or _not_whole(
+        link, stage_result, digests
     )
 
 
-def _not_whole(link: ChainStage, done: StageResult | None, digests: Digests) -> str | None:
+def _not_whole(link: ChainStage, stage_result: StageResult | None, digests: Digests) -> str | None:
     """The damage of the outputs, as text; None if they are complete."""
-    if done is None or done.outputs is None:
+    if stage_result is None or stage_result.outputs is None:
         return "it has not finished"
-    for name, digest in done.outputs.items():
+    for name, digest in stage_result.outputs.items():
         result = digests.of(link.output / name)
         if result != digest:
             return f"{name} {'is missing' if result == MISSING else 'has changed'}"
@@ -121,17 +121,18 @@ def _not_whole(link: ChainStage, done: StageResult | None, digests: Digests) -> 
 
 
 def _run(link: ChainStage, state: State, digests: Digests, watch: Watch) -> None:
-    stage, done = link.stage, state.stages.get(link.name)
+    stage, stage_result = link.stage, state.stages.get(link.name)
     now = inputs_of(link, digests.of_all(stage.files(True)))
-    if link.output.exists() and done is None:
+    if link.output.exists() and stage_result is None:
         raise UserError(f"{link.output} exists, but not from this chain: choose another output, or remove it.")
-    continues = stage.resumes and done is not None and done.outputs is None and not done.difference(now)
+    unfinished = stage_result if stage_result and stage_result.outputs is None else None
+    continues = stage.resumes and unfinished is not None and not unfinished.difference(now)
     if not continues and stage.resumes:
         _keep_old_output(link.output)
-    now.seconds = done.seconds if continues and done else 0.0
+    now.seconds = stage_result.seconds if continues and stage_result else 0.0
     state.stages[link.name] = now
     state.write()
-    begun = time.monotonic()
+    begin = time.monotonic()
     try:
         if stage.resumes:
             stage.run(link.output, watch, continues)
@@ -139,7 +140,7 @@ def _run(link: ChainStage, state: State, digests: Digests, watch: Watch) -> None
             with new_directory(link.output) as place:
                 stage.run(place, watch, False)
     finally:
-        now.seconds += time.monotonic() - begun
+        now.seconds += time.monotonic() - begin
         state.write()
     now.outputs = {path.relative_to(link.output).as_posix(): digests.of(path) for path in stage.outputs(link.output)}
     lost = [name for name, digest in now.outputs.items() if digest == MISSING]
@@ -207,7 +208,7 @@ class State:
             raise UserError(f"{path} is damaged ({error}): remove it, and choose another output directory.") from None
 
     def write(self) -> None:
-        record = {"schema": SCHEMA, "stages": {name: asdict(done) for name, done in self.stages.items()}}
+        record = {"schema": SCHEMA, "stages": {name: asdict(result) for name, result in self.stages.items()}}
         write_bytes_atomic(self.path, (json.dumps(record, indent=1) + "\n").encode())
 
 
@@ -240,10 +241,10 @@ class Digests:
 
     def __init__(self, path: Path):
         self._path = path
-        self._known: dict[str, list[Any]] = {}
+        self._entries: dict[str, list[Any]] = {}
         with suppress(OSError, ValueError):
             entries = json.loads(path.read_bytes())
-            self._known = entries if isinstance(entries, dict) else {}
+            self._entries = entries if isinstance(entries, dict) else {}
 
     def of(self, path: Path) -> str:
         """The digest of a file; "missing" if there is none."""
@@ -251,9 +252,9 @@ class Digests:
             state = path.stat()
             mark = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]  # a time may be set back
             key = str(path.absolute())
-            entry = self._known.get(key)
+            entry = self._entries.get(key)
             if not isinstance(entry, list) or entry[:-1] != mark:
-                entry = self._known[key] = [*mark, file_digest(path)]
+                entry = self._entries[key] = [*mark, file_digest(path)]
             return str(entry[-1])
         except OSError:
             return MISSING
@@ -263,7 +264,7 @@ class Digests:
         return {str(file): self.of(file) for path in paths for file in _within(path)}
 
     def save(self) -> None:
-        write_bytes_atomic(self._path, (json.dumps(self._known) + "\n").encode())
+        write_bytes_atomic(self._path, (json.dumps(self._entries) + "\n").encode())
 
 
 def _within(path: Path) -> Iterator[Path]:

@@ -61,8 +61,8 @@ class Assertion:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return f"{type(error).__name__}: {error}"
         reason = "" if self.message is None else f": {self.message}"
-        who = f"{self.calls[0][0]} returned" if len(values) == 1 else "the calls returned"
-        return f"assertion failed{reason}: {self.text}, where {who} {', '.join(values)}"
+        subject = f"{self.calls[0][0]} returned" if len(values) == 1 else "the calls returned"
+        return f"assertion failed{reason}: {self.text}, where {subject} {', '.join(values)}"
 
 
 def parse_check(check: Any, where: str = "A row") -> tuple[Assertion, ...]:
@@ -117,10 +117,10 @@ def _compile(node: ast.expr, calls: list[tuple[str, str, str]]) -> Test:
         case ast.Call(func=ast.Name(id=name)) if hasattr(builtins, name):
             raise ValueError(f"{_quoted(node)} calls Python's built-in {name} instead of the answer")
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
-            named = {str(word.arg): _literal(word.value) for word in keywords if word.arg is not None}
-            if len(named) < len(keywords):
+            keyword_values = {str(word.arg): _literal(word.value) for word in keywords if word.arg is not None}
+            if len(keyword_values) < len(keywords):
                 raise ValueError(f"{_quoted(node)} has ** in it, or a name twice")
-            calls.append((name, plain_data.dump([_literal(arg) for arg in args]), plain_data.dump(named)))
+            calls.append((name, plain_data.dump([_literal(arg) for arg in args]), plain_data.dump(keyword_values)))
             index = len(calls) - 1
             return lambda outcomes: outcomes[index]()
         case ast.Compare(left=left, ops=ops, comparators=comparators):

@@ -88,8 +88,8 @@ class HumanEval(Problem):
         code = code_of(text, {self.entry_point})
         if _defines(code, {self.entry_point}):
             return f"{completed(prompt)}\n\n{code}"  # with the prompt's imports and other functions
-        begun = prompt if prompt.endswith("\n") else f"{prompt}\n"
-        return begun + (code if code.startswith((" ", "\t", "\n")) else textwrap.indent(code, "    "))
+        opening = prompt if prompt.endswith("\n") else f"{prompt}\n"
+        return opening + (code if code.startswith((" ", "\t", "\n")) else textwrap.indent(code, "    "))
 
     def check(self, program: str, timeout: float, allow_unconfined: bool) -> CheckResult:
         return run_test(program, str(self.prompt), self.test, self.entry_point, timeout, allow_unconfined)

@@ -117,7 +117,7 @@ def measure(
     timeout: float = 5.0,
     batch: int | None = None,
     allow_unconfined: bool = False,
-    found: list[Sample] | None = None,
+    received: list[Sample] | None = None,
     events: Events = SILENT,
 ) -> PassRates:
     """Answer each row `samples` times with each of `slots`, and check every answer.
@@ -125,7 +125,7 @@ def measure(
     Args:
         completion: rows of HumanEval's form are continued as text; always so if the model has no chat template.
         timeout: seconds of a check.
-        found: receives the samples as they are checked, in order.
+        received: gets the samples as they are checked, in order.
         events: receives `loading` and `answering`, with the answers that are checked.
 
     Raises:
@@ -134,8 +134,8 @@ def measure(
     confined = confinement(allow_unconfined)
     check_settings(settings, samples)
     completion = completion or not tokenizer_of(model).has_chat_template
-    begun = time.perf_counter()
-    checked: list[Sample] = [] if found is None else found
+    begin = time.perf_counter()
+    checked: list[Sample] = [] if received is None else received
     names = list(slots)
     forms: dict[bool, list[tuple[int, Problem]]] = {True: [], False: []}  # continued as text, or asked
     for number, problem in enumerate(problems):
@@ -170,7 +170,7 @@ def measure(
             raise
     checked.sort(key=lambda one: (one.row, one.sample, names.index(one.adapter)))
     rates = {name: _rate([one for one in checked if one.adapter == name], problems, ks, samples) for name in names}
-    return PassRates(rates, checked, time.perf_counter() - begun, completion, confined)
+    return PassRates(rates, checked, time.perf_counter() - begin, completion, confined)
 
 
 class _Queue(EventForwarder):

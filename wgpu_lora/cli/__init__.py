@@ -161,15 +161,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _warnings() -> Iterator[None]:
     """Prints warnings about devices and trackers as a line each, and others as Python does."""
     with warnings.catch_warnings():
-        for ours in (DeviceWarning, TrackingWarning):
-            warnings.simplefilter("always", ours)
-        others = warnings.showwarning
+        for kind in (DeviceWarning, TrackingWarning):
+            warnings.simplefilter("always", kind)
+        default_show = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *more: Any, **options: Any) -> None:
             if issubclass(category, DeviceWarning | TrackingWarning):
                 _say(f"warning: {message}")
             else:
-                others(message, category, *more, **named)
+                default_show(message, category, *more, **options)
 
         warnings.showwarning = cast("Any", show)
         yield

@@ -60,7 +60,7 @@ class Command(TyperCommand):
         try:
             rest = super().parse_args(ctx, args)
         except Exception as error:
-            name = _not_known(error)
+            name = _unknown_option(error)
             if name is not None:
                 raise UserError(_unknown(name, typed, self._names(ctx), ctx.command_path)) from None
             text = self._wrong_value(ctx, error) or self._missing(ctx, error, typed)
@@ -93,10 +93,10 @@ class Command(TyperCommand):
     def _missing(self, ctx: Any, error: Exception, args: list[str]) -> str | None:
         """The error for a missing option, if a word of the command line may be its value; else None."""
         name = getattr(getattr(error, "param", None), "name", "")
-        meant = f"did you mean {flag(name)} "
+        phrase = f"did you mean {flag(name)} "
         words = [word for word in args if "Missing" in type(error).__name__ and not word.startswith("-")]
         messages = [self.extra(ctx, word) for word in words]
-        return next((text for text in messages if meant in text), None)
+        return next((text for text in messages if phrase in text), None)
 
     def invoke(self, ctx: Any) -> Any:
         for name, value in ctx.params.items():
@@ -137,15 +137,15 @@ class Group(TyperGroup):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            name = dashes(_not_known(error) or "")
+            name = dashes(_unknown_option(error) or "")
             if not name:
                 raise
-            known = [
+            commands = [
                 c for c, command in self.commands.items() for p in getattr(command, "params", ()) if name in p.opts
             ]
-            if known:
+            if commands:
                 raise UserError(
-                    f"{name} comes after a command, such as '{ctx.command_path} {known[0]} {name} ...'."
+                    f"{name} comes after a command, such as '{ctx.command_path} {commands[0]} {name} ...'."
                 ) from None
             raise UserError(f"No such option: {name}; '{ctx.command_path} --help' lists the commands.") from None
 
@@ -197,7 +197,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _not_known(error: Exception) -> str | None:
+def _unknown_option(error: Exception) -> str | None:
     """The option that Typer reports as unknown; None for other errors."""
     return str(getattr(error, "option_name", "")) if hasattr(error, "possibilities") else None
 
@@ -209,42 +209,42 @@ def _positive(option: Any) -> str:
 
 def _negative(option: Any) -> str:
     """The name of the switch that does the opposite; '' if there is none."""
-    both = [*option.obj.opts, *option.obj.secondary_opts]
-    mine = option._long_opts[0] if option._long_opts else ""
-    return next((name for name in both if name != mine and name.startswith("--")), "") if len(both) == 2 else ""
+    names = [*option.obj.opts, *option.obj.secondary_opts]
+    primary = option._long_opts[0] if option._long_opts else ""
+    return next((name for name in names if name != primary and name.startswith("--")), "") if len(names) == 2 else ""
 
 
-def unknown_command(typed: str, known: Sequence[str], group: str) -> str:
+def unknown_command(typed: str, choices: Sequence[str], group: str) -> str:
     """The error for a command that a group does not have."""
     name = dashes(typed.lower())
     foreign = {word: command for words, command in COMMANDS.items() for word in words.split()}
     foreign |= {objective: f"finetune --objective {objective}" for objective in OBJECTIVES if objective not in foreign}
-    words = [*known, *({} if " " in group else foreign)]
-    meant = next(iter([name] if name in words else difflib.get_close_matches(name, words, n=1, cutoff=0.75)), "")
-    if meant in known or len(known) == 1:
-        return f"No such command '{typed:.40}': did you mean '{group} {meant or known[0]}'?"
-    if meant:
-        command, comma, remark = foreign[meant].partition(",")
+    words = [*choices, *({} if " " in group else foreign)]
+    suggestion = next(iter([name] if name in words else difflib.get_close_matches(name, words, n=1, cutoff=0.75)), "")
+    if suggestion in choices or len(choices) == 1:
+        return f"No such command '{typed:.40}': did you mean '{group} {suggestion or choices[0]}'?"
+    if suggestion:
+        command, comma, remark = foreign[suggestion].partition(",")
         return f"No such command '{typed:.40}': use '{group} {command}'{comma}{remark}."
-    return f"No such command '{typed:.40}': choose one of {', '.join(known)} ('{group} --help')."
+    return f"No such command '{typed:.40}': choose one of {', '.join(choices)} ('{group} --help')."
 
 
-def _unknown(typed: str, args: list[str], known: list[str], command: str) -> str:
+def _unknown(typed: str, args: list[str], options: list[str], command: str) -> str:
     """The error for an option that a command does not have."""
     name, otherwise = typed.lstrip("-").replace("-", "_"), f"'{command} --help' lists the options."
     if not typed.startswith("--"):  # after a single dash, Typer names the first letter only
         argument = next((arg for arg in args if arg.startswith(typed)), typed)
         name = argument.lstrip("-").split("=")[0].replace("-", "_")
-        if name in known or name in aliases_of(known):
+        if name in options or name in aliases_of(options):
             return f"No such option: {argument}; options start with two dashes, as in {flag(name)}."
         typed = argument
-    message = foreign_option_advice(name, known)
+    message = foreign_option_advice(name, options)
     if not message:
-        return f"No such option: {typed}; {advice(name, known, otherwise)}"
+        return f"No such option: {typed}; {advice(name, options, otherwise)}"
     # A line written for another program may have several such options: name them all.
     words = dict.fromkeys(arg[2:].split("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
-    names = {*known, *aliases_of(known), name}
-    more = [text for word in words if word not in names and (text := foreign_option_advice(word, known))]
+    names = {*options, *aliases_of(options), name}
+    more = [text for word in words if word not in names and (text := foreign_option_advice(word, options))]
     return " ".join([message, *more[:MORE], *([f"{len(more) - MORE} more do not exist."] if len(more) > MORE else [])])
 
 
@@ -254,30 +254,30 @@ def _is_module(word: str) -> bool:
     return word in module_names()
 
 
-def _extra(word: str, known: list[str], given: dict[str, Any], command: str) -> str:
+def _extra(word: str, options: list[str], values: dict[str, Any], command: str) -> str:
     """The error for a word that belongs to no option.
 
-    given: values of the options that were given, by their parameters' names.
+    values: of the options that were given, by their parameters' names.
     """
-    meant, modules = "", given.get("target_modules")
+    suggestion, modules = "", values.get("target_modules")
     if modules and _is_module(word):
         return f"'{word}' belongs to no option of '{command}': did you mean {flag('target_modules')} {modules},{word}?"
     if word.lower().endswith(DATA) or os.path.isfile(os.path.join(word, "train.jsonl")):
-        meant = "data"
+        suggestion = "data"
     elif word.lower().endswith((".toml", ".yaml", ".yml")):
-        meant = "recipe"
-    elif "resume" in given and os.path.isdir(word):
-        meant = "output"
+        suggestion = "recipe"
+    elif "resume" in values and os.path.isdir(word):
+        suggestion = "output"
     elif os.path.isfile(os.path.join(word, "adapter_config.json")):
-        meant = "adapter"
+        suggestion = "adapter"
     elif word.lower().endswith(".gguf") or os.path.isfile(os.path.join(word, "config.json")):
-        meant = "model"
-    elif "prompt" in known:
-        meant = "prompt"
+        suggestion = "model"
+    elif "prompt" in options:
+        suggestion = "prompt"
     where = f"'{word:.60}' belongs to no option of '{command}'"
-    if meant in given:
-        return f"{where}: {flag(meant)} takes one value, and already is {given[meant]!s:.60}."
-    if meant in known:
-        shown = f"'{word:.60}'" if " " in word else f"{word:.60}"
-        return f"{where}: did you mean {flag(meant)} {shown}?"
+    if suggestion in values:
+        return f"{where}: {flag(suggestion)} takes one value, and already is {values[suggestion]!s:.60}."
+    if suggestion in options:
+        quotation = f"'{word:.60}'" if " " in word else f"{word:.60}"
+        return f"{where}: did you mean {flag(suggestion)} {quotation}?"
     return f"{where}: '{command} --help' lists the options."

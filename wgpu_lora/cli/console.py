@@ -57,10 +57,10 @@ def folded(text: str, indent: int = 0) -> str:
 def table(
     columns: Sequence[str],
     rows: Iterable[Sequence[Any]],
-    left: Collection[str] = (),
+    text_columns: Collection[str] = (),
     styles: Iterable[str | None] = repeat(None),
 ) -> Any:
-    """A table without borders. The columns in `left` are left-aligned and fold, the others are numbers.
+    """A table without borders. `text_columns` are left-aligned and fold, the others are numbers.
 
     rows: of text with rich's markup, or of what rich renders. styles: one per row.
     """
@@ -68,7 +68,8 @@ def table(
 
     result = Table(box=None, pad_edge=False)
     for name in columns:
-        result.add_column(name, justify="left" if name in left else "right", overflow="fold", no_wrap=name not in left)
+        is_text = name in text_columns
+        result.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row, style in zip(rows, styles, strict=False):
         result.add_row(*row, style=style)
     return result
@@ -137,8 +138,8 @@ class Bar:
         self._said, spent = now, now - self._begun
         count = f"{self._done:,.0f}" + (f" of {self._total:,.0f}" if self._total else "") + self._unit
         count = f": {count}" if self._total or self._unit else ""
-        left = spent * ((self._total or 0) - self._done) / max(self._done, 1e-9)
-        more = f", about {duration(left)} left" if self._done and left > 0 else ""
+        remaining = spent * ((self._total or 0) - self._done) / max(self._done, 1e-9)
+        more = f", about {duration(remaining)} left" if self._done and remaining > 0 else ""
         with suppress(OSError):  # the reader is gone
             print(f"{escape_unprintable(self._text)}{count} after {duration(spent)}{more}", file=sys.stderr, flush=True)
 
@@ -154,12 +155,12 @@ def long_work_shown() -> Iterator[None]:
     """Say what goes on where it takes longer than two seconds: bars that do not advance, and files that are read."""
     from wgpu_lora.data.compressed_files import files_in_use, position
 
-    ended = threading.Event()
+    end = threading.Event()
 
     def watch() -> None:
         since: dict[Path, float] = {}
         bar: Bar | None = None
-        while not ended.wait(TICK):
+        while not end.wait(TICK):
             for other in Bar.shown - {bar}:
                 if not other.full:
                     other.say()
@@ -182,7 +183,7 @@ def long_work_shown() -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        end.set()
         thread.join()
         Bar.shown.clear()  # whatever was not closed belongs to this command
 
@@ -210,12 +211,12 @@ def _progress(unit: str) -> Any:
         def render(self, task: Task) -> Text:
             return Text(f"{task.completed:,.0f}" + ("" if task.total is None else f"/{task.total:,.0f}") + unit)
 
-    class Left(ProgressColumn):
+    class TimeRemaining(ProgressColumn):
         max_refresh = 0.5
 
         def render(self, task: Task) -> Text:
-            left = task.time_remaining
-            return Text("" if left is None or task.finished else f"{duration(left)} left")
+            remaining = task.time_remaining
+            return Text("" if remaining is None or task.finished else f"{duration(remaining)} left")
 
     class WithDetail(Progress):
         def get_renderables(self) -> Iterable[Any]:
@@ -224,5 +225,5 @@ def _progress(unit: str) -> Any:
                 for text in filter(None, task.fields.get("detail", "").split("\n")):
                     yield Text(text, no_wrap=True, overflow="ellipsis")
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), Count(), Left())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), Count(), TimeRemaining())
     return WithDetail(*columns, console=console(stderr=True), transient=True, expand=True)

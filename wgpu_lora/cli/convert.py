@@ -62,10 +62,10 @@ def merge(
     from wgpu_lora.models.model_files import config_of
 
     check_new(output, "--output", directory=True)  # before the model may be downloaded
-    named = model or base_of(adapter) or "demo"
-    directory = resolve_model(named)
+    model_name = model or base_of(adapter) or "demo"
+    directory = resolve_model(model_name)
     with Bar("merging", len(config_of(directory).parameter_shapes())) as bar:
-        merge_adapter(directory, adapter, output, dtype, name=named, events=TensorBar(bar))
+        merge_adapter(directory, adapter, output, dtype, name=model_name, events=TensorBar(bar))
     line("merged", f"{directory} and {adapter} into {output}, {dtype}")
     return 0
 
@@ -81,11 +81,11 @@ class _Shown(Events):
         self._bar: Bar | None = None
         self._shown = ""
 
-    def _show(self, text: str, done: float, total: float, unit: str = "") -> None:
-        if self._bar is None or text != self._shown or done <= 1:
+    def _show(self, text: str, count: float, total: float, unit: str = "") -> None:
+        if self._bar is None or text != self._shown or count <= 1:
             self.close()
             self._bar, self._shown = Bar(text, total, unit), text
-        self._bar.advance(to=done, total=total)
+        self._bar.advance(to=count, total=total)
 
     def loading(self, model: str, tensor: str, done: int, total: int) -> None:
         self._show("loading", done, total)
@@ -168,7 +168,7 @@ def quantize(
         (one.kind, ", ".join(one.schemes), f"{one.matrices:,}", f"{one.bits:.2f}", f"{one.error:.6f}")
         for one in result.kinds
     ]
-    console().print(table(columns, rows, left=("layers", "scheme")))
+    console().print(table(columns, rows, text_columns=("layers", "scheme")))
     if result.before is not None and result.after is not None:
         line("perplexity", f"{result.before:.4f} before, {result.after:.4f} after")
     line("quantised", f"{source} to {name} in {result.seconds:.1f} s")
@@ -210,8 +210,8 @@ def gguf(
     if lora and quantize:
         raise UserError("--quantize cannot be combined with --lora, which writes f32: leave one of them out.")
     check_new_gguf(output)  # before the model may be downloaded
-    named = model or (base_of(adapter) if adapter else None) or "demo"
-    path = resolve_model(named)
+    model_name = model or (base_of(adapter) if adapter else None) or "demo"
+    path = resolve_model(model_name)
     if lora and adapter is not None:
         kind, source = "adapter, f32", f"{adapter}"
         written = export_adapter(path, adapter, output)
@@ -220,7 +220,7 @@ def gguf(
         source = f"{path} and {adapter}" if adapter else f"{path}"
         with Bar("exporting", len(config_of(path).parameter_shapes())) as bar:
             # A hub id is a better name than the cache's directory.
-            name = None if Path(named).exists() else named.rpartition("/")[2]
+            name = None if Path(model_name).exists() else model_name.rpartition("/")[2]
             written = export_model(path, output, kind, adapter, name, TensorBar(bar))
     line("exported", f"{source} into {output}")
     line("size", f"{written.nbytes:,} bytes, {kind}, {written.bits_per_weight:.2f} bits per weight")

@@ -330,8 +330,8 @@ def _print_prepared(report: dict[str, Any], output: Path) -> None:
     line("read", f"{count_noun(rows['in'], 'row')} from {count_noun(len(report['inputs']), 'input')}")
     for note in report["notes"]:
         line("note", note)
-    for what, count in report["edited"].items():
-        line("dropped", f"{what} from {count_noun(count, 'row')}")
+    for part, count in report["edited"].items():
+        line("dropped", f"{part} from {count_noun(count, 'row')}")
     for column, count in report["dropped_columns"].items():
         line("dropped", f"column {column!r} of {count_noun(count, 'row')}, whose values are not of JSON")
     if rows["duplicates"]:

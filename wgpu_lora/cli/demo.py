@@ -96,16 +96,16 @@ def _side_by_side(request: str, before: CheckedAnswer, after: CheckedAnswer) -> 
     from rich.text import Text
 
     screen, answers = console(), {"before": before, "after": after}
-    code = {name: escape_unprintable(checked.text, "\n\t").expandtabs() for name, checked in answers.items()}
+    code = {name: escape_unprintable(answer.text, "\n\t").expandtabs() for name, answer in answers.items()}
     widths = {name: max(map(len, [*text.splitlines(), f"{name}: FAIL"])) for name, text in code.items()}
     screen.print()
     screen.print(Text(escape_unprintable(request, "\n\t"), "bold"))
-    beside = sum(widths.values()) + BORDERS <= screen.width
-    for names in [tuple(code)] if beside else [(name,) for name in code]:
+    fits = sum(widths.values()) + BORDERS <= screen.width
+    for names in [tuple(code)] if fits else [(name,) for name in code]:
         screen.print(_box({name: (answers[name].passed, code[name]) for name in names}))
-    for name, checked in answers.items():
-        if not checked.passed:
-            screen.print(Text(f"{name}: {checked.reason}", "red"))
+    for name, answer in answers.items():
+        if not answer.passed:
+            screen.print(Text(f"{name}: {answer.reason}", "red"))
 
 
 def _box(answers: dict[str, tuple[bool, str]]) -> Any:

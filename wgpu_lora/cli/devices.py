@@ -174,13 +174,11 @@ def repair() -> None:
     from wgpu_lora.memory_leases import Ledger
 
     repairs = [(ledger.path, ledger.repair()) for ledger in Ledger.all()]
-    for path, done in repairs:
-        if done:
-            line(
-                "repaired",
-                f"{path}: kept {count_noun(len(done.kept), 'entry', 'entries')}; the damaged file is {done.damaged}",
-            )
-    if not any(done for _, done in repairs):
+    for path, result in repairs:
+        if result:
+            entries = count_noun(len(result.kept), "entry", "entries")
+            line("repaired", f"{path}: kept {entries}; the damaged file is {result.damaged}")
+    if not any(result for _, result in repairs):
         line("repaired", "nothing: no ledger is damaged")
 
 
@@ -202,11 +200,9 @@ def _show(device: dict[str, Any]) -> None:
     if device["free_now"] is not None:
         line("free now", f"{size(device['free_now'])} of the device, whoever uses the rest")
     if device["budget"] is not None:
-        left = max(0, device["budget"] - device["held"])
-        line(
-            "left",
-            f"{size(min(left, device['free_now'] or left))} for another run, within the budget and what is free",
-        )
+        remaining = max(0, device["budget"] - device["held"])
+        room = size(min(remaining, device["free_now"] or remaining))
+        line("left", f"{room} for another run, within the budget and what is free")
     entries = [*device["leases"], *device["queue"]]
     if not entries:
         return
@@ -256,7 +252,7 @@ def tune(
     return 0
 
 
-def cleared(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int | None:
+def cleared(ctx: typer.Context, options: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int | None:
     """The exit code of --clear; None without it."""
     if not values["clear"]:
         return None
@@ -264,7 +260,7 @@ def cleared(ctx: typer.Context, given: dict[str, Any], recipe: str | None, value
     from wgpu_lora.gpu.tuning_cache import ChoiceFile
 
     refuse_unused(ctx, ctx.params.keys() - {"clear", "device"}, "with --clear")
-    file = ChoiceFile(Device(given.get("device")))
+    file = ChoiceFile(Device(options.get("device")))
     file.clear()
     line("cleared", str(file.path), whole=True)
     return 0

@@ -224,11 +224,11 @@ def report_run(record: RunRecord, command: str | None = None, adapter: str | Non
     line(outcome, "; ".join([why, *summary, where]))
     if state.best_step and state.best_step < state.step:
         best = f"held-out loss {state.best_eval_loss:.4f} after step {state.best_step:,}"
-        place, what = ("best-f16", "model") if scales else ("best", "adapter")
-        line("best", f"{f'{output / place}.tar.age' if adapter else output / place} has the best {what}: {best}")
+        place, noun = ("best-f16", "model") if scales else ("best", "adapter")
+        line("best", f"{f'{output / place}.tar.age' if adapter else output / place} has the best {noun}: {best}")
     if outcome == "interrupted" and command != "":
-        again = command or f"{program()} finetune --output {shlex.quote(str(output))} --resume"
-        line("continue", again, whole=True)
+        continuation = command or f"{program()} finetune --output {shlex.quote(str(output))} --resume"
+        line("continue", continuation, whole=True)
     if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
     if record.damaged_log_lines:
@@ -405,14 +405,16 @@ class PipelineTable(StartupProgress):
     def _remaining(self) -> str:
         """The estimated time of the remaining steps of all adapters, from the last ones."""
         rows = [(result, self._seconds[name]) for name, result in self._rows.items() if result]
-        left = sum((one.total_steps - one.step) * sum(recent) / len(recent) for one, recent in rows)
-        return f"{duration(left)} left" if left > 0 and len(rows) == len(self._rows) else ""
+        seconds = sum((one.total_steps - one.step) * sum(recent) / len(recent) for one, recent in rows)
+        return f"{duration(seconds)} left" if seconds > 0 and len(rows) == len(self._rows) else ""
 
 
 NOT_OF_JOBS = ("recipe", "adapters", "adapters_config", "schedule", "batch_tokens")
 
 
-def run_protected(ctx: typer.Context, given: dict[str, Any], recipe: str | None, values: dict[str, Any]) -> int | None:
+def run_protected(
+    ctx: typer.Context, options: dict[str, Any], recipe: str | None, values: dict[str, Any]
+) -> int | None:
     """Run the command with --protected; None without it."""
     path: Path | None = values.get("protected")
     if path is None:
@@ -425,10 +427,10 @@ def run_protected(ctx: typer.Context, given: dict[str, Any], recipe: str | None,
     from wgpu_lora.protect.runs import protected_job as jobs
     from wgpu_lora.protect.runs.protected_run import finetune_protected
 
-    resume = bool(given.pop("resume", False))
+    resume = bool(options.pop("resume", False))
     job = jobs.read_job(path)
     try:
-        record = finetune_protected(job, resume=resume, nonce=values.get("nonce"), watch=_watched, say=line, **given)
+        record = finetune_protected(job, resume=resume, nonce=values.get("nonce"), watch=_watched, say=line, **options)
     except (UserError, OSError):
         raise
     except Exception as error:  # terminals are logged, too
@@ -437,8 +439,8 @@ def run_protected(ctx: typer.Context, given: dict[str, Any], recipe: str | None,
             "".join(traceback.format_tb(error.__traceback__)) + f"wgpu-lora: {text}, so it is left out", err=True
         )
         return 1
-    begun = f"{program()} finetune --protected {shlex.quote(str(path))} --resume"
-    code = report_run(record.run, begun, str(record.adapter))
+    command = f"{program()} finetune --protected {shlex.quote(str(path))} --resume"
+    code = report_run(record.run, command, str(record.adapter))
     cleanup = record.cleanup
     wiped = "all that can be overwritten was" if cleanup["complete"] else f"not all: {cleanup['not_wiped'][0]}"
     line("cleanup", f"{wiped}; cleanup.json lists what was, and what cannot be")

@@ -195,31 +195,31 @@ def training_options(run: Callable[..., int], instead: Instead | None = None) ->
     names = [f.name for f in fields(TrainingArguments)]
 
     def command(ctx: typer.Context, recipe: str | None, help_all: bool, **values: Any) -> int:
-        given = {name: values.pop(name) for name in names if is_given(ctx, name)}
-        if instead and (code := instead(ctx, given, recipe, values)) is not None:
+        explicit = {name: values.pop(name) for name in names if is_given(ctx, name)}
+        if instead and (code := instead(ctx, explicit, recipe, values)) is not None:
             return code
         own_data = any(values.get(name) for name in ("adapters", "adapters_config"))
         if not own_data:
             refuse_unused(ctx, OF_SEVERAL, "without --adapters or --adapters-config")
-        beside = _first_checkpoint(**values) if own_data and given.get("resume") else None
+        pipeline_checkpoint = _first_checkpoint(**values) if own_data and explicit.get("resume") else None
         demo = not (own_data or values.get("shape"))
-        args, path = resolve_options(given, recipe, "The command line", demo, beside)
+        args, path = resolve_options(explicit, recipe, "The command line", demo, pipeline_checkpoint)
         if values.get("shape"):  # which stands for the model and the data of a recipe
-            unset: dict[str, Any] = dict.fromkeys({"model", "data", "eval_data"} - given.keys())
+            unset: dict[str, Any] = dict.fromkeys({"model", "data", "eval_data"} - explicit.keys())
             args = replace(args, **unset)
-        warn_unused(given, args)
+        warn_unused(explicit, args)
         note = None
         if path is not None:
             note = f"{path}" if recipe else f"{path}: no --data is given, so the demo model is trained on its own data"
         return run(args, note, **{name: value for name, value in values.items() if name not in names})
 
-    own = list(inspect.signature(run, eval_str=True).parameters.values())[2:]
+    extra_parameters = list(inspect.signature(run, eval_str=True).parameters.values())[2:]
     parameters = [
         _parameter("ctx", typer.Context, inspect.Parameter.empty),
         _parameter("recipe", Annotated[str | None, _recipe()], None),
         *map(option_parameter, sorted(fields(TrainingArguments), key=lambda f: PANELS.index(f.metadata["panel"]))),
-        *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own),
-        _parameter("help_all", Annotated[bool, _help_all(len(names) + len(own) + 1)], False),
+        *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in extra_parameters),
+        _parameter("help_all", Annotated[bool, _help_all(len(names) + len(extra_parameters) + 1)], False),
     ]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -227,13 +227,13 @@ def training_options(run: Callable[..., int], instead: Instead | None = None) ->
     return command
 
 
-def warn_unused(given: Collection[str], args: TrainingArguments) -> None:
+def warn_unused(names: Collection[str], args: TrainingArguments) -> None:
     """Print a note for each given option that does nothing."""
-    for text in unused_options(given, args):
+    for text in unused_options(names, args):
         typer.echo(f"wgpu-lora: note: {text}", err=True)
 
 
-def _first_checkpoint(adapters: list[str] | None, adapters_config: Path | None, **others: Any) -> str:
+def _first_checkpoint(adapters: list[str] | None, adapters_config: Path | None, **rest: Any) -> str:
     """Where the record of a resumed pipeline is, or a file that points to it."""
     from wgpu_lora.train.adapter_tasks import named_tasks
 
@@ -292,8 +292,8 @@ def refuse_unused(ctx: typer.Context, names: Collection[str], where: str) -> Non
 
     where: the reason, such as 'with --list'.
     """
-    given = [p for p in ctx.command.params if p.name in names and is_given(ctx, p.name)]
-    result = ["/".join((*p.opts, *p.secondary_opts)) for p in given]
+    parameters = [p for p in ctx.command.params if p.name in names and is_given(ctx, p.name)]
+    result = ["/".join((*p.opts, *p.secondary_opts)) for p in parameters]
     if result:
         does, it = ("does", "it") if len(result) == 1 else ("do", "them")
         raise UserError(f"{' and '.join(result)} {does} nothing {where}: leave {it} out.")

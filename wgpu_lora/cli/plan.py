@@ -62,7 +62,7 @@ def plan(
     check_price(price_per_hour)
     if price_per_hour is not None and not measure:
         raise UserError("--price-per-hour does nothing without --measure: give both.")
-    several = bool(adapters or adapters_config)
+    pipeline = bool(adapters or adapters_config)
     job = job_of(args, adapters, adapters_config, schedule, batch_tokens, shape)
     session, memory = job.session, job.session.memory()
     budget = budget_bytes(session.device.info, args.budget())
@@ -71,7 +71,7 @@ def plan(
     ways = [] if available is None or fits else fitting_suggestions(available, job.run.args, job.replan)
     buckets = sorted(session.steps)
     steps = [run.stream.total_steps() for run in job.runs]
-    named = zip(job.runs, steps, strict=True)
+    run_steps = zip(job.runs, steps, strict=True)
     [modules_of(run) for run in job.runs]
     projection = measured(job) if measure else None
     if as_json:
@@ -87,12 +87,12 @@ def plan(
                 "fits": fits,
                 "ways": [asdict(way) for way in ways],
                 "modules": {run.adapter_name: modules_of(run) for run in job.runs}
-                if several
+                if pipeline
                 else modules_of(job.runs[0]),
                 "buckets": [
                     {"tokens": tokens, "activations": session.steps[tokens].program.plan().nbytes} for tokens in buckets
                 ],
-                "steps": {run.adapter_name: count for run, count in named} if several else steps[0],
+                "steps": {run.adapter_name: count for run, count in run_steps} if pipeline else steps[0],
                 **({"projection": as_facts(projection, price_per_hour)} if projection else {}),
             }
         )

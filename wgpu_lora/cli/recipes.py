@@ -64,10 +64,10 @@ def run_chain(
     try:
         run(result, _Shown(result), start)
     except (EndedEarlyError, KeyboardInterrupt) as error:
-        again = [program(), "run", chain]
+        command = [program(), "run", chain]
         for name, value in (("--output", output), ("--model", model)):
-            again += [name, value] if value else []
-        line("continue", shlex.join(again), whole=True)
+            command += [name, value] if value else []
+        line("continue", shlex.join(command), whole=True)
         if isinstance(error, EndedEarlyError):
             return error.code
         raise
@@ -86,8 +86,8 @@ def _list(stages: list[StageStatus]) -> None:
         ]
         for number, stage in enumerate(stages, 1)
     ]
-    left = ["stage", "kind", "state"]
-    console().print(table(["", *left, "took"], rows, left=left))
+    text_columns = ["stage", "kind", "state"]
+    console().print(table(["", *text_columns, "took"], rows, text_columns=text_columns))
 
 
 class _Shown(ChainWatch):
@@ -98,8 +98,8 @@ class _Shown(ChainWatch):
         self._bar: Bar | None = None
 
     def stage(self, number: int, name: str, kind: str, why: str, seconds: float | None) -> None:
-        left = "" if seconds is None else f"; about {duration(seconds)} left, as last time"
-        line("stage", f"{number} of {self._total}: {name} ({kind}), since {why}{left}")
+        estimate = "" if seconds is None else f"; about {duration(seconds)} left, as last time"
+        line("stage", f"{number} of {self._total}: {name} ({kind}), since {why}{estimate}")
 
     def skipped(self, number: int, name: str, kind: str) -> None:
         line("stage", f"{number} of {self._total}: {name} ({kind}) is up to date")
@@ -214,7 +214,7 @@ def hive_mind(rng: np.random.Generator) -> Row:
     a, b, c = (int(n) for n in rng.integers(2, 40, 3))
     name, thing, goods, other = pick(NAMES), pick(THINGS), pick(GOODS), pick(GOODS)
     numbers = [int(n) for n in rng.integers(0, 99, 5)]
-    listed = ", ".join(map(str, numbers))
+    numbers_text = ", ".join(map(str, numbers))
     word = "".join(pick(SYLLABLES) for _ in range(4))  # there are too few real ones
     kinds = (
         (
@@ -223,8 +223,8 @@ def hive_mind(rng: np.random.Generator) -> Row:
             if a * b >= c
             else f"{a} times {b} is {a * b}, which is fewer than {c}: none are left.",
         ),
-        (f"Sort these numbers from low to high: {listed}.", f"{', '.join(map(str, sorted(numbers)))}."),
-        (f"Which is the largest of {listed}?", f"The largest is {max(numbers)}."),
+        (f"Sort these numbers from low to high: {numbers_text}.", f"{', '.join(map(str, sorted(numbers)))}."),
+        (f"Which is the largest of {numbers_text}?", f"The largest is {max(numbers)}."),
         (
             f"{name} has {a} {goods} and {b} {other}. Write that as JSON.",
             json.dumps({"name": name, goods: a} | ({other: b} if other != goods else {goods: a + b})),

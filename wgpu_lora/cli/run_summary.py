@@ -93,12 +93,12 @@ def _levers(run: AdapterRun) -> str:
     args, (packing, rows, accumulation) = run.args, run.args.batching
     if args.max_steps > 0:
         return "a larger --max-steps"
-    several = len(run.stream.prepared.rows) > 1
+    many_rows = len(run.stream.prepared.rows) > 1
     falls = LR_SCHEDULES[args.lr_scheduler_type].decay is not None
     levers = [
         *(["--no-packing"] if packing else []),
-        *(["a smaller --gradient-accumulation-steps"] if accumulation > 1 and several else []),
-        *(["a smaller --per-device-train-batch-size"] if rows > 1 and several else []),
+        *(["a smaller --gradient-accumulation-steps"] if accumulation > 1 and many_rows else []),
+        *(["a smaller --per-device-train-batch-size"] if rows > 1 and many_rows else []),
         "a larger --num-train-epochs",
         *(["--lr-scheduler-type constant"] if falls else []),
     ]
@@ -121,10 +121,10 @@ def describe_model(job: Job[Any]) -> None:
 
 def _unquantized(model: LoadedModel) -> str:
     """The matrices that are not in the base format, since they are small."""
-    own, names = model.decoder.embedding.dtype, model.config.kept_modules()
+    dtype, names = model.decoder.embedding.dtype, model.config.kept_modules()
     return (
-        f", {join_words(names)} in {own}"
-        if names and own != model.decoder.base_dtype and not model.config.packed
+        f", {join_words(names)} in {dtype}"
+        if names and dtype != model.decoder.base_dtype and not model.config.packed
         else ""
     )
 
@@ -157,12 +157,12 @@ def describe_optimizer(job: Job[Any]) -> None:
 
     session = job.session
     trained = sum(session.trained.trainable(run.slot, session.model.config) for run in job.runs)
-    kept = session.optimizer.state_bytes
-    each = f"{kept / trained:.2f} bytes per trained parameter"
-    line(
-        "optimizer",
-        f"{job.runs[0].args.optim}: {f'{format_bytes_exact(kept)} of state, {each}' if kept else 'no state'}",
-    )
+    state_bytes = session.optimizer.state_bytes
+    state = "no state"
+    if state_bytes:
+        each = f"{state_bytes / trained:.2f} bytes per trained parameter"
+        state = f"{format_bytes_exact(state_bytes)} of state, {each}"
+    line("optimizer", f"{job.runs[0].args.optim}: {state}")
 
 
 def describe_memory(job: Job[Any]) -> None:
@@ -171,8 +171,8 @@ def describe_memory(job: Job[Any]) -> None:
 
     plan = job.session.memory()
     describe_optimizer(job)
-    beside = f", and {format_bytes_exact(plan.host)} in the host's memory" if plan.host else ""
-    line("memory", f"{format_bytes_exact(plan.peak)} of the device at peak{beside}")
+    host = f", and {format_bytes_exact(plan.host)} in the host's memory" if plan.host else ""
+    line("memory", f"{format_bytes_exact(plan.peak)} of the device at peak{host}")
     note_unified(plan)
     describe_tuning(job)
 

@@ -82,28 +82,28 @@ def runs(
         print_json([facts_of(entry) | {"status": entry.status} for entry in entries])
         return 0
     columns: tuple[str, ...] = COLUMNS
-    left: tuple[str, ...] = LEFT
+    text_columns: tuple[str, ...] = LEFT
     styles = [style(entry) for entry in entries]
     rows: list[tuple[str, ...]] = [cells(entry) for entry in entries]
     if names:
-        columns = left = ("", *(entry.id for entry in entries))
+        columns = text_columns = ("", *(entry.id for entry in entries))
         found_facts = compared(*entries) if len(names) == 2 else list(facts(entries[0]).items())
         rows, styles = [tuple(row) for row in found_facts], [None] * len(found_facts)
-    printed = [[escape_unprintable(cell, "\n") for cell in row] for row in rows]
+    cell_rows = [[escape_unprintable(cell, "\n") for cell in row] for row in rows]
     if as_markdown:
-        print(markdown(columns, printed, left), flush=True)
+        print(markdown(columns, cell_rows, text_columns), flush=True)
     elif rows:
         screen = console()
         width = screen.width if names or is_terminal(sys.stdout) else WIDEST
         screen.width = WIDEST
-        needed = screen.measure(table(columns[:-1], [row[:-1] for row in printed])).maximum + GOAL
+        table_width = screen.measure(table(columns[:-1], [row[:-1] for row in cell_rows])).maximum + GOAL
         screen.width = width
-        if needed > width and not names:
-            for row in printed:
+        if table_width > width and not names:
+            for row in cell_rows:
                 for label, text in zip_longest(row[:1], card(row), fillvalue=""):
                     line(label, text)
         else:
-            screen.print(table(columns, printed, left, styles), markup=False)
+            screen.print(table(columns, cell_rows, text_columns, styles), markup=False)
     if not (as_markdown or rows):
         line("runs", f"none{' of these' if result.entries else ''} in {log.path}")
     if result.damaged and not as_markdown:
@@ -138,9 +138,9 @@ def report(
     page = write_report(result, output)
     for run in result:
         print(escape_unprintable(summary(run), "\n"), flush=True)
-    others = missing_members([place for directory in runs for place in directories_of(directory)])
-    if others:
-        line("note", f"trained together with these, but not given: {', '.join(map(str, others))}")
+    missing = missing_members([place for directory in runs for place in directories_of(directory)])
+    if missing:
+        line("note", f"trained together with these, but not given: {', '.join(map(str, missing))}")
     line("report", str(page))
     return 0
 

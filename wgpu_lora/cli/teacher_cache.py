@@ -75,15 +75,15 @@ def teacher_cache(
     opened = load(model_of({"teacher": Path(adapter)} if adapter else {}, model), device=device, base_dtype=base_dtype)
     total = 0
 
-    def planned(plan: CachePlan, done: int) -> None:
+    def planned(plan: CachePlan, finished_rows: int) -> None:
         nonlocal total
         total = plan.bytes
         if as_json:
             return
         rows, positions = count_noun(len(plan.rows), "row"), count_noun(plan.header.positions, "position")
         line("cache", f"{rows}, {positions} of {plan.position_bytes:,} bytes: {plan.bytes:,} bytes in {output}")
-        if done:
-            line("resumed", f"{done:,} of {rows} are finished")
+        if finished_rows:
+            line("resumed", f"{finished_rows:,} of {rows} are finished")
 
     with Bar("loading", opened.tensors_to_load()) as loading, Bar("caching", None, " rows") as rows:
         cache = make(

@@ -1,1 +1,1 @@
-"""Training on several machines: what a WebGPU device is to Ray, how much fits it, and which adapter goes where."""
+"""Training on several machines with Ray: devices as resources, placement of adapters, and the state of runs."""

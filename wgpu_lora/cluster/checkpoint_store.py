@@ -213,10 +213,10 @@ def store_files(
     sources = {file.digest: directory / file.path for file in files}
     for number, store in enumerate(stores):
         try:
-            listed = store.listed(unit)
-            for digest in sorted(sources.keys() - listed):
+            digests = store.listed(unit)
+            for digest in sorted(sources.keys() - digests):
                 store.write(unit, digest, sources[digest])
-            before[number] = listed
+            before[number] = digests
         except (StorageError, ConnectionError, DamagedCheckpoint) as error:
             errors.append(error)
     if not before:

@@ -44,7 +44,7 @@ class Target:
     local: bool = False
 
     def words(self) -> str:
-        """The options that name it again, for commands to be copied."""
+        """The options that select it, for commands that a person copies."""
         if self.file:
             return f" -f {shlex.quote(str(self.file.path))}"
         if self.local:
@@ -116,8 +116,8 @@ class Cluster:
         """The folder of a node's host, or the storage as that host reaches it."""
         from wgpu_lora.cluster.checkpoint_store import HostStore
 
-        more = [storage] if storage else []
-        return HostStore(lambda method, *arguments: self.host(node, method, *arguments, *more))
+        storage_arguments = [storage] if storage else []
+        return HostStore(lambda method, *arguments: self.host(node, method, *arguments, *storage_arguments))
 
     def close(self) -> None:
         """End the connection; the cluster and its jobs go on."""
@@ -241,7 +241,7 @@ def _last_line(message: str) -> str:
 
 
 def _probe(address: str) -> None:
-    """Whether anything listens there, since Ray tries for a minute. Raises UserError."""
+    """Check that something listens at an address, since Ray retries for a minute. Raises UserError."""
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")

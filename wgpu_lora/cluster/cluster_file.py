@@ -35,21 +35,21 @@ def safe_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:LONGEST].rstrip("._-") or "adapter"
 
 
-def told_apart(names: Sequence[str], fixed: Collection[str] = ()) -> list[str]:
-    """The names, numbered where they are alike but for their case, or like a fixed one.
+def distinct_names(names: Sequence[str], reserved: Collection[str] = ()) -> list[str]:
+    """The names, numbered where they are alike but for their case, or like a reserved one.
 
     Some file systems do not tell names apart by their case.
     """
     result: list[str] = []
-    seen = {name.casefold() for name in fixed}
-    taken = seen | {name.casefold() for name in names}
+    keys = {name.casefold() for name in reserved}
+    all_keys = keys | {name.casefold() for name in names}
     for name in names:
         new, number = name, 1
-        while new.casefold() in (seen if number == 1 else taken | seen):
+        while new.casefold() in (keys if number == 1 else all_keys | keys):
             number += 1
             new = f"{name[: LONGEST - 1 - len(str(number))]}-{number}"
         result.append(new)
-        seen.add(new.casefold())
+        keys.add(new.casefold())
     return result
 
 

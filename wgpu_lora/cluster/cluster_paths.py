@@ -118,12 +118,12 @@ def on_node(options: Mapping[str, Any], paths: Mapping[str, str], sent: Path) ->
         paths: its folders that others have elsewhere, as `node_paths`. sent: the folder of what drivers have sent.
     """
     return {
-        name: _there(value, paths, sent) if name in HERE and isinstance(value, str) else value
+        name: _node_path(value, paths, sent) if name in HERE and isinstance(value, str) else value
         for name, value in options.items()
     }
 
 
-def _there(text: str, paths: Mapping[str, str], sent: Path) -> str:
+def _node_path(text: str, paths: Mapping[str, str], sent: Path) -> str:
     parcel = sent_name(text)
     if parcel:
         return str(sent / parcel[0] / parcel[1])
@@ -161,8 +161,8 @@ def refused_path(text: str, roots: Sequence[Path]) -> str | None:
 
 def unreadable(path: str, roots: Sequence[Path]) -> str | None:
     """Why a path cannot be read on this host, as part of a sentence; None if it can be."""
-    if wrong := refused_path(path, roots):
-        return wrong
+    if refusal := refused_path(path, roots):
+        return refusal
     if not os.path.exists(path):
         return "does not exist"
     return None if os.access(path, os.R_OK) else "cannot be read"
@@ -183,8 +183,8 @@ def options_here(options: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(
                 f"{flag(name)} {value} begins with '~', which each machine has elsewhere: give a whole path."
             )
-        if roots and value != "demo" and not _is_hub_id(name, value) and (wrong := refused_path(value, roots)):
-            raise UserError(f"{flag(name)} {value} {wrong}: use a path that this host allows.")
+        if roots and value != "demo" and not _is_hub_id(name, value) and (refusal := refused_path(value, roots)):
+            raise UserError(f"{flag(name)} {value} {refusal}: use a path that this host allows.")
     return local
 
 

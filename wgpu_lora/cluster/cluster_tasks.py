@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.cluster.cluster_file import A_NAME, ClusterFile, is_safe, safe_name, told_apart
+from wgpu_lora.cluster.cluster_file import A_NAME, ClusterFile, distinct_names, is_safe, safe_name
 from wgpu_lora.cluster.cluster_paths import for_nodes
 from wgpu_lora.cluster.messages import Task
 from wgpu_lora.cluster.task_outputs import check_outputs, output_of
@@ -64,10 +64,10 @@ def gather_tasks(
             f"There is nothing to train: give {flag('adapters')} DATA:CHECKPOINT, {flag('data')} with "
             f"{flag('output')}, a recipe, or a cluster file with [[adapter]] tables."
         )
-    return finished(drafts, file.data_root if file else None, shared)
+    return tasks_of_drafts(drafts, file.data_root if file else None, shared)
 
 
-def finished(drafts: Sequence[Draft], root: str | None, shared: str | None) -> list[Task]:
+def tasks_of_drafts(drafts: Sequence[Draft], root: str | None, shared: str | None) -> list[Task]:
     """Drafts as tasks. Raises UserError, as `gather_tasks`."""
     if len(drafts) > MAX_ADAPTERS:
         raise UserError(f"{len(drafts):,} adapters are more than {MAX_ADAPTERS:,}: split them into several runs.")
@@ -100,19 +100,19 @@ def shared_arguments(
     if file:
         where = f"{file.where}, [options]"
         with error_source(where, IN_FILE):
-            if "output" in _allowed(file.options, where):
+            if "output" in _allowed_values(file.options, where):
                 raise UserError(f"{flag('output')} cannot be that of all adapters: give each its own.")
         args = from_values(file.options, where, args, IN_FILE)
     if recipe is not None:
         path = find_recipe(recipe)
         values = {key: value for key, value in read_recipe(path).items() if key not in REFUSED}
         args = from_values(values, f"The recipe {path}", args, IN_FILE)
-    return from_values(_allowed(options, "The command line"), "The command line", args)
+    return from_values(_allowed_values(options, "The command line"), "The command line", args)
 
 
-def _allowed(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
-    """Values by the names of training's options, or those in `more`. Raises UserError if a task cannot have one."""
-    by_name = named(values, where, *more)
+def _allowed_values(values: Mapping[str, Any], where: str, *extra_names: str) -> dict[str, Any]:
+    """Values by the names of training's options and `extra_names`. Raises UserError if a task cannot have one."""
+    by_name = named(values, where, *extra_names)
     for name in by_name.keys() & REFUSED.keys():
         raise UserError(f"{where}: {flag(name)} cannot be given, since {REFUSED[name]}: leave it out.")
     return by_name
@@ -156,12 +156,12 @@ def _of_adapters(adapters: Sequence[AdapterTask], args: TrainingArguments) -> It
 
 def _adapters_of(file: ClusterFile) -> Iterator[AdapterTask]:
     """The [[adapter]] tables, in which any option of training is allowed."""
-    more = [item.name for item in fields(TrainingArguments) if item.name not in (*KEYS, *OWN)]
+    extra_names = [item.name for item in fields(TrainingArguments) if item.name not in (*KEYS, *OWN)]
     for number, table in enumerate(file.adapter, 1):
         where = f"{file.where}, adapter {number}"
-        task = task_of(table, where, *more)
+        task = task_of(table, where, *extra_names)
         with naming(IN_FILE):
-            if "output" in _allowed(task.options, where):
+            if "output" in _allowed_values(task.options, where):
                 raise UserError(f"{where}: 'output' is called 'checkpoint' in [[adapter]] tables.")
         yield task
 
@@ -171,7 +171,7 @@ def _of_recipes(file: ClusterFile, options: Mapping[str, Any]) -> Iterator[Draft
     for number, table in enumerate(file.recipe, 1):
         where = f"{file.where}, recipe {number}"
         with error_source(where, IN_FILE):
-            values = _allowed(table, where, "recipe", "name")
+            values = _allowed_values(table, where, "recipe", "name")
             recipe, name = values.pop("recipe", None), values.pop("name", None)
             if not isinstance(recipe, str) or not recipe.strip():
                 raise UserError("'recipe' must be a file of options, or the name of a bundled recipe.")
@@ -190,15 +190,15 @@ def _directory_name(path: str) -> str:
 
 def _names(drafts: Sequence[Draft]) -> list[str]:
     """Names of tasks that differ. Raises UserError if two given ones do not."""
-    seen: dict[str, str] = {}
+    names_by_key: dict[str, str] = {}
     for name in [draft.name for draft in drafts if not draft.derived]:
         if not is_safe(name):
             raise UserError(f"The name of an adapter is {name!a:.80}, but must be {A_NAME}.")
-        if twice := seen.get(name.casefold()):
+        if twice := names_by_key.get(name.casefold()):
             raise UserError(
                 f"Two adapters are named '{name}' and '{twice}': give each a 'name' of its own, which differs by more "
                 "than its case."
             )
-        seen[name.casefold()] = name
-    derived = iter(told_apart([safe_name(draft.name) for draft in drafts if draft.derived], [*seen]))
+        names_by_key[name.casefold()] = name
+    derived = iter(distinct_names([safe_name(draft.name) for draft in drafts if draft.derived], [*names_by_key]))
     return [next(derived) if draft.derived else draft.name for draft in drafts]

@@ -11,11 +11,9 @@ from typing import Any
 import ray
 
 from wgpu_lora.chain.chain_run import code_digest
-from wgpu_lora.cluster.checkpoint_store import FolderStore
-from wgpu_lora.cluster.cluster_paths import checkpoints_directory, options_here, parcels_of
-from wgpu_lora.cluster.data_upload import place_parcel
+from wgpu_lora.cluster.cluster_paths import options_here
 from wgpu_lora.cluster.device_resources import device_index
-from wgpu_lora.cluster.host_actor import host_store, living_nodes, own_environment
+from wgpu_lora.cluster.host_actor import place_parcels, reset_environment
 from wgpu_lora.cluster.messages import NAMESPACE, Parcel
 from wgpu_lora.data import split_python_rows
 from wgpu_lora.errors import UserError
@@ -32,7 +30,7 @@ class ReplicaActor:
     """
 
     def __init__(self, key: str, options: dict[str, Any], parcels: Sequence[Parcel]):
-        own_environment()
+        reset_environment()
         self._key, self._options, self._parcels = key, options, parcels
         self._lock, self._stack = threading.Lock(), ExitStack()
         self._worker: Any = None
@@ -47,12 +45,9 @@ class ReplicaActor:
         index = device_index(self._key)
         if index is None:
             raise UserError(f"There is no device {self._key} on this host any more: see 'wgpu-lora cluster status'.")
-        wanted = set(parcels_of(self._options))
-        for parcel in self._parcels:
-            if parcel.digest in wanted:
-                place_parcel([FolderStore(checkpoints_directory()), *map(host_store, living_nodes())], parcel)
-        own = {name: value for name, value in options_here(self._options).items() if value is not None}
-        texts, rows = split_python_rows({**own, "device": index})
+        place_parcels(self._options, self._parcels)
+        options = {name: value for name, value in options_here(self._options).items() if value is not None}
+        texts, rows = split_python_rows({**options, "device": index})
         args, _ = resolve_options(texts, None, "a replica")
         return self._stack.enter_context(serve_gradients(prepare_worker(args, rows=rows), code=code_digest()))
 
@@ -66,9 +61,6 @@ class _ActorLink:
     def __init__(self, name: str):
         self._name = name
 
-    def _actor(self) -> Any:
-        return ray.get_actor(self._name, namespace=NAMESPACE)
-
     def ready(self) -> Future[Any]:
         return self._future("ready")
 
@@ -77,7 +69,8 @@ class _ActorLink:
 
     def _future(self, method: str, *arguments: Any) -> Future[Any]:
         try:
-            future: Future[Any] = getattr(self._actor(), method).remote(*arguments).future()
+            actor = ray.get_actor(self._name, namespace=NAMESPACE)
+            future: Future[Any] = getattr(actor, method).remote(*arguments).future()
         except ValueError as error:  # there is no such actor, for now
             future = Future()
             future.set_exception(ConnectionError(str(error)))
@@ -85,5 +78,5 @@ class _ActorLink:
 
 
 def leader_of(replicas: Sequence[str]) -> DataParallelLeader:
-    """Shares steps with the actors of these names."""
+    """A leader that divides steps among the actors of these names."""
     return DataParallelLeader([_ActorLink(name) for name in replicas], code_digest())

@@ -87,7 +87,7 @@ def place_parcel(stores: Sequence[Store], parcel: Parcel) -> Path:
 
 
 def send_data(
-    stores: Sequence[tuple[Store, str]], tasks: Sequence[Task], lacking: Collection[str]
+    stores: Sequence[tuple[Store, str]], tasks: Sequence[Task], missing_paths: Collection[str]
 ) -> tuple[list[Task], dict[str, Parcel]]:
     """Send data of tasks that hosts lack to all stores; returns the tasks with parcels in place of the paths.
 
@@ -95,7 +95,7 @@ def send_data(
         UserError: a file cannot be read, is too large, or a host has no room.
     """
     data = {str(task.options[key]) for task in tasks for key in SENDABLE if task.options.get(key)}
-    parcels = {path: parcel(path) for path in sorted(data & set(lacking)) if Path(path).exists()}
+    parcels = {path: parcel(path) for path in sorted(data & set(missing_paths)) if Path(path).exists()}
     for path, one in parcels.items():
         for store, host in stores:
             try:

@@ -23,7 +23,7 @@ from wgpu_lora.cluster.node_versions import own_versions
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device_list import DeviceInfo, choose, list_devices
 from wgpu_lora.json_files import read_json, to_json
-from wgpu_lora.memory_leases import Ledger, LedgerEntry, budget_bytes, device_key, device_memory
+from wgpu_lora.memory_leases import Ledger, budget_bytes, device_key, device_memory
 from wgpu_lora.memory_leases.memory_budget import ask_nvml
 from wgpu_lora.train.memory import format_bytes
 from wgpu_lora.typed_json import typed
@@ -60,9 +60,9 @@ def _uuid(info: DeviceInfo, listed: Sequence[DeviceInfo]) -> str | None:
         return None
 
     def ask(nvml: Any, cards: list[Any]) -> str | None:
-        wanted = info.device_id << 16 | NVIDIA
+        pci_id = info.device_id << 16 | NVIDIA
         uuids = [
-            nvml.nvmlDeviceGetUUID(card) for card in cards if nvml.nvmlDeviceGetPciInfo(card).pciDeviceId == wanted
+            nvml.nvmlDeviceGetUUID(card) for card in cards if nvml.nvmlDeviceGetPciInfo(card).pciDeviceId == pci_id
         ]
         if len(uuids) != 1:
             return None
@@ -75,9 +75,9 @@ def _address(info: DeviceInfo, listed: Sequence[DeviceInfo], pci: Path) -> str |
     """The PCI address of the only device with these ids; None elsewhere than on Linux."""
     if not info.vendor_id or not info.device_id or not _single(info, listed):
         return None
-    wanted = (info.vendor_id, info.device_id)
-    alike = [place.name for place in sorted(pci.glob("*")) if (_id(place / "vendor"), _id(place / "device")) == wanted]
-    return alike[0] if len(alike) == 1 else None
+    ids = (info.vendor_id, info.device_id)
+    addresses = [place.name for place in sorted(pci.glob("*")) if (_id(place / "vendor"), _id(place / "device")) == ids]
+    return addresses[0] if len(addresses) == 1 else None
 
 
 def _single(info: DeviceInfo, listed: Sequence[DeviceInfo]) -> bool:
@@ -106,10 +106,10 @@ def node_devices(address: str) -> list[DeviceFacts]:
     Args:
         address: of this machine, as Ray knows it.
     """
-    listed, found = devices_here(), dict[str, DeviceInfo]()
+    listed, devices = devices_here(), dict[str, DeviceInfo]()
     for info in listed:
-        found.setdefault(resource_key(info, listed), info)
-    return [_facts(key, info, Ledger(device_key(info, listed)), address) for key, info in found.items()]
+        devices.setdefault(resource_key(info, listed), info)
+    return [_facts(key, info, Ledger(device_key(info, listed)), address) for key, info in devices.items()]
 
 
 def plan_class(info: DeviceInfo) -> str:
@@ -120,8 +120,8 @@ def plan_class(info: DeviceInfo) -> str:
 
 def _facts(key: str, info: DeviceInfo, ledger: Ledger, address: str) -> DeviceFacts:
     budget, memory, speed = budget_bytes(info).bytes, device_memory(info), cached(info)
-    held, leases, usable = _leases(ledger)
-    room = [] if budget is None else [max(0, budget - held)]
+    lease_bytes, leases, usable = _leases(ledger)
+    room = [] if budget is None else [max(0, budget - lease_bytes)]
     room += [memory.free] if memory and memory.free is not None else []
     return DeviceFacts(
         key=key,
@@ -133,7 +133,7 @@ def _facts(key: str, info: DeviceInfo, ledger: Ledger, address: str) -> DeviceFa
         backend=info.backend,
         plan_class=plan_class(info),
         budget=budget,
-        held=held,
+        held=lease_bytes,
         free=min(room, default=None) if usable else 0,
         leases=leases,
         speed=speed.tokens_per_second if speed else None,
@@ -148,11 +148,8 @@ def _leases(ledger: Ledger) -> tuple[int, list[str], bool]:
         entries = [entry for entry in ledger.read() if entry.is_of_this_host and entry.holds and not entry.dead]
     except UserError as error:
         return 0, [str(error)], False
-    return sum(entry.bytes for entry in entries), [_said(entry) for entry in entries], True
-
-
-def _said(entry: LedgerEntry) -> str:
-    return f"{format_bytes(entry.bytes)} by {entry.who}"
+    leases = [f"{format_bytes(entry.bytes)} by {entry.who}" for entry in entries]
+    return sum(entry.bytes for entry in entries), leases, True
 
 
 def advertised(devices: Iterable[DeviceFacts]) -> dict[str, float]:
@@ -191,20 +188,20 @@ def measured(device: DeviceInfo | int, again: bool = False) -> Speed:
         UserError: there is no such device, it has too little memory left, or its driver failed.
     """
     info = choose(device)[0] if isinstance(device, int) else device
-    if not again and (known := cached(info)):
-        return known
+    if not again and (cached_speed := cached(info)):
+        return cached_speed
     try:
         with Worker("speed", {"device": info.index}, timeout=TIMEOUT) as worker:
-            found: Speed = typed(Speed, worker.result(), "the speed")
+            speed: Speed = typed(Speed, worker.result(), "the speed")
     except (WorkerFailed, ValueError) as error:
         raise UserError(f"The speed of {info.name} cannot be measured: {error}") from None
-    if not found.beside:
-        content = {"schema": SCHEMA, "of": _identity(info), "speed": asdict(found)}
+    if not speed.beside:
+        content = {"schema": SCHEMA, "of": _identity(info), "speed": asdict(speed)}
         path = _file(info)
         with suppress(OSError):  # it is measured again then
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes_atomic(path, (to_json(content, indent=1) + "\n").encode())
-    return found
+    return speed
 
 
 def cached(info: DeviceInfo) -> Speed | None:
@@ -213,10 +210,10 @@ def cached(info: DeviceInfo) -> Speed | None:
         content = read_json(_file(info))
         if content.get("schema") != SCHEMA or content.get("of") != _identity(info):
             return None
-        found: Speed = typed(Speed, content.get("speed"), "the speed")
+        speed: Speed = typed(Speed, content.get("speed"), "the speed")
     except (UserError, OSError, ValueError):
         return None
-    return found if found.tokens_per_second > 0 and found.joined_speedup > 0 else None
+    return speed if speed.tokens_per_second > 0 and speed.joined_speedup > 0 else None
 
 
 def _identity(info: DeviceInfo) -> dict[str, Any]:
@@ -228,8 +225,7 @@ def _identity(info: DeviceInfo) -> dict[str, Any]:
 
 def _file(info: DeviceInfo) -> Path:
     root = Path(os.environ.get("WGPU_LORA_CACHE_DIR") or user_cache_dir("wgpu-lora")) / "speed"
-    slug = re.sub(r"[^a-z0-9]+", "-", info.name.lower()).strip("-")[:40]
-    return root / f"{slug}-{hashlib.sha256(to_json(_identity(info)).encode()).hexdigest()[:12]}.json"
+    return root / f"{_slug(info.name)[:40]}-{hashlib.sha256(to_json(_identity(info)).encode()).hexdigest()[:12]}.json"
 
 
 @contextmanager

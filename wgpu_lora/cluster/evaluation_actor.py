@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api.call_arguments import path_as_text
-from wgpu_lora.cluster.checkpoint_store import FolderStore, Store, restore_files, shared_store, store_files
+from wgpu_lora.cluster.checkpoint_store import FolderStore, restore_files, shared_store, store_files
 from wgpu_lora.cluster.cluster_paths import ADAPTERS, checked_part, checkpoints_directory, cluster_root, options_here
 from wgpu_lora.cluster.data_upload import MAX_CACHE_BYTES, MAX_CACHE_FILES, parcel, place_parcel
 from wgpu_lora.cluster.device_resources import device_index
-from wgpu_lora.cluster.host_actor import host_store, own_environment
+from wgpu_lora.cluster.host_actor import host_stores, reset_environment
 from wgpu_lora.cluster.messages import Commit, Parcel, StoredFile, Task
 from wgpu_lora.data import split_python_rows
 from wgpu_lora.errors import UserError
@@ -34,7 +34,7 @@ from wgpu_lora.train.run.run_state import STATE, read_state
 from wgpu_lora.train.session.data_stream import heldout_options
 from wgpu_lora.worker.kinds.training_jobs import make_teacher_caches
 
-# An adapter has its own, also where its file is of another form than training's (PiSSA has twice the rank).
+# Set by each adapter's own config, also where its file differs from training's form (PiSSA doubles the rank).
 OF_ADAPTERS = ("lora_r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "init_lora_weights", "init_adapter")
 _STEP = re.compile(rf"{STEPS}/step-([0-9]{{1,15}})")
 
@@ -47,7 +47,7 @@ class EvaluationActor:
     """
 
     def __init__(self, key: str):
-        own_environment()
+        reset_environment()
         self._key, self._place = key, cluster_root() / "evaluations"
         self._device: Device | None = None
         self._model: tuple[tuple[str, str], LoadedModel] | None = None
@@ -67,9 +67,10 @@ class EvaluationActor:
             UserError: the checkpoint has no adapter, or cannot be measured. DamagedCheckpoint: it cannot be read.
         """
         target = self._place / checked_part(run) / checked_part(task.name)
+        stores = [shared_store(storage)] if storage else host_stores(nodes)
         with self._turn:
             try:
-                restore_files(_stores(nodes, storage), commit.unit, newest_adapter(task.name, commit.files), target)
+                restore_files(stores, commit.unit, newest_adapter(task.name, commit.files), target)
                 step = read_state(target)[0].step
                 loss = self._loss(f"{run}/{task.name}", options_here(task.options), target)
             finally:
@@ -82,24 +83,24 @@ class EvaluationActor:
         run, model = self._read(name, options)
         assert run.heldout
         defaults = TrainingArguments()
-        own = {option: getattr(defaults, option) for option in OF_ADAPTERS}
-        args = replace(heldout_options(run.args), **own | {"init_adapter": str(adapter)})
+        adapter_options = {option: getattr(defaults, option) for option in OF_ADAPTERS}
+        args = replace(heldout_options(run.args), **adapter_options | {"init_adapter": str(adapter)})
         return float(dict(evaluate_objective(model, run.heldout, args))["loss"])
 
     def _read(self, name: str, options: dict[str, Any]) -> tuple[AdapterRun, LoadedModel]:
-        known, where = self._runs.get(name), "an evaluation"
+        entry, where = self._runs.get(name), "an evaluation"
         texts, rows = split_python_rows({key: path_as_text(value, key, where) for key, value in options.items()})
         args = with_demo_data(resolve_options(texts, None, where)[0])
-        model = self._opened(args)
-        if known and known[0] == options:
-            return known[1], model
+        model = self._load_model(args)
+        if entry and entry[0] == options:
+            return entry[1], model
         run = prepare_run(with_stored_dtype(replace(args, resume=False), model), model, rows=rows)
         if not run.heldout:
             raise UserError(f"{name} has no held-out rows: give --eval-data or --validation-split.")
         self._runs[name] = options, run
         return run, model
 
-    def _opened(self, args: TrainingArguments) -> LoadedModel:
+    def _load_model(self, args: TrainingArguments) -> LoadedModel:
         key = args.model or "demo", args.base_dtype
         if self._model is None or self._model[0] != key:
             self._model, self._runs = None, {}  # a device may not have the room for two
@@ -138,7 +139,7 @@ class EvaluationActor:
         return parcels
 
     def cache_progress(self, run: str, name: str) -> tuple[int, int]:
-        """Finished rows, and all, of caches; zeros while others are made."""
+        """Finished rows and all rows of these caches; zeros while other caches are made."""
         return (self._progress.rows, self._progress.total) if self._making == (run, name) else (0, 0)
 
 
@@ -149,12 +150,6 @@ class _CacheProgress(Events):
 
     def evaluating(self, evaluating: Evaluating) -> None:
         self.rows, self.total = evaluating.rows, evaluating.total
-
-
-def _stores(nodes: Sequence[str], storage: str | None) -> list[Store]:
-    if storage:
-        return [shared_store(storage)]
-    return [FolderStore(checkpoints_directory()), *map(host_store, nodes)]
 
 
 def newest_adapter(task: str, files: Sequence[StoredFile]) -> list[StoredFile]:
@@ -174,7 +169,7 @@ def newest_adapter(task: str, files: Sequence[StoredFile]) -> list[StoredFile]:
         step = _STEP.fullmatch(folder)
         return int(step[1]) if step else 1 << 60 if folder == LAST else -1
 
-    complete = [folder for folder, found in by_folder.items() if len(found) == 3 and age(folder) >= 0]
+    complete = [folder for folder, members in by_folder.items() if len(members) == 3 and age(folder) >= 0]
     if not complete:
         raise UserError(f"The checkpoint of {task} has no adapter.")
     return by_folder[max(complete, key=age)]

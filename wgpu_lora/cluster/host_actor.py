@@ -7,7 +7,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from wgpu_lora.cluster.checkpoint_store import PIECE, FolderStore, HostStore, shared_store
+from wgpu_lora.cluster.checkpoint_store import DamagedCheckpoint, FolderStore, HostStore, Store, shared_store
 from wgpu_lora.cluster.cluster_paths import (
     allowed_roots,
     checkpoints_directory,
@@ -26,16 +26,17 @@ from wgpu_lora.cluster.cluster_paths import (
     node_paths,
     on_node,
     options_here,
+    parcels_of,
     refused_path,
     sent_directory,
     unreadable,
 )
 from wgpu_lora.cluster.data_upload import place_parcel
 from wgpu_lora.cluster.device_resources import devices_here, measured, node_devices
-from wgpu_lora.cluster.messages import NAMESPACE, SENT, NodeFacts, Parcel, StoredFile, Task, Versions, to_plain
+from wgpu_lora.cluster.messages import NAMESPACE, SENT, NodeFacts, Parcel, StoredFile, Task, Versions
 from wgpu_lora.cluster.node_versions import own_versions
 from wgpu_lora.cluster.task_outputs import check_outputs, fetch
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import StorageError, UserError
 from wgpu_lora.worker.worker import Worker, WorkerFailed
 
 CALL_SECONDS = 30.0
@@ -48,7 +49,7 @@ class HostActor:
     """One per node."""
 
     def __init__(self, node: str, address: str):
-        own_environment()
+        reset_environment()
         self._node, self._address = node, address
         self._store = FolderStore(checkpoints_directory())
         self._versions: Versions | None = None
@@ -58,7 +59,7 @@ class HostActor:
         """The node's NodeFacts as JSON values, which other versions can read."""
         self._versions = self._versions or own_versions()
         devices = node_devices(self._address)
-        return to_plain(NodeFacts(self._node, self._address, socket.gethostname(), self._versions, devices))
+        return asdict(NodeFacts(self._node, self._address, socket.gethostname(), self._versions, devices))
 
     def measure(self, key: str) -> dict[str, Any]:
         """The speed of a device, see `device_resources.measured`."""
@@ -85,18 +86,18 @@ class HostActor:
 
     def check_paths(self, paths: list[str]) -> dict[str, str]:
         """Those of these paths of tasks' options that cannot be read here, each with why, as part of a sentence."""
-        wrong = {}
+        problems = {}
         for path in paths:
-            there = str(on_node({"data": path}, node_paths(), sent_directory())["data"])
-            if why := unreadable(there, [] if path.startswith(SENT) else allowed_roots()):
-                wrong[path] = why
-        return wrong
+            node_path = str(on_node({"data": path}, node_paths(), sent_directory())["data"])
+            if why := unreadable(node_path, [] if path.startswith(SENT) else allowed_roots()):
+                problems[path] = why
+        return problems
 
     def check_outputs(self, tasks: list[Task]) -> None:
         """Refuses tasks whose output directories, in a shared folder, are in use, another's, or not allowed here."""
         for task in tasks:
-            if wrong := refused_path(task.output, allowed_roots()):
-                raise UserError(f"The output directory {task.output} of {task.name} {wrong}: choose another.")
+            if refusal := refused_path(task.output, allowed_roots()):
+                raise UserError(f"The output directory {task.output} of {task.name} {refusal}: choose another.")
         check_outputs(tasks)
 
     # -- checkpoints and data ------------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class HostActor:
     def piece(self, unit: str, digest: str, offset: int, storage: str | None = None) -> bytes:
         """A piece of a file of a checkpoint, here or in the storage of all hosts; empty at its end."""
         store = shared_store(storage) if storage else self._store
-        return store.piece(unit, digest, offset, PIECE)
+        return store.piece(unit, digest, offset)
 
     def remove(self, unit: str, digests: list[str]) -> None:
         self._store.remove(unit, digests)
@@ -142,21 +143,13 @@ class HostActor:
         Raises:
             UserError: the folder is not there, or the directory is not allowed, has other files, or cannot be written.
         """
-        if wrong := refused_path(output, allowed_roots()):
-            raise UserError(f"The output directory {output} of {task} {wrong}: choose another.")
+        if refusal := refused_path(output, allowed_roots()):
+            raise UserError(f"The output directory {output} of {task} {refusal}: choose another.")
         if not Path(shared).is_dir():
             raise UserError(f"The result of {task} cannot be written: this host has no {shared}: mount it there.")
         store = shared_store(storage) if storage else self._store
         if not fetch([store], unit, task, files, Path(output)):
             raise UserError(f"{output} is being written by another program: wait for it.")
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
-def host_name(node: str) -> str:
-    """The name of a host's actor."""
-    return f"host:{node}"
 
 
 def on_this_node(name: str, node: str, **options: Any) -> dict[str, Any]:
@@ -175,10 +168,10 @@ def on_this_node(name: str, node: str, **options: Any) -> dict[str, Any]:
 
 def host_actor(node: str) -> Any:
     """The handle of the actor of a node's host, which is made if there is none. Raises ConnectionError."""
-    for known in ray.nodes():
-        if known["NodeID"] == node and known["Alive"]:
-            options = on_this_node(host_name(node), node, max_restarts=-1, max_task_retries=1)
-            return ray.remote(HostActor).options(**options).remote(node, str(known["NodeManagerAddress"]))
+    for entry in ray.nodes():
+        if entry["NodeID"] == node and entry["Alive"]:
+            options = on_this_node(f"host:{node}", node, max_restarts=-1, max_task_retries=1)
+            return ray.remote(HostActor).options(**options).remote(node, str(entry["NodeManagerAddress"]))
     raise ConnectionError(f"Ray has no living node {node:.8}")
 
 
@@ -201,15 +194,32 @@ def host_store(node: str) -> HostStore:
     return HostStore(lambda method, *arguments: call_host(node, method, *arguments))
 
 
-def own_environment() -> None:
-    """Undo what Ray sets for an actor without processors, and its child processes would inherit: they get what the
-    person who started Ray has set, in the environment of this process's parent."""
-    given: dict[str, str] = {}
+def host_stores(nodes: Iterable[str]) -> list[Store]:
+    """This host's folder, and those of other nodes' hosts."""
+    return [FolderStore(checkpoints_directory()), *map(host_store, nodes)]
+
+
+def place_parcels(options: Mapping[str, Any], parcels: Iterable[Parcel]) -> None:
+    """Fetch the parcels that options name to this host. Raises StorageError if no living host has one."""
+    digests = set(parcels_of(options))
+    for parcel in parcels:
+        if parcel.digest in digests:
+            try:
+                place_parcel(host_stores(living_nodes()), parcel)
+            except DamagedCheckpoint as error:
+                text = f"The data {parcel.name} are missing on all hosts ({error}): send them again."
+                raise StorageError(text) from None
+
+
+def reset_environment() -> None:
+    """Reset the variables that Ray changes for an actor without CPUs, which child processes would inherit, to their
+    values in the environment of this process's parent."""
+    parent_environment: dict[str, str] = {}
     with suppress(psutil.Error, OSError):
-        given = psutil.Process(os.getppid()).environ()
+        parent_environment = psutil.Process(os.getppid()).environ()
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
-        if name in given:
-            os.environ[name] = given[name]
+        if name in parent_environment:
+            os.environ[name] = parent_environment[name]
         else:
             os.environ.pop(name, None)
 
@@ -224,7 +234,7 @@ def remove_old_files(now: float | None = None) -> list[Path]:
     ]
     runs += _folders(root / "checkpoints" / "sent")
     old = [path for path in runs if _newest(path) < oldest]
-    old += [path for path in _folders(sent_directory()) if _changed(path) < oldest]
+    old += [path for path in _folders(sent_directory()) if _mtime(path) < oldest]
     for path in old:
         shutil.rmtree(path, ignore_errors=True)
     return old
@@ -236,10 +246,10 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def _newest(path: Path) -> float:
-    return max(map(_changed, [path, *path.rglob("*")]))
+    return max(map(_mtime, [path, *path.rglob("*")]))
 
 
-def _changed(path: Path) -> float:
+def _mtime(path: Path) -> float:
     try:
         return path.lstat().st_mtime
     except OSError:  # it has just been removed, so it is in use
@@ -247,5 +257,5 @@ def _changed(path: Path) -> float:
 
 
 def living_nodes() -> Sequence[str]:
-    """Ids of the nodes that Ray takes for alive."""
+    """Ids of the nodes that Ray considers alive."""
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]

@@ -37,11 +37,11 @@ class NodeCheck:
     token: str | None
 
 
-def on_all(hosts: Sequence[HostSpec], work: Callable[[HostSpec], T], failed: str) -> list[T]:
-    """What `work` gives for each host, several at once.
+def on_all(hosts: Sequence[HostSpec], work: Callable[[HostSpec], T], predicate: str) -> list[T]:
+    """The results of `work` for all hosts, several at a time.
 
     Raises:
-        UserError: it raised one for some of them; all of them, a line each.
+        UserError: `work` raised one for some hosts. All of these errors are listed, one per line.
     """
 
     def attempt(host: HostSpec) -> T | UserError:
@@ -56,7 +56,7 @@ def on_all(hosts: Sequence[HostSpec], work: Callable[[HostSpec], T], failed: str
     if len(errors) == 1:
         raise UserError(errors[0])
     if errors:
-        raise UserError(f"{count_noun(len(errors), 'host')} {failed}:", errors)
+        raise UserError(f"{count_noun(len(errors), 'host')} {predicate}:", errors)
     return [one for one in results if not isinstance(one, UserError)]
 
 
@@ -66,12 +66,12 @@ def check_addresses(spec: ClusterFile) -> None:
     Raises:
         UserError: one cannot be used, or two hosts are the same.
     """
-    seen: dict[str, str] = {}
+    host_names: dict[str, str] = {}
     for host in spec.host or [spec.head]:
         for name in {host.host.casefold(), spec.address_of(host)}:
-            if name in seen:
-                raise UserError(f"{seen[name]} and {host.host} are the same host, {name}: leave one of them out.")
-            seen[name] = host.host
+            if name in host_names:
+                raise UserError(f"{host_names[name]} and {host.host} are the same host, {name}: leave one of them out.")
+            host_names[name] = host.host
 
 
 def check_host(spec: ClusterFile, host: HostSpec) -> NodeCheck:
@@ -86,8 +86,8 @@ def check_host(spec: ClusterFile, host: HostSpec) -> NodeCheck:
         node: NodeCheck = typed(NodeCheck, ask(spec, host, "check", CHECK_SECONDS))
     except ValueError:
         raise UserError(f"{host.host} {OTHER_VERSION}.") from None
-    if (other := difference(own_versions(), node.versions)) is not None:
-        raise UserError(f"{host.host}: {other}: install the same versions there as here.")
+    if (mismatch := difference(own_versions(), node.versions)) is not None:
+        raise UserError(f"{host.host}: {mismatch}: install the same versions there as here.")
     if (address := spec.address_of(host)) not in node.addresses:
         has = ", ".join(one for one in node.addresses if ":" not in one and not one.startswith("127.")) or "none"
         raise UserError(f"{host.host} has no interface with the address {address} (it has {has}): give its 'address'.")
@@ -101,21 +101,21 @@ def ask(spec: ClusterFile, host: HostSpec, command: str, seconds: float, **value
         UserError: the host or its Python cannot be used, or it refused.
     """
     values |= {"cluster": spec.name, "host": host.host, "folder": folder_on(spec, host)}
-    done = run(host, f"{host.python} -P -m wgpu_lora.cluster.node_commands {command}", json.dumps(values), seconds)
-    answer = last_object(done.stdout)
+    process = run(host, f"{host.python} -P -m wgpu_lora.cluster.node_commands {command}", json.dumps(values), seconds)
+    answer = last_object(process.stdout)
     if answer is not None:
         if "refused" in answer:
             raise UserError(str(answer["refused"]))
         return answer
     where = f'{host.host}: python = "{host.python}"'
-    if done.returncode in (126, 127):
+    if process.returncode in (126, 127):
         raise UserError(
             f"{where} cannot be run there: give the path of the Python in whose environment wgpu-lora is installed."
         )
     for text, meaning in _MEANINGS.items():
-        if text in done.stderr:
+        if text in process.stderr:
             raise UserError(f"{where} {meaning}.")
-    raise UserError(f"{where} fails there ({last_line(done.stderr)}): try it by hand.")
+    raise UserError(f"{where} fails there ({last_line(process.stderr)}): try it by hand.")
 
 
 def last_object(output: str) -> dict[str, Any] | None:

@@ -33,10 +33,10 @@ def up(spec: ClusterFile, line: PrintLine) -> None:
     check_addresses(spec)
     nodes = on_all(spec.host, lambda host: check_host(spec, host), "cannot be used")
     token, start = nodes[0].token or secrets.token_hex(32), nodes[0].running or secrets.token_hex(8)
-    strangers = [host.host for host, node in zip(spec.host, nodes, strict=True) if node.running not in (None, start)]
-    if strangers:  # their head has gone, and they would never find the new one
+    stale_hosts = [host.host for host, node in zip(spec.host, nodes, strict=True) if node.running not in (None, start)]
+    if stale_hosts:  # their head has gone, and they would never find the new one
         raise UserError(
-            f"{join_words(strangers)} still {'runs' if len(strangers) == 1 else 'run'} what an earlier start of "
+            f"{join_words(stale_hosts)} still {'runs' if len(stale_hosts) == 1 else 'run'} what an earlier start of "
             f"{spec.name} left: run 'wgpu-lora cluster down -f {spec.path}' first."
         )
     missing = [host for host, node in zip(spec.host, nodes, strict=True) if node.running is None]
@@ -77,12 +77,12 @@ def _report(spec: ClusterFile, line: PrintLine) -> None:
     answers = on_all(spec.host, lambda host: ask(spec, host, "ports", PORTS_SECONDS), "do not answer")
     for host, answer in zip(spec.host, answers, strict=True):
         line(host.host, f"listens {_ports(answer['listening'])}")
-        everywhere = sorted({one["port"] for one in answer["listening"] if one["address"] == "*"})
-        if answer["public"] and everywhere:
+        open_ports = sorted({one["port"] for one in answer["listening"] if one["address"] == "*"})
+        if answer["public"] and open_ports:
             line(
                 "Warning",
                 f"{host.host} has the public address {join_words(answer['public'])}, and Ray listens on all "
-                f"interfaces, on ports {join_words(everywhere)}: close them with a firewall, as docs/cluster-hosts.md "
+                f"interfaces, on ports {join_words(open_ports)}: close them with a firewall, as docs/cluster-hosts.md "
                 "shows.",
             )
     head = f"{spec.head.host}, {spec.address_of(spec.head)}:{spec.port}"
@@ -94,7 +94,7 @@ def _ports(listening: list[dict[str, Any]]) -> str:
     for one in listening:
         where = "on all interfaces" if one["address"] == "*" else f"on {one['address']}"
         by_address.setdefault(where, []).append(f"{one['port']} {one['process']}")
-    return "; ".join(f"{where}: {', '.join(found)}" for where, found in sorted(by_address.items())) or "on no port"
+    return "; ".join(f"{where}: {', '.join(ports)}" for where, ports in sorted(by_address.items())) or "on no port"
 
 
 def down(spec: ClusterFile, line: PrintLine) -> None:

@@ -205,14 +205,14 @@ def _start(record: Path, resources: Mapping[str, float], dashboard: bool, attemp
 
 def _run(command: list[str], environment: dict[str, str], log: Path) -> str:
     """Ray's command, in a session of its own, so that a Ctrl-C or the end of this terminal does not reach Ray."""
-    apart: dict[str, Any] = {"start_new_session": True}
+    popen_options: dict[str, Any] = {"start_new_session": True}
     if os.name == "nt":
-        apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined,unused-ignore]
+        popen_options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined,unused-ignore]
     with log.open("wb") as out:
         # To a file, since the processes that it leaves behind keep its output open.
-        apart |= {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+        popen_options |= {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
         try:
-            subprocess.run(command, env=environment, timeout=START_SECONDS, check=False, **apart)
+            subprocess.run(command, env=environment, timeout=START_SECONDS, check=False, **popen_options)
         except subprocess.TimeoutExpired:
             raise UserError(
                 f"Ray has not started in {START_SECONDS:.0f} s on this machine: end other programs, or try again."

@@ -1,8 +1,8 @@
-"""What the processes of a cluster and their users exchange: dataclasses of JSON values."""
+"""What the processes of a cluster and their users exchange: dataclasses of JSON values, sent by `asdict`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from wgpu_lora.cluster.cluster_file import SweepOptions
@@ -13,11 +13,6 @@ NAMESPACE = "wgpu-lora"  # of all actors, in Ray
 CONTROLLER = "run-controller"
 SENT = "sent:"  # begins the value of an option that is a parcel: sent:DIGEST/NAME
 T = TypeVar("T")
-
-
-def to_plain(value: Any) -> dict[str, Any]:
-    """A message as JSON values."""
-    return asdict(value)
 
 
 def from_plain(kind: type[T], value: Any) -> T:
@@ -138,10 +133,6 @@ class Parcel:
     files: list[StoredFile]
 
     @property
-    def bytes(self) -> int:
-        return sum(file.size for file in self.files)
-
-    @property
     def value(self) -> str:
         """The value of an option instead of the path."""
         return f"{SENT}{self.digest}/{self.name}"
@@ -201,10 +192,6 @@ class Commit:
     hosts: list[str] = field(default_factory=list)
     final: bool = False
     outcomes: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> int:
-        return sum({file.digest: file.size for file in self.files}.values())
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ def check(node: dict[str, Any]) -> dict[str, Any]:
 
     running = node_processes.running(node["cluster"])
     token = (node["folder"] / "token").read_text("utf-8") if running else None
-    found = {"versions": asdict(own_versions()), "addresses": node_processes.addresses()}
-    return {**found, "running": running, "token": token}
+    facts = {"versions": asdict(own_versions()), "addresses": node_processes.addresses()}
+    return {**facts, "running": running, "token": token}
 
 
 def start(node: dict[str, Any]) -> dict[str, Any]:
@@ -48,8 +48,10 @@ def start(node: dict[str, Any]) -> dict[str, Any]:
     from wgpu_lora.cluster.cluster_paths import NODE_PATHS
     from wgpu_lora.cluster.device_resources import advertised, node_devices
 
-    if left := node_processes.end(node["cluster"]):  # of a node that died
-        raise UserError(f"{node['host']} still runs processes of {node['cluster']} that cannot be ended: {left[0]}.")
+    if remaining := node_processes.end(node["cluster"]):  # of a node that died
+        raise UserError(
+            f"{node['host']} still runs processes of {node['cluster']} that cannot be ended: {remaining[0]}."
+        )
     if node["head"]:
         address, port = node["head"]
         try:
@@ -79,16 +81,16 @@ def start(node: dict[str, Any]) -> dict[str, Any]:
     for _ in range(TRIES):  # on a busy host, Ray's processes may miss Ray's own time limits
         with log.open("wb") as output:  # no pipe, which Ray's processes would keep open
             try:
-                done = subprocess.run(argv, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                process = subprocess.run(argv, env=environment, stdin=subprocess.DEVNULL, stdout=output,
                                       stderr=subprocess.STDOUT, timeout=START_SECONDS)  # fmt: skip
-                if not done.returncode and node_processes.running(node["cluster"]):
+                if not process.returncode and node_processes.running(node["cluster"]):
                     return {}
             except subprocess.TimeoutExpired:
                 pass
         node_processes.end(node["cluster"])
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    telling = [line for line in lines if "rror" in line or "already" in line or "nable" in line] or lines or ["?"]
-    raise UserError(f"{node['host']}: Ray does not start ({telling[-1][:300]}): see {log} there.")
+    error_lines = [line for line in lines if "rror" in line or "already" in line or "nable" in line] or lines or ["?"]
+    raise UserError(f"{node['host']}: Ray does not start ({error_lines[-1][:300]}): see {log} there.")
 
 
 def stop(node: dict[str, Any]) -> dict[str, Any]:
@@ -97,30 +99,30 @@ def stop(node: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: some cannot be ended.
     """
-    left = node_processes.end(node["cluster"])
+    remaining = node_processes.end(node["cluster"])
     for path in (node["folder"], _temporary(node)):
         shutil.rmtree(path, ignore_errors=True)
-    if left:
-        raise UserError(f"{node['host']}: these processes cannot be ended: {', '.join(left[:5])}.")
+    if remaining:
+        raise UserError(f"{node['host']}: these processes cannot be ended: {', '.join(remaining[:5])}.")
     return {}
 
 
 def ports(node: dict[str, Any]) -> dict[str, Any]:
     """On which ports processes of the cluster listen here, and which addresses of this host are public."""
-    found = node_processes.listening(node["cluster"])
-    return {"listening": found, "public": node_processes.public(node_processes.addresses())}
+    listeners = node_processes.listening(node["cluster"])
+    return {"listening": listeners, "public": node_processes.public(node_processes.addresses())}
 
 
 def _temporary(node: dict[str, Any]) -> Path:
     """A folder with a short path, since Ray's sockets are below it, for this user alone. Raises UserError."""
     top = Path(tempfile.gettempdir()) / f"wgpu-lora-{os.getuid()}"
     top.mkdir(mode=0o700, exist_ok=True)
-    found = top.lstat()
-    if top.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    stat = top.lstat()
+    if top.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o077:
         raise UserError(f"{top} is not for this user alone: remove it.")
-    made = top / hashlib.sha256(node["cluster"].encode()).hexdigest()[:8]
-    made.mkdir(mode=0o700, exist_ok=True)
-    return made
+    directory = top / hashlib.sha256(node["cluster"].encode()).hexdigest()[:8]
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory
 
 
 COMMANDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

@@ -24,19 +24,19 @@ ROUNDS = 5
 
 def environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     """This program's environment, changed; None removes a variable, such as a token that goes before a file's."""
-    found = {**os.environ, **changes}
-    return {name: value for name, value in found.items() if value is not None}
+    variables = {**os.environ, **changes}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def of_cluster(name: str) -> dict[int, psutil.Process]:
     """This user's processes of a cluster, with all that they started."""
-    found: dict[int, psutil.Process] = {}
+    processes: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         if _mark(process).startswith(f"{name}/"):
-            found[process.pid] = process
+            processes[process.pid] = process
             with suppress(psutil.Error):
-                found.update({child.pid: child for child in process.children(recursive=True)})
-    return {pid: process for pid, process in found.items() if pid != os.getpid() and _alive(process)}
+                processes.update({child.pid: child for child in process.children(recursive=True)})
+    return {pid: process for pid, process in processes.items() if pid != os.getpid() and _alive(process)}
 
 
 def running(name: str) -> str | None:
@@ -54,14 +54,14 @@ def end(name: str) -> list[str]:
     Checkpoints are in the store, and Ray's own processes keep nothing, but take half a minute if they are asked.
     """
     for _ in range(ROUNDS):  # some may be started while others are ended
-        found = of_cluster(name).values()
-        if not found:
+        processes = of_cluster(name).values()
+        if not processes:
             return []
-        for process in found:
+        for process in processes:
             with suppress(psutil.Error):
                 process.kill()
         last = time.monotonic() + SECONDS
-        while time.monotonic() < last and any(map(_alive, found)):
+        while time.monotonic() < last and any(map(_alive, processes)):
             time.sleep(0.05)
     return [title(process) for process in of_cluster(name).values()]
 
@@ -76,25 +76,27 @@ def _alive(process: psutil.Process) -> bool:
 
 def listening(name: str) -> list[dict[str, Any]]:
     """The TCP ports on which processes of a cluster listen here: `process`, `address` (`*`: all interfaces), `port`."""
-    found = {}
+    listeners = {}
     for process in of_cluster(name).values():
         with suppress(psutil.Error):
             for one in process.net_connections(kind="tcp"):
                 if one.status == psutil.CONN_LISTEN and one.laddr:
                     address = "*" if one.laddr.ip in ("::", "0.0.0.0") else one.laddr.ip.removeprefix("::ffff:")
-                    found[one.laddr.port, address] = title(process)
-    return [{"process": title, "address": address, "port": port} for (port, address), title in sorted(found.items())]
+                    listeners[one.laddr.port, address] = title(process)
+    return [
+        {"process": title, "address": address, "port": port} for (port, address), title in sorted(listeners.items())
+    ]
 
 
 def addresses() -> list[str]:
     """The IP addresses of this host's interfaces."""
-    found = [one for interface in psutil.net_if_addrs().values() for one in interface]
-    return sorted({one.address.partition("%")[0] for one in found if one.family.name in ("AF_INET", "AF_INET6")})
+    entries = [one for interface in psutil.net_if_addrs().values() for one in interface]
+    return sorted({one.address.partition("%")[0] for one in entries if one.family.name in ("AF_INET", "AF_INET6")})
 
 
-def public(found: list[str]) -> list[str]:
+def public(ips: list[str]) -> list[str]:
     """Those addresses that can be reached from the Internet, unless a firewall forbids it."""
-    return [one for one in found if ipaddress.ip_address(one).is_global]
+    return [one for one in ips if ipaddress.ip_address(one).is_global]
 
 
 def title(process: psutil.Process) -> str:

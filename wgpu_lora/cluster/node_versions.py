@@ -31,22 +31,20 @@ def own_versions() -> Versions:
     )
 
 
-def difference(ours: Versions, theirs: Versions) -> str | None:
+def difference(local: Versions, remote: Versions) -> str | None:
     """The first thing that differs on another machine, as part of a sentence such as "its Python is 3.12.1, not
     3.11.7"; None if nothing does."""
-    if ours.python.rpartition(".")[0] != theirs.python.rpartition(".")[0]:
-        return f"its Python is {theirs.python}, not {ours.python}"
+    if local.python.rpartition(".")[0] != remote.python.rpartition(".")[0]:
+        return f"its Python is {remote.python}, not {local.python}"
     for field, name in (("package", NAME), ("ray", "Ray"), ("wgpu", "wgpu")):
-        mine, other = getattr(ours, field), getattr(theirs, field)
-        if mine != other:
-            return f"its {name} is {other or 'missing'}, not {mine or 'missing'}"
+        expected, actual = getattr(local, field), getattr(remote, field)
+        if expected != actual:
+            return f"its {name} is {actual or 'missing'}, not {expected or 'missing'}"
     for field in ("code", "shaders"):
-        mine, other = getattr(ours, field), getattr(theirs, field)
-        if mine != other:
-            return (
-                f"its {NAME} {theirs.package} has other {field} (SHA-256 {other[:SHOWN]}..., not {mine[:SHOWN]}...), "
-                "though the versions are equal"
-            )
+        expected, actual = getattr(local, field), getattr(remote, field)
+        if expected != actual:
+            digests = f"SHA-256 {actual[:SHOWN]}..., not {expected[:SHOWN]}..."
+            return f"its {NAME} {remote.package} has other {field} ({digests}), though the versions are equal"
     return None
 
 

@@ -59,8 +59,8 @@ class Grouping:
         for task, need in tasks:
             if task.joinable:
                 self._queues.setdefault(task.group, deque()).append((task, need))
-        usual = float(field.speed.mean())
-        work = sum(task.work if task.seconds is None else task.seconds * usual for task, _ in tasks)
+        mean_speed = float(field.speed.mean())
+        work = sum(task.work if task.seconds is None else task.seconds * mean_speed for task, _ in tasks)
         busy = np.where(np.isfinite(field.ready), field.ready, 0.0)
         self._even = float((work + busy @ field.speed) / field.speed.sum())  # seconds, shared evenly
 
@@ -82,13 +82,13 @@ class Grouping:
             units and self._queues[group] for group, units in self._growing.items()
         )
 
-    def start(self, task: Waiting, at: int, needed: int, score: float) -> StartingUnit:
+    def start(self, task: Waiting, at: int, peak_bytes: int, score: float) -> StartingUnit:
         """A unit, of a task that the field knows to have begun, and of those that are joined at once."""
         field = self._field
         gain = float(field.gain[at])
-        end, free = float(field.ready[at]), float(field.free[at]) + needed
+        end, free = float(field.ready[at]), float(field.free[at]) + peak_bytes
         cost = 1.0 / (float(field.speed[at]) * max(gain, 1.0))
-        unit = StartingUnit([task], at, score, free, cost, task.work, needed, needed, end)
+        unit = StartingUnit([task], at, score, free, cost, task.work, peak_bytes, peak_bytes, end)
         # Where several jobs share a device, nobody has measured what joining them gives.
         if task.joinable and field.slots[at] == 1 and (task.join == "always" or gain > 1.0):
             self._growing.setdefault(task.group, []).append(unit)
@@ -130,10 +130,10 @@ class Grouping:
 
     @staticmethod
     def _fits(unit: StartingUnit, task: Waiting, need: Numbers) -> bool:
-        needed = float(need[unit.at])
-        if needed == math.inf:
+        peak_bytes = float(need[unit.at])
+        if peak_bytes == math.inf:
             return False
-        return joined_bytes(task.base_bytes, len(unit.members) + 1, max(unit.largest, int(needed))) <= unit.free
+        return joined_bytes(task.base_bytes, len(unit.members) + 1, max(unit.largest, int(peak_bytes))) <= unit.free
 
 
 def start_together(field: Field, task: Waiting, need: Numbers, slack: float) -> Placement | None:

@@ -54,7 +54,7 @@ class _Decision:
         # Devices on which nothing fits now do not keep the planning going.
         self.useful = (needs <= field.free).any(axis=0)
         self.grouping = Grouping(field, self.tasks)
-        self.found: list[Placement | StartingUnit] = []
+        self.units: list[Placement | StartingUnit] = []
 
     def placements(self) -> list[Placement]:
         field, grouping = self.field, self.grouping
@@ -65,7 +65,7 @@ class _Decision:
             if task.devices > 1:
                 together = start_together(field, task, need, SLACK)
                 if together:
-                    self.found.append(together)
+                    self.units.append(together)
                 started = together is not None
             else:
                 started = self._one(task, need)
@@ -73,25 +73,25 @@ class _Decision:
                 waits = (self.useful & field.open).any()
             if not waits and not grouping.may_grow():
                 break
-        return [one if isinstance(one, Placement) else one.placement(field) for one in self.found]
+        return [one if isinstance(one, Placement) else one.placement(field) for one in self.units]
 
     def _one(self, task: Waiting, need: Numbers) -> bool:
         """Start, join or queue a task of one device; True if it starts a unit."""
         field = self.field
         start, length = field.start, _length(task, field.cost)
-        if field.kept:
+        if field.has_gaps:
             start = np.where(field.open & (length > field.gap), field.ready, start)
         ends = np.where(need <= field.limit, start + length, math.inf)
         at = int(ends.argmin())
         best = float(ends[at])
         if best == math.inf:
             return False  # it waits for memory or a device of which nobody knows when it is free
-        good = (start == 0.0) & field.open & (ends <= SLACK * best)
-        if good.any():
-            scores = np.where(good, field.scores(task, need), -1.0)
+        eligible = (start == 0.0) & field.open & (ends <= SLACK * best)
+        if eligible.any():
+            scores = np.where(eligible, field.scores(task, need), -1.0)
             at = int(scores.argmax())
             field.begin(at, float(need[at]), float(ends[at]))
-            self.found.append(self.grouping.start(task, at, int(need[at]), float(scores[at])))
+            self.units.append(self.grouping.start(task, at, int(need[at]), float(scores[at])))
             return True
         if not (task.joinable and self.grouping.join(task, need, SLACK * best)):
             field.ready[at] += length[at] / field.slots[at]
@@ -101,50 +101,49 @@ class _Decision:
 
 def ranks(field: Field, tasks: Sequence[Waiting], needs: Numbers, now: float) -> Numbers:
     """How early each task is planned [tasks]: by length, scarcity of memory and the time waited; see `place`."""
-    total, usual = field.speed.sum(), field.speed.mean()
-    able = (needs <= field.room) @ field.speed
-    scarcity = total / np.where(able > 0, able, total)
-    lengths = [task.work / usual / task.devices if task.seconds is None else task.seconds for task in tasks]
+    total, mean = field.speed.sum(), field.speed.mean()
+    usable_speed = (needs <= field.room) @ field.speed
+    scarcity = total / np.where(usable_speed > 0, usable_speed, total)
+    lengths = [task.work / mean / task.devices if task.seconds is None else task.seconds for task in tasks]
     since = np.array([task.since for task in tasks], dtype=np.float64)
-    found: Numbers = np.array(lengths, dtype=np.float64) * scarcity + np.maximum(now - since, 0.0)
-    return found
+    result: Numbers = np.array(lengths, dtype=np.float64) * scarcity + np.maximum(now - since, 0.0)
+    return result
 
 
 def _length(task: Waiting, cost: Numbers) -> Numbers:
     """Seconds of a task on each device. cost: seconds per token."""
     if task.seconds is not None:
         return np.full(len(cost), task.seconds)
-    found: Numbers = task.work * cost
-    return found
+    seconds: Numbers = task.work * cost
+    return seconds
 
 
-def refusal(task: str, needed: Mapping[str, int], places: Sequence[Place], devices: int = 1) -> str | None:
+def refusal(task: str, peak_bytes: Mapping[str, int], places: Sequence[Place], devices: int = 1) -> str | None:
     """Why a task can never run on these devices, in a sentence; None if it can, now or once they are idle.
 
     Args:
-        task: its name. needed: bytes by plan class; without those of devices that cannot run it at all.
+        task: its name. peak_bytes: by plan class; without those of devices that cannot run it at all.
         places: all devices of the cluster, those that are `out`, too.
         devices: how many it trains on together.
     """
-    able = [place for place in places if place.plan_class in needed]
-    fitting = [place for place in able if needed[place.plan_class] <= _most(place)]
+    candidates = [place for place in places if place.plan_class in peak_bytes]
+    fitting = [place for place in candidates if peak_bytes[place.plan_class] <= _most(place)]
     usable = [place for place in fitting if not place.out]
     if len(usable) >= devices:
         return None
     if not places:
         return f"Adapter '{task}' cannot run: the cluster has no device."
-    if not able:
+    if not candidates:
         return f"Adapter '{task}' cannot run on any of the cluster's devices."
     if devices > 1 and usable:
         return f"Adapter '{task}' needs {devices} devices that have the memory, but there are {len(usable)}."
     if fitting:
         out = max(fitting, key=lambda place: (_most(place), place.id))
-        return f"Adapter '{task}' fits only on devices that are out of use, such as {_named(out)}, which is {out.out}."
-    nearest = max(able, key=lambda place: (_most(place) / needed[place.plan_class], place.id))
+        return f"Adapter '{task}' fits only on devices that are out of use, such as {_label(out)}, which is {out.out}."
+    nearest = max(candidates, key=lambda place: (_most(place) / peak_bytes[place.plan_class], place.id))
     return (
-        f"Adapter '{task}' needs {format_bytes_exact(needed[nearest.plan_class])} of device memory, but the nearest "
-        "device, "
-        f"{_named(nearest)}, has {format_bytes(int(_most(nearest)))}."
+        f"Adapter '{task}' needs {format_bytes_exact(peak_bytes[nearest.plan_class])} of device memory, but the "
+        f"nearest device, {_label(nearest)}, has {format_bytes(int(_most(nearest)))}."
     )
 
 
@@ -153,5 +152,5 @@ def _most(place: Place) -> float:
     return math.inf if place.budget is None else place.budget
 
 
-def _named(place: Place) -> str:
+def _label(place: Place) -> str:
     return place.name or place.id

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-JOINS = ("auto", "always", "never")
-MOST_JOINED = (
-    4  # tasks of a new pipeline: its speed-up is measured with three, and it moves as a whole if a device fails
-)
+# Tasks of a new pipeline: its speed-up is measured with three, and it moves as a whole if a device fails.
+MOST_JOINED = 4
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Waiting:
         devices: distinct devices that train it together; each needs the whole memory.
         tasks: members of a unit that was placed before: they move together, and none joins them.
         run: only tasks of one run are joined.
-        join: one of JOINS: `auto` joins where that is measured to be faster, `always` everywhere.
+        join: one of `cluster_file.JOIN`: `auto` joins where that is measured to be faster, `always` everywhere.
         seconds: of a task that ends by time, on any device; its `work` does not count.
         since: when it could first have been placed, in seconds. Who waits long goes before more work.
     """
@@ -119,7 +117,6 @@ def joined_bytes(base_bytes: int, count: int, largest: int) -> int:
 LOCAL_BASE, LOCAL_DATA = 0.5, 0.25  # what a host's own base and data add to a score, relative to a host without
 UNKNOWN = 1e30  # bytes, if nobody knows how many are free: more than anything needs, but finite
 Numbers = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 
 
 class Field:
@@ -128,7 +125,8 @@ class Field:
     Attributes:
         free: bytes that a new job could get now. room: the same once the active jobs have ended.
         ready: seconds until a task that is queued could start. Grows as tasks are queued.
-        gap: seconds for which an open place is idle before it is kept for a task of several devices; else infinite.
+        gap: seconds for which an open place is idle before it is reserved for a task of several devices; else infinite.
+        has_gaps: whether any place is reserved in this way.
         gain: tokens/s of a pipeline over its tasks one after another.
         start, cost, limit: when a task would start, seconds per token and bytes for it: now on open places, else later.
     """
@@ -148,7 +146,7 @@ class Field:
         self.gap = np.full(len(self.places), math.inf)
         self.gain = np.array([place.joined_speedup or 1.0 for place in self.places], dtype=np.float64)
         self.start, self.cost, self.limit = self.ready.copy(), self.slots / self.speed, self.room.copy()
-        self._kept = False
+        self.has_gaps = False
         self.open = np.zeros(len(self.places), dtype=np.bool_)
         for at in range(len(self.places)):
             self.refresh(at)
@@ -157,18 +155,13 @@ class Field:
     @property
     def rate(self) -> Numbers:
         """Tokens/s of one more job now."""
-        found: Numbers = self.speed / (1.0 + self.active)
-        return found
-
-    @property
-    def kept(self) -> bool:
-        """Whether idle places are kept for tasks of several devices."""
-        return self._kept
+        rates: Numbers = self.speed / (1.0 + self.active)
+        return rates
 
     def keep(self, at: int, gap: float) -> None:
-        """Keep an open place, from `gap` seconds on."""
+        """Reserve an open place, from `gap` seconds on."""
         self.gap[at] = min(float(self.gap[at]), gap)
-        self._kept = True
+        self.has_gaps = True
 
     def refresh(self, at: int) -> None:
         """Follow a change of `active`, `free` or `ready` of a place."""
@@ -179,21 +172,21 @@ class Field:
         self.cost[at] = ((1.0 + self.active[at]) if is_open else self.slots[at]) / self.speed[at]
         self.limit[at] = self.free[at] if is_open else self.room[at]
 
-    def begin(self, at: int, needed: float, end: float) -> None:
+    def begin(self, at: int, peak_bytes: float, end: float) -> None:
         """A job starts now, which ends in `end` seconds."""
         self.ready[at] = end if self.active[at] == 0 else min(float(self.ready[at]), end)
         self.active[at] += 1
-        self.free[at] -= needed
+        self.free[at] -= peak_bytes
         self.refresh(at)
 
     def needs(self, tasks: Sequence[Waiting]) -> Numbers:
         """Bytes that each task needs on each place [tasks, places]; infinite where it cannot run."""
         by_class = [[task.needed.get(name, math.inf) for name in self.classes] for task in tasks]
-        found: Numbers = np.array(by_class, dtype=np.float64).reshape(len(tasks), len(self.classes))[:, self.of_class]
+        needs: Numbers = np.array(by_class, dtype=np.float64).reshape(len(tasks), len(self.classes))[:, self.of_class]
         for row, task in enumerate(tasks):
             if task.avoid:
-                found[row, [self.index[name] for name in task.avoid if name in self.index]] = math.inf
-        return found
+                needs[row, [self.index[name] for name in task.avoid if name in self.index]] = math.inf
+        return needs
 
     def scores(self, task: Waiting, need: Numbers) -> Numbers:
         """(free / needed bytes) x tokens/s / (1 + active jobs) x locality, of each place.
@@ -203,9 +196,9 @@ class Field:
         of twice the speed. Where the task does not fit, and where it must not go, the score is 0.
         """
         ratio = np.where(self.free >= UNKNOWN / 2, 1.0, self.free / np.maximum(need, 1.0))
-        found: Numbers = np.where(need <= self.free, ratio * self.rate * self._locality(task), 0.0)
-        found[np.isinf(need)] = 0.0
-        return found
+        scores: Numbers = np.where(need <= self.free, ratio * self.rate * self._locality(task), 0.0)
+        scores[np.isinf(need)] = 0.0
+        return scores
 
     def _locality(self, task: Waiting) -> Numbers:
         key = (task.base, task.data)
@@ -226,7 +219,7 @@ def speeds(places: Sequence[Place]) -> Numbers:
     for place in places:
         if place.speed:
             by_class.setdefault(place.plan_class, []).append(place.speed)
-    known = [speed for found in by_class.values() for speed in found]
-    everywhere = float(np.median(known)) if known else 1.0
-    usual = {name: float(np.median(found)) for name, found in by_class.items()}
-    return np.array([place.speed or usual.get(place.plan_class, everywhere) for place in places], dtype=np.float64)
+    measurements = [speed for class_speeds in by_class.values() for speed in class_speeds]
+    overall = float(np.median(measurements)) if measurements else 1.0
+    class_medians = {name: float(np.median(class_speeds)) for name, class_speeds in by_class.items()}
+    return np.array([place.speed or class_medians.get(place.plan_class, overall) for place in places], dtype=np.float64)

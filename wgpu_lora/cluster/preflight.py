@@ -76,15 +76,17 @@ def surveyed(cluster: Cluster, versions: Versions, local: bool = False) -> list[
 def _other_versions(nodes: Iterable[NodeFacts], versions: Versions, local: bool) -> Iterator[str]:
     for node in nodes:
         # The controller leaves out nodes that differ from the head, by which they have no devices.
-        if not (what := difference(versions, node.versions)) or not (node.devices or local):
+        if not (mismatch := difference(versions, node.versions)) or not (node.devices or local):
             continue
         if local:
             yield (
-                f"Ray of this machine was started before something changed here ({what}): end it with "
+                f"Ray of this machine was started before something changed here ({mismatch}): end it with "
                 "'wgpu-lora cluster down --local', and run again."
             )
         else:
-            yield f"{node.host} ({node.address}) differs from this machine: {what}; install the same there and here."
+            yield (
+                f"{node.host} ({node.address}) differs from this machine: {mismatch}; install the same there and here."
+            )
 
 
 def missing_hosts(nodes: Sequence[NodeFacts], spec: ClusterFile) -> list[str]:
@@ -151,7 +153,7 @@ def request_of(
     compared = None
     if sweep:
         compared, tasks = planned(sweep, tasks, plans)
-    now = time.time()  # with a few digits after the second, since others begin runs, too
+    now = time.time()  # with milliseconds, since other users may start a run in the same second
     name = time.strftime("run-%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now * 1000) % 1000:03}"
     return RunRequest(
         name=run.name or name,
@@ -221,25 +223,25 @@ def _with_data(
     """The tasks, whose data all nodes have, or get, and the parcels that were sent. Appends to the reasons."""
     users = _users_of_paths(tasks)
     paths = sorted({*users, *([run.shared] if run.shared else [])})
-    lacking: dict[str, list[NodeFacts]] = {}
+    nodes_by_path: dict[str, list[NodeFacts]] = {}
     why: dict[str, str] = {}
     parcels: dict[str, Parcel] = {}
     for node in nodes:
         for path, sentence in cluster.host(node.id, "check_paths", paths).items():
-            lacking.setdefault(path, []).append(node)
+            nodes_by_path.setdefault(path, []).append(node)
             why.setdefault(path, sentence)
-    if lacking and run.send_data:
-        tasks, parcels = send_data([(cluster.store(node.id), node.host) for node in nodes], tasks, lacking.keys())
+    if nodes_by_path and run.send_data:
+        tasks, parcels = send_data([(cluster.store(node.id), node.host) for node in nodes], tasks, nodes_by_path.keys())
         for node in nodes:
             for parcel in parcels.values():
                 cluster.host(node.id, "place", parcel, seconds=PLAN_SECONDS)
-    for path in [path for path in lacking if path not in parcels]:
-        hosts = listed_hosts(lacking[path])
+    for path in [path for path in nodes_by_path if path not in parcels]:
+        hosts = listed_hosts(nodes_by_path[path])
         if path == run.shared:
             reasons.append(f"The shared folder {path} is missing on {hosts}: mount it there, or leave --shared out.")
             continue
-        first, *others = users[path]
-        of = f"of {first}" + (f" and {count_noun(len(others), 'other')}" if others else "")
+        first, *other_tasks = users[path]
+        of = f"of {first}" + (f" and {count_noun(len(other_tasks), 'other')}" if other_tasks else "")
         if os.path.exists(path):
             reasons.append(
                 f"{path} {of} is on this machine, but {hosts} cannot read it: put it into a folder that all machines "
@@ -249,7 +251,7 @@ def _with_data(
             reasons.append(f"{path} {of} cannot be used on {hosts}: {why[path].rstrip('.')}.")
     if run.storage and nodes:
         reasons += _unusable_storage(cluster, nodes, run.storage)
-    if run.shared and run.shared not in lacking and nodes:
+    if run.shared and run.shared not in nodes_by_path and nodes:
         outputs = [Task(task.name, {}, task.output) for task in tasks]
         try:
             cluster.host(nodes[0].id, "check_outputs", outputs)
@@ -260,10 +262,10 @@ def _with_data(
 
 def _unusable_storage(cluster: Cluster, nodes: Sequence[NodeFacts], storage: str) -> Iterator[str]:
     """Refusals of a storage that a host cannot use, or that is not the same on all hosts."""
-    name, (first, *others) = secrets.token_hex(8), nodes
+    name, (first, *other_nodes) = secrets.token_hex(8), nodes
     try:
         cluster.host(first.id, "check_storage", storage, name, True)
-        for node in others:
+        for node in other_nodes:
             if not cluster.host(node.id, "check_storage", storage, name, False):
                 yield f"{node.host} does not find in {storage} what {first.host} has written: mount the same there."
     except UserError as error:
@@ -300,6 +302,6 @@ def _plans(
 def _not_trained(plans: Plans) -> Iterator[str]:
     """Why tasks cannot be trained on any device."""
     for name, by_class in plans.items():
-        refused = [plan.refused for plan in by_class.values()]
-        if refused and None not in refused:
-            yield f"{name}: {refused[0]}"
+        refusals = [plan.refused for plan in by_class.values()]
+        if refusals and None not in refusals:
+            yield f"{name}: {refusals[0]}"

@@ -10,14 +10,13 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.exceptions
 from filelock import Timeout
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.cluster import run_queue, run_state
@@ -37,7 +36,6 @@ from wgpu_lora.cluster.messages import (
     StoredFile,
     Task,
     from_plain,
-    to_plain,
 )
 from wgpu_lora.cluster.node_versions import difference, own_versions
 from wgpu_lora.cluster.placement import place
@@ -75,8 +73,8 @@ class RunController:
         self._start, self._monotonic = time.time(), time.monotonic()
         self._actors: dict[str, Any] = {}  # training actors by unit
         self._reports: dict[str, tuple[Any, float]] = {}  # the report that a unit's actor was asked for, and when
-        self._beside: dict[str, Future[Any]] = {}  # work that is done once at a time, by name
-        self._pool = ThreadPoolExecutor(CALLS, thread_name_prefix="beside")
+        self._background: dict[str, Future[Any]] = {}  # work outside of turns, by name
+        self._pool = ThreadPoolExecutor(CALLS, thread_name_prefix="background")
         self._surveys = ThreadPoolExecutor(CALLS, thread_name_prefix="survey")
         self._long = ThreadPoolExecutor(CALLS, thread_name_prefix="long")
         self._not_before: dict[str, float] = {}  # publishing is tried again
@@ -109,14 +107,14 @@ class RunController:
         except FileNotFoundError:
             return ClusterState()
         except (OSError, ValueError, KeyError, RecursionError) as error:
-            other = self._file.with_name(f"unreadable-{int(time.time())}.json")
-            self._file.rename(other)
+            backup = self._file.with_name(f"unreadable-{int(time.time())}.json")
+            self._file.rename(backup)
             for actor in ray.util.list_named_actors(all_namespaces=True):  # of runs that nobody knows any more
                 if actor["namespace"] == NAMESPACE and actor["name"].startswith(("train:", "evaluation:")):
                     with suppress(ValueError):
                         ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
             state = ClusterState()
-            state.log(self.now(), f"{self._file} cannot be read ({error}): it is kept as {other}.")
+            state.log(self.now(), f"{self._file} cannot be read ({error}): it is kept as {backup}.")
             return state
         if state.events:  # the clock must not go back
             self._start = max(self._start, state.events[-1].time)
@@ -153,9 +151,9 @@ class RunController:
         if not self._state.nodes:
             self._survey()
         with self._lock:
-            known = self._state.requests.get(run.name)
+            previous = self._state.requests.get(run.name)
             forgettable = run.name in run_state.forgettable_runs(self._state, self.now())
-        if known and forgettable:  # to its end: the new run has the same folders
+        if previous and forgettable:  # to its end: the new run has the same folders
             self._forget(run.name)
         with self._lock:
             run_state.check_run(self._state, run)
@@ -172,20 +170,20 @@ class RunController:
     def snapshot(self, run: str | None = None) -> dict[str, Any]:
         """A Snapshot of one run or of all."""
         with self._lock:
-            if run is not None and run not in self._state.requests:
-                raise UserError(f"No run '{run}' is known: 'wgpu-lora cluster status' lists all runs.")
+            if run is not None:
+                run_state.check_exists(self._state, run)
             idle = self._idle()
         if idle and self.now() - self._surveyed > SURVEY_SECONDS:
             self._survey()
         with self._lock:
-            return to_plain(run_queue.snapshot(self._state, run, self.now()))
+            return asdict(run_queue.snapshot(self._state, run, self.now()))
 
     def nodes(self) -> list[dict[str, Any]]:
         """The NodeFacts of all living nodes, as they are now."""
         self._used = self.now() + DRIVER_SECONDS
         self._survey()
         with self._lock:
-            return [to_plain(node) for node in self._state.nodes]
+            return [asdict(node) for node in self._state.nodes]
 
     def cancel(self, run: str, task: str | None = None) -> None:
         """End a task, or all of a run."""
@@ -206,18 +204,17 @@ class RunController:
         Those on hosts that are away are left out."""
         self._used = self.now() + DRIVER_SECONDS
         with self._lock:
-            if run not in self._state.requests:
-                raise UserError(f"No run '{run}' is known: 'wgpu-lora cluster status' lists all runs.")
-            found = []
+            run_state.check_exists(self._state, run)
+            results = []
             for task in self._state.tasks_of(run):
                 if task.over and task.results and not task.fetched and (place := self._result(task)):
                     nodes, files = place
                     storage = self._state.requests[run].storage
-                    plain = [to_plain(file) for file in files]
-                    found.append(
+                    plain = [asdict(file) for file in files]
+                    results.append(
                         {"task": task.name, "unit": task.unit, "nodes": nodes, "storage": storage, "files": plain}
                     )
-            return found
+            return results
 
     def _result(self, task: TaskState) -> tuple[list[str], list[StoredFile]] | None:
         """The nodes that can read a task's result, and its files; None if these nodes are away."""
@@ -254,9 +251,9 @@ class RunController:
     def fetched(self, run: str, task: str) -> None:
         """A driver has the results of a task."""
         with self._lock:
-            known = self._state.tasks.get(f"{run}/{task}")
-            if known and known.over and not known.fetched:
-                known.fetched = True
+            state = self._state.tasks.get(f"{run}/{task}")
+            if state and state.over and not state.fetched:
+                state.fetched = True
                 run_state.settle_run(self._state, run, self.now())
                 self._save()
 
@@ -281,7 +278,7 @@ class RunController:
             self._save()
             request = self._state.requests[unit.run]
             if request.eval_device and not commit.final:
-                self._do_beside(f"evaluate {unit.id}", self._evaluate, unit.id, commit, pool=self._long)
+                self._run_in_background(f"evaluate {unit.id}", self._evaluate, unit.id, commit, pool=self._long)
             return True
 
     # -- turns ---------------------------------------------------------------------------------------------------------
@@ -306,12 +303,12 @@ class RunController:
             self._forget(run)
         if self._idle():
             self._save()
-            self._rest()
+            self._end_idle_actors()
             return
         self._used = max(self._used, self.now())
-        living = set(living_nodes())
-        if living != {node.id for node in self._state.nodes} or self.now() - self._surveyed > SURVEY_SECONDS:
-            self._do_beside("survey", self._survey)
+        node_ids = set(living_nodes())
+        if node_ids != {node.id for node in self._state.nodes} or self.now() - self._surveyed > SURVEY_SECONDS:
+            self._run_in_background("survey", self._survey)
         self._find_actors()
         self._poll()
         self._make_caches()
@@ -323,23 +320,23 @@ class RunController:
             matter = run_queue.speeds_matter(self._state)
             measures = run_state.devices_to_measure(self._state, self.now()) if matter else []
         for device, node, key in measures:
-            self._do_beside(f"measure {device}", self._measure, device, node, key)
+            self._run_in_background(f"measure {device}", self._measure, device, node, key)
         self._start_units()
         self._save()
         with self._lock:
             for task in self._state.tasks.values():
                 due = self.now() >= self._not_before.get(task.id, 0.0)
                 if task.results and not task.fetched and due and self._state.requests[task.run].shared:
-                    self._do_beside(f"publish {task.id}", self._publish, task)
+                    self._run_in_background(f"publish {task.id}", self._publish, task)
 
     def _idle(self) -> bool:
         with self._lock:
             return all(run.ended for run in self._state.runs.values()) and not self._actors
 
-    def _do_beside(
+    def _run_in_background(
         self, name: str, work: Callable[..., None], *arguments: Any, pool: ThreadPoolExecutor | None = None
     ) -> None:
-        """Do something beside turns, unless it is being done. pool: for what takes long."""
+        """Run something outside of turns, unless it is running. pool: for what takes long."""
 
         def guarded() -> None:
             try:
@@ -348,33 +345,33 @@ class RunController:
                 traceback.print_exc(file=sys.stderr)
             finally:
                 with self._lock:
-                    self._beside.pop(name, None)
+                    self._background.pop(name, None)
                 self._wake.set()
 
         with self._lock:
-            if name not in self._beside:
-                self._beside[name] = (pool or self._pool).submit(guarded)
+            if name not in self._background:
+                self._background[name] = (pool or self._pool).submit(guarded)
 
-    def _rest(self) -> None:
+    def _end_idle_actors(self) -> None:
         """After a while without anything to do, end the actors of hosts and evaluations, which hold memory."""
         if self.now() - self._used < IDLE_SECONDS:
             return
-        for named in ray.util.list_named_actors(all_namespaces=True):
-            if named["namespace"] == NAMESPACE and named["name"] != CONTROLLER:
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            if actor["namespace"] == NAMESPACE and actor["name"] != CONTROLLER:
                 with suppress(ValueError, ray.exceptions.RayError):
-                    ray.kill(ray.get_actor(named["name"], namespace=NAMESPACE))
+                    ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def _survey(self) -> None:
-        """Ask all nodes for their devices. One that is alive but busy keeps what it said before for a while."""
-        living = living_nodes()
+        """Survey the devices of all nodes. One that is alive but does not answer keeps its last survey for a while."""
+        node_ids = living_nodes()
         with self._lock:
             before = {node.id: node for node in self._state.nodes}
-        found = list(self._surveys.map(lambda node: self._ask_node(node, before.get(node)), living))
+        facts = list(self._surveys.map(lambda node: self._ask_node(node, before.get(node)), node_ids))
         with self._lock:
             self._surveyed = self.now()
-            run_state.take_survey(self._state, [node for node in found if node is not None], self.now())
+            run_state.take_survey(self._state, [node for node in facts if node is not None], self.now())
 
     def _ask_node(self, node: str, before: NodeFacts | None) -> NodeFacts | None:
         try:
@@ -386,19 +383,19 @@ class RunController:
                     self._state.log(self.now(), f"Node {node:.8} does not tell its devices: {error}")
             return before if self._misses[node] < MISSES else None
         self._misses.pop(node, None)
-        other = difference(own_versions(), facts.versions)  # it would not train as the others do
-        if other and self._other_versions.get(node) != other:
+        mismatch = difference(own_versions(), facts.versions)  # it would not train as the others do
+        if mismatch and self._other_versions.get(node) != mismatch:
             with self._lock:
-                text = f"No device of {facts.host} is used, since {other}: install the head's."
+                text = f"No device of {facts.host} is used, since {mismatch}: install the head's."
                 self._state.log(self.now(), text)
-        self._other_versions[node] = other
-        return replace(facts, devices=[]) if other else facts
+        self._other_versions[node] = mismatch
+        return replace(facts, devices=[]) if mismatch else facts
 
     def _measure(self, device: str, node: str, key: str) -> None:
         speed = joined = None
         try:
-            found = call_host(node, "measure", key, seconds=MEASURE_SECONDS)
-            speed, joined = float(found["tokens_per_second"]), float(found["joined_speedup"])
+            measurement = call_host(node, "measure", key, seconds=MEASURE_SECONDS)
+            speed, joined = float(measurement["tokens_per_second"]), float(measurement["joined_speedup"])
         except (ConnectionError, UserError) as error:
             with self._lock:
                 name = self._state.device_name(device)
@@ -458,8 +455,8 @@ class RunController:
     def _find_actors(self) -> None:
         """The actors of units that an earlier controller has started."""
         with self._lock:
-            unknown = [unit for unit in self._state.placed() if unit.id not in self._actors]
-        for unit in unknown:
+            orphans = [unit for unit in self._state.placed() if unit.id not in self._actors]
+        for unit in orphans:
             try:
                 self._actors[unit.id] = ray.get_actor(_actor_name(unit), namespace=NAMESPACE)
             except ValueError:
@@ -488,12 +485,12 @@ class RunController:
             self._take_report(unit_id, report)
         with self._lock:
             now = self.now()
-            late = [
+            late_units = [
                 unit
                 for unit in self._state.placed()
                 if now - self._reports.get(unit.id, (None, now))[1] > (HUNG_SECONDS if unit.started else START_SECONDS)
             ]
-        for unit in late:
+        for unit in late_units:
             self._lost(unit.id, "its actor does not answer" if unit.started else "its actor has not started")
 
     def _take_report(self, unit_id: str, report: Report) -> None:
@@ -539,12 +536,12 @@ class RunController:
     def _evaluator(self, device: str) -> Any:
         """The actor of an evaluation device. Raises ConnectionError if its device is gone."""
         with self._lock:
-            known = self._state.devices.get(device)
-        if known is None or known.gone:
+            state = self._state.devices.get(device)
+        if state is None or state.gone:
             raise ConnectionError(f"{device} is gone")
         self._evaluators.add(device)
-        options = self._actor_options(f"evaluation:{device}", known, 1)
-        return ray.remote(EvaluationActor).options(**options).remote(known.facts.key)
+        options = self._actor_options(f"evaluation:{device}", state, 1)
+        return ray.remote(EvaluationActor).options(**options).remote(state.facts.key)
 
     def _end_evaluators(self, devices: set[str]) -> None:
         """End the actors of these devices, which other runs can use then."""
@@ -602,8 +599,8 @@ class RunController:
                     self._end_evaluators({self._state.requests[cache.run].eval_device or ""})  # it was cancelled
                     cache.phase = "waiting"
                 elif cache.phase == "making":
-                    self._do_beside(f"cache {cache.id}", self._make_cache, cache, pool=self._long)
-                    self._do_beside(f"cache progress {cache.id}", self._follow_cache, cache)
+                    self._run_in_background(f"cache {cache.id}", self._make_cache, cache, pool=self._long)
+                    self._run_in_background(f"cache progress {cache.id}", self._follow_cache, cache)
 
     def _make_cache(self, cache: CacheState) -> None:
         request = self._state.requests[cache.run]
@@ -651,13 +648,13 @@ class RunController:
         cache.phase = "failed"
         refusals = run_queue.Refusals(state, state.requests[cache.run])
         for unit in units:
-            unfit = refusals.of(unit.tasks)
-            if unfit is None:
+            refusal = refusals.of(unit.tasks)
+            if refusal is None:
                 unit.commit = None
                 name = run_state.unit_name(unit)
                 state.log(now, f"{name} has its teacher beside it, since there is no teacher cache: {why}")
             else:
-                about = f"There is no teacher cache ({why.rstrip('.')}), and with its teacher beside it: {unfit}"
+                about = f"There is no teacher cache ({why.rstrip('.')}), and with its teacher beside it: {refusal}"
                 run_state.give_up(state, unit, about)
         run_state.settle_run(state, cache.run, now)
 
@@ -667,13 +664,15 @@ class RunController:
         """Forget a run that is over, and have hosts remove what they keep of it."""
         with self._lock:
             state, storage = self._state, self._state.requests[run].storage
-            others = {p.digest for cache in state.caches.values() if cache.run != run for p in cache.parcels.values()}
+            digests_in_use = {
+                p.digest for cache in state.caches.values() if cache.run != run for p in cache.parcels.values()
+            }
             parcels = [
                 parcel
                 for cache in state.caches.values()
                 if cache.run == run
                 for parcel in cache.parcels.values()
-                if parcel.digest not in others
+                if parcel.digest not in digests_in_use
             ]
             run_state.forget_run(state, run)
             self._evaluations(run).unlink(missing_ok=True)
@@ -713,15 +712,6 @@ def run_controller() -> Any:
     head = next((node for node in ray.nodes() if node["Alive"] and HEAD in node["Resources"]), None)
     if head is None:
         raise UserError("Ray lists no living head node of this cluster: start the cluster again.")
-    options = {
-        "name": CONTROLLER,
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-        "max_concurrency": CALLS,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(head["NodeID"], soft=False),
-    }
+    retries = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": CALLS}
+    options = on_this_node(CONTROLLER, head["NodeID"], **retries)
     return ray.remote(RunController).options(**options).remote(head["NodeID"])

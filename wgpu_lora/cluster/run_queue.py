@@ -69,15 +69,15 @@ def units_of_cache(state: ClusterState, cache: CacheState) -> list[UnitState]:
 
 def needed_bytes(plans: Sequence[dict[str, RunRequirements]]) -> dict[str, int]:
     """Bytes of a unit of tasks, by the plan classes on which all of them can run."""
-    needed = {}
+    sizes = {}
     for name in set.intersection(*(set(plan) for plan in plans)):
-        own = [plan[name] for plan in plans]
-        if any(plan.refused for plan in own):
+        class_plans = [plan[name] for plan in plans]
+        if any(plan.refused for plan in class_plans):
             continue
-        most = max(plan.needed for plan in own)
-        base = min(plan.base_bytes for plan in own)
-        needed[name] = most if len(own) == 1 else joined_bytes(base, len(own), most)
-    return needed
+        most = max(plan.needed for plan in class_plans)
+        base = min(plan.base_bytes for plan in class_plans)
+        sizes[name] = most if len(class_plans) == 1 else joined_bytes(base, len(class_plans), most)
+    return sizes
 
 
 class Queue:
@@ -87,9 +87,9 @@ class Queue:
         self._new: dict[str, tuple[RunRequest, bool, Waiting]] = {}
 
     def waiting(self, state: ClusterState, jobs_per_device: int, now: float) -> list[Waiting]:
-        """All units of runs with so many jobs per device that wait, whose checkpoint and caches are within reach."""
+        """The waiting units of runs with this many jobs per device whose checkpoint and caches can be reached."""
         before, self._new = self._new, {}
-        found = []
+        units_waiting = []
         for unit in state.units.values():
             request = state.requests[unit.run]
             if unit.phase != "waiting" or request.jobs_per_device != jobs_per_device or unreachable(state, unit):
@@ -97,15 +97,15 @@ class Queue:
             if awaited_cache(state, request, unit) is not None:
                 continue
             if unit.generation or unit.avoid or request.teachers or len(unit.tasks) > 1:
-                found.append(_waiting(state, request, unit, now))
+                units_waiting.append(_waiting(state, request, unit, now))
                 continue
             task = state.tasks[unit.id]
-            known = before.get(unit.id)
-            if not known or known[0] is not request or known[1] != task.alone or known[2].since != task.since:
-                known = request, task.alone, _waiting(state, request, unit, now)
-            self._new[unit.id] = known
-            found.append(known[2])
-        return found
+            entry = before.get(unit.id)
+            if not entry or entry[0] is not request or entry[1] != task.alone or entry[2].since != task.since:
+                entry = request, task.alone, _waiting(state, request, unit, now)
+            self._new[unit.id] = entry
+            units_waiting.append(entry[2])
+        return units_waiting
 
 
 def unreachable(state: ClusterState, unit: UnitState) -> str:
@@ -118,48 +118,48 @@ def _waiting(state: ClusterState, request: RunRequest, unit: UnitState, now: flo
     tasks = state.members(unit)
     options = next(task.options for task in request.tasks if task.name == unit.tasks[0])
     plans = [plans_of(state, request, name) for name in unit.tasks]
-    some = [next(iter(plan.values())) for plan in plans]
-    timed = options.get("target_seconds")
+    first_plans = [next(iter(plan.values())) for plan in plans]
+    target_seconds = options.get("target_seconds")
     return Waiting(
         task=unit.id,
         needed=needed_bytes(plans),
-        base=some[0].base,
-        base_bytes=some[0].base_bytes,
-        work=sum(plan.work * _share_left(task) for plan, task in zip(some, tasks, strict=True)),
-        data=frozenset(name for plan in some for name in plan.data),
-        avoid=_avoided(state, request, unit, now),
+        base=first_plans[0].base,
+        base_bytes=first_plans[0].base_bytes,
+        work=sum(plan.work * _remaining_share(task) for plan, task in zip(first_plans, tasks, strict=True)),
+        data=frozenset(name for plan in first_plans for name in plan.data),
+        avoid=_excluded_devices(state, request, unit, now),
         devices=request.data_parallel,
         tasks=tuple(task.id for task in tasks) if len(tasks) > 1 or unit.commit else (),
         run=unit.run,
         join="never" if tasks[0].alone else request.join,
-        seconds=float(timed) if some[0].steps == 0 and timed else None,
+        seconds=float(target_seconds) if first_plans[0].steps == 0 and target_seconds else None,
         since=min(task.since for task in tasks),
     )
 
 
-def _share_left(task: TaskState) -> float:
-    done, total = task.progress.step, task.progress.total_steps
-    return 1.0 - min(done / total, 1.0) if total else 1.0
+def _remaining_share(task: TaskState) -> float:
+    step, total = task.progress.step, task.progress.total_steps
+    return 1.0 - min(step / total, 1.0) if total else 1.0
 
 
-def _avoided(state: ClusterState, request: RunRequest, unit: UnitState, now: float) -> frozenset[str]:
+def _excluded_devices(state: ClusterState, request: RunRequest, unit: UnitState, now: float) -> frozenset[str]:
     """Devices that a unit must not go to; those on which it failed only as long as there are others for it."""
     never = {name for name, until in unit.avoid.items() if until > now}
     if request.eval_device:
         never.add(request.eval_device)
-    failed = {name for task in state.members(unit) for name in task.failed_on}
-    if not failed:
+    failed_devices = {name for task in state.members(unit) for name in task.failed_on}
+    if not failed_devices:
         return frozenset(never)
-    needed = needed_bytes([plans_of(state, request, name) for name in unit.tasks])
-    others = [
+    sizes = needed_bytes([plans_of(state, request, name) for name in unit.tasks])
+    alternatives = [
         name
         for name, device in state.devices.items()
         if not device.out
-        and name not in failed | never
-        and (bytes_ := needed.get(device.facts.plan_class)) is not None
-        and (device.facts.budget is None or bytes_ <= device.facts.budget)
+        and name not in failed_devices | never
+        and (size := sizes.get(device.facts.plan_class)) is not None
+        and (device.facts.budget is None or size <= device.facts.budget)
     ]
-    return frozenset(never | failed if len(others) >= request.data_parallel else never)
+    return frozenset(never | failed_devices if len(alternatives) >= request.data_parallel else never)
 
 
 def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]:
@@ -169,22 +169,22 @@ def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]
         for name in unit.devices:
             active.setdefault(name, []).append(unit)
     reserved = {state.requests[run.name].eval_device for run in state.runs.values() if not run.ended}
-    found = []
+    device_places = []
     for name, device in state.devices.items():
         units, host = active.get(name, []), state.hosts[device.facts.address]
         busy = [_seconds_left(state, unit) for unit in units]
         if device.measuring > now:
             busy.append(MEASURED_SECONDS)
         share = sum(1 / state.requests[unit.run].jobs_per_device for unit in units)  # of its resource in Ray
-        used = jobs_per_device if device.measuring > now else math.ceil(share * jobs_per_device)
-        found.append(
+        active_jobs = jobs_per_device if device.measuring > now else math.ceil(share * jobs_per_device)
+        device_places.append(
             Place(
                 id=name,
                 plan_class=device.facts.plan_class,
                 host=device.facts.address,
                 free=device.free,
                 speed=device.facts.speed,
-                active=used,
+                active=active_jobs,
                 busy_seconds=min(busy, default=0.0),
                 bases=frozenset(host.bases),
                 data=frozenset(host.data),
@@ -196,17 +196,17 @@ def places(state: ClusterState, jobs_per_device: int, now: float) -> list[Place]
                 out=device.out or ("reserved for evaluations" if name in reserved else ""),
             )
         )
-    return found
+    return device_places
 
 
 def _seconds_left(state: ClusterState, unit: UnitState) -> float:
-    left = [task.progress.seconds_left for task in state.members(unit) if not task.outcome]
-    return max((math.inf if seconds is None else seconds for seconds in left), default=0.0)
+    estimates = [task.progress.seconds_left for task in state.members(unit) if not task.outcome]
+    return max((math.inf if seconds is None else seconds for seconds in estimates), default=0.0)
 
 
 def speeds_matter(state: ClusterState) -> bool:
-    """Whether placement depends on measured speeds: unless all that waits finds an idle device of one kind, or has but
-    one device and cannot be joined."""
+    """Whether placement depends on measured speeds: not if every waiting unit gets an idle device of the same kind, or
+    if there is one device and nothing can be joined."""
     units = [
         unit
         for unit in state.units.values()
@@ -237,14 +237,14 @@ class Refusals:
     def of(self, names: Sequence[str]) -> str | None:
         """A sentence about a unit of these tasks, or None if it can be placed, now or later."""
         plans = [plans_of(self._state, self._request, name) for name in names]
-        refused = [plan.refused for found in plans for plan in found.values()]
-        needed = needed_bytes(plans)
-        if not needed and refused and refused[0]:
-            return refused[0]
-        key = tuple(sorted(needed.items()))
+        refusals = [plan.refused for by_class in plans for plan in by_class.values()]
+        sizes = needed_bytes(plans)
+        if not sizes and refusals and refusals[0]:
+            return refusals[0]
+        key = tuple(sorted(sizes.items()))
         if key in self._placeable:
             return None
-        sentence = refusal(names[0], needed, self._places, self._request.data_parallel)
+        sentence = refusal(names[0], sizes, self._places, self._request.data_parallel)
         if sentence is None:
             self._placeable.add(key)
         return sentence
@@ -253,32 +253,33 @@ class Refusals:
 def check_placeable(state: ClusterState, request: RunRequest) -> None:
     """Raises UserError if tasks of a run can never be placed."""
     refusals = Refusals(state, request)
-    found = [sentence for task in request.tasks if (sentence := refusals.of([task.name])) is not None]
-    if len(found) == 1:
-        raise UserError(found[0])
-    if found:
-        more = [f"and {len(found) - MAX_REFUSALS:,} more"] if len(found) > MAX_REFUSALS else []
+    sentences = [sentence for task in request.tasks if (sentence := refusals.of([task.name])) is not None]
+    if len(sentences) == 1:
+        raise UserError(sentences[0])
+    if sentences:
+        more = [f"and {len(sentences) - MAX_REFUSALS:,} more"] if len(sentences) > MAX_REFUSALS else []
         raise UserError(
-            f"{count_noun(len(found), 'adapter')} of run '{request.name}' cannot be placed on the cluster's devices:",
-            [*found[:MAX_REFUSALS], *more],
+            f"{count_noun(len(sentences), 'adapter')} of run '{request.name}' cannot be placed on the cluster's "
+            "devices:",
+            [*sentences[:MAX_REFUSALS], *more],
         )
 
 
 def stuck_units(state: ClusterState) -> dict[str, str]:
-    """Why units wait in vain, a sentence by unit; those that wait for their turn are not among them."""
+    """Why units cannot start, a sentence per unit. Units that only wait for a free device are left out."""
     refusals: dict[str, Refusals] = {}
-    found = {}
+    reasons = {}
     for unit in state.units.values():
         if unit.phase != "waiting":
             continue
         if hosts := unreachable(state, unit):
-            found[unit.id] = f"waits for the host {hosts}, which has its newest checkpoint"
+            reasons[unit.id] = f"waits for the host {hosts}, which has its newest checkpoint"
             continue
         if unit.run not in refusals:
             refusals[unit.run] = Refusals(state, state.requests[unit.run])
         if (sentence := refusals[unit.run].of(unit.tasks)) is not None:
-            found[unit.id] = sentence
-    return found
+            reasons[unit.id] = sentence
+    return reasons
 
 
 # -- orders ------------------------------------------------------------------------------------------------------------
@@ -315,8 +316,8 @@ def as_trained(state: ClusterState, request: RunRequest, task: Task) -> Task:
     cache = cache_of(state, request, task.name)
     if cache is None or not cache.parcels:
         return task
-    kept = {name: value for name, value in task.options.items() if name not in TEACHER_OPTIONS}
-    return replace(task, options={**kept, **{name: parcel.value for name, parcel in cache.parcels.items()}})
+    options = {name: value for name, value in task.options.items() if name not in TEACHER_OPTIONS}
+    return replace(task, options={**options, **{name: parcel.value for name, parcel in cache.parcels.items()}})
 
 
 def _mirrors(state: ClusterState, device: str, head: str) -> list[str]:
@@ -326,8 +327,8 @@ def _mirrors(state: ClusterState, device: str, head: str) -> list[str]:
     """
     if state.devices[device].node != head:
         return [head]
-    others = [node for node in state.nodes if node.id != head]
-    return [max(others, key=lambda node: (len(node.devices), node.address)).id] if others else []
+    candidates = [node for node in state.nodes if node.id != head]
+    return [max(candidates, key=lambda node: (len(node.devices), node.address)).id] if candidates else []
 
 
 # -- views -------------------------------------------------------------------------------------------------------------
@@ -336,17 +337,17 @@ def _mirrors(state: ClusterState, device: str, head: str) -> list[str]:
 def snapshot(state: ClusterState, run: str | None, now: float) -> Snapshot:
     """Tasks of one run, or of all; devices, nodes and events are always all."""
     stuck = stuck_units(state)
-    shown = [request for name, request in state.requests.items() if run in (None, name)]
+    requests = [request for name, request in state.requests.items() if run in (None, name)]
     return Snapshot(
         time=now,
         runs=[
-            RunView(one.name, one.by, known.began, known.ended > 0, one.shared, one.sweep)
-            for one in shown
-            if (known := state.runs[one.name])
+            RunView(one.name, one.by, state_of_run.began, state_of_run.ended > 0, one.shared, one.sweep)
+            for one in requests
+            if (state_of_run := state.runs[one.name])
         ],
         tasks=[
             _task_view(state, request, state.tasks[f"{request.name}/{task.name}"], task, stuck)
-            for request in shown
+            for request in requests
             for task in request.tasks
         ],
         devices=[_device_view(state, name) for name in state.devices],
@@ -356,7 +357,7 @@ def snapshot(state: ClusterState, run: str | None, now: float) -> Snapshot:
 
 
 def _task_view(
-    state: ClusterState, request: RunRequest, task: TaskState, requested: Task, stuck: dict[str, str]
+    state: ClusterState, request: RunRequest, task: TaskState, definition: Task, stuck: dict[str, str]
 ) -> TaskView:
     unit = state.units.get(task.unit)
     cache = awaited_cache(state, request, unit) if unit and unit.phase == "waiting" else None
@@ -366,23 +367,25 @@ def _task_view(
         state=task.state,
         device=task.device,
         progress=_cache_progress(cache) if cache else _progress(task),
-        output=requested.output,
+        output=definition.output,
         attempts=task.attempts,
         reason=stuck.get(task.unit) or (cache.reason if cache else "") or task.reason,
         fetched=task.fetched or (task.over and not task.results),
-        params=requested.params,
+        params=definition.params,
     )
 
 
 def _cache_progress(cache: CacheState) -> Progress:
     if cache.reason:
         return Progress(doing="teacher cache: will be tried again")
-    done = f"{cache.rows / cache.total:.0%}" if cache.total else "to begin" if cache.phase == "waiting" else "starting"
-    return Progress(doing=f"teacher cache: {done}")
+    status = (
+        f"{cache.rows / cache.total:.0%}" if cache.total else "to begin" if cache.phase == "waiting" else "starting"
+    )
+    return Progress(doing=f"teacher cache: {status}")
 
 
 def _progress(task: TaskState) -> Progress:
-    """Of a task that has ended before the rest of its pipeline, that it waits for the others."""
+    """A task's progress; of one that ended before the rest of its pipeline, that the pipeline goes on."""
     if not task.outcome or task.over:
         return task.progress
     doing = f"{task.outcome}; its pipeline goes on"

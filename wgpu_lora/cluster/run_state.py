@@ -1,4 +1,4 @@
-"""The state of a cluster as JSON values, and what becomes of it: no clock, no Ray, no files."""
+"""The state of a cluster as JSON values, and its transitions: no clock, no Ray, no files."""
 
 from __future__ import annotations
 
@@ -265,16 +265,22 @@ def _same_folder(one: RunRequest, other: RunRequest) -> bool:
 
 def _check_outputs(request: RunRequest, other: RunRequest) -> None:
     """Raises UserError if an output of the request is one of another run's, lies in one, or has one in it."""
-    used = [PurePath(normpath(task.output)) for task in other.tasks]
+    paths = [PurePath(normpath(task.output)) for task in other.tasks]
     for task in request.tasks:
         output = PurePath(normpath(task.output))
-        for place in used:
+        for place in paths:
             if output == place or place in output.parents or output in place.parents:
                 where = "is" if output == place else "overlaps"
                 raise UserError(
                     f"{task.output}, the output of adapter '{task.name}', {where} that of an adapter of run "
                     f"'{other.name}', which is not over: choose another output."
                 )
+
+
+def check_exists(state: ClusterState, run: str) -> None:
+    """Raises UserError if there is no such run."""
+    if run not in state.runs:
+        raise UserError(f"No run '{run}' is known: 'wgpu-lora cluster status' lists all runs.")
 
 
 def cancel_run(state: ClusterState, run: str, name: str | None, now: float) -> None:
@@ -285,19 +291,18 @@ def cancel_run(state: ClusterState, run: str, name: str | None, now: float) -> N
     Raises:
         UserError: there is no such run or task.
     """
-    if run not in state.runs:
-        raise UserError(f"No run '{run}' is known: 'wgpu-lora cluster status' lists all runs.")
+    check_exists(state, run)
     if name is not None and f"{run}/{name}" not in state.tasks:
         names = [task.name for task in state.tasks_of(run)]
-        known = join_words(names[:MAX_NAMES], max(0, len(names) - MAX_NAMES))
-        raise UserError(f"Run '{run}' has no adapter '{name}': its adapters are {known}.")
+        listing = join_words(names[:MAX_NAMES], max(0, len(names) - MAX_NAMES))
+        raise UserError(f"Run '{run}' has no adapter '{name}': its adapters are {listing}.")
     tasks = [task for task in state.tasks_of(run) if not task.over and name in (None, task.name)]
     for task in tasks:
         task.ending = "cancelled"
     for unit in {task.unit: state.units[task.unit] for task in tasks}.values():
         members = state.members(unit)
         if unit.phase == "waiting" and all(task.ending == "cancelled" for task in members):
-            _cancelled(unit, members)
+            _end_cancelled(unit, members)
     if tasks:
         state.log(now, f"{run}: {name or 'all'} cancelled")
     elif name is None and not state.runs[run].ended:
@@ -307,11 +312,11 @@ def cancel_run(state: ClusterState, run: str, name: str | None, now: float) -> N
 
 def settle_run(state: ClusterState, run: str, now: float) -> None:
     """Note when a run is over; called after whatever may have ended it."""
-    known, tasks = state.runs[run], state.tasks_of(run)
-    if known.ended or not all(task.over for task in tasks):
+    record, tasks = state.runs[run], state.tasks_of(run)
+    if record.ended or not all(task.over for task in tasks):
         return
     if state.requests[run].shared is None or all(task.fetched or not task.results for task in tasks):
-        known.ended = now
+        record.ended = now
         state.log(now, f"{run}: all adapters have ended")
 
 
@@ -373,17 +378,17 @@ def split_unit(state: ClusterState, unit: UnitState) -> None:
         task.progress = task.committed = Progress()
         alone = new_unit(state, unit.run, [task.name])
         if task.ending == "cancelled":
-            _cancelled(alone, [task])
+            _end_cancelled(alone, [task])
 
 
-def start_unit(state: ClusterState, unit: UnitState, devices: Sequence[str], needed: int, now: float) -> None:
+def start_unit(state: ClusterState, unit: UnitState, devices: Sequence[str], peak_bytes: int, now: float) -> None:
     """Give a unit its next generation, on these devices."""
     unit.generation = state.generations[unit.id] = state.generations.get(unit.id, 0) + 1
     unit.phase, unit.started, unit.placed_at = "placed", False, now
-    unit.devices, unit.needed = list(devices), needed
+    unit.devices, unit.needed = list(devices), peak_bytes
     for device in map(state.devices.__getitem__, devices):
         if device.free is not None:
-            device.free = max(device.free - needed, 0)
+            device.free = max(device.free - peak_bytes, 0)
     for task in state.members(unit):
         task.attempts += 1
         task.state, task.device, task.reason = "starting", devices[0], ""
@@ -425,7 +430,7 @@ def wait_again(state: ClusterState, unit: UnitState, now: float, reason: str) ->
     unit.phase = "waiting"
     tasks = state.members(unit)
     if all(task.ending == "cancelled" for task in tasks):
-        _cancelled(unit, tasks)
+        _end_cancelled(unit, tasks)
         return
     for task in tasks:
         step = unit.commit.steps.get(task.name, 0) if unit.commit else 0
@@ -440,7 +445,7 @@ def _has_results(unit: UnitState, task: TaskState) -> bool:
     return unit.commit is not None and (unit.commit.final or task.name in unit.commit.steps)
 
 
-def _cancelled(unit: UnitState, tasks: Iterable[TaskState]) -> None:
+def _end_cancelled(unit: UnitState, tasks: Iterable[TaskState]) -> None:
     """End a unit that nobody trains."""
     unit.phase = "done"
     for task in tasks:
@@ -451,7 +456,7 @@ def give_up(state: ClusterState, unit: UnitState, reason: str) -> None:
     """End the tasks of a unit as failed, with their newest checkpoints as results."""
     _release(state, unit)
     if all(task.ending == "cancelled" for task in state.members(unit)):
-        _cancelled(unit, state.members(unit))
+        _end_cancelled(unit, state.members(unit))
         return
     unit.phase = "done"
     for task in state.members(unit):
@@ -474,7 +479,7 @@ def take_report(state: ClusterState, unit: UnitState, report: Report, now: float
         task.outcome = report.outcomes.get(task.name) or task.outcome
         task.reason = report.reason
     if report.ended is not None:
-        _ended(state, unit, report.ended, report.outcomes, report.reason, now)
+        _take_end(state, unit, report.ended, report.outcomes, report.reason, now)
         settle_run(state, unit.run, now)
 
 
@@ -505,32 +510,32 @@ def lose_unit(state: ClusterState, unit: UnitState, reason: str, now: float) -> 
     settle_run(state, unit.run, now)
 
 
-def _ended(
-    state: ClusterState, unit: UnitState, ended: str, outcomes: Mapping[str, str], reason: str, now: float
+def _take_end(
+    state: ClusterState, unit: UnitState, end: str, outcomes: Mapping[str, str], reason: str, now: float
 ) -> None:
     device, tasks = unit.devices[0], state.members(unit)
     complete = unit.commit is not None and unit.commit.final and unit.commit.generation == unit.generation
-    if complete and (ended == "done" or (ended == "stopped" and all(task.ending == "cancelled" for task in tasks))):
+    if complete and (end == "done" or (end == "stopped" and all(task.ending == "cancelled" for task in tasks))):
         for name in unit.devices:
             state.devices[name].failures = 0
         _release(state, unit)
         _finish(state, unit, outcomes, reason)
-    elif ended == "refused":
-        _refused(state, unit, reason or "its training was refused", now)
-    elif ended == "no room":
+    elif end == "refused":
+        _take_refusal(state, unit, reason or "its training was refused", now)
+    elif end == "no room":
         unit.avoid[device] = now + NO_ROOM_SECONDS
         state.log(now, f"{unit_name(unit)} found no room on {state.device_name(device)}")
         for task in tasks:
             task.alone = task.alone or len(tasks) > 1
         wait_again(state, unit, now, reason or "there was no room")
-    elif ended == "no checkpoint":
+    elif end == "no checkpoint":
         state.log(now, f"{unit_name(unit)} cannot go on from its newest checkpoint: {reason}")
         unit.commit = None
         for task in tasks:
             task.committed = Progress()
             task.deaths += 1
         _try_again(state, unit, reason, now)
-    elif ended == "stopped":
+    elif end == "stopped":
         for task in tasks:
             task.deaths += 1
         _try_again(state, unit, reason or "its actor was stopped", now)
@@ -542,7 +547,7 @@ def _ended(
         if before <= {device}:
             _count_failure(state, device, now)
         elif len(before) == 1:  # it fails on unlike devices, so that was not the first one's fault either
-            _take_back(state, before.pop(), now)
+            _clear_failures(state, before.pop(), now)
 
 
 def _finish(state: ClusterState, unit: UnitState, outcomes: Mapping[str, str], reason: str) -> None:
@@ -558,7 +563,7 @@ def _finish(state: ClusterState, unit: UnitState, outcomes: Mapping[str, str], r
         task.reason = "" if quiet else reason or f"its run ended as {outcome or 'unknown'}"
 
 
-def _refused(state: ClusterState, unit: UnitState, reason: str, now: float) -> None:
+def _take_refusal(state: ClusterState, unit: UnitState, reason: str, now: float) -> None:
     """One of its tasks is wrong; alone, each of several shows whether it is the one."""
     tasks = state.members(unit)
     if len(tasks) > 1 and not unit.commit:
@@ -592,8 +597,8 @@ def take_survey(state: ClusterState, nodes: Sequence[NodeFacts], now: float) -> 
     state.nodes = list(nodes)
     for node in nodes:
         state.hosts.setdefault(node.address, HostState()).node = node.id
-    seen = {device.id: (node, device) for node in nodes for device in node.devices}
-    for name, (node, facts) in seen.items():
+    devices = {device.id: (node, device) for node in nodes for device in node.devices}
+    for name, (node, facts) in devices.items():
         device = state.devices.get(name)
         if device is None or device.gone:
             state.log(now, f"{facts.name} on {node.host} is there")
@@ -605,40 +610,40 @@ def take_survey(state: ClusterState, nodes: Sequence[NodeFacts], now: float) -> 
             device.speed = device.joined_speedup = None
         device.facts, device.node, device.gone = facts, node.id, False
         # What has not loaded yet has no lease yet: the survey counts its bytes as free.
-        starting = sum(unit.needed for unit in state.placed() if name in unit.devices and not _is_loaded(state, unit))
+        starting = sum(
+            unit.needed
+            for unit in state.placed()
+            if name in unit.devices and all(task.state != "running" for task in state.members(unit))
+        )
         device.free = None if facts.free is None else max(facts.free - starting, 0)
     for name, device in state.devices.items():
-        if name not in seen and not device.gone:
+        if name not in devices and not device.gone:
             device.gone = True
             state.log(now, f"{state.device_name(name)} is gone")
     if all(run.ended for run in state.runs.values()):  # until then, tables and sentences name those that are gone
-        gone = [name for name, device in state.devices.items() if device.gone and not device.quarantined]
-        for name in gone:
+        absent = [name for name, device in state.devices.items() if device.gone and not device.quarantined]
+        for name in absent:
             del state.devices[name]
-
-
-def _is_loaded(state: ClusterState, unit: UnitState) -> bool:
-    return any(task.state == "running" for task in state.members(unit))
 
 
 def devices_to_measure(state: ClusterState, now: float) -> list[tuple[str, str, str]]:
     """Idle devices of unknown speed: their ids, nodes and keys. Nothing is placed on them meanwhile."""
     busy = {name for unit in state.placed() for name in unit.devices}
-    found = []
+    devices = []
     for name, device in state.devices.items():
         if device.speed == device.facts.speed and not device.out and name not in busy and now >= device.again:
             device.again, device.measuring = now + REMEASURE_SECONDS, now + MEASURE_SECONDS
-            found.append((name, device.node, device.facts.key))
-    return found
+            devices.append((name, device.node, device.facts.key))
+    return devices
 
 
 def take_speed(state: ClusterState, device: str, speed: float | None, joined_speedup: float | None) -> None:
     """A device has been measured, or cannot be."""
-    if known := state.devices.get(device):
-        known.measuring = 0.0
+    if record := state.devices.get(device):
+        record.measuring = 0.0
         if speed is not None:
-            known.speed, known.joined_speedup = speed, joined_speedup
-            known.facts = replace(known.facts, speed=speed, joined_speedup=joined_speedup)
+            record.speed, record.joined_speedup = speed, joined_speedup
+            record.facts = replace(record.facts, speed=speed, joined_speedup=joined_speedup)
 
 
 def _count_failure(state: ClusterState, name: str, now: float) -> None:
@@ -650,8 +655,8 @@ def _count_failure(state: ClusterState, name: str, now: float) -> None:
         state.log(now, f"{why}: 'wgpu-lora cluster release {name}' uses it again")
 
 
-def _take_back(state: ClusterState, name: str, now: float) -> None:
-    """What failed on a device has failed on another, too: no failure of the device counts any more."""
+def _clear_failures(state: ClusterState, name: str, now: float) -> None:
+    """Forget the failures of a device, since the task that failed on it has failed on another one, too."""
     if (device := state.devices.get(name)) is None:
         return
     device.failures = 0

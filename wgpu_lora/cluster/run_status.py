@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from wgpu_lora.cluster.cluster_connection import Cluster, ClusterGone
-from wgpu_lora.cluster.messages import DeviceFacts, RunView, Snapshot, TaskView, from_plain, to_plain
+from wgpu_lora.cluster.messages import DeviceFacts, RunView, Snapshot, TaskView, from_plain
 from wgpu_lora.cluster.run_results import fetch_results
+from wgpu_lora.cluster.run_state import ENDED
 from wgpu_lora.errors import UserError
 from wgpu_lora.text import count_noun, join_words
 
 POLL = 1.0  # seconds between snapshots
 PATIENCE = 90.0  # seconds without an answer after which the cluster counts as gone: a controller may restart meanwhile
 SNAPSHOT_SECONDS = 15.0
-ENDED = ("finished", "stopped", "failed", "cancelled")
 GOOD = ("finished", "stopped")
 MOST = 5  # names that a sentence lists
 
@@ -30,7 +30,7 @@ class Watcher(Protocol):
 
     def fetching(self, task: str) -> None: ...
 
-    def kept(self, task: str, why: str) -> None: ...
+    def not_fetched(self, task: str, why: str) -> None: ...
 
 
 @dataclass
@@ -73,32 +73,34 @@ def follow(
         ClusterGone: the controller has not answered for PATIENCE seconds, or never will.
         UserError: there is no such run.
     """
-    answered, results = clock(), dict[str, str | None]()  # why a result could not be written here, by task
+    last_answer, results = clock(), dict[str, str | None]()  # why a result could not be written here, by task
     while True:
-        begun = clock()
+        poll_start = clock()
         try:
             snapshot = snapshot_of(cluster, run)
             watcher.shown(snapshot)
-            ended = [task for task in snapshot.tasks if task.state in ENDED and not task.fetched] if fetches else []
-            outputs = {task.name: task.output for task in ended if task.name not in results}
+            ended_tasks = (
+                [task for task in snapshot.tasks if task.state in ENDED and not task.fetched] if fetches else []
+            )
+            outputs = {task.name: task.output for task in ended_tasks if task.name not in results}
             if outputs:
                 new = fetch_results(cluster, run, outputs, watcher.fetching)
                 results |= new
                 for task, why in new.items():
                     if why:
-                        watcher.kept(task, why)
-            answered = clock()
+                        watcher.not_fetched(task, why)
+            last_answer = clock()
             if outputs.keys() <= results.keys() and any(view.name == run and view.over for view in snapshot.runs):
                 return Followed(snapshot, {task: why for task, why in results.items() if why})
         except ClusterGone as error:
-            away = clock() - answered
+            away = clock() - last_answer
             if away > PATIENCE:
                 raise ClusterGone(
                     f"The cluster has not answered for {away:.0f} s, its jobs may go on ({error.problem.rstrip('.')}): "
                     "attach again later."
                 ) from None
             watcher.away(away)
-        sleep(max(0.0, POLL - (clock() - begun)))
+        sleep(max(0.0, POLL - (clock() - poll_start)))
 
 
 def chosen_run(cluster: Cluster, name: str | None) -> RunView:
@@ -134,10 +136,10 @@ def chosen_device(devices: Sequence[tuple[str, DeviceFacts]], text: str, option:
         UserError: there is none, or several.
     """
     exact = [facts for place, facts in devices if text in (place, facts.id, facts.key)]
-    chosen = exact or [facts for _, facts in devices if text.casefold() in facts.name.casefold()]
-    if len(chosen) == 1:
-        return chosen[0]
-    which = count_noun(len(chosen), "device") if chosen else "no device"
+    matches = exact or [facts for _, facts in devices if text.casefold() in facts.name.casefold()]
+    if len(matches) == 1:
+        return matches[0]
+    which = count_noun(len(matches), "device") if matches else "no device"
     names = join_words([f"{place} ({facts.name})" for place, facts in devices], most=MOST) if devices else "none"
     raise UserError(
         f"{f'{option} {text}'.strip()} names {which} of the cluster: give HOST:INDEX, a key, or more of the name; "
@@ -153,7 +155,7 @@ def places_of(snapshot: Snapshot) -> dict[str, str]:
 
 def as_json(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot for programs; each device also has its `id` and `place`."""
-    result, places = to_plain(snapshot), places_of(snapshot)
+    result, places = asdict(snapshot), places_of(snapshot)
     for value, view in zip(result["devices"], snapshot.devices, strict=True):
         value |= {"id": view.facts.id, "place": places[view.facts.id]}
     return result

@@ -1,4 +1,4 @@
-"""Commands on a host, and a tunnel to a cluster, by OpenSSH: host keys are checked, and nothing is asked."""
+"""Commands on a host, and a tunnel to a cluster, by OpenSSH: host keys are checked, and there are no prompts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _MEANINGS = {  # of what ssh prints; {login} is what to give to ssh by hand
 
 def ssh(host: HostSpec, *options: str) -> list[str]:
     """The beginning of a command line of ssh, up to the host; a command of its user's shell may follow."""
-    made = ["ssh", "-T", *(f"-o{name}={value}" for name, value in OPTIONS.items()), *options]
+    argv = ["ssh", "-T", *(f"-o{name}={value}" for name, value in OPTIONS.items()), *options]
     if host.ssh_key:
-        made += ["-oIdentitiesOnly=yes", "-i", host.ssh_key.replace("%", "%%")]  # ssh expands %d and others
-    return [*made, *(["-l", host.user] if host.user else []), "--", host.host]
+        argv += ["-oIdentitiesOnly=yes", "-i", host.ssh_key.replace("%", "%%")]  # ssh expands %d and others
+    return [*argv, *(["-l", host.user] if host.user else []), "--", host.host]
 
 
 def run(host: HostSpec, command: str, text: str = "", seconds: float = 60) -> subprocess.CompletedProcess[str]:
@@ -48,15 +48,15 @@ def run(host: HostSpec, command: str, text: str = "", seconds: float = 60) -> su
         UserError: the host cannot be reached, does not let us in, or does not end in time.
     """
     try:
-        done = subprocess.run([*ssh(host), command], input=text, capture_output=True, encoding="utf-8",
+        process = subprocess.run([*ssh(host), command], input=text, capture_output=True, encoding="utf-8",
                               errors="replace", timeout=seconds)  # fmt: skip
     except subprocess.TimeoutExpired:
         raise UserError(f"{host.host} has not answered within {seconds:.0f} s: try 'ssh {host.host}'.") from None
     except OSError as error:
         raise UserError(f"ssh cannot be run ({reason(error)}): install OpenSSH's client.") from None
-    if done.returncode == 255:
-        raise UserError(refusal(host, done.stderr))
-    return done
+    if process.returncode == 255:
+        raise UserError(refusal(host, process.stderr))
+    return process
 
 
 def refusal(host: HostSpec, stderr: str) -> str:

@@ -19,7 +19,7 @@ def state_file() -> Path:
 
 
 def state_bytes(state: ClusterState) -> bytes:
-    """The content of the file of a state, without a copy as `to_plain` makes, since a state may be a megabyte."""
+    """The content of the file of a state, without a copy as `asdict` makes, since a state may be a megabyte."""
     value = {"version": VERSION, "state": state}
     try:
         return json.dumps(value, default=vars, allow_nan=False, separators=(",", ":")).encode()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.cluster.cluster_file import LONGEST, SweepOptions, safe_name, told_apart
-from wgpu_lora.cluster.cluster_tasks import MAX_ADAPTERS, REFUSED, Draft, finished
+from wgpu_lora.cluster.cluster_file import LONGEST, SweepOptions, distinct_names, safe_name
+from wgpu_lora.cluster.cluster_tasks import MAX_ADAPTERS, REFUSED, Draft, tasks_of_drafts
 from wgpu_lora.cluster.messages import RunView, Snapshot, Task, TaskView
 from wgpu_lora.cluster.task_outputs import output_of
 from wgpu_lora.errors import UserError, reason
@@ -120,12 +120,13 @@ def sweep_tasks(
             f"A grid of {size:,} adapters is more than {MAX_ADAPTERS:,}: give fewer values, or --max-trials."
         )
     points = [grid_point(grid, index) for index in sorted(random.Random(args.seed).sample(range(size), count))]
-    names = told_apart([_name(params, number, count) for number, params in enumerate(points, 1)])
+    names = distinct_names([_name(params, number, count) for number, params in enumerate(points, 1)])
     drafts = []
     for name, params in zip(names, points, strict=True):
         where = f"--param {' '.join(f'{key}={value}' for key, value in params.items())}"
         drafts.append(Draft(name, False, from_values({**params, "output": f"{args.output}/{name}"}, where, args)))
-    return [replace(task, params=params) for task, params in zip(finished(drafts, root, shared), points, strict=True)]
+    tasks = tasks_of_drafts(drafts, root, shared)
+    return [replace(task, params=params) for task, params in zip(tasks, points, strict=True)]
 
 
 def _name(params: Mapping[str, Any], number: int, count: int) -> str:
@@ -169,11 +170,12 @@ def planned(
         )
     defaults: dict[str, Any] = {"eval_steps": interval} if options.metric == "eval_loss" else {}
     if options.scheduler == "pbt":
-        fixed = sorted({param for task in tasks for param in task.params} - set(MUTABLE))
-        if fixed:
+        fixed_params = sorted({param for task in tasks for param in task.params} - set(MUTABLE))
+        if fixed_params:
+            choices = ", ".join(map(flag, MUTABLE))
             raise UserError(
-                f"--param {flag(fixed[0])} cannot be varied with {setting('scheduler', 'pbt')}, which changes it for "
-                f"adapters that are being trained: choose among {', '.join(map(flag, MUTABLE))}, or another scheduler."
+                f"--param {flag(fixed_params[0])} cannot be varied with {setting('scheduler', 'pbt')}, which changes "
+                f"it for adapters that are being trained: choose among {choices}, or another scheduler."
             )
         defaults["save_steps"] = interval  # what others copy
     tasks = [replace(task, options={**defaults, **task.options}) for task in tasks]
@@ -233,8 +235,8 @@ def write_results(snapshot: Snapshot, run: RunView) -> Path:
         "over": run.over,
         "adapters": adapters,
     }
-    beside = Path(os.path.commonpath([os.path.dirname(view.output) for view in views]) if views else ".")
-    path = (beside if beside.is_dir() else Path()) / RESULTS
+    parent = Path(os.path.commonpath([os.path.dirname(view.output) for view in views]) if views else ".")
+    path = (parent if parent.is_dir() else Path()) / RESULTS
     try:
         write_bytes_atomic(path, (to_json(result, indent=1) + "\n").encode())
     except OSError as error:

@@ -16,7 +16,6 @@ import ray.exceptions
 
 from wgpu_lora.cluster.checkpoint_store import (
     DamagedCheckpoint,
-    FolderStore,
     Store,
     restore_files,
     shared_store,
@@ -26,15 +25,12 @@ from wgpu_lora.cluster.cluster_paths import (
     ADAPTERS,
     PIPELINE,
     checked_part,
-    checkpoints_directory,
     options_here,
-    parcels_of,
     unit_directory,
 )
 from wgpu_lora.cluster.data_parallel import leader_of
-from wgpu_lora.cluster.data_upload import place_parcel
 from wgpu_lora.cluster.device_resources import device_index, hold_device
-from wgpu_lora.cluster.host_actor import host_store, own_environment
+from wgpu_lora.cluster.host_actor import host_store, host_stores, place_parcels, reset_environment
 from wgpu_lora.cluster.messages import Commit, Order, Report, Task
 from wgpu_lora.cluster.unit_files import UnitFiles
 from wgpu_lora.cluster.unit_progress import UnitProgress
@@ -60,14 +56,14 @@ class StorageUnavailable(Exception):
 
 
 class StaleActor(Exception):
-    """The unit is another actor's: nothing of it may be written any more."""
+    """Another actor has the unit: this one must not write any of its files."""
 
 
 class TrainingActor:
     """Trains an order on a thread of its own, so that calls are answered meanwhile."""
 
     def __init__(self, order: Order, controller: Any):
-        own_environment()
+        reset_environment()
         self._order, self._controller = order, controller
         self._directory = unit_directory(order.unit) / f"generation-{order.generation}"
         self._progress = UnitProgress([task.name for task in order.tasks])
@@ -84,10 +80,10 @@ class TrainingActor:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        ended, why = self._end or (None, "")
-        alone = self._leader.problem if self._leader and not ended else ""
+        end, why = self._end or (None, "")
+        alone = self._leader.problem if self._leader and not end else ""
         text = " ".join(part for part in (why, self._problem, alone) if part)
-        return Report(dict(self._progress.progress), dict(self._progress.outcomes), ended, text)
+        return Report(dict(self._progress.progress), dict(self._progress.outcomes), end, text)
 
     def cancel(self) -> None:
         """End training with a last checkpoint."""
@@ -104,37 +100,37 @@ class TrainingActor:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        ended, why = "failed", "its thread has ended"
+        end, why = "failed", "its thread has ended"
         try:
-            ended, why = self._run_to_end()
+            end, why = self._run_to_end()
         except BaseException as error:
             why = _sentence(error)
         finally:
-            self._end = ended, why
+            self._end = end, why
 
     def _run_to_end(self) -> tuple[str, str]:
         try:
-            ended, why = self._train()
+            end, why = self._train()
             self._commit_results(whole=True)
         except StaleActor:
             shutil.rmtree(self._directory, ignore_errors=True)
-            ended, why = "stopped", "its device was taken for lost, and it goes on elsewhere."
+            end, why = "stopped", "its device was taken for lost, and it goes on elsewhere."
         except Cancelled:
-            ended, why = "stopped", ""
+            end, why = "stopped", ""
             with suppress(Exception):
                 self._commit_results(whole=False)
         except StorageUnavailable as error:
-            ended, why = "stopped", str(error)
+            end, why = "stopped", str(error)
         except DamagedCheckpoint as error:
-            ended, why = "no checkpoint", str(error)
+            end, why = "no checkpoint", str(error)
         except ConnectionError as error:  # which is no fault of this device
-            ended, why = "stopped", f"a host that has its checkpoint or data is away: {error}"
+            end, why = "stopped", f"a host that has its checkpoint or data is away: {error}"
         except BaseException as error:
-            ended, why = _kind(error), _sentence(error)
+            end, why = _kind(error), _sentence(error)
             if self._order.mirror_steps:  # the newest checkpoint of a run that failed
                 with suppress(Exception):
                     self._commit_results(whole=False)
-        return ended, why
+        return end, why
 
     def _train(self) -> tuple[str, str]:
         order = self._order
@@ -164,29 +160,21 @@ class TrainingActor:
     def _options(self, task: Task) -> dict[str, Any]:
         """The options of a task on this host."""
         order = self._order
-        wanted = set(parcels_of(task.options))
-        for parcel in order.parcels:
-            if parcel.digest in wanted:
-                try:
-                    place_parcel(self._all_stores(), parcel)
-                except DamagedCheckpoint as error:
-                    raise StorageError(
-                        f"The data {parcel.name} are missing on all hosts ({error}): send them again."
-                    ) from None
-        given = {name: value for name, value in task.options.items() if value is not None and name not in OWN}
-        own = given.get("save_steps") or order.save_steps
-        given["save_steps"] = min(own, order.save_steps) if order.save_steps > 0 else own
+        place_parcels(task.options, order.parcels)
+        options = {name: value for name, value in task.options.items() if value is not None and name not in OWN}
+        save_steps = options.get("save_steps") or order.save_steps
+        options["save_steps"] = min(save_steps, order.save_steps) if order.save_steps > 0 else save_steps
         if order.heldout_elsewhere:
-            given |= {"eval_steps": NEVER, "eval_on_start": False}
-        return options_here(given)
+            options |= {"eval_steps": NEVER, "eval_on_start": False}
+        return options_here(options)
 
     def _pipeline(self, tasks: Sequence[Task], index: int, resume: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The shared options of a pipeline, and the tables of its adapters."""
         names = [checked_part(task.name) for task in tasks]
         split = [split_options(task.options) for task in tasks]
         adapters = [
-            {**own, "name": name, "checkpoint": str(self._directory / ADAPTERS / name)}
-            for name, (own, _) in zip(names, split, strict=True)
+            {**adapter_options, "name": name, "checkpoint": str(self._directory / ADAPTERS / name)}
+            for name, (adapter_options, _) in zip(names, split, strict=True)
         ]
         shared = {**split[0][1], "save_steps": min(common["save_steps"] for _, common in split)}
         shared |= {"device": index, "output": str(self._directory / PIPELINE)} | ({"resume": True} if resume else {})
@@ -218,12 +206,7 @@ class TrainingActor:
         """Where checkpoints are written: the storage of all hosts, or this host's folder and those of its mirrors."""
         if self._order.storage:
             return [shared_store(self._order.storage)]
-        return [FolderStore(checkpoints_directory()), *map(host_store, self._order.mirrors)]
-
-    def _all_stores(self) -> list[Store]:
-        """This host's folder and those of all living hosts."""
-        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        return [FolderStore(checkpoints_directory()), *map(host_store, nodes)]
+        return host_stores(self._order.mirrors)
 
     def saved(self) -> None:
         """Store the newest checkpoint if `mirror_steps` steps were taken since the last one that was."""
@@ -243,7 +226,8 @@ class TrainingActor:
                 self._unit_files.sweep()
             files, steps, stores = self._unit_files.files(ended), self._unit_files.steps(), self._stores()
             complete, before = store_files(stores, order.unit, self._directory, files)
-            hosts = [] if order.storage else [(own_address(), *map(address_of, order.mirrors))[i] for i in complete]
+            addresses = [ray.util.get_node_ip_address(), *map(address_of, order.mirrors)]
+            hosts = [] if order.storage else [addresses[number] for number in complete]
             commit = Commit(order.unit, order.generation, steps, files, hosts, final, dict(self._progress.outcomes))
             if not ray.get(self._controller.commit.remote(commit), timeout=PATIENCE):
                 raise StaleActor
@@ -296,15 +280,11 @@ class _ActorEvents(EventWriter):
         return self._actor._cancelled.is_set() or None
 
 
-def own_address() -> str:
-    return str(ray.util.get_node_ip_address())
-
-
 def address_of(node: str) -> str:
     """The address of a node. Raises ConnectionError if Ray does not know it."""
-    for known in ray.nodes():
-        if known["NodeID"] == node:
-            return str(known["NodeManagerAddress"])
+    for entry in ray.nodes():
+        if entry["NodeID"] == node:
+            return str(entry["NodeManagerAddress"])
     raise ConnectionError(f"Ray does not know the node {node:.8}")
 
 

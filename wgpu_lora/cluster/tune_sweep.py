@@ -150,10 +150,10 @@ def train_trial(config: dict[str, Any], options: dict[str, dict[str, Any]], metr
             checkpoint.to_directory(place)
             if newest := run_checkpoint.latest_checkpoint(run):  # with PBT, that of a trial with other values
                 run_checkpoint.change_options(newest, params)
-        merged = {**options_here(options[name]), **params}
-        own = {option: value for option, value in merged.items() if value is not None}
-        own |= {"device": index, "output": str(run)} | ({"resume": True} if checkpoint else {})
-        job, _ = prepare_finetune(own, name)
+        values = {**options_here(options[name]), **params}
+        arguments = {option: value for option, value in values.items() if value is not None}
+        arguments |= {"device": index, "output": str(run)} | ({"resume": True} if checkpoint else {})
+        job, _ = prepare_finetune(arguments, name)
         job.train(_TrialEvents(Path(place), name, metric))
         # The results, by a last report of the same values.
         state = json.loads((run / "run.json").read_text())["state"]
@@ -203,7 +203,7 @@ class _TrialEvents(Events):
 
 
 def _view(request: RunRequest, task: Task, result: Any) -> TaskView:
-    """A task as it ended, whose result is brought to its output."""
+    """A task as it ended; its result is copied to its output."""
     metrics = (result.metrics or {}) if result else {}
     total, step, state, why = _steps(request, task), int(metrics.get(STEP, 0)), "stopped", ""
     if result is None or result.error:
@@ -211,7 +211,7 @@ def _view(request: RunRequest, task: Task, result: Any) -> TaskView:
     elif result.checkpoint is None:
         why = "it has no checkpoint"
     else:
-        _bring(result.checkpoint, Path(task.output))
+        _copy_result(result.checkpoint, Path(task.output))
         state = "finished" if (Path(task.output) / "run.json").is_file() else "stopped"
     best = None
     if result is not None and result.metrics_dataframe is not None and EVAL_LOSS in result.metrics_dataframe:
@@ -221,7 +221,7 @@ def _view(request: RunRequest, task: Task, result: Any) -> TaskView:
     return TaskView(request.name, task.name, state, None, progress, task.output, 1, why, True, params)
 
 
-def _bring(checkpoint: Any, output: Path) -> None:
+def _copy_result(checkpoint: Any, output: Path) -> None:
     """Copy the run of a trial. One that was ended early gets the adapter of its newest checkpoint."""
     hidden = output.with_name(f".{output.name}.tmp")
     with checkpoint.as_directory() as place:

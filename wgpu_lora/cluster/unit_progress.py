@@ -32,7 +32,7 @@ class _Recent:
         spent = sum(self.seconds)
         return sum(self.tokens) / spent if spent > 0 else None
 
-    def left(self, steps: int) -> float | None:
+    def seconds_until(self, steps: int) -> float | None:
         """Seconds until `steps` more steps are taken, with what happens between steps."""
         if len(self.ends) < 2:
             return self.seconds[-1] * steps if self.seconds else None
@@ -53,11 +53,11 @@ class UnitProgress:
         self.progress = {name: Progress(doing="waiting") for name in self.names}
         self._recent = {name: _Recent() for name in self.names}
 
-    def doing(self, what: str) -> None:
+    def doing(self, label: str) -> None:
         """Show what all tasks that have not ended wait for."""
         for name, progress in self.progress.items():
             if name not in self.outcomes:
-                self.progress[name] = replace(progress, doing=what)
+                self.progress[name] = replace(progress, doing=label)
 
     def resume(self, directory: Path) -> None:
         """Begin with the checkpoints in a unit's directory."""
@@ -115,14 +115,14 @@ class UnitProgress:
         recent.ends.append(event["time"])
         recent.tokens.append(event["step_processed_tokens"])
         recent.seconds.append(event["seconds"])
-        left = recent.left(max(event["total_steps"] - event["step"], 0))
+        seconds_left = recent.seconds_until(max(event["total_steps"] - event["step"], 0))
         self.progress[name] = replace(
             self.progress[name],
             step=event["step"],
             total_steps=event["total_steps"],
             loss=event["loss"],
             tokens_per_second=recent.rate(),
-            seconds_left=left if left is not None and math.isfinite(left) else None,
+            seconds_left=seconds_left if seconds_left is not None and math.isfinite(seconds_left) else None,
             doing="",
         )
 

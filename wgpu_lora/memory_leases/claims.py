@@ -46,8 +46,8 @@ class DeviceClaims:
 
     def missing(self, device: Device, new: int) -> int:
         """Bytes that a claim of this thread needs beyond what is held."""
-        others = sum(need for thread, (_, need) in self.claims.items() if thread != threading.get_ident())
-        return device.allocated + new + others - self.bytes
+        other_needs = sum(need for thread, (_, need) in self.claims.items() if thread != threading.get_ident())
+        return device.allocated + new + other_needs - self.bytes
 
     def begin(self, new: int, leases: list[tuple[LedgerEntry, ExitStack]]) -> None:
         """Record a claim of this thread and its leases."""
@@ -68,18 +68,18 @@ class DeviceClaims:
         is used for long would gather many."""
         if self.owner != os.getpid() or (len(self.leases) < 2 and self.bytes <= to):  # a fork inherits its parent's
             return
-        keep, others = min(to, self.bytes), self.leases
+        keep, rest = min(to, self.bytes), self.leases
         self.leases = []
         if keep > 0:
-            (entry, stack), *others = others
-            kept = replace(entry, bytes=keep, what=STAYS)
-            update(self.ledger, kept)  # before the others end, so that nobody takes what stays
-            self.leases = [(kept, stack)]
-        for _, stack in reversed(others):
+            (entry, stack), *rest = rest
+            remainder = replace(entry, bytes=keep, what=STAYS)
+            update(self.ledger, remainder)  # before the others end, so that nobody takes what stays
+            self.leases = [(remainder, stack)]
+        for _, stack in reversed(rest):
             stack.close()
 
 
-_HOLDINGS: WeakKeyDictionary[Device, DeviceClaims] = WeakKeyDictionary()
+_DEVICE_CLAIMS: WeakKeyDictionary[Device, DeviceClaims] = WeakKeyDictionary()
 _NOT_ENDED: list[DeviceClaims] = []  # including those of closed devices
 
 
@@ -87,7 +87,7 @@ _NOT_ENDED: list[DeviceClaims] = []  # including those of closed devices
 def claim(
     device: Device,
     new: int,
-    what: str,
+    purpose: str,
     budget: Budget | None = None,
     wait: float | None = NO_QUEUE,
     events: Events = SILENT,
@@ -105,61 +105,64 @@ def claim(
     Raises:
         UserError: see `take`.
     """
-    holding = _holding(device)
-    with holding.lock:
-        more = holding.missing(device, new)
+    device_claims = _device_claims(device)
+    with device_claims.lock:
+        more = device_claims.missing(device, new)
     # Without the lock: another thread may be about to release what this one waits for.
-    leases = [_take(holding, device.info, more, what, budget, wait, events, advise)] if more > 0 else []
-    with holding.lock:
-        holding.begin(new, leases)
+    leases = [_take(device_claims, device.info, more, purpose, budget, wait, events, advise)] if more > 0 else []
+    with device_claims.lock:
+        device_claims.begin(new, leases)
     try:
         yield
     finally:
-        with holding.lock:
-            holding.finish(device)
+        with device_claims.lock:
+            device_claims.finish(device)
 
 
-def _holding(device: Device) -> DeviceClaims:
-    holding = _HOLDINGS.get(device)
-    if holding is None or holding.owner != os.getpid():
-        holding = _HOLDINGS[device] = DeviceClaims(Ledger(device_key(device.info)))
-        _NOT_ENDED.append(holding)
+def _device_claims(device: Device) -> DeviceClaims:
+    device_claims = _DEVICE_CLAIMS.get(device)
+    if device_claims is None or device_claims.owner != os.getpid():
+        device_claims = _DEVICE_CLAIMS[device] = DeviceClaims(Ledger(device_key(device.info)))
+        _NOT_ENDED.append(device_claims)
         # On a separate thread: garbage collection may run while this thread changes the ledger.
-        gone = weakref.finalize(device, lambda: threading.Thread(target=_end, args=(holding,), daemon=True).start())
-        gone.atexit = False  # _release_all does that
-    return holding
+        finalizer = weakref.finalize(
+            device, lambda: threading.Thread(target=_end, args=(device_claims,), daemon=True).start()
+        )
+        finalizer.atexit = False  # _release_all does that
+    return device_claims
 
 
-def _end(holding: DeviceClaims) -> None:
-    with holding.lock:
-        holding.shrink(0)
-        if holding in _NOT_ENDED:
-            _NOT_ENDED.remove(holding)
+def _end(device_claims: DeviceClaims) -> None:
+    with device_claims.lock:
+        device_claims.shrink(0)
+        if device_claims in _NOT_ENDED:
+            _NOT_ENDED.remove(device_claims)
 
 
 def _take(
-    holding: DeviceClaims,
+    device_claims: DeviceClaims,
     info: DeviceInfo,  # not the device, which the stack would keep alive
     more: int,
-    what: str,
+    purpose: str,
     budget: Budget | None,
     wait: float | None,
     events: Events,
     advise: Advice,
 ) -> tuple[LedgerEntry, ExitStack]:
-    stated = budget is not None and budget.stated
+    by_user = budget is not None and budget.stated
     limit = (budget or budget_bytes(info)).bytes
 
     def free() -> int | None:
-        memory = None if stated else device_memory(info)
+        memory = None if by_user else device_memory(info)
         return None if memory is None else memory.free
 
     stack = ExitStack()
-    lease = take(holding.ledger, more, limit, what, wait, events, advise, own_bytes=holding.bytes, free=free)
+    ledger, own_bytes = device_claims.ledger, device_claims.bytes
+    lease = take(ledger, more, limit, purpose, wait, events, advise, own_bytes=own_bytes, free=free)
     return stack.enter_context(lease), stack
 
 
 @atexit.register
 def _release_all() -> None:
-    for holding in [*_NOT_ENDED]:
-        _end(holding)
+    for device_claims in [*_NOT_ENDED]:
+        _end(device_claims)

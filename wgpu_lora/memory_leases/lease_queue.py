@@ -28,7 +28,7 @@ def take(
     ledger: Ledger,
     need: int,
     budget: int | None,
-    what: str,
+    purpose: str,
     wait: float | None = None,
     events: Events = SILENT,
     advise: Advice = lambda free: "",
@@ -39,7 +39,7 @@ def take(
 
     Args:
         need, budget: bytes; with a budget of None there is no limit, but the lease is still recorded.
-        what: purpose, in a few words, shown to other users.
+        purpose: in a few words, shown to other users.
         wait: seconds to queue for, `math.inf` for no limit; None and NO_QUEUE do not queue, nor overtake a queue.
         events: `waiting` is called each time a waiter looks and does not get the memory yet.
         advise: what would make the run fit into the memory that is left; part of the refusal.
@@ -58,7 +58,7 @@ def take(
         raise NoRoomError(
             f"This run needs {own_bytes + need:,} bytes of device memory, but the budget is {budget:,}: {ways}."
         )
-    entry, stop = LedgerEntry.of_this_process(need, what), threading.Event()
+    entry, stop = LedgerEntry.of_this_process(need, purpose), threading.Event()
     try:
         with _unwinding_on_sigterm():
             _wait_for_turn(ledger, entry, budget, wait, events, advise, free)
@@ -94,17 +94,17 @@ def _wait_for_turn(
     seconds = max(wait or 0, 0)
     while not (look := _look(ledger, entry, budget, bool(seconds), free)).granted:
         waited = time.monotonic() - begin
-        left = seconds - waited
-        if left <= 0:
+        remaining = seconds - waited
+        if remaining <= 0:
             raise NoRoomError(_refusal(entry, budget, look, wait, advise))
         events.waiting(look.ahead + 1, [entry.who for entry in look.holders], waited)
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, remaining))
         pause = min(2 * pause, LAST_PAUSE)
 
 
 def _look(ledger: Ledger, entry: LedgerEntry, budget: int | None, queue: bool, free: Free) -> QueueStatus:
     """Take the memory if there is enough and no other run is ahead; else, with `queue`, take or renew a place."""
-    reported, asked = free(), time.time()  # before the lock is taken, since it may take long
+    reported, request_time = free(), time.time()  # before the lock is taken, since it may take long
     with ledger.changing() as entries:
         here = [e for e in entries if e.is_of_this_host]
         holders = [e for e in here if e.holds]
@@ -113,8 +113,8 @@ def _look(ledger: Ledger, entry: LedgerEntry, budget: int | None, queue: bool, f
         room = budget is None or sum(e.bytes for e in holders) + entry.bytes <= budget
         now = time.time()
         if reported is not None:  # others may not have allocated what they were just granted
-            others = (e for e in holders if (e.host, e.pid) != (entry.host, entry.pid))
-            reported = max(0, reported - sum(e.bytes for e in others if asked - e.since < SETTLING))
+            other_holders = (e for e in holders if (e.host, e.pid) != (entry.host, entry.pid))
+            reported = max(0, reported - sum(e.bytes for e in other_holders if request_time - e.since < SETTLING))
         short = reported if reported is not None and reported < entry.bytes else None
         granted = room and not ahead and short is None
         if granted or queue:
@@ -131,13 +131,13 @@ def _refusal(entry: LedgerEntry, budget: int | None, look: QueueStatus, wait: fl
         reasons.append(f"{look.ahead} other {'run waits' if look.ahead == 1 else 'runs wait'} before it")
     if look.free is not None:
         reasons.append(f"the system reports {look.free:,} bytes as free")
-    left = None if budget is None or look.ahead else budget - sum(e.bytes for e in look.holders)
-    known = [nbytes for nbytes in (left, look.free) if nbytes is not None]
-    left = min(known, default=None)
+    room = None if budget is None or look.ahead else budget - sum(e.bytes for e in look.holders)
+    limits = [nbytes for nbytes in (room, look.free) if nbytes is not None]
+    room = min(limits, default=None)
     of = "" if budget is None else f" of a budget of {budget:,}"
     ways = ["try again when they have ended"]
     if wait != NO_QUEUE:
-        smaller = (left is not None and advise(left)) or f"lower {flag('per_device_train_batch_size')}"
+        smaller = (room is not None and advise(room)) or f"lower {flag('per_device_train_batch_size')}"
         ways = ["wait longer" if wait else f"queue for it with {flag('wait')}", smaller]
     after = f"After {wait:g} s of waiting, this" if wait and wait != NO_QUEUE else "This"
     return (
@@ -151,8 +151,8 @@ def _renew(ledger: Ledger, entry: LedgerEntry, stop: threading.Event) -> None:
     while not stop.wait(RENEW_SECONDS):
         with suppress(UserError), ledger.changing() as entries:  # a damaged ledger may be repaired later
             if not stop.is_set():  # checked under the lock, so that a released lease does not come back
-                known = next((e for e in entries if e.id == entry.id), entry)
-                _put(entries, replace(known, holds=True, renewed=time.time()))
+                current = next((e for e in entries if e.id == entry.id), entry)
+                _put(entries, replace(current, holds=True, renewed=time.time()))
 
 
 def _put(entries: list[LedgerEntry], entry: LedgerEntry) -> None:

@@ -59,8 +59,8 @@ _UNCOLLECTED = GarbageCollectionPaused()
 
 def share_directory() -> Path:
     """Directory of the ledgers: WGPU_LORA_SHARE_DIR, else in the user's state directory."""
-    named = os.environ.get("WGPU_LORA_SHARE_DIR")
-    return Path(named) if named else Path(user_state_dir("wgpu-lora")) / "share"
+    override = os.environ.get("WGPU_LORA_SHARE_DIR")
+    return Path(override) if override else Path(user_state_dir("wgpu-lora")) / "share"
 
 
 def device_key(info: DeviceInfo, listed: Sequence[DeviceInfo] | None = None) -> str:
@@ -147,12 +147,12 @@ class Ledger:
                 parse(content)
                 return None
             except ValueError:
-                kept = [entry for entry in salvage(content) if not entry.dead]
+                entries = [entry for entry in salvage(content) if not entry.dead]
             names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in count(1))
             damaged = next(name for name in names if not name.exists())
             self._write(damaged, content)  # first, since a missing ledger would count as empty
-            self._write(self.path, dump(kept))
-            return Repair(kept, damaged)
+            self._write(self.path, dump(entries))
+            return Repair(entries, damaged)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -213,8 +213,8 @@ class Ledger:
 
     def _write(self, path: Path, content: bytes) -> None:
         try:
-            for left in self.directory.glob(f".{self.path.name}.*.tmp"):  # left by a killed process
-                left.unlink()
+            for temporary in self.directory.glob(f".{self.path.name}.*.tmp"):  # left by a killed process
+                temporary.unlink()
             write_bytes_atomic(path, content)
         except OSError as error:
             raise self._unusable(error) from error
@@ -257,11 +257,11 @@ class LedgerEntry:
     boot_id: str
 
     @classmethod
-    def of_this_process(cls, nbytes: int, what: str, *, holds: bool = False) -> LedgerEntry:
+    def of_this_process(cls, nbytes: int, purpose: str, *, holds: bool = False) -> LedgerEntry:
         now, pid = time.time(), os.getpid()
         started = process_start(pid)
         assert started is not None
-        return cls(uuid.uuid4().hex[:8], nbytes, what, holds, now, now, host_id(), pid, started, boot_id())
+        return cls(uuid.uuid4().hex[:8], nbytes, purpose, holds, now, now, host_id(), pid, started, boot_id())
 
     @property
     def dead(self) -> bool:

@@ -93,8 +93,8 @@ def amdgpu_memory(drm: Path = DRM) -> DeviceMemory | None:
         return None
     alike = [card for card in cards if card[0] == min(cards)[0]]
     _, total_bytes, free, name = min(alike, key=lambda card: card[1])
-    several = f", the smallest of {len(alike)} AMD cards" if len(alike) > 1 else ""
-    return DeviceMemory(total_bytes, f"amdgpu, {name}{several}", free)
+    note = f", the smallest of {len(alike)} AMD cards" if len(alike) > 1 else ""
+    return DeviceMemory(total_bytes, f"amdgpu, {name}{note}", free)
 
 
 def _line(path: Path) -> str:
@@ -108,12 +108,12 @@ def nvml_memory(name: str) -> DeviceMemory | None:
     """The memory of the NVIDIA card of this name, else of the only one; None without nvidia-ml-py."""
 
     def ask(nvml: Any, cards: list[Any]) -> DeviceMemory | None:
-        named = [card for card in cards if nvml.nvmlDeviceGetName(card) == name]
-        if not named and len(cards) != 1:
+        matches = [card for card in cards if nvml.nvmlDeviceGetName(card) == name]
+        if not matches and len(cards) != 1:
             return None
-        least = min((nvml.nvmlDeviceGetMemoryInfo(card) for card in named or cards), key=lambda memory: memory.total)
-        several = f", the smallest of {len(named)} cards of this name" if len(named) > 1 else ""
-        return DeviceMemory(least.total, f"NVML{several}", least.free)
+        least = min((nvml.nvmlDeviceGetMemoryInfo(card) for card in matches or cards), key=lambda memory: memory.total)
+        note = f", the smallest of {len(matches)} cards of this name" if len(matches) > 1 else ""
+        return DeviceMemory(least.total, f"NVML{note}", least.free)
 
     return ask_nvml(ask)
 

@@ -66,12 +66,12 @@ def devices_agree(proof: Proof, finding: Finding) -> str:
         finding.expect(packed == matrices, f"device {index} holds {packed} of {matrices} matrices in NF4")
         finding.expect(any(answer["ids"] for answer in new["answers"]), f"device {index} generated nothing")
     finding.figures = {"tolerance": TOLERANCE, "generated": value}
-    first, *others = value
+    first, *other_indices = value
     answers = value[first]["answers"]
     tokens = sum(len(answer["ids"]) for answer in answers)
-    if not others:
+    if not other_indices:
         raise NotRun(f"the only device imported the model and generated {tokens} tokens: there is nothing to compare")
-    compared = finding.figures["compared"] = {index: compare(value[first], value[index]) for index in others}
+    compared = finding.figures["compared"] = {index: compare(value[first], value[index]) for index in other_indices}
     finding.faults += [f"device {index}: {fault}" for index, result in compared.items() for fault in result["faults"]]
     worst = max(result["worst"] for result in compared.values())
     ties = sum(result["near_ties"] for result in compared.values())
@@ -122,12 +122,12 @@ def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
         finding.faults.append(training.reason)
         return ""
     first, last = training.devices[0], training.devices[-1]
-    before, steps = float(training.before["loss"]), max((done.steps for done in training.beside), default=0)
+    before, steps = float(training.before["loss"]), max((evaluation.steps for evaluation in training.beside), default=0)
     seconds = training.record.state.seconds if training.record else 0.0
     finding.figures = {
         "devices": training.devices,
         "finetune": {"exit_code": training.code, "seconds": seconds, "steps": len(training.log)},
-        "evaluations": [vars(done) for done in training.beside],
+        "evaluations": [vars(evaluation) for evaluation in training.beside],
         "before": training.before,
         "loss_tolerance": DEVICE_TOLERANCE,
         "at_the_same_time": first != last,
@@ -135,24 +135,24 @@ def training_beside_evaluating(proof: Proof, finding: Finding) -> str:
     }
     finding.expect(not training.code, f"fine-tuning ended with exit code {training.code}: {training.reason}")
     finding.expect(training.beside, "evaluate never ran")
-    finding.faults += [done.failed for done in training.beside if done.failed]
-    ran = [done.result for done in training.beside if not done.failed]
-    losses = np.array([result["loss"] for result in ran], float)  # null becomes NaN
-    apart = np.abs(losses - before) / max(abs(before), 1e-9)
-    for loss, share in zip(losses, apart, strict=True):
+    finding.faults += [evaluation.failed for evaluation in training.beside if evaluation.failed]
+    results = [evaluation.result for evaluation in training.beside if not evaluation.failed]
+    losses = np.array([result["loss"] for result in results], float)  # null becomes NaN
+    deviations = np.abs(losses - before) / max(abs(before), 1e-9)
+    for loss, share in zip(losses, deviations, strict=True):
         finding.expect(share <= DEVICE_TOLERANCE, f"evaluate's loss is {loss:.6f}, but it was {before:.6f} before")
-    for index, result in ((first, training.before), *((last, result) for result in ran)):
+    for index, result in ((first, training.before), *((last, result) for result in results)):
         finding.expect_device(proof.devices["devices"][index], "evaluate", result["device"])
     if first != last and not steps:
         raise NotRun("training was over before an evaluation had begun to compute: give a recipe with more steps")
     if finding.faults:
         return ""
-    beside = f"{steps} of them while evaluate ran on device {last}"
+    overlap = f"{steps} of them while evaluate ran on device {last}"
     if first == last:
-        beside = "evaluate ran afterwards on the same device, since no other is used"
+        overlap = "evaluate ran afterwards on the same device, since no other is used"
     return (
-        f"{count_noun(len(training.log), 'step')} took {seconds:.0f} s on device {first}; {beside}; its loss "
-        f"{losses[apart.argmax()]:.6f} is within {apart.max():.0e} (allowed {DEVICE_TOLERANCE:.0e}) of the "
+        f"{count_noun(len(training.log), 'step')} took {seconds:.0f} s on device {first}; {overlap}; its loss "
+        f"{losses[deviations.argmax()]:.6f} is within {deviations.max():.0e} (allowed {DEVICE_TOLERANCE:.0e}) of the "
         f"{before:.6f} measured on device {first} before training with the same model, adapter and data"
     )
 
@@ -186,15 +186,15 @@ def losses_fall(proof: Proof, finding: Finding) -> str:
     finding.figures |= {"first_tenth": first, "last_tenth": last, "margin": margin, "heldout": heldout}
     finding.figures |= {"heldout_margin": FALL * before, "seen_in_training": leaked}
     falls = {"the loss": (first, last, margin), name: (before, after, FALL * before)}
-    for what, (start, end, least) in falls.items():
-        finding.expect(start - end > least, f"{what} went from {start:.4f} to {end:.4f}, not down by {least:.4f}")
-    fallen = (
+    for label, (start, end, least) in falls.items():
+        finding.expect(start - end > least, f"{label} went from {start:.4f} to {end:.4f}, not down by {least:.4f}")
+    summary = (
         f"{len(losses)} finite losses; first tenth {first:.4f}, last tenth {last:.4f} (margin {margin:.4f}); "
         f"{name} {before:.4f} to {after:.4f}"
     )
     if leaked:
-        raise NotRun(f"{leaked} of the {rows} rows of eval_data are training rows too, so none is held out; {fallen}")
-    return fallen
+        raise NotRun(f"{leaked} of the {rows} rows of eval_data are training rows too, so none is held out; {summary}")
+    return summary
 
 
 SAME_LOSS = 1e-5  # relative; the same program on the same device gives the same bits

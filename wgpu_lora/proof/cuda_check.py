@@ -36,20 +36,20 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     mapped: dict[str, set[str]] = {}
     for name, pid, libraries in accounts:
         mapped.setdefault(f"{name} ({pid})", set()).update(libraries)
-    judged = {name: classify(paths, os.environ.get("LD_PRELOAD", "")) for name, paths in mapped.items()}
+    verdicts = {name: classify(paths, os.environ.get("LD_PRELOAD", "")) for name, paths in mapped.items()}
     paths = sorted(set().union(*mapped.values()))
     native = package_libraries(paths)
     naming = look_into(native)
     opened = {name: account["opened"] for name, account in reports.items()}
     modules = {*sys.modules, *(module for account in reports.values() for module in account["modules"])}
-    ran = [command for account in reports.values() for command in account["commands"]]
-    commands = [*(one.command for one in records), *ran]
+    child_commands = [command for account in reports.values() for command in account["commands"]]
+    commands = [*(one.command for one in records), *child_commands]
     requirements = sorted(required(PACKAGE))
     # CUDA's driver side, by path: the processes in which NVIDIA's Vulkan driver was mapped too.
-    explained = {path: where for path in paths if (where := [n for n, (_, of) in judged.items() if path in of])}
+    explained = {path: where for path in paths if (where := [n for n, (_, of) in verdicts.items() if path in of])}
     looked_at, looks = {one.pid for one in records if one.looks}, sum(one.looks for one in records)
     kinds = {
-        "mapped": [path for path in paths if any(path in forbidden for forbidden, _ in judged.values())],
+        "mapped": [path for path in paths if any(path in forbidden for forbidden, _ in verdicts.values())],
         "opened by Python": [f"{lib} ({name})" for name, libs in opened.items() for lib in libs if is_cuda(lib)],
         "named in packages' libraries": [f"{', '.join(n)} in {file_name(path)}" for path, n in naming.items()],
         "imported": cuda_packages(modules),
@@ -58,8 +58,8 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         "never looked at": [name for pid, name in names.items() if pid not in looked_at],
         "ended without an account of what it opened": [name for name in files if explained and name not in reports],
     }
-    for what, items in kinds.items():
-        finding.expect(not items, f"{what}: {', '.join(items)}")
+    for kind, items in kinds.items():
+        finding.expect(not items, f"{kind}: {', '.join(items)}")
     drivers = ", ".join(sorted({file_name(path) for path in paths if NVIDIA_ICD.match(file_name(path))}))
     why = attribution(drivers, opened, native) if explained else None
     if why and finding.faults:
@@ -73,7 +73,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         "opened_by_python": opened,
         "searched": {"names": [name.decode() for name in NAMES], "libraries": native, "found": naming},
         "requirements": requirements,
-        "commands_run_by_children": sorted({short(command) for command in ran}),
+        "commands_run_by_children": sorted({short(command) for command in child_commands}),
     }
     if not requirements:
         raise NotRun(f"{PACKAGE} is not installed as a package, so its requirements are not known")
@@ -143,9 +143,9 @@ def classify(mapped: Iterable[str], preloaded: str = "") -> tuple[list[str], lis
     preloaded: the process's LD_PRELOAD, which no driver is responsible for.
     """
     names = {path: file_name(path) for path in sorted(mapped)}
-    beside = any(NVIDIA_ICD.match(name) for name in names.values())
+    has_driver = any(NVIDIA_ICD.match(name) for name in names.values())
     driver = [path for path, name in names.items() if DRIVER.match(name)]
-    explained = [path for path in driver if beside and names[path] not in preloaded]
+    explained = [path for path in driver if has_driver and names[path] not in preloaded]
     toolkit = [path for path, name in names.items() if TOOLKIT.match(name)]
     return [*toolkit, *(path for path in driver if path not in explained)], explained
 
@@ -168,7 +168,7 @@ def package_libraries(mapped: Iterable[str]) -> list[str]:
 def look_into(paths: Iterable[str]) -> dict[str, list[str]]:
     """The NAMES that files contain, by path, where there are any. Raises OSError."""
     contents = {path: Path(path).read_bytes() for path in paths}
-    return {p: found for p, text in contents.items() if (found := [n.decode() for n in NAMES if n in text])}
+    return {p: names for p, text in contents.items() if (names := [n.decode() for n in NAMES if n in text])}
 
 
 def cuda_packages(names: Iterable[str]) -> list[str]:

@@ -50,10 +50,10 @@ class Finding:
         if not holds:
             self.faults.append(fault)
 
-    def expect_device(self, listed: Mapping[str, Any], who: str, used: Mapping[str, Any]) -> None:
+    def expect_device(self, listed: Mapping[str, Any], program: str, used: Mapping[str, Any]) -> None:
         """Note a fault for each fact of a device used, such as its driver, that differs from the list of devices."""
         for name, value in used.items():
-            self.expect(value == listed[name], f"{who} has the {name} {value}, but the device has {listed[name]}")
+            self.expect(value == listed[name], f"{program} has the {name} {value}, but the device has {listed[name]}")
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Proof:
         first, last = training.devices[0], training.devices[-1]
         same = ("model", "max_length", "on_overflow", "base_dtype", "completion_only_loss", "enable_thinking")
         options = {"data": args.eval_data, "adapter": args.init_adapter, **{name: getattr(args, name) for name in same}}
-        with start("evaluate", "evaluate", asked=True, turns=True, device=last, **options) as evaluate:
+        with start("evaluate", "evaluate", interactive=True, turns=True, device=last, **options) as evaluate:
             try:
                 training.before = self.children.run("evaluate-before", "evaluate", device=first, **options)
             except WorkerFailed as error:

@@ -75,13 +75,13 @@ def prove(
         checks: list[Check] = []
         try:
             try:
-                listed = children.run("devices", "proof-devices", select=devices, discrete=discrete)
+                device_list = children.run("devices", "proof-devices", select=devices, discrete=discrete)
             except WorkerFailed as error:
-                listed = {**NO_DEVICES, "error": str(error)}
-            if "refused" in listed:
-                raise UserError(listed["refused"])
+                device_list = {**NO_DEVICES, "error": str(error)}
+            if "refused" in device_list:
+                raise UserError(device_list["refused"])
             differences = GRADIENTS in selected and args.compute_dtype == "f32"
-            proof = Proof(out, path, args, listed, children, discrete, allow_unconfined, differences)
+            proof = Proof(out, path, args, device_list, children, discrete, allow_unconfined, differences)
             lacking = proof.lacks_discrete()
             run = {DEVICES} if lacking else selected
             for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
@@ -90,8 +90,8 @@ def prove(
                     checks.append(Check(number, name, NOT_RUN, 0.0, lacking or LEFT_OUT))
                     continue
                 line("check", f"{number} {name}")
-                checks.append(done := carry_out(number, name, check, proof))
-                line("", f"{done.status} in {done.seconds:.1f} s: {done.reason}")
+                checks.append(outcome := carry_out(number, name, check, proof))
+                line("", f"{outcome.status} in {outcome.seconds:.1f} s: {outcome.reason}")
         except UserError:  # there is nothing to prove
             children.end()
             shutil.rmtree(out, ignore_errors=True)

@@ -170,10 +170,10 @@ class Children:
         self.watcher = Watcher()
         self.watcher.start()
 
-    def start(self, name: str, job: str, asked: bool = False, **options: Any) -> Worker:
+    def start(self, name: str, job: str, interactive: bool = False, **options: Any) -> Worker:
         program = [sys.executable, "-S", "-c", WORKER, str(self.witness(name))]
         files: dict[str, Any] = {"environment": self.environment, "place": self.logs}
-        self.started.append(Worker(job, options, name=name, program=program, asked=asked, **files))
+        self.started.append(Worker(job, options, name=name, program=program, interactive=interactive, **files))
         return self.started[-1]
 
     def run(self, name: str, job: str, **options: Any) -> Any:

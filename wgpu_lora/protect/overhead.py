@@ -68,8 +68,8 @@ def measure_overhead(
     """
     if not 0 < seconds <= 1e6:
         raise UserError(f"{flag('target_seconds')} is {seconds:g}: give more than 0, at most 1e6.")
-    if wrong := next((order for order in orders if order not in ORDERS), None):
-        raise UserError(f"{flag('order')} must be one of {', '.join(ORDERS)}, not {wrong!r:.80}.")
+    if unknown_order := next((order for order in orders if order not in ORDERS), None):
+        raise UserError(f"{flag('order')} must be one of {', '.join(ORDERS)}, not {unknown_order!r:.80}.")
     if repeat < 1:
         raise UserError(f"{flag('repeat')} must be at least 1, not {repeat}.")
     rows: list[Row] = []
@@ -96,9 +96,9 @@ class _Segments:
 
     def __init__(self, work: Work, seconds: float, directory: Path, device: Device | None) -> None:
         self.seconds, self.directory, self.url = seconds, directory, ""
-        usual = {} if work.recipe else dict(STABILITY)
-        usual |= {"max_steps": ROWS} if work.shape else {}
-        args, self.model = prepared(replace(work, options={**usual, **work.options}), directory, device)
+        defaults = {} if work.recipe else dict(STABILITY)
+        defaults |= {"max_steps": ROWS} if work.shape else {}
+        args, self.model = prepared(replace(work, options={**defaults, **work.options}), directory, device)
         save_steps = work.options.get("save_steps", SAVE_STEPS) if work.shape else args.save_steps
         self.args = replace(
             args, target_seconds=seconds, max_steps=MAX_STEPS, save_steps=save_steps, run_log=False,
@@ -113,9 +113,9 @@ class _Segments:
         )
         self.recipient = new_data_key(directory / "data.key")
         self.broker_key = new_signing_key(directory / "broker.pem")
-        given = {role: Path(path) for role in SEALED if (path := getattr(self.args, role))}
-        self.sealed = {role: f"{path.name}.age" for role, path in given.items()}
-        records = [seal_path(path, directory / self.sealed[role], [self.recipient]) for role, path in given.items()]
+        sources = {role: Path(path) for role in SEALED if (path := getattr(self.args, role))}
+        self.sealed = {role: f"{path.name}.age" for role, path in sources.items()}
+        records = [seal_path(path, directory / self.sealed[role], [self.recipient]) for role, path in sources.items()]
         self.policy = directory / "policy.toml"
         self._write_toml(self.policy, {
             "policy": {"name": "bench", "version": 1},
@@ -199,7 +199,7 @@ class _Segments:
 
     def _protected(self, name: str) -> dict[str, Any]:
         """A protected segment; its job has a name of its own, since a log of a run cannot begin twice."""
-        begin, steps, usual = time.perf_counter(), _LastStep(), TrainingArguments().as_dict()
+        begin, steps, defaults = time.perf_counter(), _LastStep(), TrainingArguments().as_dict()
         options = {key: value for key, value in self.args.as_dict().items() if key not in UNSTATED}
         job = self.directory / f"{name}.toml"
         self._write_toml(job, {
@@ -207,16 +207,16 @@ class _Segments:
                 **self.sealed, "name": f"bench-protected-{name}", "output": f"protected-{name}",
                 "recipients": [self.recipient], "broker": self.url, "broker_key": "broker.pem.pub",
             },
-            "training": {key: value for key, value in options.items() if value not in (None, usual[key])},
+            "training": {key: value for key, value in options.items() if value not in (None, defaults[key])},
         })  # fmt: skip
-        done = finetune_protected(read_job(job), model=self.model, watch=lambda _: nullcontext(steps))
-        figures = _figures("protected", done.run, begin)
-        evidence, clean = check(done.directory, self.broker_key, Policy.read(self.policy)), done.cleanup
+        record = finetune_protected(read_job(job), model=self.model, watch=lambda _: nullcontext(steps))
+        figures = _figures("protected", record.run, begin)
+        evidence, clean = check(record.directory, self.broker_key, Policy.read(self.policy)), record.cleanup
         return {
             **figures,
             "attestation": VERIFIED if evidence.verified else f"not verified ({evidence.failures[0]})",
             "runtimeState": ZEROIZED if clean["complete"] else f"not zeroized ({clean['not_wiped'][0]})",
-            "protectionSec": sum(seconds for at, seconds in done.spent if at < steps.time),
+            "protectionSec": sum(seconds for at, seconds in record.spent if at < steps.time),
         }
 
 

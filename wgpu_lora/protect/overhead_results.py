@@ -57,7 +57,7 @@ ShownRow = TypedDict(  # the fields that reports show
 def overhead_pct(row: Mapping[str, Any]) -> float:
     """100 (1 - (protected steps / protected seconds) / (raw steps / raw seconds)). Raises ValueError: a segment has no
     step, or no time."""
-    steps, seconds = ([row[f"{side}{what}"] for side in ("raw", "protected")] for what in ("Steps", "ElapsedSec"))
+    steps, seconds = ([row[f"{side}{field}"] for side in ("raw", "protected")] for field in ("Steps", "ElapsedSec"))
     if min(steps) < 1 or not all(0 < value < math.inf for value in seconds):
         raise ValueError("a segment has no step or no time")
     return float(100 * (1 - (steps[1] / seconds[1]) / (steps[0] / seconds[0])))
@@ -119,7 +119,7 @@ def interpretation(rows: Sequence[Row]) -> list[str]:
         return [f"{label}: {text}" for label, group in groups.items() for text in interpretation(group)]
     summary = summarize(rows)
     every, repeats, orders = summary["all"], summary["spreadOfRepeats"], summary["byOrder"]
-    medians = "; ".join(f"{order} {found['median']:+.2f}%" for order, found in orders.items())
+    medians = "; ".join(f"{order} {figures['median']:+.2f}%" for order, figures in orders.items())
     texts = [
         f"Overhead over {count_noun(every['rows'], 'row')}: median {every['median']:+.2f}%, from {every['min']:+.2f}% "
         f"to {every['max']:+.2f}% (medians by order: {medians or 'unknown'}); "

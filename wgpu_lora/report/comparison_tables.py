@@ -99,10 +99,10 @@ def compare(runs: Sequence[Run]) -> tuple[Rows, Rows]:
     """Options and everything else that runs depend on, as (label, the value of every run): first those that differ
     between the runs or, for a single run, from the defaults; then the others."""
     tables = [settings(run) | (origin(run) if runs[1:] else {}) for run in runs]
-    usual, differing, alike = defaults(runs[0]), Rows(), Rows()
+    defaults_of_run, differing, alike = defaults(runs[0]), Rows(), Rows()
     for label in dict.fromkeys(label for table in tables for label in table):
         values = [table.get(label, ABSENT) for table in tables]
-        if len({*values} | ({usual.get(label)} if len(runs) == 1 else set())) == 1:
+        if len({*values} | ({defaults_of_run.get(label)} if len(runs) == 1 else set())) == 1:
             alike.append((label, values))
         else:
             differing.append((label, [value[:DIGEST] if DIGESTS in label else value for value in values]))
@@ -113,15 +113,15 @@ def best_run_sentence(runs: Sequence[Run]) -> str:
     """Which run's last held-out loss is the lowest, or why that cannot be said; empty for a single run."""
     if len(runs) < 2:
         return ""
-    known = [(run.record.eval_loss, run.name, run) for run in runs if run.record.eval_loss is not None]
-    if len({origin(run)[HELD_OUT] for *_, run in known}) > 1:
+    heldout = [(run.record.eval_loss, run.name, run) for run in runs if run.record.eval_loss is not None]
+    if len({origin(run)[HELD_OUT] for *_, run in heldout}) > 1:
         return "The held-out losses are of different data, so they cannot be compared."
-    if len({run.record.options.objective for *_, run in known}) > 1:
+    if len({run.record.options.objective for *_, run in heldout}) > 1:
         return "The held-out losses are of different objectives, so they cannot be compared."
-    if len(known) < 2:
-        return "" if known else f"No run has a held-out loss ({flag('eval_data')}) to compare."
-    lowest = min(loss for loss, *_ in known)
-    best = [name for loss, name, _ in known if loss == lowest]
+    if len(heldout) < 2:
+        return "" if heldout else f"No run has a held-out loss ({flag('eval_data')}) to compare."
+    lowest = min(loss for loss, *_ in heldout)
+    best = [name for loss, name, _ in heldout if loss == lowest]
     return (
         f"{join_words(best)} {'has' if len(best) == 1 else 'have'} the lowest held-out loss at the end, {lowest:.4f}."
     )

@@ -62,15 +62,16 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: a directory is given twice, holds no finished run, or its files are damaged.
     """
-    given = [place for directory in directories for place in directories_of(directory)]
-    places = [Path(os.path.realpath(directory)) for directory in given]  # resolve() has an error for loops of links
+    run_directories = [place for directory in directories for place in directories_of(directory)]
+    # resolve() has an error for loops of links
+    places = [Path(os.path.realpath(directory)) for directory in run_directories]
     for number, place in enumerate(places):
         if place in places[:number]:
-            raise UserError(f"The run in {given[number]} is given twice: leave one of them out.")
+            raise UserError(f"The run in {run_directories[number]} is given twice: leave one of them out.")
     names = [place.name for place in places]
-    apart = names if len(set(names)) == len(names) else [str(directory) for directory in given]
-    shown = [escape_unprintable(name.encode("utf-8", "replace").decode()) for name in apart]  # some names are not text
-    return [_read(name, directory) for name, directory in zip(shown, given, strict=True)]
+    labels = names if len(set(names)) == len(names) else [str(directory) for directory in run_directories]
+    shown = [escape_unprintable(name.encode("utf-8", "replace").decode()) for name in labels]  # some names are not text
+    return [_read(name, directory) for name, directory in zip(shown, run_directories, strict=True)]
 
 
 def _read(name: str, directory: Path) -> Run:
@@ -88,9 +89,9 @@ def _read(name: str, directory: Path) -> Run:
 def _log(path: Path) -> list[dict[str, float]]:
     """The lines by step; a line before the first step has no tokens."""
     lines = [{"tokens": 0} | line if line["step"] == 0 else line for line in (read_log(path) if path.is_file() else [])]
-    known = [line for line in lines if min(line.get(axis, -1) for axis in AXES) >= 0]
-    last = max((line["step"] for line in known), default=0) or 1
-    return sorted(({**line, "progress": 100 * line["step"] / last} for line in known), key=lambda line: line["step"])
+    points = [line for line in lines if min(line.get(axis, -1) for axis in AXES) >= 0]
+    last = max((line["step"] for line in points), default=0) or 1
+    return sorted(({**line, "progress": 100 * line["step"] / last} for line in points), key=lambda line: line["step"])
 
 
 def _profile(name: str, path: Path, run: RunRecord) -> tuple[dict[str, float] | None, str]:
@@ -105,12 +106,12 @@ def _profile(name: str, path: Path, run: RunRecord) -> tuple[dict[str, float] | 
         if "base_digest" in work:
             device = "{name} ({driver})".format(**profile["device"])
             activations, trained = work["compute_dtype"], run.options.compute_dtype
-            unlike = "" if activations == trained else f" (the run's in {trained})"
-            what = f"{described(work)}, activations in {activations}{unlike}, on {device}"
+            remark = "" if activations == trained else f" (the run's in {trained})"
+            description = f"{described(work)}, activations in {activations}{remark}, on {device}"
             same = work["base_digest"] == run.base_digest and work["base_dtype"] == run.options.base_dtype
             if same and work["whole"]:
-                return seconds, f"{name}: {what}"
-            why = f"is of {what}, the run of {run.options.model or 'demo'} in {run.options.base_dtype}"
+                return seconds, f"{name}: {description}"
+            why = f"is of {description}, the run of {run.options.model or 'demo'} in {run.options.base_dtype}"
         else:
             why = "does not say what it is of"
     except DAMAGE as error:

@@ -58,10 +58,10 @@ def line_chart(lines: Sequence[Line], x_label: str, y_label: str, log: bool = Fa
     Args:
         log: use a logarithmic x axis.
     """
-    kept = [(line, [p for p in line.points if all(abs(value) <= LARGEST for value in p)]) for line in lines]
-    across = Scale.from_zero((x for _, points in kept for x, _ in points), log)
-    up = Scale.around(y for _, points in kept for _, y in points)
-    drawn = [_drawn(line, points, across, up, x_label) for line, points in kept if points]
+    curves = [(line, [p for p in line.points if all(abs(value) <= LARGEST for value in p)]) for line in lines]
+    across = Scale.from_zero((x for _, points in curves for x, _ in points), log)
+    up = Scale.around(y for _, points in curves for _, y in points)
+    drawn = [_drawn(line, points, across, up, x_label) for line, points in curves if points]
     return Chart(drawn, x_label, y_label, _percent(across.ticks()), _percent([(1 - at, t) for at, t in up.ticks()]))
 
 
@@ -82,10 +82,10 @@ def thinned(places: Sequence[Point]) -> list[Point]:
     columns: dict[int, list[int]] = {}
     for number, (x, _) in enumerate(places):
         columns.setdefault(int(x * COLUMNS), []).append(number)
-    kept = {0, len(places) - 1}
+    indices = {0, len(places) - 1}
     for numbers in columns.values():
-        kept |= {min(numbers, key=lambda n: places[n][1]), max(numbers, key=lambda n: places[n][1])}
-    return [places[number] for number in sorted(kept)]
+        indices |= {min(numbers, key=lambda n: places[n][1]), max(numbers, key=lambda n: places[n][1])}
+    return [places[number] for number in sorted(indices)]
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:

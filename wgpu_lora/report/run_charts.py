@@ -131,9 +131,9 @@ class Bar(NamedTuple):
 
 def memory(runs: Sequence[Run]) -> dict[str, list[int]]:
     """The bytes of every run, by group."""
-    held = [run.record.memory.groups for run in runs]
-    groups = dict.fromkeys(group for sizes in held for group in sizes)
-    return {group: [sizes.get(group, 0) for sizes in held] for group in groups}
+    run_sizes = [run.record.memory.groups for run in runs]
+    groups = dict.fromkeys(group for sizes in run_sizes for group in sizes)
+    return {group: [sizes.get(group, 0) for sizes in run_sizes] for group in groups}
 
 
 def memory_bars(runs: Sequence[Run]) -> list[Bar]:
@@ -141,9 +141,9 @@ def memory_bars(runs: Sequence[Run]) -> list[Bar]:
     groups, bars = list(memory(runs)), []
     largest = max(sum(run.record.memory.groups.values()) for run in runs)
     for run in runs:
-        held = run.record.memory.groups
-        sizes = [(size, groups.index(group), f"{group}: {format_bytes(size)}") for group, size in held.items()]
-        bars.append(Bar.of(run.name, format_bytes(sum(held.values())), largest, sizes))
+        group_bytes = run.record.memory.groups
+        sizes = [(size, groups.index(group), f"{group}: {format_bytes(size)}") for group, size in group_bytes.items()]
+        bars.append(Bar.of(run.name, format_bytes(sum(group_bytes.values())), largest, sizes))
     return bars
 
 
@@ -158,5 +158,5 @@ def kernels(runs: Sequence[Run]) -> dict[str, list[Bar]]:
         text = f"{1e3 * spent:,.2f} ms"
         return Bar.of(name, text, max(most.values()), [(spent, colour, f"{name}: {text}")])
 
-    shown = sorted(most, key=lambda kernel: -most[kernel])[:KERNELS]
-    return {kernel: [bar(kernel, *one) for one in profiled] for kernel in shown}
+    largest = sorted(most, key=lambda kernel: -most[kernel])[:KERNELS]
+    return {kernel: [bar(kernel, *one) for one in profiled] for kernel in largest}

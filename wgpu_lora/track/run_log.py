@@ -34,8 +34,8 @@ DIGESTS = ("git", "process", "id", "date")  # fields that cannot hold a secret, 
 
 def data_directory() -> Path:
     """The user's data directory: WGPU_LORA_DATA_DIR if it is set, else that of the system."""
-    named = os.environ.get("WGPU_LORA_DATA_DIR")
-    return Path(named) if named else Path(user_data_dir("wgpu-lora"))
+    override = os.environ.get("WGPU_LORA_DATA_DIR")
+    return Path(override) if override else Path(user_data_dir("wgpu-lora"))
 
 
 def run_log_enabled(requested: bool = True) -> bool:
@@ -65,8 +65,8 @@ class RunLog:
         Raises:
             OSError: the file cannot be written, or is locked for LOCK_SECONDS; it is then as before.
         """
-        shown = {name: value if name in DIGESTS else masked(value) for name, value in facts.items()}
-        line = to_json({"schema": SCHEMA, **shown}, ensure_ascii=True, default=str).encode() + b"\n"
+        values = {name: value if name in DIGESTS else masked(value) for name, value in facts.items()}
+        line = to_json({"schema": SCHEMA, **values}, ensure_ascii=True, default=str).encode() + b"\n"
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (
             lock_file(self.path.with_name(f".{NAME}.lock"), LOCK_SECONDS),
@@ -99,7 +99,7 @@ class RunLog:
                 f"The run log {self.path} cannot be read ({error.strerror}): fix that, or set WGPU_LORA_DATA_DIR to "
                 "another directory."
             ) from None
-        folded: dict[str, dict[str, Any]] = {}
+        facts_by_id: dict[str, dict[str, Any]] = {}
         damaged = 0
         for line in content.split(b"\n"):
             if not line.strip():
@@ -108,10 +108,10 @@ class RunLog:
             if facts is None:
                 damaged += 1
                 continue
-            known = folded.setdefault(facts["id"], facts)
-            known.update({name: value for name, value in facts.items() if name != "date"})
+            run = facts_by_id.setdefault(facts["id"], facts)
+            run.update({name: value for name, value in facts.items() if name != "date"})
         entries = []
-        for facts in folded.values():
+        for facts in facts_by_id.values():
             try:
                 entries.append(typed(RunEntry, facts))
             except ValueError:  # its first line is lost, or not ours
@@ -250,8 +250,8 @@ class RunEntry:
     @property
     def model(self) -> str:
         """The model's short name; '' if it is not known."""
-        named = self.config.get("shape") or self.config.get("model")
-        return short_name(named) if named or self.kind == "finetune" else ""
+        model = self.config.get("shape") or self.config.get("model")
+        return short_name(model) if model or self.kind == "finetune" else ""
 
     @property
     def status(self) -> str:
@@ -298,7 +298,7 @@ def _git(*arguments: str) -> str | None:
     """The output of a command that changes nothing, not even the index; None if it fails."""
     command = ["git", "--no-optional-locks", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=True)
+        process = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.decode("utf-8", "replace").strip()
+    return process.stdout.decode("utf-8", "replace").strip()

@@ -28,7 +28,7 @@ OWN = ("output", "resume", "overwrite", "goal", "notes", "run_log")  # options t
 def cells(entry: RunEntry) -> tuple[str, ...]:
     """An entry's row, by COLUMNS."""
     losses = entry.losses
-    shown = [number(loss) for loss in (losses.initial, losses.final) if loss is not None]
+    texts = [number(loss) for loss in (losses.initial, losses.final) if loss is not None]
     return (
         entry.id.rpartition("-")[2],
         f"{date_of(entry).astimezone():%Y-%m-%d %H:%M}",
@@ -37,7 +37,7 @@ def cells(entry: RunEntry) -> tuple[str, ...]:
         place(entry.data.path) if entry.data else NONE,
         place(entry.outputs[0]) if entry.outputs else NONE,
         entry.status,
-        " -> ".join(shown) or NONE,
+        " -> ".join(texts) or NONE,
         NONE if losses.improvement is None else f"{losses.improvement:+.1f}%",
         NONE if entry.seconds is None else duration(entry.seconds, 1),
         NONE if entry.tokens is None else f"{entry.tokens:,}",
@@ -56,9 +56,9 @@ def place(path: str) -> str:
 
 def card(row: Sequence[str]) -> list[str]:
     """The row of `cells` as a few short lines, for narrow terminals."""
-    known = {name: text for name, text in zip(COLUMNS, row, strict=True) if text not in ("", NONE)}
-    known = {name: f"{name} {text}" if name in LABELLED else text for name, text in known.items()}
-    return [line for names in CARD if (line := ", ".join(known[name] for name in names if name in known))]
+    texts = {name: text for name, text in zip(COLUMNS, row, strict=True) if text not in ("", NONE)}
+    texts = {name: f"{name} {text}" if name in LABELLED else text for name, text in texts.items()}
+    return [line for names in CARD if (line := ", ".join(texts[name] for name in names if name in texts))]
 
 
 def style(entry: RunEntry) -> str | None:
@@ -69,9 +69,9 @@ def number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> str:
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[str]) -> str:
     """A table in Markdown."""
-    lines = [columns, ["---" if name in left else "---:" for name in columns], *rows]
+    lines = [columns, ["---" if name in text_columns else "---:" for name in columns], *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
 
@@ -162,8 +162,8 @@ def _options(entry: RunEntry) -> dict[str, str]:
 
 def _known_values(values: Mapping[str, Any], form: str = "") -> dict[str, str]:
     """Without what is not known."""
-    shown = {label: value for label, value in values.items() if value not in (None, "")}
-    return {label: form.format(value) if form else number(value) for label, value in shown.items()}
+    entries = {label: value for label, value in values.items() if value not in (None, "")}
+    return {label: form.format(value) if form else number(value) for label, value in entries.items()}
 
 
 UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -241,8 +241,8 @@ def find(entries: Sequence[RunEntry], name: str) -> RunEntry:
     exact = [entry for entry in entries if entry.id == name]
     result = exact or [entry for entry in entries if name and (entry.id.startswith(name) or entry.id.endswith(name))]
     if len(result) > 1:
-        some = ", ".join(entry.id for entry in result[:3])
-        raise UserError(f"{name!r:.60} stands for {len(result)} runs: give more of the id ({some}).")
+        examples = ", ".join(entry.id for entry in result[:3])
+        raise UserError(f"{name!r:.60} stands for {len(result)} runs: give more of the id ({examples}).")
     if not result:
         raise UserError(f"There is no run {name!r:.60} in the run log: 'wgpu-lora runs' lists them.")
     return result[0]

@@ -53,27 +53,27 @@ def masked(value: Any) -> Any:
     return _masked(value, _of_environment())
 
 
-def _masked(value: Any, known: list[str]) -> Any:
+def _masked(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, str):
-        return _text(value, known)
+        return _text(value, secrets)
     if isinstance(value, Mapping):
         return {
-            key: MASK if item and isinstance(item, str) and _SECRET_NAME.fullmatch(str(key)) else _masked(item, known)
+            key: MASK if item and isinstance(item, str) and _SECRET_NAME.fullmatch(str(key)) else _masked(item, secrets)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         # In a command, the value of an option is the next item.
         after = [False, *(isinstance(item, str) and bool(_OPTION.fullmatch(item)) for item in value)]
         return [
-            MASK if hidden and isinstance(item, str) and not item.startswith("--") else _masked(item, known)
+            MASK if hidden and isinstance(item, str) and not item.startswith("--") else _masked(item, secrets)
             for item, hidden in zip(value, after, strict=False)
         ]
     return value
 
 
-def _text(text: str, known: list[str]) -> str:
+def _text(text: str, secrets: list[str]) -> str:
     text = text.encode("utf-8", "backslashreplace").decode()  # arguments may be any bytes
-    for secret in known:
+    for secret in secrets:
         text = text.replace(secret, MASK)
     for pattern, by in _PATTERNS:
         text = pattern.sub(by, text)

@@ -71,23 +71,23 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
             positive (see `checked`).
     """
     port, *parameters = inspect.signature(run).parameters.values()
-    named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "where"}
+    by_name = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "where"}
     hints = get_type_hints(run)
-    names = [*named]
+    names = [*by_name]
     for options in (hints[p.name] for p in parameters if p.kind is p.VAR_KEYWORD):
         unchecked = job.options.keys() - {port.name, "where"}  # by names; the function does that
         names += unchecked if options is Any else get_type_hints(*get_args(options))
-    many = f"{', '.join(named)} and the options in 'wgpu-lora {job.kind} --help-all'"
+    many = f"{', '.join(by_name)} and the options in 'wgpu-lora {job.kind} --help-all'"
     takes = ", ".join(names) if len(names) <= MANY else many
     values = real_names(job.options, names, job.where, otherwise=f"the job {job.kind!r} takes {takes}.")
-    missing = [name for name, p in named.items() if p.default is p.empty and name not in values]
+    missing = [name for name, p in by_name.items() if p.default is p.empty and name not in values]
     if missing:
         raise UserError(
             f"{job.where} lacks {join_words([repr(name) for name in missing])}: the job {job.kind!r} requires it."
         )
-    for name in values.keys() & named.keys():
+    for name in values.keys() & by_name.keys():
         try:
-            values[name] = checked(named[name], hints[name], values[name])
+            values[name] = checked(by_name[name], hints[name], values[name])
         except ValueError as error:
             raise UserError(f"{job.where}: {error}.") from None
     return {**values, "where": job.where} if "where" in hints else values

@@ -140,9 +140,9 @@ def work(source: str) -> int:
         except BaseException as error:
             port.emit("error", kind=type(error).__name__, message=_message(error))
             raise
-        ended = value if isinstance(value, JobResult) else JobResult(value, 0, "")
-        port.emit("result", code=ended.code, said=ended.reason, result=ended.result)
-        return ended.code
+        result = value if isinstance(value, JobResult) else JobResult(value, 0, "")
+        port.emit("result", code=result.code, said=result.reason, result=result.result)
+        return result.code
 
 
 def _message(error: BaseException) -> str:

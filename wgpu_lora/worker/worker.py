@@ -38,7 +38,7 @@ class Worker:
     Args:
         name: for its files and error messages. program: the command, to which the job's file is appended.
         environment: changes to this process's own. timeout: seconds in total.
-        asked: whether `ask` or `request` will send requests to it.
+        interactive: whether `ask` or `request` will send requests to it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Worker:
         environment: Mapping[str, str] | None = None,
         place: Path | None = None,
         timeout: float | None = None,
-        asked: bool = False,
+        interactive: bool = False,
     ):
         self.name, self._timeout = name or job, timeout
         self._temporary = None if place else tempfile.TemporaryDirectory(prefix="wgpu-lora-worker-")
@@ -70,7 +70,7 @@ class Worker:
         self.process = self._child.popen
         assert self.process.stdin
         assert self.process.stdout
-        if not asked:
+        if not interactive:
             self.process.stdin.close()
         output = os.dup(self.process.stdout.fileno())  # is read to its end, also after the child has been ended
         self._reader = threading.Thread(target=self._read, args=(output,), daemon=True)

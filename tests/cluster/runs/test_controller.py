@@ -8,6 +8,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from wgpu_lora.cluster.messages import (
     Task,
     TaskView,
     from_plain,
-    to_plain,
 )
 from wgpu_lora.errors import UserError
 
@@ -57,7 +57,7 @@ class Lab:
         by_class = {
             one: {self.device["plan_class"]: from_plain(RunRequirements, plan)} for one, plan in plans["tasks"].items()
         }
-        request = to_plain(RunRequest(name, list(tasks), by_class, mirror_steps=2, **more))
+        request = asdict(RunRequest(name, list(tasks), by_class, mirror_steps=2, **more))
         assert self.call("submit", request) == name
         assert self.call("submit", request) == name  # the first answer may have been lost
 
@@ -165,7 +165,7 @@ def test_wrong_requests_are_refused(lab: Lab, tmp_path: Path) -> None:
         ("No run 'nowhere'", "cancel", ("nowhere",)),
         ("quarantined", "release", ("nowhere",)),
         ("not valid", "submit", ({"name": 1},)),
-        ("device memory", "submit", (to_plain(RunRequest("far", [one], far)),)),
+        ("device memory", "submit", (asdict(RunRequest("far", [one], far)),)),
     ):
         with pytest.raises(UserError, match=words):
             lab.call(method, *arguments)

@@ -149,10 +149,10 @@ class MultiAdapterMemory(SessionWorkload):
     def open(self, choices: Choices = NO_CHOICES) -> None:
         """Allocate what one adapter needs, free it except for the base, then allocate what three need."""
         device, base = self._cut.device, self._cut.model.decoder.storages()
-        others = device.allocated - sum(storage.nbytes for storage in base if storage.buffer is not None)
+        other_bytes = device.allocated - sum(storage.nbytes for storage in base if storage.buffer is not None)
         for session in self.sessions:
             session.allocate(choices=choices)
-            self._allocated.append(device.allocated - others)
+            self._allocated.append(device.allocated - other_bytes)
             if session is not self._few:
                 session.close()
 

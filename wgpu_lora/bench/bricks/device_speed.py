@@ -30,10 +30,10 @@ class DeviceSpeed(SessionWorkload):
             "third": SlotStep(alone, [(0, length) for length in lengths]),
             "together": SlotStep(together, [(slot, length) for slot in range(ADAPTERS) for length in lengths]),
         }
-        whole = lengths * ADAPTERS
-        pairs = sum(n * (n + 1) // 2 for n in whole)
-        tokens = float(sum(whole))
-        self.keys = {"step_tokens": tokens, "pairs": float(pairs), "trained": tokens - len(whole)}
+        row_lengths = lengths * ADAPTERS
+        pairs = sum(n * (n + 1) // 2 for n in row_lengths)
+        tokens = float(sum(row_lengths))
+        self.keys = {"step_tokens": tokens, "pairs": float(pairs), "trained": tokens - len(row_lengths)}
         self.turns: list[dict[str, float]] = []  # seconds
 
     def check(self, rng: np.random.Generator) -> ReferenceErrors:

@@ -114,9 +114,9 @@ def of_layer(name: str, context: Context) -> Workload:
             adapters.upload_constants(device)
 
     workload.fillers.append(fill)
-    passes, others = (
+    passes, base_passes = (
         [program for program in programs if which in (None, program.name)]
         for programs in ((workload.forward, workload.backward), beside)
     )
-    workload.time(passes, lambda kernel: op_of(kernel) in ops, others)
+    workload.time(passes, lambda kernel: op_of(kernel) in ops, base_passes)
     return workload

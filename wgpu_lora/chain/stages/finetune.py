@@ -32,21 +32,21 @@ WITHOUT_EFFECT = CHANGEABLE_ON_RESUME - {
 
 @dataclass(frozen=True)
 class Finetune(Stage):
-    """recipe: a recipe's name or file; given: options over those of the recipe; where: for messages."""
+    """recipe: a recipe's name or file; options: over those of the recipe; where: for messages."""
 
     resumes: ClassVar[bool] = True
 
     recipe: str | None
-    given: Mapping[str, Any]
+    options: Mapping[str, Any]
     where: str
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str) -> Self:
-        given = {name: value for name, value in values.items() if name != "recipe"}
+        options = {name: value for name, value in values.items() if name != "recipe"}
         for name in ("output", "resume", "overwrite"):
-            if name in given:
+            if name in options:
                 raise UserError(f"{where} has the option '{name}', which the chain chooses: leave it out.")
-        stage = cls(values.get("recipe"), given, where)
+        stage = cls(values.get("recipe"), options, where)
         if not stage.arguments().data:
             raise UserError(f"{where} has no 'data': name a file, a folder or an earlier stage in braces.")
         return stage
@@ -56,7 +56,7 @@ class Finetune(Stage):
         return ["recipe", *(field.name for field in fields(TrainingArguments))]
 
     def arguments(self, **more: Any) -> TrainingArguments:
-        return resolve_options({**self.given, **more}, self.recipe, self.where, demo=False)[0]
+        return resolve_options({**self.options, **more}, self.recipe, self.where, demo=False)[0]
 
     def fingerprint(self) -> dict[str, Any]:
         args = self.arguments()

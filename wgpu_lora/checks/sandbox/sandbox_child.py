@@ -76,15 +76,15 @@ def _limit(cpu: int, memory: int) -> list[str]:
     if resource is None:
         return []
     limits = {"CPU": cpu, "AS": memory, "NPROC": 0, "FSIZE": 0, "CORE": 0, "NOFILE": FILES, "MEMLOCK": 0, "MSGQUEUE": 0}
-    done = []
+    names = []
     for name, value in limits.items():
         with suppress(AttributeError, ValueError, OSError):
             kind = getattr(resource, f"RLIMIT_{name}")
             hard = resource.getrlimit(kind)[1]
             least = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (least, least))
-            done.append(name)
-    return done
+            names.append(name)
+    return names
 
 
 def _guard() -> None:
@@ -129,12 +129,12 @@ def _call(space: dict[str, Any], name: str, args: str, kwargs: str, whole: bool)
     """A function's value, encoded; `whole`: [value, the arguments after the call, None if they did not change]."""
     if name not in space:
         raise NameError(f"name '{name}' is not defined")
-    given, named = plain_data.load(args), plain_data.load(kwargs)
-    value = space[name](*given, **named)
+    arguments, keywords = plain_data.load(args), plain_data.load(kwargs)
+    value = space[name](*arguments, **keywords)
     if not whole:
         return plain_data.dump(value)
-    same = plain_data.dump(given) == args and plain_data.dump(named) == kwargs
-    return plain_data.dump([value, None if same else [given, named]])
+    same = plain_data.dump(arguments) == args and plain_data.dump(keywords) == kwargs
+    return plain_data.dump([value, None if same else [arguments, keywords]])
 
 
 class _Unusable(str):
@@ -175,8 +175,8 @@ def _read() -> bytes:
     return line
 
 
-def _send(kind: str, what: Any) -> None:
-    data = json.dumps([kind, what]).encode() + b"\n"
+def _send(kind: str, payload: Any) -> None:
+    data = json.dumps([kind, payload]).encode() + b"\n"
     while data:
         data = data[os.write(1, data) :]
 
@@ -200,20 +200,20 @@ def run(
         send, read: of lines, to and from the parent. describe: an exception as text.
     """
 
-    given_others: list[str] = []  # also if the test catches everything
+    refusals: list[str] = []  # also if the test catches everything
 
-    def untestable(what: object) -> UntestableError:
-        given_others.append(f"the test gives the answer {what}")
-        return UntestableError(given_others[0])
+    def untestable(problem: object) -> UntestableError:
+        refusals.append(f"the test gives the answer {problem}")
+        return UntestableError(refusals[0])
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         try:
-            given, named = plain_data.dump(list(args)), plain_data.dump(kwargs)
+            arguments, keywords = plain_data.dump(list(args)), plain_data.dump(kwargs)
         except plain_data.NotPlainError as error:
             raise untestable(error) from None
-        if odd := _opaque([plain_data.load(given), plain_data.load(named)]):
+        if odd := _opaque([plain_data.load(arguments), plain_data.load(keywords)]):
             raise untestable(f"{odd}, which is not plain data")
-        send("call", json.dumps([given, named]))
+        send("call", json.dumps([arguments, keywords]))
         kind, text = json.loads(read())
         if kind == "raised":
             raise _exception(text)
@@ -238,8 +238,8 @@ def run(
         return send("failed", "the test ran out of memory")
     except BaseException as error:
         return send("failed", _where(error, job["test"]) + describe(error).removesuffix("AssertionError: "))
-    if given_others:
-        return send("untestable", given_others[0])
+    if refusals:
+        return send("untestable", refusals[0])
     send("passed", "")
 
 

@@ -62,7 +62,7 @@ class Confinement:
     def unenforced(self) -> list[str]:
         """The limits that the system does not enforce, of: files, network, other processes, memory. Time always is."""
         places = {"files": "mount", "network": "network", "other processes": "PID"}
-        result = [what for what, kind in places.items() if self.refused and kind not in self.namespaces]
+        result = [limit for limit, kind in places.items() if self.refused and kind not in self.namespaces]
         return result + ([] if "AS" in self.limits else ["memory"])
 
     def __str__(self) -> str:
@@ -137,9 +137,9 @@ class SandboxProcess:
         self._wait_until(self.timeout)
         self.say(job)
 
-    def say(self, what: Any) -> None:
+    def say(self, message: Any) -> None:
         """Send a line of JSON, without waiting until it is read; if the process has ended, `next` reports that."""
-        self._lines.put(json.dumps(what).encode() + b"\n")
+        self._lines.put(json.dumps(message).encode() + b"\n")
 
     def next(self) -> tuple[str, str]:
         """The next message: ("parsed", ""), ("value", JSON of plain data), ("raised" or "failed", reason), and those of
@@ -148,10 +148,10 @@ class SandboxProcess:
         Raises:
             EndedError: the process ended or exceeded its time.
         """
-        kind, what = self._hear()
-        if not isinstance(kind, str) or not isinstance(what, str):
+        kind, text = self._hear()
+        if not isinstance(kind, str) or not isinstance(text, str):
             raise ProcessEnded(SOMETHING_ELSE)
-        return kind, what
+        return kind, text
 
     def _wait_until(self, seconds: float) -> None:
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
@@ -173,10 +173,10 @@ class SandboxProcess:
         line = bytes(self._rest[:end])
         del self._rest[: end + 1]
         try:
-            kind, what = json.loads(line)
+            kind, payload = json.loads(line)
         except (ValueError, TypeError, RecursionError):
             raise ProcessEnded(SOMETHING_ELSE) from None
-        return kind, what
+        return kind, payload
 
     def close(self) -> None:
         """Kill the process with everything that it started."""

@@ -84,9 +84,9 @@ def _figure(name: str, value: float) -> str:
 
 
 def ceiling_lines(ceilings: Ceilings) -> list[str]:
-    beside = f" (NumPy's matmul: {ceilings.numpy_gflops:.4g})" if ceilings.numpy_gflops else ""
+    comparison = f" (NumPy's matmul: {ceilings.numpy_gflops:.4g})" if ceilings.numpy_gflops else ""
     return [
-        f"compute {ceilings.fma_gflops:.4g} GFLOP/s{beside}, decoding NF4 {ceilings.decode_fma_gflops:.4g} GFLOP/s",
+        f"compute {ceilings.fma_gflops:.4g} GFLOP/s{comparison}, decoding NF4 {ceilings.decode_fma_gflops:.4g} GFLOP/s",
         f"memory {ceilings.bandwidth_gbs:.3g} GB/s, starting a kernel {duration(ceilings.dispatch_seconds)}",
     ]
 

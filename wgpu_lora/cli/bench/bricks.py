@@ -222,9 +222,9 @@ def bricks(
     from wgpu_lora.track.run_recorder import remarks
 
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
-    used = {option for name in names for option in load_contract(name).options}
-    untuned = set() if "tune" in used else {"retune"}
-    refuse_unused(ctx, set(OPTIONS) - used | untuned, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
+    options = {option for name in names for option in load_contract(name).options}
+    untuned = set() if "tune" in options else {"retune"}
+    refuse_unused(ctx, set(OPTIONS) - options | untuned, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
     if retune and not tuning_enabled(tune):
         raise UserError("--retune does nothing with --no-tune or WGPU_LORA_NO_TUNE: leave one of them out.")
     sizes = {
@@ -355,9 +355,9 @@ def compare(
     for text in differences(result):
         line("differs", text)
     labels = dict.fromkeys(label for file in result for label in file.figures)
-    both = len(result) == 2
-    rows = [comparing_cells(label, [file.figures.get(label) for file in result], both) for label in labels]
-    columns = ("measured", *names, *(["new / old"] if both else []))
+    has_pair = len(result) == 2
+    rows = [comparing_cells(label, [file.figures.get(label) for file in result], has_pair) for label in labels]
+    columns = ("measured", *names, *(["new / old"] if has_pair else []))
     console().print(table(columns, rows, columns[:1]))
     return 0
 

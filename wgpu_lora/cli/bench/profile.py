@@ -96,14 +96,14 @@ def profile(
         "compute_dtype": args.compute_dtype,
         "tiles": "of the run" if choices else "default",
     }
-    what = described(work)
+    description = described(work)
     if trace:
-        write_trace(Path(trace), result, what)
+        write_trace(Path(trace), result, description)
     if as_json:
         print_json(header(SCHEMA, opened.device, work=work) | result.as_dict(by_shape))
         return 0
     line("device", f"{opened.device.info.name}, {opened.device.info.driver}, {opened.device.info.backend}")
-    line("step", what)
+    line("step", description)
     console().print(_table(result, by_shape))
     _summary(result)
     if trace:
@@ -120,20 +120,20 @@ def _arguments(ctx: typer.Context, record: RunRecord | None, sizes: dict[str, An
     if record is None:
         return TrainingArguments(**training_options(sizes))
     rows, tokens = trained_sizes(record)
-    given = training_options({name: value for name, value in sizes.items() if is_given(ctx, name)})
-    return replace(record.options, **{"per_device_train_batch_size": rows, "max_length": tokens, **given})
+    options = training_options({name: value for name, value in sizes.items() if is_given(ctx, name)})
+    return replace(record.options, **{"per_device_train_batch_size": rows, "max_length": tokens, **options})
 
 
 def _table(profile: Profile, by_shape: bool) -> Any:
     from wgpu_lora.cli.bench.brick_tables import duration
 
-    left = ("kernel", "shape") if by_shape else ("kernel",)
+    text_columns = ("kernel", "shape") if by_shape else ("kernel",)
     rows = []
     for group in profile.groups(by_shape):
         gflops = "" if group.gflops is None else f"{group.gflops:,.1f}"
         shape = [group.shape or ""] if by_shape else []
         rows.append((group.kernel, *shape, f"{group.calls:,}", duration(group.seconds), f"{group.share:.1%}", gflops))
-    return table((*left, "calls", "time", "share", "GFLOP/s"), rows, left)
+    return table((*text_columns, "calls", "time", "share", "GFLOP/s"), rows, text_columns)
 
 
 def _summary(profile: Profile) -> None:

@@ -132,8 +132,8 @@ def _show_run(record: Record) -> None:
 
     number = record["number"] + 1
     if record["error"]:
-        done = f"{record['done_steps']:,} of {count_noun(record['planned_steps'], 'step')}"
-        line("run", f"{number}: failed after {done}: {record['error']}")
+        progress = f"{record['done_steps']:,} of {count_noun(record['planned_steps'], 'step')}"
+        line("run", f"{number}: failed after {progress}: {record['error']}")
         return
     memory = f"{format_bytes(record['peak_allocated'])} of {format_bytes(record['peak_planned'])} planned"
     line(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from wgpu_lora.cli.cluster.run_table import Table, report
 from wgpu_lora.cli.console import line
 from wgpu_lora.cluster import local_ray
 from wgpu_lora.cluster.cluster_connection import Cluster, ClusterGone, Target, connected
-from wgpu_lora.cluster.messages import RunRequest, Task, to_plain
+from wgpu_lora.cluster.messages import RunRequest, Task
 from wgpu_lora.cluster.node_versions import difference, own_versions
 from wgpu_lora.cluster.preflight import check_here, listed_hosts, missing_hosts, request_of, surveyed
 from wgpu_lora.cluster.run_results import write_evaluations
@@ -127,9 +128,9 @@ def _request(
             line("left out", f"{node.host}, since {reason}")
     devices = sum(len(node.devices) for node in nodes)
     line("cluster", f"{count_noun(devices, 'device')} of {count_noun(len(nodes), 'host')}: {listed_hosts(nodes)}")
-    if where.file and (gone := missing_hosts(nodes, where.file)):
-        again = f"'{program()} cluster up{where.words()}' starts it again"
-        line("missing", f"{join_words(gone, most=3)}: the run goes on without; {again}")
+    if where.file and (missing := missing_hosts(nodes, where.file)):
+        advice = f"'{program()} cluster up{where.words()}' starts it again"
+        line("missing", f"{join_words(missing, most=3)}: the run goes on without; {advice}")
     return request_of(cluster, nodes, tasks, options, sweep)
 
 
@@ -156,7 +157,7 @@ def _submit(cluster: Cluster, request: RunRequest, where: Target) -> str:
     """
     signals: list[int] = []
     with on_end_signal(signals.append):
-        run = str(cluster.controller("submit", to_plain(request), seconds=SUBMIT_SECONDS))
+        run = str(cluster.controller("submit", asdict(request), seconds=SUBMIT_SECONDS))
     if signals:
         line("detached", f"{run} is accepted, and goes on")
         _print_commands(where, run)

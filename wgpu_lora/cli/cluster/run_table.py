@@ -76,7 +76,7 @@ class Table:
         else:
             self._print_lines(snapshot)
 
-    def kept(self, task: str, why: str) -> None:
+    def not_fetched(self, task: str, why: str) -> None:
         self._print("kept", f"{task}: its result stays on the cluster: {why}")
 
     def away(self, seconds: float) -> None:
@@ -154,10 +154,10 @@ class Table:
 def _table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
-    left: Collection[str],
+    text_columns: Collection[str],
     styles: Iterable[str | None] = repeat(None),
 ) -> Any:
-    return table(columns, [[Text(escape_unprintable(cell)) for cell in row] for row in rows], left, styles)
+    return table(columns, [[Text(escape_unprintable(cell)) for cell in row] for row in rows], text_columns, styles)
 
 
 def _event(event: EventLine) -> str:
@@ -178,8 +178,8 @@ def state_of(task: TaskView) -> str:
 
 
 def steps_of(task: TaskView) -> str:
-    done, total = task.progress.step, task.progress.total_steps
-    return f"{done:,}/{total:,}" if total else f"{done:,}" if done else ""
+    step, total = task.progress.step, task.progress.total_steps
+    return f"{step:,}/{total:,}" if total else f"{step:,}" if step else ""
 
 
 def numbers_of(task: TaskView) -> list[str]:
@@ -197,9 +197,9 @@ def sentence_of(task: TaskView, places: Mapping[str, str]) -> str:
     """A task in a line without columns."""
     device = places.get(task.device or "", task.device or "")
     doing = state_of(task) if state_of(task) != task.state else ""
-    loss, heldout, speed, left = numbers_of(task)
+    loss, heldout, speed, remaining = numbers_of(task)
     parts = zip(
-        FORMS, (task.name, steps_of(task), loss, heldout, speed, device, left, doing, why_of(task)), strict=True
+        FORMS, (task.name, steps_of(task), loss, heldout, speed, device, remaining, doing, why_of(task)), strict=True
     )
     return "  ".join(form.format(part) for form, part in parts if part)
 
@@ -233,8 +233,8 @@ def reasons(tasks: Iterable[TaskView]) -> list[tuple[str, str]]:
         if why := why_of(task):
             names.setdefault((task.state, why), []).append(task.name)
     result = []
-    for (state, why), (first, *others) in sorted(names.items(), key=lambda one: REASON_ORDER.index(one[0][0])):
-        also = f" and {count_noun(len(others), 'other')}" if others else ""
+    for (state, why), (first, *other_names) in sorted(names.items(), key=lambda one: REASON_ORDER.index(one[0][0])):
+        also = f" and {count_noun(len(other_names), 'other')}" if other_names else ""
         result.append((state, f"{first}{also}: {why}"))
     return result
 
@@ -305,8 +305,8 @@ def show_status(snapshot: Snapshot) -> None:
     for view in snapshot.devices:
         if view.state == "quarantined":
             place = places[view.facts.id]
-            again = f"'{program()} cluster release {place}' uses it again"
-            line("aside", f"jobs failed on {place} {view.failures} times in a row: {again}")
+            advice = f"'{program()} cluster release {place}' uses it again"
+            line("aside", f"jobs failed on {place} {view.failures} times in a row: {advice}")
     if snapshot.runs:
         print()
         of_runs = ("run", "by", "began", "adapters", "tokens/s", "results")
@@ -314,8 +314,8 @@ def show_status(snapshot: Snapshot) -> None:
         for run in snapshot.runs[-STATUS_RUNS:]:
             tasks = [task for task in snapshot.tasks if task.run == run.name]
             began = time.strftime("%m-%d %H:%M", time.localtime(run.began))
-            here = "fetched" if all(task.fetched for task in tasks) else "to be fetched by 'attach'"
-            results = run.shared or (here if run.over else "")
+            status = "fetched" if all(task.fetched for task in tasks) else "to be fetched by 'attach'"
+            results = run.shared or (status if run.over else "")
             rows.append([run.name, run.by, began, states_of(tasks), speed_of(tasks), results])
         console().print(_table(of_runs, rows, (*of_runs[:4], "results")))
     over = {run.name for run in snapshot.runs if run.over}

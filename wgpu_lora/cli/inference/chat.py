@@ -126,10 +126,14 @@ class ChatSession:
     def say(self, text: str) -> None:
         """Print a line that is not part of an answer: on the terminal, or to stderr in a pipe."""
         text = escape_unprintable(text, "\n")
-        print(folded(text) if self._seen else text, file=sys.stdout if self._seen else sys.stderr, flush=True)
+        print(
+            folded(text) if self._on_terminal else text,
+            file=sys.stdout if self._on_terminal else sys.stderr,
+            flush=True,
+        )
 
     @property
-    def _seen(self) -> bool:
+    def _on_terminal(self) -> bool:
         return self.reader.typed and is_terminal(sys.stdout)
 
     def run(self) -> int:
@@ -167,7 +171,7 @@ class ChatSession:
         except UserError as error:
             return self._refuse(error)
         if text is None:
-            if self._seen:
+            if self._on_terminal:
                 print(flush=True)
             return False
         try:
@@ -209,19 +213,19 @@ class ChatSession:
             self.say(note)
 
     def _show_one(self, pieces: Iterator[tuple[str, str]]) -> None:
-        waiting = console().status("") if self._seen else nullcontext()
+        waiting = console().status("") if self._on_terminal else nullcontext()
         with waiting:
             first = [piece for piece in [next(pieces, None)] if piece]
         for _, piece in chain(first, pieces):
             print(for_stdout(piece), end="", flush=True)
-        if first or not self._seen:  # in a pipe, an empty answer is an empty line
+        if first or not self._on_terminal:  # in a pipe, an empty answer is an empty line
             print(flush=True)
 
     def _show_several(self, pieces: Iterator[tuple[str, str]]) -> None:
-        if self._seen:
-            with SideBySide(console(), list(self.chat.lanes)) as shown:
+        if self._on_terminal:
+            with SideBySide(console(), list(self.chat.lanes)) as view:
                 for name, piece in pieces:
-                    shown.add(name, piece)
+                    view.add(name, piece)
             return
         texts = dict.fromkeys(self.chat.lanes, "")
         for name, piece in pieces:
@@ -232,11 +236,11 @@ class ChatSession:
         """Notes about the last turn that its answer does not show."""
         chat, notes = self.chat, []
         for name, count in chat.left_out.items():
-            whose = f" of {name}" if len(chat.lanes) > 1 else ""
+            owner = f" of {name}" if len(chat.lanes) > 1 else ""
             turns = "turn" if count == 1 else f"{count} turns"
             verbs = ("fits", "was") if count == 1 else ("fit", "were")
             notes.append(
-                f"the oldest {turns}{whose} no longer {verbs[0]} in {chat.capacity:,} tokens and {verbs[1]} left out"
+                f"the oldest {turns}{owner} no longer {verbs[0]} in {chat.capacity:,} tokens and {verbs[1]} left out"
             )
         reasons = {name: reply.generation.stop_reason for name, reply in chat.replies.items()}
         if "interrupt" in reasons.values():

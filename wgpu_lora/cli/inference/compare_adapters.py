@@ -30,11 +30,11 @@ def show_answers(answers: Mapping[str, Answer]) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    shown = console()
+    screen = console()
     for name, answer in answers.items():
         end = Text(f"{count_noun(len(answer.token_ids), 'token')}, {answer.stop_reason}", "dim")
         title = Text(escape_unprintable(name), "bold")
-        shown.print(
+        screen.print(
             Panel(
                 Text(escape_unprintable(answer.text, "\n\t")),
                 title=title,
@@ -51,15 +51,15 @@ def show_losses(losses: Mapping[str, Evaluation]) -> None:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("name", overflow="fold")
-    shown = [
+    metrics = [
         name for name in ("rewards/accuracies", "rewards/margins") if any(name in f.metrics for f in losses.values())
     ]
-    titles = shown or ["perplexity"]
+    titles = metrics or ["perplexity"]
     for title in ("loss", *titles, "tokens"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, result in losses.items():
-        others = [result.metrics.get(metric) for metric in shown] or [result.perplexity]
-        values = ["" if value is None else f"{value:.4f}" for value in others]
+        figures = [result.metrics.get(metric) for metric in metrics] or [result.perplexity]
+        values = ["" if value is None else f"{value:.4f}" for value in figures]
         table.add_row(Text(escape_unprintable(name)), f"{result.loss:.6f}", *values, f"{result.tokens:,}")
     console().print(table)
     rows, seconds = next(iter(losses.values())).rows, sum(result.seconds for result in losses.values())

@@ -150,29 +150,29 @@ def evaluate(
     from wgpu_lora.train.run.trained_options import check_rows, evaluation_rows
 
     adapters = named_adapters(adapter or [])
-    several = compare or len(adapters) > 1
-    if several:
+    comparison = compare or len(adapters) > 1
+    if comparison:
         slots_of(adapters, compare)  # before anything is opened
     options = {"objective": objective, "teacher": teacher}
     options |= {"teacher_adapter": teacher_adapter, "teacher_cache": teacher_cache}
     options |= {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
     options |= {"goal": goal, "notes": notes, "run_log": run_log}
-    given: dict[str, Any] = {
+    row_options: dict[str, Any] = {
         "max_length": max_length,
         "on_overflow": on_overflow,
         "completion_only_loss": completion_only_loss,
         "enable_thinking": enable_thinking,
     }
     try:
-        check_rows(given)  # before anything is opened
+        check_rows(row_options)  # before anything is opened
         opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
-        rows = evaluation_rows(given, list(adapters.values()), opened.config.max_position_embeddings)
-        options |= {name: getattr(rows, name) for name in given}
+        rows = evaluation_rows(row_options, list(adapters.values()), opened.config.max_position_embeddings)
+        options |= {name: getattr(rows, name) for name in row_options}
         if rows.note and not as_json:
             line("note", rows.note)
         with Bar("loading", opened.tensors_to_load()) as loading, Bar("evaluating", None, " rows") as evaluating:
             options["events"] = _Shown(loading, evaluating)
-            if several:
+            if comparison:
                 losses = evaluate_several(opened, data, adapters, include_base=compare, **options)
             else:
                 name, directory = next(iter(adapters.items()), (BASE, None))
@@ -181,7 +181,7 @@ def evaluate(
         if as_json:
             print_json({"loss": None, "error": str(error)})
         return _fail(str(error))
-    if several:
+    if comparison:
         if as_json:
             print_json(as_rows(losses, adapters))
         else:

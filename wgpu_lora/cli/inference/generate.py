@@ -136,26 +136,26 @@ def generate(
     if output:
         check_new(output, "--output")
     adapters = named_adapters(adapter or [])
-    several = compare or len(adapters) > 1
-    slots = slots_of(adapters, compare) if several else {next(iter(adapters), BASE): 0 if adapters else None}
+    comparison = compare or len(adapters) > 1
+    slots = slots_of(adapters, compare) if comparison else {next(iter(adapters), BASE): 0 if adapters else None}
     opened = open_model(model_of(adapters, model), device, base_dtype)
-    asked = [request.prompt for request in requests]
-    for note in prompt_notes(tokenizer_of(opened), asked, generation.prompt_format, adapters.values()):
+    inputs = [request.prompt for request in requests]
+    for note in prompt_notes(tokenizer_of(opened), inputs, generation.prompt_format, adapters.values()):
         _note(note)
     with Bar("loading", opened.tensors_to_load()) as bar:
-        if len(requests) == 1 and not (several or output or prompts):
+        if len(requests) == 1 and not (comparison or output or prompts):
             _answer_one(opened, requests[0], adapters, generation, as_json, bar)
             return 0
         rows: list[dict[str, Any]] = []
         with kept_on_failure(output, lambda: rows, _note):
             result = answer_table(
                 opened,
-                asked,
+                inputs,
                 adapters,
                 slots,
                 generation,
-                batch=batch_size or (len(slots) if len(asked) == 1 else None),
-                events=_Collected(requests, several, rows, bar),
+                batch=batch_size or (len(slots) if len(inputs) == 1 else None),
+                events=_Collected(requests, comparison, rows, bar),
             )
             if output:
                 write_new_bytes(output, to_jsonl(rows), "--output")
@@ -164,12 +164,13 @@ def generate(
     elif prompts:
         print("\n".join(map(to_json, rows)), flush=True)
     elif as_json:
-        listed = [
-            as_rows(answers, adapters) if several else [one.as_dict() for one in answers.values()] for answers in result
-        ]
-        print_json([row for rows in listed for row in rows])
+        row_lists = (
+            as_rows(answers, adapters) if comparison else [one.as_dict() for one in answers.values()]
+            for answers in result
+        )
+        print_json([row for rows in row_lists for row in rows])
     else:
-        show_answers(_titled(requests, result, several))
+        show_answers(_titled(requests, result, comparison))
     return 0
 
 
@@ -184,9 +185,9 @@ class _Streamed(TensorBar):
 class _Collected(TensorBar):
     """Keeps every answer as a row, as soon as it is complete."""
 
-    def __init__(self, requests: list[Request], several: bool, rows: list[dict[str, Any]], bar: Bar):
+    def __init__(self, requests: list[Request], comparison: bool, rows: list[dict[str, Any]], bar: Bar):
         super().__init__(bar)
-        self._requests, self._several, self._rows = requests, several, rows
+        self._requests, self._several, self._rows = requests, comparison, rows
 
     def answering(self, done: int, total: int, tokens: int) -> None:
         self._bar.advance(f"answering, {count_noun(tokens, 'token')} so far", to=done, total=total)
@@ -225,16 +226,17 @@ def _answer_one(
         _note(EMPTY)
 
 
-def _titled(requests: list[Request], found: list[dict[str, Answer]], several: bool) -> dict[str, Answer]:
+def _titled(requests: list[Request], results: list[dict[str, Answer]], comparison: bool) -> dict[str, Answer]:
     """Answers by titles that distinguish them: names, prompts, or both."""
     if len(requests) == 1:
-        return found[0]
-    titled: dict[str, Answer] = {}
-    for number, (request, answers) in enumerate(zip(requests, found, strict=True), 1):
+        return results[0]
+    by_title: dict[str, Answer] = {}
+    for number, (request, answers) in enumerate(zip(requests, results, strict=True), 1):
         line = " ".join(str(request.prompt).split())
         short = line if len(line) <= TITLE else f"{line[: TITLE - 3]}..."
-        titled |= {f"{number}. {short}{f' ({name})' if several else ''}": answer for name, answer in answers.items()}
-    return titled
+        for name, answer in answers.items():
+            by_title[f"{number}. {short}{f' ({name})' if comparison else ''}"] = answer
+    return by_title
 
 
 def _note(text: str) -> None:

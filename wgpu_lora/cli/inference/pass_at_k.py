@@ -28,16 +28,16 @@ def evaluate_checks(
     pass_at_k: str,
     samples: int,
     settings: dict[str, Any],
-    named: Sequence[str],
+    adapter_options: Sequence[str],
     compare: bool,
     model: str | None,
     output: Path | None,
     options: Mapping[str, Any],
     opening: tuple[str | None, str],
     as_json: bool,
-    said: Mapping[str, Any],
+    log_facts: Mapping[str, Any],
 ) -> int:
-    """Run the command; options: of `measure`; opening: device and type of the base; said: for the run log."""
+    """Run the command; options: of `measure`; opening: device and type of the base; log_facts: for the run log."""
     from wgpu_lora.atomic import check_new, write_new_bytes
     from wgpu_lora.checks.coding_problems import read_problems
     from wgpu_lora.checks.pass_at_k import check_settings, measure, parse_ks
@@ -60,9 +60,9 @@ def evaluate_checks(
         raise UserError(f"--batch-size must be at least 1, not {options['batch']}.")
     if output:
         check_new(output, "--output")
-    adapters = named_adapters(named)
-    several = compare or len(adapters) > 1
-    slots = slots_of(adapters, compare) if several else {next(iter(adapters), BASE): 0 if adapters else None}
+    adapters = named_adapters(adapter_options)
+    comparison = compare or len(adapters) > 1
+    slots = slots_of(adapters, compare) if comparison else {next(iter(adapters), BASE): 0 if adapters else None}
     source = heldout_data(data, split, dataset_config)
     problems = read_problems(source)
     opened = open_model(model_of(adapters, model), *opening)
@@ -72,7 +72,7 @@ def evaluate_checks(
     result: list[Sample] = []
     config = {**settings, "pass_at_k": pass_at_k, "samples": samples, "timeout": options["timeout"]}
     with (
-        remarks(**said),
+        remarks(**log_facts),
         _recorded(opened, source, slots, adapters, config) as entries,
         Bar("loading", opened.tensors_to_load()) as bar,
         kept_on_failure(output, lambda: [one.as_dict() for one in result], _note),
@@ -85,7 +85,7 @@ def evaluate_checks(
             generation_options(settings, "The command line"),
             adapters,
             slots,
-            found=result,
+            received=result,
             events=_Shown(bar),
             **options,
         )
@@ -158,7 +158,7 @@ def _show(rates: PassRates, ks: Sequence[int]) -> None:
         ]
         for name, rate in rates.rates.items()
     ]
-    console().print(table(["name", *(f"pass@{k}" for k in ks), *outcomes], rows, left=["name"]))
+    console().print(table(["name", *(f"pass@{k}" for k in ks), *outcomes], rows, text_columns=["name"]))
     first = next(iter(rates.rates.values()))
     each = count_noun(first.samples, "sample")
     form = "continued as text" if rates.completion else "asked in a chat"

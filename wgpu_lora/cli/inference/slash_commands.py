@@ -80,11 +80,11 @@ class SlashCommands:
     def _adapter(self, rest: str) -> None:
         if not rest:
             return self._adapters(rest)
-        names = list(dict.fromkeys(name for text in _words(rest) for name in self._named(text)))
+        names = list(dict.fromkeys(name for text in _words(rest) for name in self._resolve_names(text)))
         self.chat.select(names)
         self.say(f"{join_words(names)} answer{'s' if len(names) == 1 else ''} from now on")
 
-    def _named(self, text: str) -> list[str]:
+    def _resolve_names(self, text: str) -> list[str]:
         """The names that a word stands for; a directory is loaded first."""
         from wgpu_lora.infer.named_adapters import BASE, named_adapters
 
@@ -97,9 +97,9 @@ class SlashCommands:
             return list(chat.adapters)
         ((name, directory),) = named_adapters([text]).items()
         directory = directory.expanduser()
-        for known, where in chat.adapters.items():
+        for adapter, where in chat.adapters.items():
             if os.path.realpath(where) == os.path.realpath(directory):
-                return [known]
+                return [adapter]
         if not directory.is_dir():
             raise UserError(f"There is no adapter '{text}': /adapters lists them, or give a directory.")
         chat.add(name, directory)

@@ -71,10 +71,10 @@ def _rows(claims: dict[str, Any], quote: dict[str, Any] | None) -> list[tuple[st
     for name, text in CLAIMS.items():
         with suppress(KeyError):
             rows.append((name, text.format_map(claims)))
-    others, process = claims["dependencies"], claims["process"]
-    changed = ", ".join(name for name, one in others.items() if not one["intact"])
+    packages, process = claims["dependencies"], claims["process"]
+    changed = ", ".join(name for name, one in packages.items() if not one["intact"])
     rows += [
-        ("dependencies", f"{len(others)} packages, {f'changed: {changed}' if changed else 'all intact'}"),
+        ("dependencies", f"{len(packages)} packages, {f'changed: {changed}' if changed else 'all intact'}"),
         ("of no package", f"{len(process['unlisted'])} modules, {len(process.get('libraries', ()))} libraries"),
         ("variables", ", ".join(claims["environment"]) or "none"),
     ]

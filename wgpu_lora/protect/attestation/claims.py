@@ -118,9 +118,9 @@ def gather(
             "recipients": list(job.recipients),
             "data": [{"role": role, **facts} for role, facts in job.digests().items()],
         }
-    stated = {name: value for name, value in claims.items() if value is not None}
+    values = {name: value for name, value in claims.items() if value is not None}
     # As a verifier reads them; file names may be any bytes, which Python has as characters that UTF-8 does not.
-    text = json.dumps(stated, allow_nan=False, ensure_ascii=False).encode("utf-8", "xmlcharrefreplace")
+    text = json.dumps(values, allow_nan=False, ensure_ascii=False).encode("utf-8", "xmlcharrefreplace")
     plain: dict[str, Any] = json.loads(text)
     return plain
 
@@ -153,18 +153,18 @@ def attest(claims: Mapping[str, Any], keys: SessionKeys, quote: bool | None = No
     Raises:
         UserError: a quote was asked for and there is no usable TPM, or the claims are too long.
     """
-    stated, signed = dict(claims), None
+    payload, tpm_quote = dict(claims), None
     if quote is not False:
-        quoted = {**stated, "level": "quoted", "level_note": LEVELS["quoted"]}
+        quoted_claims = {**payload, "level": "quoted", "level_note": LEVELS["quoted"]}
         try:
-            signed = tpm.quote(bytes.fromhex(digest(quoted)))
-            stated = quoted
+            tpm_quote = tpm.quote(bytes.fromhex(digest(quoted_claims)))
+            payload = quoted_claims
         except tpm.NoQuoteError as error:
             if quote:
                 raise
-            stated["no_quote"] = error.problem
-    predicate = {"claims": stated} if signed is None else {"claims": stated, "quote": signed}
-    evidence = dsse.sign(dsse.statement(PROFILE, [("claims", digest(stated))], predicate), keys.signing)
+            payload["no_quote"] = error.problem
+    predicate = {"claims": payload} if tpm_quote is None else {"claims": payload, "quote": tpm_quote}
+    evidence = dsse.sign(dsse.statement(PROFILE, [("claims", digest(payload))], predicate), keys.signing)
     if len(evidence) > MAX_BYTES:
         raise UserError(f"The evidence is longer than {MAX_BYTES:,} bytes: shorten the job's options.")
     return evidence
@@ -179,27 +179,27 @@ def read_evidence(data: bytes) -> Evidence:
     if len(data) > MAX_BYTES:
         raise UserError(f"The evidence is longer than {MAX_BYTES:,} bytes: give the file that protect attest wrote.")
     try:
-        signing = PublicKey.parse(_stated(dsse.peek(data)).keys.signing)
+        signing = PublicKey.parse(_common_claims(dsse.peek(data)).keys.signing)
         statement = dsse.verify(data, signing)
-        stated, claims = _stated(statement), statement["predicate"]["claims"]
-        if signing.pem != stated.keys.signing:
+        common, claims = _common_claims(statement), statement["predicate"]["claims"]
+        if signing.pem != common.keys.signing:
             raise UserError("its signing key is not in the usual form")
-        if str(parse_recipient(stated.keys.recipient)) != stated.keys.recipient:
+        if str(parse_recipient(common.keys.recipient)) != common.keys.recipient:
             raise UserError("its recipient is not in the usual form")
-        check_nonce(stated.eat_nonce)
-        if (stated.level == "quoted") != ("quote" in statement["predicate"]):
+        check_nonce(common.eat_nonce)
+        if (common.level == "quoted") != ("quote" in statement["predicate"]):
             raise UserError("its level does not say whether there is a quote")
-        if stated.level_note != LEVELS[stated.level]:
+        if common.level_note != LEVELS[common.level]:
             raise UserError("its note does not say what its level means")
         quote = None
-        if stated.level == "quoted":
+        if common.level == "quoted":
             quote = tpm.verify(statement["predicate"]["quote"], bytes.fromhex(digest(claims)))
     except (UserError, ValueError, pyrage.RecipientError) as error:
         why = error.problem if isinstance(error, UserError) else str(error)
         if isinstance(error, pyrage.RecipientError):
             why = "its recipient is no age recipient"
         raise UserError(f"This is no valid evidence ({why}): ask for it again.") from None
-    return Evidence(claims, quote, signing, stated.keys.recipient, sha256(data))
+    return Evidence(claims, quote, signing, common.keys.recipient, sha256(data))
 
 
 def load_evidence(path: str | Path) -> Evidence:
@@ -214,7 +214,7 @@ class _Keys:
 
 
 @dataclass(frozen=True)
-class _Stated:
+class _CommonClaims:
     """The claims that all evidence has."""
 
     eat_nonce: str
@@ -223,7 +223,7 @@ class _Stated:
     keys: _Keys
 
 
-def _stated(statement: Mapping[str, Any]) -> _Stated:
+def _common_claims(statement: Mapping[str, Any]) -> _CommonClaims:
     """The claims in a statement of this profile, whose subject is their digest. Raises UserError, ValueError."""
     predicate = statement["predicate"]
     claims = predicate.get("claims")
@@ -233,5 +233,5 @@ def _stated(statement: Mapping[str, Any]) -> _Stated:
         raise UserError("its claims have another profile")
     if statement["subject"] != [{"name": "claims", "digest": {"sha256": digest(claims)}}]:
         raise UserError("its subject is not the digest of its claims")
-    stated: _Stated = typed(_Stated, claims, "its claims")
-    return stated
+    common: _CommonClaims = typed(_CommonClaims, claims, "its claims")
+    return common

@@ -62,9 +62,9 @@ def measurements() -> dict[str, Any]:
         UserError: a file of this package or of Python cannot be read.
     """
     try:
-        own, (dependencies, listed) = package(), installed_packages()
+        package_claims, (dependencies, listed) = package(), installed_packages()
         return {
-            "package": own,
+            "package": package_claims,
             "wgpu": {
                 "version": version("wgpu"),
                 "native_version": native_version(),
@@ -89,10 +89,10 @@ def package() -> dict[str, Any]:
     """
     digests = {name: file_digest(path) for name, path in package_files(PACKAGE).items()}
     try:
-        found = version(NAME)
+        package_version = version(NAME)
     except PackageNotFoundError:  # run from source
-        found = "0"
-    return {"version": found, "sha256": combined(digests), "files": digests}
+        package_version = "0"
+    return {"version": package_version, "sha256": combined(digests), "files": digests}
 
 
 def python() -> dict[str, Any]:
@@ -112,14 +112,14 @@ def python() -> dict[str, Any]:
 def kernel() -> dict[str, Any]:
     """The operating system (without the machine's name) and, on Linux, what guards a process from its administrator."""
     system = platform.uname()
-    found = {name: getattr(system, name) for name in ("system", "release", "version", "machine")}
+    facts = {name: getattr(system, name) for name in ("system", "release", "version", "machine")}
     guards = {
         "ptrace_scope": "/proc/sys/kernel/yama/ptrace_scope",
         "tainted": "/proc/sys/kernel/tainted",
         "lockdown": "/sys/kernel/security/lockdown",
     }
-    found |= {name: system_file(path).strip()[:80] for name, path in guards.items()}
-    return {name: value for name, value in found.items() if value}
+    facts |= {name: system_file(path).strip()[:80] for name, path in guards.items()}
+    return {name: value for name, value in facts.items() if value}
 
 
 def environment(values: Mapping[str, str]) -> dict[str, str]:
@@ -150,16 +150,16 @@ def installed_packages() -> tuple[dict[str, dict[str, Any]], set[str]]:
     Claims are version; sha256: over the contents of the files that came with it, the same on every machine;
     record_sha256: of RECORD; intact: whether all files are as RECORD says; changed: the first that are not.
     """
-    found = {name: (one, _record(one)) for name, one in _required().items()}
-    listed = {path for _, record in found.values() for path, _ in record.values()}
+    packages = {name: (one, _record(one)) for name, one in _required().items()}
+    listed = {path for _, record in packages.values() for path, _ in record.values()}
     missing = {path for file in loaded_files() if not accounted(file, listed) for path in _spellings(file)}
-    for other in distributions() if missing else ():
-        name, record = canonicalize_name(other.name or ""), _record(other)
+    for candidate in distributions() if missing else ():
+        name, record = canonicalize_name(candidate.name or ""), _record(candidate)
         files = {path for path, _ in record.values()}
-        if name and name not in found and name != NAME and not missing.isdisjoint(files):
-            found[name] = other, record
+        if name and name not in packages and name != NAME and not missing.isdisjoint(files):
+            packages[name] = candidate, record
             listed |= files
-    return {name: _measure(*one) for name, one in sorted(found.items())}, listed
+    return {name: _measure(*one) for name, one in sorted(packages.items())}, listed
 
 
 def accounted(file: str, listed: Collection[str]) -> bool:
@@ -191,25 +191,25 @@ def loaded_files() -> list[str]:
 
 def _required() -> dict[str, Distribution]:
     """What is installed of this package's requirements and of theirs, with the extras that they ask for."""
-    found: dict[str, Distribution] = {}
-    seen: set[tuple[str, frozenset[str]]] = set()
+    packages: dict[str, Distribution] = {}
+    visited: set[tuple[str, frozenset[str]]] = set()
     waiting = [(NAME, frozenset({"protect", "tpm"}))]
     while waiting:
         name, extras = one = waiting.pop()
-        if one in seen:
+        if one in visited:
             continue
-        seen.add(one)
+        visited.add(one)
         try:
-            found[name] = here = distribution(name)
+            packages[name] = current = distribution(name)
         except PackageNotFoundError:  # not required here, or installed in another way: it is missing from the claims
             continue
-        for text in here.requires or ():
+        for text in current.requires or ():
             with suppress(InvalidRequirement):
                 need = Requirement(text)
                 if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
                     waiting.append((canonicalize_name(need.name), frozenset(need.extras)))
-    found.pop(NAME, None)  # `package` reads all of its files
-    return found
+    packages.pop(NAME, None)  # `package` reads all of its files
+    return packages
 
 
 def _record(one: Distribution) -> dict[str, tuple[str, str]]:
@@ -227,11 +227,11 @@ def _measure(one: Distribution, record: Mapping[str, tuple[str, str]]) -> dict[s
     for name, (path, expected) in sorted(record.items()):
         if not expected:  # compiled files, and RECORD itself
             continue
-        found, stated = _file_digests(path, expected.partition("=")[0])
-        if stated != expected:
+        content_digest, record_hash = _file_digests(path, expected.partition("=")[0])
+        if record_hash != expected:
             changed.append(name)
         if not name.startswith("..") and Path(name).name not in BY_INSTALLERS:
-            total.update(f"{found}  {name}\n".encode("utf-8", "surrogateescape"))
+            total.update(f"{content_digest}  {name}\n".encode("utf-8", "surrogateescape"))
     claims: dict[str, Any] = {"version": one.version, "intact": bool(record) and not changed}
     if text is None:
         changed = ["RECORD"]
@@ -244,14 +244,14 @@ def _file_digests(path: str, kind: str) -> tuple[str, str]:
     """A file's SHA-256 in hexadecimal, and its digest in RECORD's form by another hash; ("missing", "") if neither is
     possible."""
     try:
-        found = file_digest(Path(path))
+        digest = file_digest(Path(path))
         if kind not in HASHES:
             return "missing", ""
         with open(path, "rb") as file:
-            raw = bytes.fromhex(found) if kind == "sha256" else hashlib.file_digest(file, kind).digest()
+            raw = bytes.fromhex(digest) if kind == "sha256" else hashlib.file_digest(file, kind).digest()
     except OSError:
         return "missing", ""
-    return found, f"{kind}={base64.urlsafe_b64encode(raw).rstrip(b'=').decode()}"
+    return digest, f"{kind}={base64.urlsafe_b64encode(raw).rstrip(b'=').decode()}"
 
 
 # -- what this process has loaded that no list of files accounts for ---------------------------------------------------
@@ -272,7 +272,7 @@ def loaded_code(listed: Collection[str]) -> dict[str, Any]:
         import_hooks: types of finders other than Python's own. traced: whether a debugger or tracer is attached.
     """
     modules, tracer = loaded_files(), re.search(r"^TracerPid:\s*[1-9]", system_file("/proc/self/status"), re.MULTILINE)
-    found: dict[str, Any] = {
+    claims: dict[str, Any] = {
         "unlisted": _digests([*modules, *_pth_files()], listed),
         "fileless": sorted(
             name
@@ -287,8 +287,8 @@ def loaded_code(listed: Collection[str]) -> dict[str, Any]:
     }
     libraries = _libraries()
     if libraries is not None:
-        found["libraries"] = _digests(libraries, listed)
-    return found
+        claims["libraries"] = _digests(libraries, listed)
+    return claims
 
 
 def _own_modules() -> list[str]:
@@ -328,18 +328,18 @@ def _compiled_otherwise(source: str) -> bool:
         return False  # there is none
     try:
         code = marshal.loads(cached[HEADER:])
-        meant = compile(Path(source).read_bytes(), source, "exec", dont_inherit=True, optimize=sys.flags.optimize)
+        expected = compile(Path(source).read_bytes(), source, "exec", dont_inherit=True, optimize=sys.flags.optimize)
     except (OSError, ValueError, EOFError, TypeError, SyntaxError):
         return True
-    return not isinstance(code, CodeType) or code != meant
+    return not isinstance(code, CodeType) or code != expected
 
 
 def _would_be_loaded(cached: bytes, source: os.stat_result) -> bool:
     """Whether a compiled file's header (PEP 552) fits this Python and its source; one by hash is taken to do so."""
     if len(cached) < HEADER or cached[:4] != importlib.util.MAGIC_NUMBER:
         return False
-    flags, stated, size = struct.unpack("<3I", cached[4:HEADER])
-    return bool(flags) or (stated, size) == (int(source.st_mtime) & 0xFFFFFFFF, source.st_size & 0xFFFFFFFF)
+    flags, timestamp, size = struct.unpack("<3I", cached[4:HEADER])
+    return bool(flags) or (timestamp, size) == (int(source.st_mtime) & 0xFFFFFFFF, source.st_size & 0xFFFFFFFF)
 
 
 def _libraries() -> list[str] | None:

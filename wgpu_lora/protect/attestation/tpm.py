@@ -59,7 +59,7 @@ def quote(digest: bytes) -> dict[str, Any]:
     Raises:
         NoQuoteError: there is no TPM, or it cannot be used.
     """
-    with _opened() as tpm:
+    with _open_tpm() as tpm:
         handle, pem = _key(tpm)
         try:
             for _ in range(TRIES):
@@ -67,26 +67,26 @@ def quote(digest: bytes) -> dict[str, Any]:
                 if not any(pcrs[IMA]):
                     del pcrs[IMA]  # IMA is not in use
                 attest, signature = tpm.quote(handle, _selection(pcrs), digest)
-                found = {
+                result = {
                     "attest": base64.b64encode(bytes(attest)).decode(),
                     "signature": base64.b64encode(signature.marshal()).decode(),
                     "key_pem": pem,
                     "pcrs": {str(number): value.hex() for number, value in sorted(pcrs.items())},
                 }
                 try:
-                    verify(found, digest)
+                    verify(result, digest)
                 except UserError as error:
-                    wrong = error
+                    failure = error
                 else:
-                    return found
+                    return result
         finally:
             if HANDLE not in os.environ:
                 tpm.flush_context(handle)
-    raise NoQuoteError(f"The TPM made no usable quote ({wrong.problem}): attest without one (--no-quote).")
+    raise NoQuoteError(f"The TPM made no usable quote ({failure.problem}): attest without one (--no-quote).")
 
 
 @contextmanager
-def _opened() -> Iterator[Any]:
+def _open_tpm() -> Iterator[Any]:
     """A connection to the TPM; its errors become NoQuoteError."""
     connection = os.environ.get(TCTI)
     if connection is None and not DEVICE.exists():
@@ -112,9 +112,9 @@ def _key(tpm: Any) -> tuple[Any, str]:
     from tpm2_pytss import TPM2B_PUBLIC, TPMA_OBJECT
     from tpm2_pytss.constants import ESYS_TR
 
-    given = os.environ.get(HANDLE)
-    if given is not None:
-        handle = tpm.tr_from_tpmpublic(int(given, 16))
+    handle_text = os.environ.get(HANDLE)
+    if handle_text is not None:
+        handle = tpm.tr_from_tpmpublic(int(handle_text, 16))
         public = tpm.read_public(handle)[0]
     else:
         attributes = (
@@ -128,13 +128,13 @@ def _key(tpm: Any) -> tuple[Any, str]:
 
 def _read_pcrs(tpm: Any, numbers: Iterable[int]) -> dict[int, bytes]:
     """PCRs of SHA-256. A TPM gives at most 8 at a time."""
-    found: dict[int, bytes] = {}
+    pcrs: dict[int, bytes] = {}
     for number in numbers:
         _, _, values = tpm.pcr_read(_selection([number]))
         if not len(values):
             raise ValueError(f"it has no PCR {number} of SHA-256")
-        found[number] = bytes(values[0])
-    return found
+        pcrs[number] = bytes(values[0])
+    return pcrs
 
 
 def _selection(numbers: Iterable[int]) -> str:
@@ -168,23 +168,23 @@ def verify(quote: object, expected: bytes) -> dict[str, Any]:
         UserError: anything does not fit.
     """
     try:
-        stated: _Quote = typed(_Quote, quote, "it", unknown="refuse")
-        key = load_pem_public_key(stated.key_pem.encode())
-        attest, signature = (base64.b64decode(text, validate=True) for text in (stated.attest, stated.signature))
-        pcrs = {int(number): bytes.fromhex(value) for number, value in stated.pcrs.items()}
+        fields: _Quote = typed(_Quote, quote, "it", unknown="refuse")
+        key = load_pem_public_key(fields.key_pem.encode())
+        attest, signature = (base64.b64decode(text, validate=True) for text in (fields.attest, fields.signature))
+        pcrs = {int(number): bytes.fromhex(value) for number, value in fields.pcrs.items()}
         _check_signature(key, signature, attest)
-        found = _Attest.parse(attest)
-        if found.extra != expected:
+        contents = _Attest.parse(attest)
+        if contents.extra != expected:
             raise ValueError("it quotes other claims")
-        if found.selected != tuple(sorted(pcrs)):
+        if contents.selected != tuple(sorted(pcrs)):
             raise ValueError("it quotes other PCRs than those beside it")
-        if found.digest != hashlib.sha256(b"".join(pcrs[number] for number in sorted(pcrs))).digest():
+        if contents.digest != hashlib.sha256(b"".join(pcrs[number] for number in sorted(pcrs))).digest():
             raise ValueError("the values of its PCRs are others than those quoted")
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UserError(f"The TPM's quote is not valid ({error!s:.100}): ask for evidence again.") from None
     pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
     values = {number: value.hex() for number, value in pcrs.items()}
-    return {"key_pem": pem, "pcrs": values, **found.facts}
+    return {"key_pem": pem, "pcrs": values, **contents.facts}
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,10 @@ def _check_signature(key: Any, data: bytes, signed: bytes) -> None:
             reader.end()
             key.verify(utils.encode_dss_signature(r, s), signed, ec.ECDSA(algorithm))
         elif scheme in (RSASSA, RSAPSS) and isinstance(key, rsa.RSAPublicKey) and key.key_size >= 2048:
-            found = reader.sized()
+            signature = reader.sized()
             reader.end()
             pss = padding.PSS(padding.MGF1(algorithm), padding.PSS.AUTO)
-            key.verify(found, signed, padding.PKCS1v15() if scheme == RSASSA else pss, algorithm)
+            key.verify(signature, signed, padding.PKCS1v15() if scheme == RSASSA else pss, algorithm)
         else:
             raise ValueError("its key and its signature are not of one kind")
     except InvalidSignature:
@@ -253,11 +253,11 @@ class _Reader:
         self._data, self._at = data, 0
 
     def exactly(self, size: int) -> bytes:
-        found = self._data[self._at : self._at + size]
-        if len(found) != size:
+        chunk = self._data[self._at : self._at + size]
+        if len(chunk) != size:
             raise ValueError("it is cut off")
         self._at += size
-        return found
+        return chunk
 
     def take(self, form: str) -> tuple[int, ...]:
         return struct.unpack(form, self.exactly(struct.calcsize(form)))

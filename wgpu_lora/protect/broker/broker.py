@@ -72,15 +72,15 @@ class Clock:
 
     def now(self) -> float:
         """The time. Raises UserError if the machine's clock shows an earlier one than before."""
-        now, passed = time.time(), self._begin + self._elapsed()
-        least = max(self._logged, passed)
+        now, steady_time = time.time(), self._begin + self._elapsed()
+        least = max(self._logged, steady_time)
         if now + CLOCK_SLACK < least:
             raise UserError(
                 f"The clock of this machine was set back by {least - now:,.0f} s, so that nothing can be dated: set it "
                 "right and start the broker again, with a new --state directory if it had been ahead."
             )
         self._logged = max(self._logged, now)
-        return max(now, passed)
+        return max(now, steady_time)
 
 
 # -- reports of progress -----------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class Broker:
     def _release(self, evidence: Evidence, data_key: DataKey, now: float) -> str:
         self._state.forget(now)
         name, nonce = str(claim_or_none(evidence.claims, "job.name")), evidence.claims.get("eat_nonce")
-        known = self._state.jobs.get(name)
+        job = self._state.jobs.get(name)
         facts = {
             "request": "release",
             "job": escape_unprintable(name)[:MAX_NAME],
@@ -282,10 +282,10 @@ class Broker:
             failures.append(Failure(NONCE, "a nonce of this broker, not used and not expired", "another"))
             nonce = None
         try:
-            result = appraise(evidence, self.policy, nonce=nonce, now=now, head=known.newest if known else None)
-            failures += [*result.failures, *self._session_failures(evidence, known is None)]
+            result = appraise(evidence, self.policy, nonce=nonce, now=now, head=job.newest if job else None)
+            failures += [*result.failures, *self._session_failures(evidence, job is None)]
             if not failures:
-                lines = known.lines if known else []
+                lines = job.lines if job else []
                 token = make_release(evidence, result, self.policy, data_key, self._signing, now, lines)
         except Exception as error:  # the nonce is used all the same
             self._refuse(facts, [Failure("appraisal", "a result", f"an error ({type(error).__name__})")], 500)
@@ -325,17 +325,17 @@ class Broker:
 
     def _refuse(self, facts: Mapping[str, Any], failures: list[Failure], status: int) -> NoReturn:
         """Record a refusal, then raise it."""
-        what = "the key" if facts["request"] == "release" else "the report"
+        subject = "the key" if facts["request"] == "release" else "the report"
         rules = list(dict.fromkeys(failure.rule for failure in failures))
         cure = (
             "resume the job's newest run, or give a new run another job name"
             if HEAD in rules
             else "mend that and ask again"
         )
-        sentence = f"The broker refused {what}, since {join_words(rules)} failed: {cure}."
+        sentence = f"The broker refused {subject}, since {join_words(rules)} failed: {cure}."
         refusal = BrokerRefusal(sentence, failures, status)
         self._record("refused", {**facts, "failures": refusal.failures})
-        self._tell(f"Refused {what}: {'; '.join(refusal.lines[1:])}")
+        self._tell(f"Refused {subject}: {'; '.join(refusal.lines[1:])}")
         raise refusal
 
     def _record(self, stage: str, facts: Mapping[str, Any], subjects: Iterable[tuple[str, str]] = ()) -> None:

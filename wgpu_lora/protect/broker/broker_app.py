@@ -75,7 +75,7 @@ def make_app(
         facts = {"policy": broker.policy.as_dict(), "recipient": broker.recipient, "keyid": broker.public.keyid}
         return JSONResponse({"status": "ok", **facts})
 
-    async def failed(request: Request, error: Exception) -> Response:
+    async def error_response(request: Request, error: Exception) -> Response:
         """Messages of other errors name files of the broker's machine, which are not the client's business."""
         if isinstance(error, BrokerRefusal):
             return JSONResponse({"error": error.lines[0], "failures": error.failures}, error.status)
@@ -92,7 +92,8 @@ def make_app(
         post("/v1/progress", MAX_PROGRESS, progress),
         Route("/v1/health", health),
     ]
-    return Starlette(routes=routes, exception_handlers=dict.fromkeys((UserError, HTTPException, Exception), failed))
+    handlers = dict.fromkeys((UserError, HTTPException, Exception), error_response)
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -107,8 +108,8 @@ async def read_body(request: Request, limit: int) -> bytes:
     if limit and headers.get("content-type", "").split(";")[0].strip().lower() not in (MEDIA_TYPE, "application/json"):
         raise BrokerRefusal(f"The body must have the content type {MEDIA_TYPE}: set it.", status=415)
     too_long = BrokerRefusal(f"The body is longer than {limit:,} bytes: shorten it.", status=413)
-    stated = headers.get("content-length", "0")
-    if not stated.isdecimal() or len(stated) > 15 or int(stated) > limit:
+    length = headers.get("content-length", "0")
+    if not length.isdecimal() or len(length) > 15 or int(length) > limit:
         raise too_long
     body = bytearray()
     try:
@@ -222,15 +223,15 @@ def listen(host: str, port: int, encrypted: bool) -> list[socket.socket]:
     if not encrypted and not all(map(is_loopback, addresses)):
         raise UserError(f"--host {host} is not loopback, which needs TLS: give --tls-cert and --tls-key.")
     sockets: list[socket.socket] = []
-    wrong: OSError | None = None
+    failure: OSError | None = None
     for address in addresses:
         try:
             one = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         except OSError as error:
-            wrong = error  # such as ::1 on a machine without IPv6
+            failure = error  # such as ::1 on a machine without IPv6
             continue
         port = one.getsockname()[1]
         sockets.append(one)
     if not sockets:
-        raise UserError(f"--host {host} --port {port} cannot be used ({wrong}): give another one.")
+        raise UserError(f"--host {host} --port {port} cannot be used ({failure}): give another one.")
     return sockets

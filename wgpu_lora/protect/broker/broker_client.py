@@ -41,10 +41,10 @@ def is_loopback(address: str) -> bool:
 def resolve(host: str, where: str) -> list[str]:
     """All IP addresses of a host name. Raises UserError, which starts with `where`, if there is none."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise UserError(f"{where} cannot be resolved ({error}): check the name.") from None
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return list(dict.fromkeys(str(address[0]) for *_, address in entries))
 
 
 class BrokerClient:
@@ -116,11 +116,11 @@ class BrokerClient:
                     break
             except (httpx.TransportError, httpx.InvalidURL, OSError) as error:
                 if last or not (repeated or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)):
-                    said = escape_unprintable(str(error))[:200] or type(error).__name__
-                    raise UserError(f"{self._name} cannot be reached ({said}): check that it runs.") from None
+                    cause = escape_unprintable(str(error))[:200] or type(error).__name__
+                    raise UserError(f"{self._name} cannot be reached ({cause}): check that it runs.") from None
             self._sleep(PAUSE * 2**number)
         if status != 200:
-            self._refused(status, data)
+            self._raise_refusal(status, data)
         return parse_object(data, f"The answer of the{self._name[3:]}", MAX_ANSWER, cure="check the URL")
 
     def _answer(self, path: str, body: bytes) -> tuple[int, bytes]:
@@ -134,22 +134,22 @@ class BrokerClient:
                     raise UserError(f"{self._name} answers with over {MAX_ANSWER:,} bytes: check the URL.")
             return response.status_code, bytes(data)
 
-    def _refused(self, status: int, data: bytes) -> NoReturn:
+    def _raise_refusal(self, status: int, data: bytes) -> NoReturn:
         """Raise what the broker says, which may be anything if it is not a broker."""
         try:
-            said = parse_object(data, "the answer", MAX_ANSWER)
+            answer = parse_object(data, "the answer", MAX_ANSWER)
         except UserError:
-            said = {}
-        error, failures = said.get("error"), said.get("failures")
+            answer = {}
+        error, failures = answer.get("error"), answer.get("failures")
         if not isinstance(error, str):
             raise UserError(f"{self._name} answers with the status {status}: check the URL.")
         lines = []
         for one in failures[:100] if isinstance(failures, list) else []:
             parts = one if isinstance(one, dict) else {}
-            rule, expected, found = (
+            rule, expected, actual = (
                 escape_unprintable(str(parts.get(name)))[:200] for name in ("rule", "expected", "found")
             )
-            lines.append(f"{rule}: expected {expected}, found {found}")
+            lines.append(f"{rule}: expected {expected}, found {actual}")
         raise (RefusalError if status in DECIDED else UserError)(escape_unprintable(error)[:500], lines)
 
 
@@ -159,8 +159,8 @@ def _checked_url(url: str, name: str) -> httpx.URL:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, TypeError, ValueError):
         parts = httpx.URL("")
-    more = parts.userinfo or parts.query or parts.fragment
-    if parts.scheme not in ("http", "https") or not parts.host or more or not 0 < (parts.port or 1) < 1 << 16:
+    extras = parts.userinfo or parts.query or parts.fragment
+    if parts.scheme not in ("http", "https") or not parts.host or extras or not 0 < (parts.port or 1) < 1 << 16:
         raise UserError(f"{url!a:.200} is not the URL of a broker: give one such as https://broker.example:8443.")
     if parts.scheme == "https":
         return parts

@@ -130,26 +130,26 @@ class DecisionLog:
         self._directory, self._key, self._behind = directory, key, False
         self.state, self.cut, self._part = State(), 0, 1
         head = self._read_head()
-        parts = sorted(int(found[1]) for path in directory.iterdir() if (found := _PART.fullmatch(path.name)))
+        parts = sorted(int(match[1]) for path in directory.iterdir() if (match := _PART.fullmatch(path.name)))
         self._log = self._part_log(1)
         if head is None and not parts:
             self._log.create()
             return
-        known = head or Head(1, 0, self._log.head)
-        if parts not in (expected := [*range(1, known.part + 1)], [*expected, known.part + 1]):
+        file_head = head or Head(1, 0, self._log.head)
+        if parts not in (expected := [*range(1, file_head.part + 1)], [*expected, file_head.part + 1]):
             raise DamagedError(
                 f"{directory} has other files than {HEAD_FILE} says, decisions-N.jsonl: restore the log."
             )
         for part in parts:
-            self._load(part, known)
+            self._load(part, file_head)
         if self.head != head:
             self._write_head()
 
-    def _load(self, part: int, known: Head) -> None:
+    def _load(self, part: int, file_head: Head) -> None:
         """Verify a part and follow it: one before the head by its first line, one after it if a crash left it."""
         log = self._part_log(part)
-        log.load(lambda *_: self._key.public, first_line=part < known.part)
-        if part > known.part and not log.entries:
+        log.load(lambda *_: self._key.public, first_line=part < file_head.part)
+        if part > file_head.part and not log.entries:
             log.path.unlink()
             return
         if part > 1:
@@ -157,19 +157,19 @@ class DecisionLog:
             first = log.entries[0] if log.entries else None
             if not first or first.stage != "continued" or first.facts.get("sha256") != file_digest(before):
                 raise DamagedError(f"{before} is not what was written before {log.path}: restore the log.")
-        if part == known.part:
+        if part == file_head.part:
             digests = [first_link(log.name), *(entry.digest for entry in log.entries)]
             count = len(digests) - 1
-            if count < known.lines:
-                raise DamagedError(f"{log.path} has {count:,} lines, but had {known.lines:,}: restore the log.")
+            if count < file_head.lines:
+                raise DamagedError(f"{log.path} has {count:,} lines, but had {file_head.lines:,}: restore the log.")
             # A crash may come between a line and the head.
-            if count > known.lines + 1 or digests[known.lines] != known.last:
+            if count > file_head.lines + 1 or digests[file_head.lines] != file_head.last:
                 raise DamagedError(
                     f"{self._directory / HEAD_FILE} is not the head of the log: restore both from one copy."
                 )
-        if part > known.part and len(log.entries) > 1:
+        if part > file_head.part and len(log.entries) > 1:
             raise DamagedError(f"{log.path} is not known to {HEAD_FILE}: restore both from one copy.")
-        for entry in log.entries if part >= known.part else ():
+        for entry in log.entries if part >= file_head.part else ():
             self.state.apply(entry)
         self._log, self._part, self.cut = log, part, log.cut
 

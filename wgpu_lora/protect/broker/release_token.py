@@ -33,7 +33,7 @@ SLACK = 120.0  # seconds between the clocks of broker and trainer
 AFFIRMING = "affirming"
 
 
-class KnownLine(TypedDict):
+class LogLine(TypedDict):
     sequence: int
     head: str
 
@@ -53,7 +53,7 @@ ReleaseClaims = TypedDict(
         "recipient": str,  # of the data key
         "wrapped_key": str,
         "policy": dict[str, Any],
-        "known": list[KnownLine],  # of the job's evidence log
+        "known": list[LogLine],  # of the job's evidence log
         "min_rows": Count | None,
         "max_steps": Count | None,
     },
@@ -97,12 +97,12 @@ def make_release(
     data_key: DataKey,
     broker_key: SigningKey,
     now: float,
-    known: Sequence[tuple[int, str]] = (),
+    lines: Sequence[tuple[int, str]] = (),
 ) -> str:
     """A token that releases the data key to the session of this evidence.
 
     Args:
-        now: seconds since 1970. known: lines of the job's evidence log, number and SHA-256.
+        now: seconds since 1970. lines: of the job's evidence log, number and SHA-256.
 
     Raises:
         ValueError: the evidence has not passed the policy.
@@ -122,7 +122,7 @@ def make_release(
         "min_rows": policy["training.min_rows"],
         "max_steps": policy["training.max_steps"],
         "policy": policy.as_dict(),
-        "known": [{"sequence": number, "head": head} for number, head in known],
+        "known": [{"sequence": number, "head": head} for number, head in lines],
     }
     return jwt.encode(claims, broker_key.key, ALGORITHM, headers={"kid": broker_key.public.keyid, "typ": TYPE})
 
@@ -167,8 +167,8 @@ def open_release(
 
 def answer_to(evidence_sha256: str | None, nonce: str | None, broker: str, session: str) -> dict[str, Any]:
     """What a release states that answers this evidence. broker, session: keyids."""
-    stated = {"iss": broker, "aud": session, "eat_nonce": nonce, "evidence_sha256": evidence_sha256}
-    return {**stated, "ear.status": AFFIRMING}
+    claims = {"iss": broker, "aud": session, "eat_nonce": nonce, "evidence_sha256": evidence_sha256}
+    return {**claims, "ear.status": AFFIRMING}
 
 
 def read_release(token: str, broker: PublicKey | None) -> dict[str, Any]:

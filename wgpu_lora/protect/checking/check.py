@@ -94,7 +94,7 @@ def check(
     for path in adapter.rglob("*") if adapter else ():
         if path.is_symlink() or not (path.is_file() or path.is_dir()):  # which could be read without an end
             raise UserError(f"{path} is a link or a special file: open the sealed adapter anew.")
-    found, keyid = Findings(), broker.keyid if broker else None
+    findings, keyid = Findings(), broker.keyid if broker else None
     try:
         entries = read_log(run / NAME)
     except DamagedError as error:
@@ -102,126 +102,126 @@ def check(
     if not entries:
         return CheckResult("", None, keyid, [], [], [f"{NAME} has no complete line"])
     sessions = sessions_of(entries)
-    found.proven.append(f"the log's {len(entries)} lines are complete up to its end and in order")
-    check_sessions(run, sessions, broker, policy, found)
-    if not sessions[-1].named("released"):  # an earlier session's lines are endorsed by the next one's release
-        found.fail(f"session {len(sessions)} has no release: nobody endorses its lines")
-    _check_files(run, sessions, found)
-    _check_cleanup(run, sessions, found)
-    end = _check_end(run, sessions, policy, adapter, found)
+    findings.proven.append(f"the log's {len(entries)} lines are complete up to its end and in order")
+    check_sessions(run, sessions, broker, policy, findings)
+    if not sessions[-1].entries_of("released"):  # an earlier session's lines are endorsed by the next one's release
+        findings.fail(f"session {len(sessions)} has no release: nobody endorses its lines")
+    _check_files(run, sessions, findings)
+    _check_cleanup(run, sessions, findings)
+    end = _check_end(run, sessions, policy, adapter, findings)
     if end is not None:
-        found.proven.insert(0, f"its last session signed that the run {SIGNED[end]}")
-    with found.part("the claims"):
-        _describe_sessions(sessions, broker, policy, found)
+        findings.proven.insert(0, f"its last session signed that the run {SIGNED[end]}")
+    with findings.part("the claims"):
+        _describe_sessions(sessions, broker, policy, findings)
     if adapter is None and end == "finished":
-        found.claimed.append("the digests of the adapter's files: no opened adapter was given")
+        findings.claimed.append("the digests of the adapter's files: no opened adapter was given")
     if broker is None:  # whoever made all of it could have made it fit
-        found.claimed, found.proven = [*found.proven, *found.claimed], []
-    with found.part("the anchor"):
+        findings.claimed, findings.proven = [*findings.proven, *findings.claimed], []
+    with findings.part("the anchor"):
         if anchors.check(entries[0].chain, [entry.digest for entry in entries]):
-            found.proven.append("this is the newest state that this machine wrote")
+            findings.proven.append("this is the newest state that this machine wrote")
         else:
-            found.claimed.append("that this is the run's newest state: no anchor on this machine")
-    proven = [] if found.failures else found.proven
-    return CheckResult(entries[0].chain, end, keyid, proven, found.claimed, found.failures, sessions[-1].key.pem)
+            findings.claimed.append("that this is the run's newest state: no anchor on this machine")
+    proven = [] if findings.failures else findings.proven
+    return CheckResult(entries[0].chain, end, keyid, proven, findings.claimed, findings.failures, sessions[-1].key.pem)
 
 
 def _describe_sessions(
-    sessions: Sequence[Session], broker: PublicKey | None, policy: Policy | None, found: Findings
+    sessions: Sequence[Session], broker: PublicKey | None, policy: Policy | None, findings: Findings
 ) -> None:
     count = sum(bool(session.release) for session in sessions)
-    what = count_noun(count, "session's key was", "sessions' keys were")
+    subject = count_noun(count, "session's key was", "sessions' keys were")
     if broker is not None:
-        found.proven.append(f"{what} attested to the broker, which released the data's key to them")
+        findings.proven.append(f"{subject} attested to the broker, which released the data's key to them")
     else:
-        found.claimed.append(f"that {what} attested to a broker: no broker's key was given")
+        findings.claimed.append(f"that {subject} attested to a broker: no broker's key was given")
     if policy is not None:
         name = f"{policy['policy.name']}, version {policy['policy.version']}"
-        found.proven.append(f"the evidence passes the policy {name}")
+        findings.proven.append(f"the evidence passes the policy {name}")
     for level, number in Counter(str(session.claims.get("level")) for session in sessions).items():
         which = "every session" if number == len(sessions) else f"{number} of {len(sessions)} sessions"
         if level == "quoted" and policy is not None and policy["attestation.tpm_keys"]:
-            found.proven.append(f"the claims of {which} were quoted by a TPM of the policy")
+            findings.proven.append(f"the claims of {which} were quoted by a TPM of the policy")
         elif level == "quoted":  # anybody can run a TPM in software
-            found.claimed.append(f"that the TPM which quoted the claims of {which} is real: no policy names its key")
+            findings.claimed.append(f"that the TPM which quoted the claims of {which} is real: no policy names its key")
         else:
-            found.claimed.append(f"the claims of {which} about its software and device ({level})")
+            findings.claimed.append(f"the claims of {which} about its software and device ({level})")
     versions = [session.claims.get("package", {}).get("version") for session in sessions]
     if any(versions):
-        found.claimed.append(f"its version, wgpu-lora {join_words(sorted(set(map(str, versions))))}")
-    found.claimed.append(UNPROVABLE)
+        findings.claimed.append(f"its version, wgpu-lora {join_words(sorted(set(map(str, versions))))}")
+    findings.claimed.append(UNPROVABLE)
 
 
 # -- files: sealed ones by the digests that the log has of them, and the cleanup record --------------------------------
 
 
-def _check_files(run: Path, sessions: Sequence[Session], found: Findings) -> None:
+def _check_files(run: Path, sessions: Sequence[Session], findings: Findings) -> None:
     """Verify all sealed files against the newest digests that the log has of them.
 
     Older checkpoints may have been removed, as training does; the newest one, and what the end names, must be there.
     """
-    logged = {name: digest for one in sessions for line in one.named(*MADE) for name, digest in line.subjects}
+    logged = {name: digest for one in sessions for line in one.entries_of(*MADE) for name, digest in line.subjects}
     checkpoints = [line for one in sessions for line in one.steps()]
-    needed = {name for line in [*checkpoints[-1:], *sessions[-1].named(*ENDS)] for name, _ in line.subjects}
+    required = {name for line in [*checkpoints[-1:], *sessions[-1].entries_of(*ENDS)] for name, _ in line.subjects}
     verified = 0
     for name, digest in logged.items():
-        with found.part(name):
-            there = _digest_in(run, name)
-            if there is not None:
-                verified += found.expect(f"SHA-256 of {name}", there, digest)
-            elif name in needed:
-                found.fail(f"{name} is missing")
+        with findings.part(name):
+            actual = _digest_in(run, name)
+            if actual is not None:
+                verified += findings.expect(f"SHA-256 of {name}", actual, digest)
+            elif name in required:
+                findings.fail(f"{name} is missing")
     # Links and special files too: whatever lies here may be taken for a part of the run.
     files = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_symlink() or not path.is_dir()}
-    others = []
+    extra_names = []
     for name in sorted(files - OWN - set(logged)):
-        if name.endswith(SEALED) and sessions[-1].named("wiped"):
-            found.fail(f"{name} is not in the log")
+        if name.endswith(SEALED) and sessions[-1].entries_of("wiped"):
+            findings.fail(f"{name} is not in the log")
         elif name.endswith(SEALED):
-            found.claimed.append(f"{name}: a killed session had not recorded it")
+            findings.claimed.append(f"{name}: a killed session had not recorded it")
         elif not name.endswith(".lock") and not _OF_SESSION.fullmatch(name):
-            others.append(name)
-    if others:
-        names = escape_unprintable(join_words(others))[:400]
-        found.claimed.append(f"nothing about files that the evidence does not cover: {names}")
-    with found.part(JOB):
+            extra_names.append(name)
+    if extra_names:
+        names = escape_unprintable(join_words(extra_names))[:400]
+        findings.claimed.append(f"nothing about files that the evidence does not cover: {names}")
+    with findings.part(JOB):
         copy = _digest_in(run, JOB)
         if copy is None:
-            found.claimed.append(f"{JOB} is missing: the evidence states its options")
+            findings.claimed.append(f"{JOB} is missing: the evidence states its options")
         else:
-            found.expect(f"SHA-256 of {JOB}", copy, sessions[-1].claims.get("job", {}).get("sha256"))
+            findings.expect(f"SHA-256 of {JOB}", copy, sessions[-1].claims.get("job", {}).get("sha256"))
     if verified:
-        found.proven.append(f"{count_noun(verified, 'sealed file is', 'sealed files are')} those of the log")
+        findings.proven.append(f"{count_noun(verified, 'sealed file is', 'sealed files are')} those of the log")
 
 
-def _check_cleanup(run: Path, sessions: Sequence[Session], found: Findings) -> None:
+def _check_cleanup(run: Path, sessions: Sequence[Session], findings: Findings) -> None:
     """Verify that sessions which were not killed have a complete cleanup record; the file is the last one's."""
     for session in sessions:
-        what = f"session {session.number}"
-        with found.part(f"the cleanup of {what}"):
-            lines = session.named("wiped")
+        label = f"session {session.number}"
+        with findings.part(f"the cleanup of {label}"):
+            lines = session.entries_of("wiped")
             if lines:
-                _check_record(lines[0].facts, what, found)
+                _check_record(lines[0].facts, label, findings)
             elif session is not sessions[-1]:
-                found.claimed.append(f"{what} was killed: it has no cleanup record")
-            elif session.named(*ENDS):
-                found.fail(f"{what} ended without a cleanup record")
+                findings.claimed.append(f"{label} was killed: it has no cleanup record")
+            elif session.entries_of(*ENDS):
+                findings.fail(f"{label} ended without a cleanup record")
     last = sessions[-1]
-    for line in last.named("wiped")[:1]:
-        with found.part(CLEANUP):
+    for line in last.entries_of("wiped")[:1]:
+        with findings.part(CLEANUP):
             data = read_bytes(run / CLEANUP, MAX_SMALL)
-            found.expect(f"SHA-256 of {CLEANUP}", sha256(data), dict(line.subjects).get(CLEANUP))
-            stated = dsse.verify(data, last.key)
-            found.expect(f"the predicate type of {CLEANUP}", stated["predicateType"], CLEANUP_KIND)
-            found.expect(CLEANUP, stated["predicate"], {"session": last.number, **line.facts})
+            findings.expect(f"SHA-256 of {CLEANUP}", sha256(data), dict(line.subjects).get(CLEANUP))
+            statement = dsse.verify(data, last.key)
+            findings.expect(f"the predicate type of {CLEANUP}", statement["predicateType"], CLEANUP_KIND)
+            findings.expect(CLEANUP, statement["predicate"], {"session": last.number, **line.facts})
 
 
-def _check_record(record: dict[str, object], what: str, found: Findings) -> None:
+def _check_record(record: dict[str, object], label: str, findings: Findings) -> None:
     for name in ("wiped", "not_wiped"):
         if not isinstance(record.get(name), list) or not record[name]:
-            found.fail(f"the cleanup record of {what} does not say what was {name.replace('_', ' ')}")
+            findings.fail(f"the cleanup record of {label} does not say what was {name.replace('_', ' ')}")
     if record.get("complete") is not True:
-        found.fail(f"the cleanup of {what} is not complete: {escape_unprintable(str(record.get('not_wiped')))[:200]}")
+        findings.fail(f"the cleanup of {label} is not complete: {record.get('not_wiped')!s:.200}")
 
 
 def _digest_in(directory: Path, name: str) -> str | None:
@@ -247,55 +247,55 @@ def _digest_in(directory: Path, name: str) -> str | None:
 
 
 def _check_end(
-    run: Path, sessions: Sequence[Session], policy: Policy | None, adapter: Path | None, found: Findings
+    run: Path, sessions: Sequence[Session], policy: Policy | None, adapter: Path | None, findings: Findings
 ) -> str | None:
     """Verify how a run ended, and say it; None if it has no end."""
-    ends, last = sessions[-1].named(*ENDS), sessions[-1]
+    ends, last = sessions[-1].entries_of(*ENDS), sessions[-1]
     if not ends:
-        found.fail("the run has no end: it was killed, is still running, or the end of its log was cut off")
+        findings.fail("the run has no end: it was killed, is still running, or the end of its log was cut off")
         return None
     end = ends[-1]
     if end.stage != "finished":
         if (run / run_statement.NAME).exists():
-            found.fail(f"{run_statement.NAME} is there although the log's end is {end.stage!r}")
+            findings.fail(f"{run_statement.NAME} is there although the log's end is {end.stage!r}")
         return end.stage
-    with found.part("the line 'finished'"):
+    with findings.part("the line 'finished'"):
         facts = asdict(typed(RunFacts, end.facts, "the line", unknown="refuse"))
-        found.expect("the line 'finished'", end.facts, facts)
+        findings.expect("the line 'finished'", end.facts, facts)
         if facts["final_loss"] is None:
-            found.fail("the run has no finite final loss")
-    with found.part(run_statement.NAME):
-        statement = _check_statement(run, sessions, end, adapter, found)
+            findings.fail("the run has no finite final loss")
+    with findings.part(run_statement.NAME):
+        statement = _check_statement(run, sessions, end, adapter, findings)
         if policy is not None and last.evidence is not None:
             for failure in appraise_statement(statement, last.evidence, policy, now=end.seconds).failures:
-                found.fail(f"the policy for the statement, {failure.line()}")
+                findings.fail(f"the policy for the statement, {failure.line()}")
     if adapter is not None:
-        with found.part("the adapter"):
+        with findings.part("the adapter"):
             verify_model(adapter, last.key)
-            found.proven.append("the adapter's files are those that the session signed (OpenSSF model signing)")
+            findings.proven.append("the adapter's files are those that the session signed (OpenSSF model signing)")
     return "finished"
 
 
 def _check_statement(
-    run: Path, sessions: Sequence[Session], end: Entry, adapter: Path | None, found: Findings
+    run: Path, sessions: Sequence[Session], end: Entry, adapter: Path | None, findings: Findings
 ) -> dict[str, Any]:
     """The statement agrees with the log in every field."""
     statement = dsse.verify(read_bytes(run / run_statement.NAME, MAX_SMALL), sessions[-1].key)
-    found.expect(f"the predicate type of {run_statement.NAME}", statement["predicateType"], run_statement.KIND)
+    findings.expect(f"the predicate type of {run_statement.NAME}", statement["predicateType"], run_statement.KIND)
     entries = [entry for session in sessions for entry in session.entries]
     cleanup = sha256(read_bytes(run / CLEANUP, MAX_SMALL))
     expected = run_statement.provenance(entries, sessions[-1].claims, cleanup, end.facts)
-    agrees = found.expect(run_statement.NAME, statement["predicate"], expected)
+    agrees = findings.expect(run_statement.NAME, statement["predicate"], expected)
     subjects = {item["name"]: item["digest"]["sha256"] for item in statement["subject"]}
     sealed = {name: digest for name, digest in subjects.items() if not name.startswith(ADAPTER)}
     plain = {name.removeprefix(ADAPTER): digest for name, digest in subjects.items() if name not in sealed}
-    agrees &= found.expect("the sealed adapter of the statement", sealed, dict(end.subjects))
+    agrees &= findings.expect("the sealed adapter of the statement", sealed, dict(end.subjects))
     if not plain or not sealed:
-        found.fail(f"{run_statement.NAME} names no file of the adapter")
+        findings.fail(f"{run_statement.NAME} names no file of the adapter")
     if adapter is not None:
         files = [path for path in adapter.rglob("*") if not path.is_dir()]
         digests = {path.relative_to(adapter).as_posix(): file_digest(path) for path in files}
-        found.expect(f"SHA-256 of the adapter {adapter}", digests, plain)
+        findings.expect(f"SHA-256 of the adapter {adapter}", digests, plain)
     if agrees:
-        found.proven.append("the statement agrees with the log and the evidence")
+        findings.proven.append("the statement agrees with the log and the evidence")
     return statement

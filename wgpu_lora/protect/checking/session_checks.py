@@ -44,34 +44,34 @@ class Findings:
     def fail(self, sentence: str) -> None:
         self.failures.append(escape_unprintable(sentence))
 
-    def expect(self, what: str, found: Any, expected: Any) -> bool:
+    def expect(self, label: str, actual: Any, expected: Any) -> bool:
         """Fail unless two values are equal; of mappings and lists, each part that differs is named."""
-        differing = list(_differences(what, found, expected))
-        for where, *values in differing:
+        differences = list(_differences(label, actual, expected))
+        for where, *values in differences:
             one, other = (text if len(text := repr(v)) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..." for v in values)
             self.fail(f"{where} is {one}, expected {other}")
-        return not differing
+        return not differences
 
     @contextmanager
-    def part(self, what: str) -> Iterator[None]:
+    def part(self, label: str) -> Iterator[None]:
         """What cannot be read, or has another form, fails here, and the check goes on with the next part."""
         try:
             yield
         except UserError as error:
-            self.fail(f"{what}: {error.lines[0]}")
+            self.fail(f"{label}: {error.lines[0]}")
         except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-            self.fail(f"{what} has not the form it must have ({type(error).__name__}: {error!s:.100})")
+            self.fail(f"{label} has not the form it must have ({type(error).__name__}: {error!s:.100})")
 
 
-def _differences(where: str, found: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(found, Mapping) and isinstance(expected, Mapping):
-        for name in sorted({*found, *expected}, key=str):
-            yield from _differences(f"{where}.{name}", found.get(name, MISSING), expected.get(name, MISSING))
-    elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+def _differences(where: str, actual: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(actual, Mapping) and isinstance(expected, Mapping):
+        for name in sorted({*actual, *expected}, key=str):
+            yield from _differences(f"{where}.{name}", actual.get(name, MISSING), expected.get(name, MISSING))
+    elif isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
+        for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
             yield from _differences(f"{where}[{number}]", one, other)
-    elif type(found) is not type(expected) or found != expected:
-        yield where, found, expected
+    elif type(actual) is not type(expected) or actual != expected:
+        yield where, actual, expected
 
 
 @dataclass
@@ -95,159 +95,162 @@ class Session:
         """The lines about checkpoints of steps; after each, its checkpoint is the newest one, or there is none."""
         return [
             one
-            for one in self.named("checkpoint")
+            for one in self.entries_of("checkpoint")
             if (one.subjects[0][0].startswith(STEPS) if one.subjects else REMOVED in one.facts)
         ]
 
-    def named(self, *stages: str) -> list[Entry]:
+    def entries_of(self, *stages: str) -> list[Entry]:
         return [entry for entry in self.entries if entry.stage in stages]
 
 
 def sessions_of(entries: Sequence[Entry]) -> list[Session]:
     """A log's lines by session; the first line of a verified log is `attested`."""
-    found: list[Session] = []
+    sessions: list[Session] = []
     for entry in entries:
         if entry.stage == "attested":
-            found.append(Session(len(found) + 1, []))
-        found[-1].entries.append(entry)
-    return found
+            sessions.append(Session(len(sessions) + 1, []))
+        sessions[-1].entries.append(entry)
+    return sessions
 
 
 def check_sessions(
-    run: Path, sessions: Sequence[Session], broker: PublicKey | None, policy: Policy | None, found: Findings
+    run: Path, sessions: Sequence[Session], broker: PublicKey | None, policy: Policy | None, findings: Findings
 ) -> None:
     """Verify evidence, releases, and what the lines of a session say about each other."""
     before: Entry | None = None
     for session in sessions:
         number, earlier = session.number, sessions[: session.number - 1]
-        with found.part(f"evidence-{number}.json"):
-            _check_evidence(run, session, before, found)
-        with found.part(f"release-{number}.jwt"):
-            _check_release(run, session, broker, earlier, found)
-        with found.part(f"session {number}"):
-            _check_stages(session, found)
-            _check_data(session, found)
-            _check_steps(session, earlier, found)
+        with findings.part(f"evidence-{number}.json"):
+            _check_evidence(run, session, before, findings)
+        with findings.part(f"release-{number}.jwt"):
+            _check_release(run, session, broker, earlier, findings)
+        with findings.part(f"session {number}"):
+            _check_stages(session, findings)
+            _check_data(session, findings)
+            _check_steps(session, earlier, findings)
         if policy is not None and session.evidence is not None and session.release:
-            with found.part(f"the policy for session {number}"):
-                _check_policy(session, session.evidence, before, policy, found)
+            with findings.part(f"the policy for session {number}"):
+                _check_policy(session, session.evidence, before, policy, findings)
         if earlier:
-            found.expect(f"the job of session {number}", session.claims.get("job"), sessions[0].claims.get("job"))
+            findings.expect(f"the job of session {number}", session.claims.get("job"), sessions[0].claims.get("job"))
         before = session.entries[-1]
     # What is used twice was replayed.
-    for name, used in {
+    for name, values in {
         "key": [session.entries[0].keyid for session in sessions],
         "nonce": [session.claims["eat_nonce"] for session in sessions if "eat_nonce" in session.claims],
         "release": [session.release["jti"] for session in sessions if session.release],
     }.items():
-        if len(set(used)) < len(used):
-            found.fail(f"two sessions have the same {name}")
+        if len(set(values)) < len(values):
+            findings.fail(f"two sessions have the same {name}")
     for one, other in pairwise(entry for session in sessions for entry in session.entries):
         if other.seconds < one.seconds - BACK:
-            found.fail(f"the clock went back by {one.seconds - other.seconds:,.0f} s at line {other.sequence + 1}")
+            findings.fail(f"the clock went back by {one.seconds - other.seconds:,.0f} s at line {other.sequence + 1}")
 
 
-def _check_evidence(run: Path, session: Session, before: Entry | None, found: Findings) -> None:
+def _check_evidence(run: Path, session: Session, before: Entry | None, findings: Findings) -> None:
     line, name = session.entries[0], f"evidence-{session.number}.json"
     data = read_bytes(run / name, MAX_SMALL)
-    found.expect(f"the evidence of session {session.number} in the log", line.facts.get("evidence"), name)
-    if not found.expect(f"SHA-256 of {name}", sha256(data), line.facts.get("evidence_sha256")):
+    findings.expect(f"the evidence of session {session.number} in the log", line.facts.get("evidence"), name)
+    if not findings.expect(f"SHA-256 of {name}", sha256(data), line.facts.get("evidence_sha256")):
         return
     session.evidence = evidence = read_evidence(data)
-    found.expect(f"the key that {name} binds", evidence.signing.keyid, line.keyid)
+    findings.expect(f"the key that {name} binds", evidence.signing.keyid, line.keyid)
     expected = {} if before is None else {"sequence": before.sequence, "head": before.digest}
-    found.expect(f"the end of the log that {name} states", dict(evidence.claims.get("resume") or {}), expected)
-    late = line.seconds - float(evidence.claims["iat"])
-    if not -SLACK <= late <= SLACK:
-        found.fail(f"{name} was made {late:,.0f} s before the log's line that names it")
+    findings.expect(f"the end of the log that {name} states", dict(evidence.claims.get("resume") or {}), expected)
+    delay = line.seconds - float(evidence.claims["iat"])
+    if not -SLACK <= delay <= SLACK:
+        findings.fail(f"{name} was made {delay:,.0f} s before the log's line that names it")
 
 
 def _check_release(
-    run: Path, session: Session, broker: PublicKey | None, earlier: Sequence[Session], found: Findings
+    run: Path, session: Session, broker: PublicKey | None, earlier: Sequence[Session], findings: Findings
 ) -> None:
     number, name = session.number, f"release-{session.number}.jwt"
-    lines = session.named("released")
+    lines = session.entries_of("released")
     if not lines:
         return  # _check_stages: then it may do nothing that needs a release
     data = read_bytes(run / name, MAX_SMALL)
-    found.expect(f"the release of session {number} in the log", lines[0].facts.get("release"), name)
-    if len(lines) != 1 or not found.expect(f"SHA-256 of {name}", sha256(data), lines[0].facts.get("release_sha256")):
+    findings.expect(f"the release of session {number} in the log", lines[0].facts.get("release"), name)
+    if len(lines) != 1 or not findings.expect(f"SHA-256 of {name}", sha256(data), lines[0].facts.get("release_sha256")):
         return
     session.release = release = read_release(data.decode("ascii"), broker)
     claims, evidence = session.claims, session.evidence
-    signer, asker = broker.keyid if broker else release["iss"], session.entries[0].keyid
-    expected = answer_to(evidence.sha256 if evidence else None, claims.get("eat_nonce"), signer, asker)
+    signer, session_keyid = broker.keyid if broker else release["iss"], session.entries[0].keyid
+    expected = answer_to(evidence.sha256 if evidence else None, claims.get("eat_nonce"), signer, session_keyid)
     expected["sub"] = claims.get("job", {}).get("name")
     for key, value in expected.items():
-        found.expect(f"{key} of {name}", release[key], value)
+        findings.expect(f"{key} of {name}", release[key], value)
     if release["recipient"] not in claims.get("job", {}).get("recipients", []):
-        found.fail(f"the key that {name} released is not among the job's recipients")
-    asked, used = session.entries[0].seconds, max(line.seconds for line in session.named("released", "opened"))
-    if used >= release["exp"]:
-        found.fail(f"{name} had expired {used - release['exp']:,.0f} s before it was used")
-    if not asked - SLACK <= release["iat"] <= used + SLACK:
-        found.fail(f"{name} was not issued between the attestation of session {number} and its use")
+        findings.fail(f"the key that {name} released is not among the job's recipients")
+    request_time = session.entries[0].seconds
+    use_time = max(line.seconds for line in session.entries_of("released", "opened"))
+    if use_time >= release["exp"]:
+        findings.fail(f"{name} had expired {use_time - release['exp']:,.0f} s before it was used")
+    if not request_time - SLACK <= release["iat"] <= use_time + SLACK:
+        findings.fail(f"{name} was not issued between the attestation of session {number} and its use")
     # The log has the lines that the broker knew; else it was put back, and went on otherwise.
     digests = [entry.digest for one in earlier for entry in one.entries]
     if (missing := missing_line(release, digests)) is not None:
-        found.fail(f"the broker knew another line {missing + 1} before session {number} than the log has")
+        findings.fail(f"the broker knew another line {missing + 1} before session {number} than the log has")
 
 
-def _check_stages(session: Session, found: Findings) -> None:
+def _check_stages(session: Session, findings: Findings) -> None:
     """The order of a session's lines."""
-    what, stages = f"session {session.number}", [entry.stage for entry in session.entries]
+    label, stages = f"session {session.number}", [entry.stage for entry in session.entries]
     first = stages.index("released") if "released" in stages else len(stages)
     for stage in stages[:first]:
         if stage not in BEFORE_RELEASE:
-            found.fail(f"{what} has the line {stage!r} before any release")
+            findings.fail(f"{label} has the line {stage!r} before any release")
     for stage in ("released", *ENDS, "wiped"):
         if stages.count(stage) > 1:
-            found.fail(f"{what} has {stages.count(stage)} lines {stage!r}")
-    for end, following in pairwise(stages):
-        if end in ENDS and following != "wiped":
-            found.fail(f"{what} goes on with {following!r} after it {end}")
+            findings.fail(f"{label} has {stages.count(stage)} lines {stage!r}")
+    for end, next_stage in pairwise(stages):
+        if end in ENDS and next_stage != "wiped":
+            findings.fail(f"{label} goes on with {next_stage!r} after it {end}")
     if "wiped" in stages[:-1]:
-        found.fail(f"{what} goes on after its cleanup")
+        findings.fail(f"{label} goes on after its cleanup")
 
 
-def _check_data(session: Session, found: Findings) -> None:
-    what, opened = f"session {session.number}", session.named("opened")
-    if not opened:
-        if session.named("started", "resumed", "checkpoint", "finished"):
-            found.fail(f"{what} trained without opening data")
+def _check_data(session: Session, findings: Findings) -> None:
+    label, lines = f"session {session.number}", session.entries_of("opened")
+    if not lines:
+        if session.entries_of("started", "resumed", "checkpoint", "finished"):
+            findings.fail(f"{label} trained without opening data")
         return
     expected = sorted(item["sha256"] for item in session.claims.get("job", {}).get("data", []))
-    found.expect(f"the data of {what}", sorted(digest for line in opened for _, digest in line.subjects), expected)
-    least, rows = session.release.get("min_rows"), max(line.facts.get("trained_rows", 0) for line in opened)
+    findings.expect(f"the data of {label}", sorted(digest for line in lines for _, digest in line.subjects), expected)
+    least, rows = session.release.get("min_rows"), max(line.facts.get("trained_rows", 0) for line in lines)
     if least is not None and rows < least:
-        found.fail(f"{what} trained on {rows} rows, fewer than {least}")
+        findings.fail(f"{label} trained on {rows} rows, fewer than {least}")
 
 
-def _check_steps(session: Session, earlier: Sequence[Session], found: Findings) -> None:
+def _check_steps(session: Session, earlier: Sequence[Session], findings: Findings) -> None:
     """The checkpoint that a session goes on from, and its steps."""
-    what, most = f"session {session.number}", session.release.get("max_steps")
+    label, most = f"session {session.number}", session.release.get("max_steps")
     last = next((entry for one in reversed(earlier) for entry in reversed(one.steps())), None)
-    for entry in session.named("resumed"):
+    for entry in session.entries_of("resumed"):
         if last is None or not last.subjects:
-            found.fail(f"{what} resumed from a checkpoint that no earlier session made")
+            findings.fail(f"{label} resumed from a checkpoint that no earlier session made")
         else:
-            found.expect(f"the checkpoint that {what} resumed from", entry.subjects, last.subjects)
-            found.expect(f"the step that {what} resumed from", entry.facts.get("step"), last.facts.get("step"))
-    if last and last.subjects and session.named("started"):
-        found.fail(f"{what} started anew though there was a checkpoint")
+            findings.expect(f"the checkpoint that {label} resumed from", entry.subjects, last.subjects)
+            findings.expect(f"the step that {label} resumed from", entry.facts.get("step"), last.facts.get("step"))
+    if last and last.subjects and session.entries_of("started"):
+        findings.fail(f"{label} started anew though there was a checkpoint")
     step = highest = last.facts["step"] if last else 0
-    for entry in [*session.steps(), *session.named("finished")]:
+    for entry in [*session.steps(), *session.entries_of("finished")]:
         at = entry.facts["steps" if entry.stage == "finished" else "step"]
         if at < step and REMOVED not in entry.facts:
-            found.fail(f"{what} has step {at} after step {step}")
+            findings.fail(f"{label} has step {at} after step {step}")
         step, highest = at, max(highest, at)
     if most is not None and highest > most:
-        found.fail(f"{what} took {highest} steps, more than {most}")
+        findings.fail(f"{label} took {highest} steps, more than {most}")
 
 
-def _check_policy(session: Session, evidence: Evidence, before: Entry | None, policy: Policy, found: Findings) -> None:
-    found.expect(f"the policy of release-{session.number}.jwt", dict(session.release["policy"]), policy.as_dict())
+def _check_policy(
+    session: Session, evidence: Evidence, before: Entry | None, policy: Policy, findings: Findings
+) -> None:
+    findings.expect(f"the policy of release-{session.number}.jwt", dict(session.release["policy"]), policy.as_dict())
     head = None if before is None else (before.sequence, before.digest)
     nonce, now = session.release["eat_nonce"], float(session.release["iat"])
     for failure in appraise(evidence, policy, nonce=nonce, now=now, head=head).failures:
-        found.fail(f"the policy for session {session.number}, {failure.line()}")
+        findings.fail(f"the policy for session {session.number}, {failure.line()}")

@@ -39,20 +39,20 @@ def find(run: str) -> Anchor | None:
     if not path.exists():
         return None
     try:
-        found: Anchor = typed(Anchor, read_json(path, MAX_BYTES))
-        if found.run != run:
-            raise ValueError(f"it belongs to the run {found.run!a:.80}")
+        anchor: Anchor = typed(Anchor, read_json(path, MAX_BYTES))
+        if anchor.run != run:
+            raise ValueError(f"it belongs to the run {anchor.run!a:.80}")
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): restore it, or remove it to go on without an anchor.") from None
-    return found
+    return anchor
 
 
 def remember(run: str, sequence: int, head: str) -> None:
     """Record that a run's log has come to a line. Raises UserError if it had come further, or it cannot be written."""
     with _locked():
-        known = find(run)
-        if known and (known.sequence > sequence or (known.sequence == sequence and known.head != head)):
-            raise _rolled_back(known, sequence)
+        anchor = find(run)
+        if anchor and (anchor.sequence > sequence or (anchor.sequence == sequence and anchor.head != head)):
+            raise _rollback_error(anchor, sequence)
         write_bytes_atomic(_path(run), to_json(asdict(Anchor(run, sequence, head))).encode())
 
 
@@ -86,18 +86,18 @@ def check(run: str, heads: Sequence[str]) -> bool:
     Raises:
         UserError: the log is an older state of the run's, or another one.
     """
-    known = find(run)
-    if known and (known.sequence >= len(heads) or heads[known.sequence] != known.head):
-        raise _rolled_back(known, len(heads) - 1)
-    return known is not None
+    anchor = find(run)
+    if anchor and (anchor.sequence >= len(heads) or heads[anchor.sequence] != anchor.head):
+        raise _rollback_error(anchor, len(heads) - 1)
+    return anchor is not None
 
 
-def _rolled_back(known: Anchor, sequence: int) -> UserError:
-    what = f"has another line {known.sequence + 1} than this machine wrote"
-    if sequence < known.sequence:
-        what = f"ends at line {sequence + 1}, but had come to line {known.sequence + 1} on this machine"
+def _rollback_error(anchor: Anchor, sequence: int) -> UserError:
+    problem = f"has another line {anchor.sequence + 1} than this machine wrote"
+    if sequence < anchor.sequence:
+        problem = f"ends at line {sequence + 1}, but had come to line {anchor.sequence + 1} on this machine"
     return UserError(
-        f"The evidence log of the run {known.run!a:.80} {what}, so that its directory is an older state or a copy "
+        f"The evidence log of the run {anchor.run!a:.80} {problem}, so that its directory is an older state or a copy "
         "of it: restore the newest one."
     )
 

@@ -78,8 +78,8 @@ def verify(envelope: bytes, key: PublicKey) -> dict[str, Any]:
     """
     opened = _read(envelope)
     if list(opened.signatures) != [key.keyid]:
-        found = ", ".join(opened.signatures)
-        raise UserError(f"The statement is signed by key {found!a:.80}, not by {key.keyid}: get the original.")
+        keyids = ", ".join(opened.signatures)
+        raise UserError(f"The statement is signed by key {keyids!a:.80}, not by {key.keyid}: get the original.")
     try:
         opened.verify([key.ssl_key()], 1)
     except (VerificationError, UnverifiedSignatureError):

@@ -44,12 +44,12 @@ def sign_model(files: Mapping[str, bytes | bytearray], key: SigningKey, name: st
         ],
     }
     root = hashlib.sha256(b"".join(digests.values())).hexdigest()
-    signed = json.loads(dsse.sign(dsse.statement(KIND, [(name, root)], predicate), key))
+    envelope = json.loads(dsse.sign(dsse.statement(KIND, [(name, root)], predicate), key))
     hint = hashlib.sha256(key.public.pem.encode()).hexdigest()
     bundle = {
         "mediaType": BUNDLE,
         "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
-        "dsseEnvelope": signed,
+        "dsseEnvelope": envelope,
     }
     return json.dumps(bundle).encode()
 
@@ -66,7 +66,8 @@ def verify_model(directory: Path, public: PublicKey) -> None:
             config = verifying.Config().use_elliptic_key_verifier(public_key=key).set_hashing_config(every_file)
             config.verify(directory, directory / NAME)
         except Exception as error:  # the library raises whatever an invalid bundle causes
-            said = escape_unprintable(str(error).partition(": Expected")[0])[:200] or type(error).__name__  # then bytes
+            text = str(error).partition(": Expected")[0]  # bytes follow
+            cause = escape_unprintable(text)[:200] or type(error).__name__
             raise UserError(
-                f"{directory / NAME} does not verify the files of {directory} ({said}): open the sealed adapter anew."
+                f"{directory / NAME} does not verify the files of {directory} ({cause}): open the sealed adapter anew."
             ) from None

@@ -6,7 +6,7 @@ dependencies are what it was made of; the by-products are the log's end, the cle
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -120,16 +120,13 @@ def materials(claims: Mapping[str, Any], weights: str | None) -> list[dict[str, 
     Args:
         claims: of its last session's evidence. weights: SHA-256 of the base's values, which is known at the end.
     """
-    return [{"name": name, "digest": {"sha256": digest}} for name, digest in _materials(claims, weights) if digest]
-
-
-def _materials(claims: Mapping[str, Any], weights: str | None) -> Iterator[tuple[str, str | None]]:
-    base, job = claims.get("base", {}), claims.get("job", {})
-    yield f"base:{base.get('name', '')}", base.get("sha256")
-    yield f"weights:{base.get('name', '')}", weights
-    for data in job.get("data", []):
-        yield f"{data['role']}:{data['name']}", data.get("sha256")
-    yield "recipe", job.get("recipe_sha256")
-    package, wgpu = claims.get("package", {}), claims.get("wgpu", {})
-    yield f"wgpu-lora {package.get('version', '')}", package.get("sha256")
-    yield f"wgpu-native {wgpu.get('native_version', '')}", wgpu.get("native_sha256")
+    base, job, package, wgpu = (claims.get(name, {}) for name in ("base", "job", "package", "wgpu"))
+    digests = [
+        (f"base:{base.get('name', '')}", base.get("sha256")),
+        (f"weights:{base.get('name', '')}", weights),
+        *((f"{data['role']}:{data['name']}", data.get("sha256")) for data in job.get("data", [])),
+        ("recipe", job.get("recipe_sha256")),
+        (f"wgpu-lora {package.get('version', '')}", package.get("sha256")),
+        (f"wgpu-native {wgpu.get('native_version', '')}", wgpu.get("native_sha256")),
+    ]
+    return [{"name": name, "digest": {"sha256": digest}} for name, digest in digests if digest]

@@ -145,15 +145,15 @@ class SignedLog:
             UserError: the file cannot be written, or another process wrote to it; it is then as before.
         """
         subjects = tuple(subjects)
-        stated = Line(self.name, self.sequence + 1, self.head, stage, utc_now(), json.loads(to_json(facts)))
+        record = Line(self.name, self.sequence + 1, self.head, stage, utc_now(), json.loads(to_json(facts)))
         link = (f"{self.path.name}:{self.sequence}", self.head)
-        line = dsse.sign(dsse.statement(self.kind, [link, *subjects], asdict(stated)), self._key)
+        line = dsse.sign(dsse.statement(self.kind, [link, *subjects], asdict(record)), self._key)
         if len(line) > MAX_LINE_BYTES:
             raise UserError(f"{self.path} would have a line of {len(line):,} bytes: record fewer facts in it.")
         if self.size + len(line) >= MAX_LOG_BYTES:
             raise UserError(f"{self.path} is full, at {MAX_LOG_BYTES:,} bytes: start a new run that evaluates less.")
         self._write(line + b"\n")
-        entry = Entry(**vars(stated), subjects=subjects, digest=sha256(line), keyid=self._key.public.keyid)
+        entry = Entry(**vars(record), subjects=subjects, digest=sha256(line), keyid=self._key.public.keyid)
         self.entries.append(entry)
         return entry
 
@@ -200,7 +200,7 @@ def read_lines(data: bytes, where: str, kind: str, key_of: KeyOf, name: str = ""
     whole = data.rfind(b"\n") + 1
     for number, line in enumerate(data[:whole].split(b"\n")[:-1]):
         try:
-            entry = _verified(line, kind, key_of, entries)
+            entry = _verify_line(line, kind, key_of, entries)
             name = name or entry.chain
             if entry.chain != name:
                 raise ValueError(f"it belongs to the log {entry.chain!r:.80}, not to {name!r:.80}")
@@ -215,20 +215,20 @@ def read_lines(data: bytes, where: str, kind: str, key_of: KeyOf, name: str = ""
     return entries, whole
 
 
-def _verified(line: bytes, kind: str, key_of: KeyOf, before: Sequence[Entry]) -> Entry:
+def _verify_line(line: bytes, kind: str, key_of: KeyOf, before: Sequence[Entry]) -> Entry:
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {MAX_LINE_BYTES:,} bytes")
-    claimed = typed(Line, dsse.peek(line)["predicate"], "its predicate", unknown="refuse")
-    key = key_of(claimed.stage, claimed.facts, before)
+    record = typed(Line, dsse.peek(line)["predicate"], "its predicate", unknown="refuse")
+    key = key_of(record.stage, record.facts, before)
     statement = dsse.verify(line, key)
     if statement["predicateType"] != kind:
         raise ValueError(f"its predicate type is {statement['predicateType']!r:.80}, not {kind!r}")
-    if datetime.fromisoformat(claimed.time).tzinfo is None:
+    if datetime.fromisoformat(record.time).tzinfo is None:
         raise ValueError("'time' has no time zone")
     link, *subjects = [(item["name"], item["digest"]["sha256"]) for item in statement["subject"]]
-    if link[1] != claimed.previous:
+    if link[1] != record.previous:
         raise ValueError("its first subject is not the line before it")
-    return Entry(**vars(claimed), subjects=tuple(subjects), digest=sha256(line), keyid=key.keyid)
+    return Entry(**vars(record), subjects=tuple(subjects), digest=sha256(line), keyid=key.keyid)
 
 
 def first_link(name: str) -> str:

@@ -63,12 +63,12 @@ class Cleanup:
         failed: list[str] = []
         for name, wipe in self._parts:
             try:
-                found = wipe() or WipeFacts()
+                result = wipe() or WipeFacts()
             except BaseException as error:  # what a library's panic is, too
                 failed.append(f"{name}: {type(error).__name__}")  # its message might hold what must not be written
                 continue
-            failed += [f"{name}: {text}" for text in found.not_wiped]
-            wiped.append({"what": name, **found.facts})
+            failed += [f"{name}: {text}" for text in result.not_wiped]
+            wiped.append({"what": name, **result.facts})
         return {"complete": not failed, "wiped": wiped, "not_wiped": [*failed, *unwipable, *UNREACHABLE]}
 
 

@@ -1,8 +1,8 @@
 """What keeps a process's memory off the disk: no core dumps, and memory that is locked against swapping.
 
 After POSIX.1-2024 (setrlimit, mlock, mlockall), prctl(2), core(5) and mlockall(2) of Linux, VirtualLock and WerSetFlags
-of Windows. What a
-system does not allow is said, and nothing else fails because of it.
+of Windows.
+What a system does not allow is listed in the facts, and nothing else fails because of it.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ def harden() -> HostProtection:
     there is a limit (RLIMIT_MEMLOCK), allocations beyond it would fail; then only data keys are locked (`lock_pages`).
     """
     environment_at_start()  # a process that leaves no core dumps can no longer read it, unless it is root's
-    done = HostProtection({})
-    done.facts["core_dumps"] = _no_core_dumps(done)
-    done.facts["memory"] = _lock_memory(done)
-    done.facts["swap"] = swap_devices()
-    done.facts["not_protected"] = list(_not_protected(done.facts))
-    return done
+    protection = HostProtection({})
+    protection.facts["core_dumps"] = _no_core_dumps(protection)
+    protection.facts["memory"] = _lock_memory(protection)
+    protection.facts["swap"] = swap_devices()
+    protection.facts["not_protected"] = list(_not_protected(protection.facts))
+    return protection
 
 
 @cache
 def environment_at_start() -> dict[str, str]:
     """The variables with which the process was started: as Linux keeps them, since a preloaded library can remove its
     own, or, where that cannot be read, as Python found them."""
-    found: dict[bytes, bytes] = {}
+    variables: dict[bytes, bytes] = {}
     if os.name == "posix":
         import posix
 
-        found = posix.environ  # a snapshot, unlike os.environ
+        variables = posix.environ  # a snapshot, unlike os.environ
     try:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
         lines = []
-    pairs = (line.partition(b"=") for line in lines if b"=" in line)
-    return {os.fsdecode(name): os.fsdecode(value) for name, value in [*found.items(), *((a, b) for a, _, b in pairs)]}
+    pairs = [*variables.items(), *(line.split(b"=", 1) for line in lines if b"=" in line)]
+    return {os.fsdecode(name): os.fsdecode(value) for name, value in pairs}
 
 
 def lock_pages(address: int, size: int) -> bool:
@@ -101,7 +101,7 @@ def swap_devices() -> list[str] | None:
     return [line.split()[0] for line in lines if line.strip()] if heading else None
 
 
-def _no_core_dumps(done: HostProtection) -> dict[str, Any]:
+def _no_core_dumps(protection: HostProtection) -> dict[str, Any]:
     if WINDOWS:
         return {"off": False, "heap_left_out": system_library().WerSetFlags(WER_NO_HEAP) == 0}
     import resource
@@ -111,20 +111,20 @@ def _no_core_dumps(done: HostProtection) -> dict[str, Any]:
     # Linux ignores any limit but 1 byte where a program receives dumps (fs/coredump.c); files need more than that, too.
     limit = 1 if LINUX and hard else 0
     resource.setrlimit(resource.RLIMIT_CORE, (limit, hard))
-    done._undo.append(lambda: resource.setrlimit(resource.RLIMIT_CORE, (soft, hard)))
+    protection._undo.append(lambda: resource.setrlimit(resource.RLIMIT_CORE, (soft, hard)))
     facts["limit_bytes"] = resource.getrlimit(resource.RLIMIT_CORE)[0]
     facts["off"] = facts["limit_bytes"] <= 1
     if LINUX:  # children that are other programs do not inherit this, but the limit
         system, before = system_library(), system_library().prctl(PR_GET_DUMPABLE, 0, 0, 0, 0)
         system.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-        done._undo.append(lambda: system.prctl(PR_SET_DUMPABLE, before, 0, 0, 0))
+        protection._undo.append(lambda: system.prctl(PR_SET_DUMPABLE, before, 0, 0, 0))
         facts["dumpable"] = bool(system.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0))
         facts["off"] = facts["off"] and not facts["dumpable"]
         facts["core_pattern"] = system_file("/proc/sys/kernel/core_pattern").strip()
     return facts
 
 
-def _lock_memory(done: HostProtection) -> dict[str, Any]:
+def _lock_memory(protection: HostProtection) -> dict[str, Any]:
     """`locked`: "all" of the process's memory, or "data keys"."""
     if not LINUX:
         return {"locked": "data keys", "why": f"{sys.platform} has no way to lock all memory of a process"}
@@ -133,14 +133,14 @@ def _lock_memory(done: HostProtection) -> dict[str, Any]:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
-        done._undo.append(lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard)))
+        protection._undo.append(lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard)))
     facts: dict[str, Any] = {"limit_bytes": None if hard == resource.RLIM_INFINITY else hard}
     if facts["limit_bytes"] is not None and not _may_lock():
         return {**facts, "locked": "data keys", "why": f"RLIMIT_MEMLOCK is {hard:,} bytes, and CAP_IPC_LOCK is missing"}
     system = system_library()
     if system.mlockall(MCL_CURRENT | MCL_FUTURE | MCL_ONFAULT):
         return {**facts, "locked": "data keys", "why": f"mlockall: {os.strerror(ctypes.get_errno())}"}
-    done._undo.append(system.munlockall)
+    protection._undo.append(system.munlockall)
     return {**facts, "locked": "all", "how": "mlockall: each page when it is first used"}
 
 

@@ -27,7 +27,7 @@ from wgpu_lora.protect.evidence.run_statement import KIND, RUN, materials, param
 from wgpu_lora.protect.policies.claim_checks import (
     ClaimError,
     Facts,
-    Failed,
+    Mismatch,
     any_of,
     claim,
     claim_or_none,
@@ -51,7 +51,7 @@ VECTOR = {
     **dict.fromkeys(("base", "data"), ("sourced-data", -97)),
 }
 # Name, what is expected, and the failures; None if there is nothing to compare the claims with.
-Checks = list[tuple[str, str, Callable[[Facts], Iterator[Failed]] | None]]
+Checks = list[tuple[str, str, Callable[[Facts], Iterator[Mismatch]] | None]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Appraisal:
 
     def to_json(self) -> dict[str, Any]:
         """An attestation result with EAR's names; those of this package start with `ear.wgpu-lora.`."""
-        own: dict[str, Any] = {
+        submodule: dict[str, Any] = {
             "ear.status": "affirming" if self.passed else "contraindicated",
             "ear.appraisal-policy-ids": [f"{self.policy['name']}:{self.policy['version']}"],
             "ear.wgpu-lora.policy": dict(self.policy),
@@ -103,14 +103,14 @@ class Appraisal:
         vector = {"instance-identity": 2} if "attestation.tpm_keys" in self.applied else {}
         vector |= dict(VECTOR[section] for one in self.failures if (section := one.rule.split(".")[0]) in VECTOR)
         if vector:
-            own["ear.trustworthiness-vector"] = vector
-        made = {
+            submodule["ear.trustworthiness-vector"] = vector
+        result = {
             "eat_profile": PROFILE,
             "iat": int(self.time),
             "ear.verifier-id": {"developer": "wgpu-lora", "build": f"wgpu-lora {version('wgpu-lora')}"},
-            "submods": {"wgpu-lora": own},
+            "submods": {"wgpu-lora": submodule},
         }
-        return made | ({"eat_nonce": self.nonce} if self.nonce is not None else {})
+        return result | ({"eat_nonce": self.nonce} if self.nonce is not None else {})
 
 
 def appraise(
@@ -167,7 +167,7 @@ def appraise_statement(statement: Mapping[str, Any], evidence: Evidence, policy:
         evidence: of the session that signed it. Its age and its nonce are not checked: they were at the release.
         now: of the result.
     """
-    attested = appraise(evidence, policy, nonce=None, now=None)
+    session_appraisal = appraise(evidence, policy, nonce=None, now=None)
     facts = {"statement": statement["predicate"], "claims": evidence.claims, "run": _run(statement)}
     least, most = policy["training.min_rows"], policy["training.max_steps"]
     expected = "the run's"
@@ -179,47 +179,47 @@ def appraise_statement(statement: Mapping[str, Any], evidence: Evidence, policy:
     ]
     applied = [name for name, _, check in checks if check]
     return replace(
-        attested,
+        session_appraisal,
         time=now,
-        failures=[*attested.failures, *_failures(checks, facts)],
-        applied=list(dict.fromkeys([*attested.applied, *applied])),
+        failures=[*session_appraisal.failures, *_failures(checks, facts)],
+        applied=list(dict.fromkeys([*session_appraisal.applied, *applied])),
     )
 
 
 def _failures(checks: Checks, facts: Facts) -> list[Failure]:
     return [
-        Failure(name, *failed)
+        Failure(name, *mismatch)
         for name, expected, check in checks
         if check
-        for failed in failures_of(check, facts, expected)
+        for mismatch in failures_of(check, facts, expected)
     ]
 
 
-def _keys(evidence: Evidence, facts: Facts) -> Iterator[Failed]:
+def _keys(evidence: Evidence, facts: Facts) -> Iterator[Mismatch]:
     """The bound keys are stated, so that a later change of how they are found cannot unbind them."""
     for name, bound in (("recipient", evidence.recipient), ("signing", evidence.signing.pem)):
         if claim(facts, f"keys.{name}").strip() != bound.strip():
             yield f"the key that is bound, as keys.{name}", "another key"
 
 
-def _nonce(nonce: str, facts: Facts) -> Iterator[Failed]:
-    found = claim(facts, "eat_nonce")
-    if not hmac.compare_digest(found.encode("utf-8", "surrogatepass"), nonce.encode()):
-        yield f"the nonce {shown(nonce)}", shown(found)
+def _nonce(nonce: str, facts: Facts) -> Iterator[Mismatch]:
+    value = claim(facts, "eat_nonce")
+    if not hmac.compare_digest(value.encode("utf-8", "surrogatepass"), nonce.encode()):
+        yield f"the nonce {shown(nonce)}", shown(value)
 
 
-def _time(now: float, behind: float, ahead: float, facts: Facts) -> Iterator[Failed]:
+def _time(now: float, behind: float, ahead: float, facts: Facts) -> Iterator[Mismatch]:
     """`iat` is at most these seconds behind and ahead of now."""
-    found: int = claim(facts, "iat", int)
-    if not 0 <= found < 1 << 40:  # the range of clocks, so that differences are finite
-        raise ClaimError(f"{shown(found)}, which is no time")
-    if now - found > behind:
-        yield f"evidence of the last {behind:g} s", f"evidence that is {now - found:,.0f} s old"
-    if found - now > ahead:
-        yield f"evidence from at most {ahead:g} s ahead", f"evidence from {found - now:,.0f} s ahead"
+    iat: int = claim(facts, "iat", int)
+    if not 0 <= iat < 1 << 40:  # the range of clocks, so that differences are finite
+        raise ClaimError(f"{shown(iat)}, which is no time")
+    if now - iat > behind:
+        yield f"evidence of the last {behind:g} s", f"evidence that is {now - iat:,.0f} s old"
+    if iat - now > ahead:
+        yield f"evidence from at most {ahead:g} s ahead", f"evidence from {iat - now:,.0f} s ahead"
 
 
-def _head(head: tuple[int, str], facts: Facts) -> Iterator[Failed]:
+def _head(head: tuple[int, str], facts: Facts) -> Iterator[Mismatch]:
     sequence, digest = claim(facts, "resume.sequence", int), claim(facts, "resume.head")
     if sequence < head[0] or (sequence == head[0] and digest != head[1]):
         yield f"entry {head[0]} ({head[1][:12]}), or a later one", f"entry {shown(sequence)} ({shown(digest[:12])})"
@@ -228,29 +228,29 @@ def _head(head: tuple[int, str], facts: Facts) -> Iterator[Failed]:
 def _run(statement: Mapping[str, Any]) -> Any:
     """The facts of the run among the by-products; None if there are none."""
     products = claim_or_none(statement["predicate"], "runDetails.byproducts")
-    found = [one for one in products or () if isinstance(one, Mapping) and one.get("name") == RUN]
-    return found[0].get("annotations") if len(found) == 1 else None
+    matches = [one for one in products or () if isinstance(one, Mapping) and one.get("name") == RUN]
+    return matches[0].get("annotations") if len(matches) == 1 else None
 
 
-def _materials(facts: Facts) -> Iterator[Failed]:
+def _materials(facts: Facts) -> Iterator[Mismatch]:
     weights = claim_or_none(facts, "run.weights_sha256")
     if claim(facts, "statement.buildDefinition.resolvedDependencies", list) != materials(facts["claims"], weights):
         yield "the base, data, recipe and package of the evidence, and the weights of the run", "others"
 
 
-def _parameters(facts: Facts) -> Iterator[Failed]:
+def _parameters(facts: Facts) -> Iterator[Mismatch]:
     if claim(facts, "statement.buildDefinition.externalParameters", Mapping) != parameters(facts["claims"]):
         yield "the job, options and recipients of the evidence", "others"
 
 
-def _rows(least: int, facts: Facts) -> Iterator[Failed]:
-    if (found := claim(facts, "run.rows", int)) < least:
-        yield f"at least {least:,} rows trained", f"{found:,}"
+def _rows(least: int, facts: Facts) -> Iterator[Mismatch]:
+    if (rows := claim(facts, "run.rows", int)) < least:
+        yield f"at least {least:,} rows trained", f"{rows:,}"
 
 
-def _steps(most: int, facts: Facts) -> Iterator[Failed]:
-    if not 0 < (found := claim(facts, "run.steps", int)) <= most:
-        yield f"at most {most:,} steps done", f"{found:,}"
+def _steps(most: int, facts: Facts) -> Iterator[Mismatch]:
+    if not 0 < (steps := claim(facts, "run.steps", int)) <= most:
+        yield f"at most {most:,} steps done", f"{steps:,}"
 
 
 # -- files: `protect verify` -------------------------------------------------------------------------------------------
@@ -282,8 +282,8 @@ def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> tuple[A
     if nonce is not None:
         raise UserError(f"{path} is the statement of a finished run, which has no nonce: leave --nonce out.")
     problem = "there is none"
-    for beside in islice(sorted(path.parent.glob(EVIDENCE)), MOST_SESSIONS):
-        evidence = claims.load_evidence(beside)
+    for evidence_file in islice(sorted(path.parent.glob(EVIDENCE)), MOST_SESSIONS):
+        evidence = claims.load_evidence(evidence_file)
         try:
             statement = dsse.verify(data, evidence.signing)
         except UserError as error:
@@ -296,6 +296,6 @@ def verify(path: Path, policy: Policy, nonce: str | None, now: float) -> tuple[A
     )
 
 
-def _subject(what: str, evidence: Evidence) -> str:
+def _subject(label: str, evidence: Evidence) -> str:
     name = claim_or_none(evidence.claims, "job.name")
-    return what if name is None else f"{what} of the job {shown(name)}"
+    return label if name is None else f"{label} of the job {shown(name)}"

@@ -26,7 +26,7 @@ MOST = 10_000  # items of a list or a table, and characters of a text
 MOST_FAILURES = 20  # of a rule: claims of ten thousand wrong variables need no line for each
 LONGEST = 80  # characters of a value in a message
 NOTHING = "nothing"
-Failed = tuple[str, str]  # what was expected, and what was found
+Mismatch = tuple[str, str]  # what was expected, and what was found
 Facts = Mapping[str, Any]  # the claims, and beside them `quote`, the verified one or None, and `pins`
 
 
@@ -43,7 +43,7 @@ class ClaimCheck:
         path, accepting: of a claim, and what makes the value of a policy that accepts it; None if nothing does.
     """
 
-    failures: Callable[[Any, Facts], Iterator[Failed]]
+    failures: Callable[[Any, Facts], Iterator[Mismatch]]
     path: str = ""
     accepting: Callable[[Any], Any] | None = None
 
@@ -53,14 +53,14 @@ class ClaimCheck:
         return None if value is None or self.accepting is None else self.accepting(value)
 
 
-def failures_of(check: Callable[[Facts], Iterator[Failed]], facts: Facts, expected: str) -> Iterator[Failed]:
+def failures_of(check: Callable[[Facts], Iterator[Mismatch]], facts: Facts, expected: str) -> Iterator[Mismatch]:
     """A check's failures, at most `MOST_FAILURES`; a claim that it cannot use is one."""
     try:
-        for number, failed in enumerate(check(facts)):
+        for number, mismatch in enumerate(check(facts)):
             if number == MOST_FAILURES:
-                yield failed[0], "more like these"
+                yield mismatch[0], "more like these"
                 return
-            yield failed
+            yield mismatch
     except ClaimError as error:
         yield expected, str(error)
 
@@ -118,10 +118,10 @@ def listed(
 ) -> ClaimCheck:
     """A text that is, or by `fits` is like, one of a list; `pattern` makes the one that fits a text."""
 
-    def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
-        found = claim(facts, path)
-        if not any(fits(found, one) for one in allowed):
-            yield any_of(allowed), shown(found)
+    def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
+        value = claim(facts, path)
+        if not any(fits(value, one) for one in allowed):
+            yield any_of(allowed), shown(value)
 
     return ClaimCheck(failures, path, lambda value: [pattern(value) if isinstance(value, str) else value])
 
@@ -142,29 +142,29 @@ def matches(text: str, pattern: str) -> bool:
 def version(path: str) -> ClaimCheck:
     """A version within a PEP 440 specifier; one that is no such version is not."""
 
-    def failures(specifier: str, facts: Facts) -> Iterator[Failed]:
-        found = claim(facts, path)
+    def failures(specifier: str, facts: Facts) -> Iterator[Mismatch]:
+        value = claim(facts, path)
         try:
-            fits = SpecifierSet(specifier).contains(Version(found), prereleases=True)
+            fits = SpecifierSet(specifier).contains(Version(value), prereleases=True)
         except ValueError:  # InvalidVersion, or Python refuses to read a number of thousands of digits
             fits = False
         if not fits:
-            yield f"a version {specifier}", shown(found)
+            yield f"a version {specifier}", shown(value)
 
     return ClaimCheck(failures, path, lambda value: f"=={value}")
 
 
-def true(failures: Callable[[Any, Facts], Iterator[Failed]]) -> ClaimCheck:
+def true(failures: Callable[[Any, Facts], Iterator[Mismatch]]) -> ClaimCheck:
     """A check that a policy can only ask for."""
     return ClaimCheck(failures, accepting=lambda claims: True)
 
 
-def states(path: str, wanted: bool) -> ClaimCheck:
+def states(path: str, expected: bool) -> ClaimCheck:
     """A claim that is true, or false."""
 
-    def failures(_: bool, facts: Facts) -> Iterator[Failed]:
-        if claim(facts, path, bool) is not wanted:
-            yield f"{path} = {str(wanted).lower()}", str(not wanted).lower()
+    def failures(_: bool, facts: Facts) -> Iterator[Mismatch]:
+        if claim(facts, path, bool) is not expected:
+            yield f"{path} = {str(expected).lower()}", str(not expected).lower()
 
     return true(failures)
 
@@ -172,10 +172,10 @@ def states(path: str, wanted: bool) -> ClaimCheck:
 def each(path: str, kind: type) -> ClaimCheck:
     """All items of a list, or all values of an object, which are allowed ones."""
 
-    def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
-        found = claim(facts, path, kind)
-        for one in found:
-            value, where = (found[one], f" ({shown(one)})") if kind is dict else (one, "")
+    def failures(allowed: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
+        items = claim(facts, path, kind)
+        for one in items:
+            value, where = (items[one], f" ({shown(one)})") if kind is dict else (one, "")
             if value not in allowed:
                 yield any_of(allowed), f"{shown(value)}{where}"
 
@@ -187,17 +187,17 @@ def digests(values: Iterable[Any]) -> list[str]:
     return sorted({one for one in values if isinstance(one, str) and SHA256.fullmatch(one)})
 
 
-def level(level: str, facts: Facts) -> Iterator[Failed]:
-    found = claim(facts, "level")
-    if level == "quoted" and not (found == level and facts["quote"]):
-        yield "quoted by a TPM", "no quote beside the claims" if found == level else shown(found)
-    if found not in ("self-reported", "quoted"):
-        yield "'self-reported' or 'quoted'", shown(found)
+def level(level: str, facts: Facts) -> Iterator[Mismatch]:
+    claimed_level = claim(facts, "level")
+    if level == "quoted" and not (claimed_level == level and facts["quote"]):
+        yield "quoted by a TPM", "no quote beside the claims" if claimed_level == level else shown(claimed_level)
+    if claimed_level not in ("self-reported", "quoted"):
+        yield "'self-reported' or 'quoted'", shown(claimed_level)
 
 
-def tpm_keys(keys: Sequence[str], facts: Facts) -> Iterator[Failed]:
-    if _der(found := claim(facts, "quote.key_pem")) not in {_der(key) for key in keys} - {None}:
-        yield f"one of the {len(keys)} keys of [attestation]", "another key" if _der(found) else "no key"
+def tpm_keys(keys: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
+    if _der(pem := claim(facts, "quote.key_pem")) not in {_der(key) for key in keys} - {None}:
+        yield f"one of the {len(keys)} keys of [attestation]", "another key" if _der(pem) else "no key"
 
 
 def _der(pem: str) -> bytes | None:
@@ -208,38 +208,38 @@ def _der(pem: str) -> bytes | None:
         return None
 
 
-def pcrs(expected: Mapping[str, str], facts: Facts) -> Iterator[Failed]:
-    found = {str(number): value for number, value in claim(facts, "quote.pcrs", Mapping).items()}
+def pcrs(expected: Mapping[str, str], facts: Facts) -> Iterator[Mismatch]:
+    quoted_pcrs = {str(number): value for number, value in claim(facts, "quote.pcrs", Mapping).items()}
     for number, value in expected.items():
-        if found.get(number) != value:
-            yield f"PCR {number} = {value}", shown(found[number]) if number in found else NOTHING
+        if quoted_pcrs.get(number) != value:
+            yield f"PCR {number} = {value}", shown(quoted_pcrs[number]) if number in quoted_pcrs else NOTHING
 
 
 def dependencies(facts: Facts) -> dict[str, Mapping[str, Any]]:
     """What is claimed of each package, by its normalised name; none at all and a name in two spellings are errors."""
-    stated = claim(facts, "dependencies", Mapping)
-    found = {canonicalize_name(name): one if isinstance(one, Mapping) else {} for name, one in stated.items()}
-    if not found or len(found) != len(stated):
-        raise ClaimError("one package under two spellings of its name" if found else "no package at all")
-    return {str(name): one for name, one in found.items()}
+    packages = claim(facts, "dependencies", Mapping)
+    by_name = {canonicalize_name(name): one if isinstance(one, Mapping) else {} for name, one in packages.items()}
+    if not by_name or len(by_name) != len(packages):
+        raise ClaimError("one package under two spellings of its name" if by_name else "no package at all")
+    return {str(name): one for name, one in by_name.items()}
 
 
-def intact(_: bool, facts: Facts) -> Iterator[Failed]:
+def intact(_: bool, facts: Facts) -> Iterator[Mismatch]:
     for name, package in dependencies(facts).items():
         if package.get("intact") is not True:
             yield f"{shown(name)} as its RECORD lists it", f"changed files {shown(package.get('changed'))}"
 
 
-def only_pinned(_: bool, facts: Facts) -> Iterator[Failed]:
+def only_pinned(_: bool, facts: Facts) -> Iterator[Mismatch]:
     for name in dependencies(facts):
         if name not in facts["pins"]:
             yield "only the packages in [dependencies.pinned]", shown(name)
 
 
-def pinned(pins: Mapping[str, Any], facts: Facts) -> Iterator[Failed]:
-    found = dependencies(facts)
+def pinned(pins: Mapping[str, Any], facts: Facts) -> Iterator[Mismatch]:
+    packages = dependencies(facts)
     for name, allowed in pins.items():
-        digest = found.get(canonicalize_name(name), {}).get("sha256")
+        digest = packages.get(canonicalize_name(name), {}).get("sha256")
         if digest not in as_tuple(allowed):
             yield f"{name} with {any_of(as_tuple(allowed))}", shown(digest) if digest else NOTHING
 
@@ -249,29 +249,29 @@ def as_tuple(allowed: str | Sequence[str]) -> tuple[str, ...]:
     return (allowed,) if isinstance(allowed, str) else tuple(allowed)
 
 
-def forbidden(patterns: Sequence[str], facts: Facts) -> Iterator[Failed]:
+def forbidden(patterns: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
     for name in claim(facts, "environment", Mapping):
         if any(matches(name, pattern) for pattern in patterns):
             yield f"no variable like {any_of(patterns)}", shown(name)
 
 
-def only(values: Mapping[str, Any], facts: Facts) -> Iterator[Failed]:
+def only(values: Mapping[str, Any], facts: Facts) -> Iterator[Mismatch]:
     for name, digest in claim(facts, "environment", Mapping).items():
         if digest not in as_tuple(values.get(name, ())):
             yield "only the variables of [environment.only] with their values", shown(name)
 
 
-def compiled(_: bool, facts: Facts) -> Iterator[Failed]:
+def compiled(_: bool, facts: Facts) -> Iterator[Mismatch]:
     for module in claim(facts, "process.compiled_otherwise", list):
         yield "modules that are compiled from their sources", shown(module)
 
 
-def no_swap(_: bool, facts: Facts) -> Iterator[Failed]:
+def no_swap(_: bool, facts: Facts) -> Iterator[Mismatch]:
     if (locked := claim(facts, "host.memory.locked")) != "all" and claim(facts, "host.swap", list):
         yield "all memory locked, or no swap", f"locked {shown(locked)}, and swap"
 
 
-def recipients(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
+def recipients(allowed: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
     if not claim(facts, "job.recipients", list):
         yield any_of(allowed), "no recipient"
     yield from each("job.recipients", list).failures(allowed, facts)
@@ -290,36 +290,36 @@ def _data(facts: Facts) -> list[Facts]:
     return files  # type: ignore[no-any-return]
 
 
-def sealed(allowed: Sequence[str], facts: Facts) -> Iterator[Failed]:
+def sealed(allowed: Sequence[str], facts: Facts) -> Iterator[Mismatch]:
     for file in _data(facts):
-        if (found := file.get("sha256")) not in allowed:
-            yield any_of(allowed), f"{shown(found) if found else NOTHING} ({shown(file.get('role'))})"
+        if (digest := file.get("sha256")) not in allowed:
+            yield any_of(allowed), f"{shown(digest) if digest else NOTHING} ({shown(file.get('role'))})"
 
 
-def rows(least: int, facts: Facts) -> Iterator[Failed]:
+def rows(least: int, facts: Facts) -> Iterator[Mismatch]:
     (data,) = (file for file in _data(facts) if file.get("role") == "data")
-    if (found := claim(data, "rows", int)) < least:
-        yield f"at least {least:,} rows", f"{shown(found)} rows"
+    if (count := claim(data, "rows", int)) < least:
+        yield f"at least {least:,} rows", f"{shown(count)} rows"
 
 
-def steps(most: int, facts: Facts) -> Iterator[Failed]:
+def steps(most: int, facts: Facts) -> Iterator[Mismatch]:
     options = claim(facts, "job.options", Mapping)
     if options.get("max_steps") is None:
         yield f"at most {most:,} steps", "no bound on them: set max_steps in the job"
-    elif not 0 < (found := claim(options, "max_steps", int)) <= most:
-        yield f"at most {most:,} steps", shown(found)
+    elif not 0 < (max_steps := claim(options, "max_steps", int)) <= most:
+        yield f"at most {most:,} steps", shown(max_steps)
 
 
-def options(bounds: Mapping[str, Any], facts: Facts) -> Iterator[Failed]:
-    stated = claim(facts, "job.options", Mapping)
+def options(bounds: Mapping[str, Any], facts: Facts) -> Iterator[Mismatch]:
+    job_options = claim(facts, "job.options", Mapping)
     for name, value in bounds.items():
         bound = asdict(value) if is_dataclass(value) and not isinstance(value, type) else {"allow": [value]}
         bound = {key: limit for key, limit in bound.items() if limit is not None}
         expected = f"{name} {' and '.join(f'{key} {shown(limit)}' for key, limit in bound.items())}"
-        if name not in stated:
+        if name not in job_options:
             yield expected, f"{NOTHING}: the evidence does not state {name}"
-        elif not _within(stated[name], bound):
-            yield expected, shown(stated[name])
+        elif not _within(job_options[name], bound):
+            yield expected, shown(job_options[name])
 
 
 def _within(value: Any, bound: Mapping[str, Any]) -> bool:

@@ -155,9 +155,9 @@ def _file_type() -> Any:
         kind, default = (key.kind, MISSING) if key.required else (key.kind | None, key.default)
         sections.setdefault(section, []).append((name, kind, field(default=default, kw_only=True)))
     kinds = {name: make_dataclass(name, parts, frozen=True) for name, parts in sections.items()}
-    needed = {key.name.split(".")[0] for key in KEYS if key.required}
+    required = {key.name.split(".")[0] for key in KEYS if key.required}
     parts = [
-        (name, kind, field(kw_only=True) if name in needed else field(default_factory=kind, kw_only=True))
+        (name, kind, field(kw_only=True) if name in required else field(default_factory=kind, kw_only=True))
         for name, kind in kinds.items()
     ]
     return make_dataclass("PolicyFile", parts, frozen=True)
@@ -206,20 +206,20 @@ class Policy:
 
 def _check_whole(values: Mapping[str, Any], where: str) -> None:
     """Raise UserError for values that need others, and for bounds of options that there are not."""
-    quoted = values["attestation.level"] == "quoted"
-    if quoted and values["attestation.tpm_keys"] is None:
+    is_quoted = values["attestation.level"] == "quoted"
+    if is_quoted and values["attestation.tpm_keys"] is None:
         raise UserError(
             f"{where} asks for quotes without saying of which TPMs: add 'tpm_keys' to [attestation], since anybody "
             "can run a TPM in software."
         )
-    for key in () if quoted else ("tpm_keys", "pcrs"):
+    for key in () if is_quoted else ("tpm_keys", "pcrs"):
         if values[f"attestation.{key}"] is not None:
             raise UserError(f"{where} has '{key}' in [attestation], which needs level = \"quoted\": add it.")
     if values["dependencies.only_pinned"] and values["dependencies.pinned"] is None:
         raise UserError(f"{where} has 'only_pinned' in [dependencies], but no [dependencies.pinned]: add it.")
-    known = list(TrainingArguments.__dataclass_fields__)
+    names = list(TrainingArguments.__dataclass_fields__)
     for name in values["recipe.options"] or ():
-        if name not in known:
+        if name not in names:
             with naming(IN_FILE):
-                cure = advice(name, known, "use an option of finetune.")
+                cure = advice(name, names, "use an option of finetune.")
             raise UserError(f"{where}: [recipe.options] has no option '{escape_unprintable(name)[:60]}': {cure}")

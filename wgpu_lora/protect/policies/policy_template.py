@@ -82,8 +82,9 @@ def _line(key: Key, value: Any, facts: Mapping[str, Any]) -> str:
     failures = [*failures_of(partial(key.check.failures, checked), facts, name)] if key.check else []
     if not failures:
         return text
-    expected, found = failures[0]
-    return "\n".join([f"# Not so here: expected {expected}, found {found}.", *(f"# {one}" for one in text.split("\n"))])
+    expected, actual = failures[0]
+    comment = f"Not so here: expected {expected}, found {actual}."
+    return "\n".join(f"# {one}" for one in [comment, *text.split("\n")])
 
 
 def _values(claims: Mapping[str, Any], quote: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -133,8 +134,8 @@ def toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{ {', '.join(f'{_name(key)} = {toml(one)}' for key, one in value.items())} }}"
     if isinstance(value, str):
-        quoted = json.dumps(value, ensure_ascii=False)
-        return "".join(c if c.isascii() and c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
+        quoted_text = json.dumps(value, ensure_ascii=False)
+        return "".join(c if c.isascii() and c.isprintable() else f"\\U{ord(c):08x}" for c in quoted_text)
     return json.dumps(value, allow_nan=False)
 
 

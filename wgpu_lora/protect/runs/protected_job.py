@@ -125,8 +125,8 @@ class ProtectedJob:
     @property
     def recipe_sha256(self) -> str:
         """Of the stated options that affect what is trained, as JSON with sorted keys; in hexadecimal."""
-        kept = {name: value for name, value in sorted(self.stated.items()) if name not in CHANGEABLE_ON_RESUME}
-        return sha256(to_json(kept).encode())
+        options = {name: value for name, value in sorted(self.stated.items()) if name not in CHANGEABLE_ON_RESUME}
+        return sha256(to_json(options).encode())
 
     @property
     def options(self) -> dict[str, Any]:
@@ -136,8 +136,8 @@ class ProtectedJob:
 
     def beside(self) -> dict[str, Path]:
         """Models and adapters beside the base, by their options."""
-        found = {name: getattr(self.arguments, name) for name in BESIDE}
-        return {name: resolve_model(at) if name == "teacher" else Path(at) for name, at in found.items() if at}
+        locations = {name: getattr(self.arguments, name) for name in BESIDE}
+        return {name: resolve_model(at) if name == "teacher" else Path(at) for name, at in locations.items() if at}
 
     def digests(self) -> dict[str, dict[str, Any]]:
         """Of each sealed file, and each model and adapter beside the base, by role: name, sha256, bytes and rows.
@@ -148,11 +148,11 @@ class ProtectedJob:
         sealed = {role: sealed_facts(path) for role, path in self.sealed.items()}
         return sealed | {name: model_facts(name, path) for name, path in self.beside().items()}
 
-    def with_options(self, given: Mapping[str, Any]) -> ProtectedJob:
+    def with_options(self, options: Mapping[str, Any]) -> ProtectedJob:
         """The job with options of the command line or Python over its own. Raises UserError if one is not allowed."""
-        if not given:
+        if not options:
             return self
-        where, values = "The command line", named(given, "The command line")
+        where, values = "The command line", named(options, "The command line")
         for name in REFUSED:
             if name in values:
                 raise UserError(f"{flag(name)} cannot be given beside a protected job: {REFUSED[name]}.")
@@ -172,19 +172,20 @@ def read_job(path: str | Path) -> ProtectedJob:
     check_path(path)
     content, where = small_file(path, "The job"), f"The job {path}"  # read once: what is attested is what is run
     file = read_as(_JobFile, parse_toml(content, where), where)
-    own = file.protected
-    parse_recipients(own.recipients)
-    arguments, stated, of_recipe = _options(dict(file.training), path, f"{where}, [training]")
+    table = file.protected
+    parse_recipients(table.recipients)
+    arguments, explicit, of_recipe = _options(dict(file.training), path, f"{where}, [training]")
     sealed = {}
     for option, suffix in SEALED.items():
-        if value := getattr(own, option):
+        if value := getattr(table, option):
             sealed[option] = _sealed_path(path.parent / value, option, suffix, where)
-    if (own.broker is None) == (own.files is None):
-        both = "both" if own.broker else "neither"
+    if (table.broker is None) == (table.files is None):
+        count_word = "both" if table.broker else "neither"
         raise UserError(
-            f"{where} has {both} of 'broker' and 'files': give the broker's URL, or a directory for releases by files."
+            f"{where} has {count_word} of 'broker' and 'files': give the broker's URL, or a directory for releases by "
+            "files."
         )
-    output, broker_file = path.parent / own.output, path.parent / own.broker_key
+    output, broker_file = path.parent / table.output, path.parent / table.broker_key
     with naming(IN_FILE):
         paths: dict[str, Any] = {"output": str(output), **{name: str(at) for name, at in sealed.items()}}
         arguments = replace(arguments, **paths)
@@ -192,78 +193,78 @@ def read_job(path: str | Path) -> ProtectedJob:
     return ProtectedJob(
         path=path,
         content=_with_comment(content, "of its recipe file", of_recipe),
-        name=own.name or path.stem,
+        name=table.name or path.stem,
         sealed=sealed,
         output=output,
-        recipients=tuple(dict.fromkeys(own.recipients)),
+        recipients=tuple(dict.fromkeys(table.recipients)),
         broker_key=PublicKey.read(broker_file),
         broker_file=broker_file,
         arguments=arguments,
-        stated=stated,
-        broker=own.broker,
-        files=path.parent / own.files if own.files else None,
-        ca=path.parent / own.ca if own.ca else None,
+        stated=explicit,
+        broker=table.broker,
+        files=path.parent / table.files if table.files else None,
+        ca=path.parent / table.ca if table.ca else None,
     )
 
 
-def _sealed_path(found: Path, option: str, suffix: str, where: str) -> Path:
+def _sealed_path(path: Path, option: str, suffix: str, where: str) -> Path:
     """Raises UserError unless there is such a sealed file."""
-    check_path(found)
-    if not found.name.endswith(suffix):
+    check_path(path)
+    if not path.name.endswith(suffix):
         raise UserError(
-            f"{where}: '{option}' in [protected] is {found.name}, but must be a sealed file named *{suffix}: "
+            f"{where}: '{option}' in [protected] is {path.name}, but must be a sealed file named *{suffix}: "
             "seal it with wgpu-lora protect seal."
         )
-    if not found.is_file():
-        raise UserError(f"{where}: {found} does not exist, or is not a file: correct '{option}' in [protected].")
-    return found
+    if not path.is_file():
+        raise UserError(f"{where}: {path} does not exist, or is not a file: correct '{option}' in [protected].")
+    return path
 
 
 def _with_comment(content: bytes, source: str, values: Mapping[str, Any]) -> bytes:
     """A job's content with options from elsewhere, so that whoever allows its digest allows them, too."""
-    kept = {name: value for name, value in sorted(values.items()) if name not in LOCAL}
-    return content + f"\n# Options {source}: {to_json(kept)}\n".encode() if kept else content
+    options = {name: value for name, value in sorted(values.items()) if name not in LOCAL}
+    return content + f"\n# Options {source}: {to_json(options)}\n".encode() if options else content
 
 
 def _options(
     values: dict[str, Any], path: Path, where: str
 ) -> tuple[TrainingArguments, dict[str, Any], dict[str, Any]]:
     """[training]: options over those of its recipe, those that are stated, and those of a recipe file."""
-    usual = TrainingArguments()
-    base, stated, of_file = usual, dict[str, Any](), dict[str, Any]()
+    defaults = TrainingArguments()
+    base, explicit, of_file = defaults, dict[str, Any](), dict[str, Any]()
     with naming(IN_FILE):
         recipe = values.pop("recipe", None)
         if recipe is not None:
             if not isinstance(recipe, str):
                 raise UserError(f"{where}: recipe must be the name of a recipe or a file, not {recipe!a:.60}.")
-            beside = path.parent / recipe
-            found = beside if beside.is_file() else find_recipe(recipe)
-            base = recipe_arguments(found)
+            local_file = path.parent / recipe
+            recipe_file = local_file if local_file.is_file() else find_recipe(recipe)
+            base = recipe_arguments(recipe_file)
             if base.init_adapter:
                 raise UserError(
                     f"{where}: the recipe {recipe} has an init_adapter: seal it, and name it in [protected]."
                 )
             base = replace(base, data=None, eval_data=None, output=None)  # of another run on other data
-            stated = {name: value for name, value in base.as_dict().items() if value != usual.as_dict()[name]}
+            explicit = {name: value for name, value in base.as_dict().items() if value != defaults.as_dict()[name]}
             for name in ("data", "eval_data", "output"):
-                stated.pop(name, None)
-            if found.parent != asset_dir("recipes"):  # which the package's digest covers
-                of_file = dict(stated)
-        given = named(values, where)
+                explicit.pop(name, None)
+            if recipe_file.parent != asset_dir("recipes"):  # which the package's digest covers
+                of_file = dict(explicit)
+        options = named(values, where)
         for name in REFUSED:
-            if name in given:
+            if name in options:
                 raise UserError(f"{where}: {name} cannot be given here: {REFUSED[name]}.")
         for name in PATHS:
-            if isinstance(named_path := given.get(name), str) and (path.parent / named_path).exists():
-                given[name] = str(path.parent / named_path)
-        return from_values(given, where, base), {**stated, **given}, of_file
+            if isinstance(named_path := options.get(name), str) and (path.parent / named_path).exists():
+                options[name] = str(path.parent / named_path)
+        return from_values(options, where, base), {**explicit, **options}, of_file
 
 
 def _check(args: TrainingArguments, where: str) -> None:
     """Raise UserError for options that do not keep what is learnt sealed."""
-    usual = TrainingArguments()
+    defaults = TrainingArguments()
     for name, reason in REFUSED.items():
-        if name not in ("output", "resume", *SEALED) and getattr(args, name) != getattr(usual, name):
+        if name not in ("output", "resume", *SEALED) and getattr(args, name) != getattr(defaults, name):
             raise UserError(f"{where}: {flag(name)} cannot be used in a protected run: {reason}.")
     if args.train == "quant-scales":
         raise UserError(f"{where}: a protected run trains an adapter, not the base: leave {flag('train')} out.")
@@ -278,14 +279,16 @@ def sealed_facts(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or is not the one that its record is about.
     """
-    found, beside = _facts(path), record_path(path)
-    if beside.exists():
-        record = SealRecord.read(beside)
-        if record.sha256 != found["sha256"]:
-            raise UserError(f"{path} is not the file that {beside.name} is about: restore the file that was sealed.")
+    facts, record_file = _facts(path), record_path(path)
+    if record_file.exists():
+        record = SealRecord.read(record_file)
+        if record.sha256 != facts["sha256"]:
+            raise UserError(
+                f"{path} is not the file that {record_file.name} is about: restore the file that was sealed."
+            )
         if record.rows is not None:
-            found["rows"] = record.rows
-    return found
+            facts["rows"] = record.rows
+    return facts
 
 
 def model_facts(option: str, path: Path) -> dict[str, Any]:

@@ -125,20 +125,20 @@ def _train(session: Session, key: DataKey, model: LoadedModel, end: SessionEnd, 
     storage = end.storage = SealedStorage(
         job.output, job.recipients, key, session.keys, log, initial, session.report, session.timed
     )
-    left = storage.recover()
-    if left or log.cut or log.after_a_killed_session:
-        unfinished = ", ".join([*left, *(["a part of a line of the log"] if log.cut else [])])
+    leftovers = storage.recover()
+    if leftovers or log.cut or log.after_a_killed_session:
+        unfinished = ", ".join([*leftovers, *(["a part of a line of the log"] if log.cut else [])])
         text = "the session before was killed and wiped nothing; all that it left is sealed"
         session.say("leftovers", f"{text}, unfinished were {unfinished}" if unfinished else text)
-        log.append("leftovers", {"files": left, "log_bytes": log.cut})
+        log.append("leftovers", {"files": leftovers, "log_bytes": log.cut})
     storage.check_newest()
     newest = run_checkpoint.latest_checkpoint(job.output, storage)
     args = replace(job.arguments, resume=True) if newest else job.arguments
     prepared = prepare_job(args, model, rows=sources, storage=storage)
-    kept = [data for data in (prepared.run.stream.prepared, prepared.run.heldout) if data]
+    datasets = [data for data in (prepared.run.stream.prepared, prepared.run.heldout) if data]
     cleanup.add(
         "rows as tokens",
-        lambda: overwrite(array for data in kept for row in data.rows for array in (row.input_ids, row.labels)),
+        lambda: overwrite(array for data in datasets for row in data.rows for array in (row.input_ids, row.labels)),
     )
     for source in sources.values():
         source.wipe()  # they are tokens now
@@ -152,7 +152,7 @@ def _train(session: Session, key: DataKey, model: LoadedModel, end: SessionEnd, 
         last = next(entry for entry in reversed(log.entries) if entry.stage == "checkpoint")
         log.append("resumed", {"step": last.facts["step"]}, last.subjects)
     else:
-        storage.write(job.output / SKIPPED, skipped_rows([data.account for data in kept]))
+        storage.write(job.output / SKIPPED, skipped_rows([data.account for data in datasets]))
         log.append("started", {"options": job.options}, storage.skipped)
     session.check_expired()
     with watch(prepared) if watch else nullcontext(SILENT) as events:
@@ -203,11 +203,11 @@ def _check_limits(session: Session, prepared: FinetuneJob, rows: int, trained: i
         raise UserError(
             f"The release allows at most {count_noun(most, 'step')}, and the job's max_steps is {planned}: lower it."
         )
-    stated = session.data["data"].get("rows")
-    if stated not in (None, rows) and not (prepared.run.heldout and "eval_data" not in session.data):
+    recorded_rows = session.data["data"].get("rows")
+    if recorded_rows not in (None, rows) and not (prepared.run.heldout and "eval_data" not in session.data):
         raise UserError(
-            f"{session.job.sealed['data']} holds {count_noun(rows, 'row')}, but its record says {stated:,}: seal it "
-            "again."
+            f"{session.job.sealed['data']} holds {count_noun(rows, 'row')}, but its record says {recorded_rows:,}: "
+            "seal it again."
         )
 
 

@@ -116,13 +116,13 @@ class Session:
             model.device.info, nonce=nonce, keys=self.keys, job=job, base=base, resume=resume, host=self.host.facts
         )
         if resume:
-            found = Findings()
+            findings = Findings()
             before = load_evidence(job.output / "evidence-1.json").claims["job"]  # verified when the log was opened
-            if not found.expect("the job", claims["job"], before):
+            if not findings.expect("the job", claims["job"], before):
                 raise UserError(
                     f"The job has changed since the run in {job.output} started: restore it, or start a new run in "
                     "another directory.",
-                    found.failures,
+                    findings.failures,
                 )
         evidence = attest(claims, self.keys)
         self.claims = read_evidence(evidence).claims
@@ -164,10 +164,10 @@ class Session:
         self.say("waiting", f"for {answer}, in answer to {files / EVIDENCE}; the keys are in memory only")
         before = None
         while True:  # until it is there, and whole: copying it may take a while
-            found = read_bytes(answer, MAX_TOKEN) if answer.is_file() else None
-            if found and found == before:
-                return found.decode("ascii", "replace").strip()
-            before = found
+            content = read_bytes(answer, MAX_TOKEN) if answer.is_file() else None
+            if content and content == before:
+                return content.decode("ascii", "replace").strip()
+            before = content
             time.sleep(POLL)
 
 
@@ -196,28 +196,28 @@ def open_log(job: ProtectedJob, keys: SessionKeys, resume: bool) -> EvidenceLog:
             f"The output directory {job.output} already holds a protected run: choose another in {job.path}, or "
             f"continue it with {program()} finetune --protected {job.path} --resume."
         )
-    log, found = EvidenceLog.resume(job.output, keys), Findings()
-    check_sessions(job.output, sessions_of(log.entries), job.broker_key, None, found)
-    if found.failures:  # anybody can write a log
+    log, findings = EvidenceLog.resume(job.output, keys), Findings()
+    check_sessions(job.output, sessions_of(log.entries), job.broker_key, None, findings)
+    if findings.failures:  # anybody can write a log
         raise UserError(
             f"The run in {job.output} cannot be resumed, since its evidence is not what the job's broker answered: "
             "restore its files, or start a new run in another directory.",
-            found.failures,
+            findings.failures,
         )
     return log
 
 
 def _check_unused(job: ProtectedJob) -> None:
     """Raise UserError if a new run would write over other files, which may be the job's own."""
-    written = (ADAPTER, CLEANUP, STATEMENT, "evidence-1.json", "release-1.jwt")
-    taken = [job.output / name for name in written if (job.output / name).exists()]
+    file_names = (ADAPTER, CLEANUP, STATEMENT, "evidence-1.json", "release-1.jwt")
+    conflicts = [job.output / name for name in file_names if (job.output / name).exists()]
     copy = job.output / JOB_COPY
     if copy.exists() and read_bytes(copy, len(job.content)) != job.content:
-        taken.append(copy)
-    if taken:
+        conflicts.append(copy)
+    if conflicts:
         raise UserError(
-            f"{taken[0]} exists already, and the run would write over it: choose another output in {job.path}, or move "
-            "that file."
+            f"{conflicts[0]} exists already, and the run would write over it: choose another output in {job.path}, or "
+            "move that file."
         )
 
 
@@ -236,9 +236,10 @@ def machine_claims(nonce: str, keys: SessionKeys, job: Path | None = None, devic
             return gather(choose(device)[0], nonce=nonce, keys=keys, host=host.facts)
         # The claims name what is loaded: as much as in a training session.
         import_module("wgpu_lora.protect.runs.protected_run")
-        read = read_job(job)
-        model = open_model(read.arguments.model or "demo", device or read.arguments.device, read.arguments.base_dtype)
+        protected_job = read_job(job)
+        args = protected_job.arguments
+        model = open_model(args.model or "demo", device or args.device, args.base_dtype)
         base = base_facts(model.name, model.checkpoint, model.config)
-        return gather(model.device.info, nonce=nonce, keys=keys, job=read, base=base, host=host.facts)
+        return gather(model.device.info, nonce=nonce, keys=keys, job=protected_job, base=base, host=host.facts)
     finally:
         host.restore()

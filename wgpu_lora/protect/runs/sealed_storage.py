@@ -91,23 +91,23 @@ class SealedStorage(CheckpointStore):
 
     def recover(self) -> list[str]:
         """Complete or remove what a killed session left unfinished; returns the names of these files."""
-        left = []
+        names = []
         sweep(self._run, _BESIDE)
         for directory in (self._run, self._run / STEPS):
             for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-                if not (found := UNFINISHED.fullmatch(path.name)) or not path.is_file():
+                if not (match := UNFINISHED.fullmatch(path.name)) or not path.is_file():
                     continue
-                left.append(path.relative_to(self._run).as_posix())
-                final = path.with_name(found[1])
+                names.append(path.relative_to(self._run).as_posix())
+                final = path.with_name(match[1])
                 if self._named.get(self._name(final)) == sha256(read_bytes(path)):
                     path.replace(final)
                 else:
                     path.unlink()
         for name in sorted(self._left_behind):
             if (self._run / name).is_file():
-                left.append(name)
+                names.append(name)
                 (self._run / name).unlink()
-        return left
+        return names
 
     def check_newest(self) -> None:
         """Raise UserError unless the newest checkpoint that the log names is there as it was sealed."""
@@ -119,7 +119,7 @@ class SealedStorage(CheckpointStore):
                 f"{path} is missing, which the evidence log names as the newest checkpoint: restore it, or start a new "
                 f"run with another {flag('output')}."
             )
-        self._sealed(path)
+        self._read_sealed(path)
 
     # -- directories ---------------------------------------------------------------------------------------------------
 
@@ -127,12 +127,12 @@ class SealedStorage(CheckpointStore):
         return self._name(self.disk_path(directory)) in self._named and self.disk_path(directory).is_file()
 
     def directories(self, root: Path) -> list[Path]:
-        found = [path.with_name(path.name.removesuffix(ARCHIVE)) for path in root.glob(f"*{ARCHIVE}")]
-        return [path for path in found if self.has(path)]
+        paths = [path.with_name(path.name.removesuffix(ARCHIVE)) for path in root.glob(f"*{ARCHIVE}")]
+        return [path for path in paths if self.has(path)]
 
     def file_contents(self, directory: Path) -> Mapping[str, bytes] | None:
-        if found := self._opened.get(directory) or self._initial.get(directory.resolve()):
-            return found
+        if contents := self._opened.get(directory) or self._initial.get(directory.resolve()):
+            return contents
         return self._open(directory) if self.has(directory) else None
 
     def write_directory(self, final: Path, files: Mapping[str, bytes]) -> None:
@@ -211,8 +211,8 @@ class SealedStorage(CheckpointStore):
 
     def forget(self) -> None:
         """Drop what is open. Python's bytes cannot be overwritten."""
-        for kept in (self._opened, self._initial, self._results):
-            kept.clear()
+        for contents in (self._opened, self._initial, self._results):
+            contents.clear()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class SealedStorage(CheckpointStore):
             raise
         return digest, temporary
 
-    def _sealed(self, path: Path) -> bytes:
+    def _read_sealed(self, path: Path) -> bytes:
         """A sealed file as the log names it. Raises UserError if it is another."""
         data = read_bytes(path)
         if sha256(data) != self._named.get(self._name(path)):
@@ -244,7 +244,7 @@ class SealedStorage(CheckpointStore):
     def _open(self, directory: Path) -> Mapping[str, bytes]:
         """The files of a checkpoint. Only the last one stays open, until another is written."""
         path = self.disk_path(directory)
-        content = unseal_bytes(self._sealed(path), self._key, str(path))
+        content = unseal_bytes(self._read_sealed(path), self._key, str(path))
         try:
             files = archive.unpack(content)
         finally:
@@ -267,11 +267,11 @@ class SealedStorage(CheckpointStore):
 
 def _facts(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Step and losses of a checkpoint."""
-    said = json.loads(files[METADATA])
-    return {"step": said["step"], "loss": said["losses"]["train"], "eval_loss": said["losses"]["held_out"]}
+    metadata = json.loads(files[METADATA])
+    return {"step": metadata["step"], "loss": metadata["losses"]["train"], "eval_loss": metadata["losses"]["held_out"]}
 
 
 def _step(name: str) -> int:
-    found = _STEP.fullmatch(name)
-    assert found
-    return int(found[1])
+    match = _STEP.fullmatch(name)
+    assert match
+    return int(match[1])

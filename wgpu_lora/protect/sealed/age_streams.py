@@ -52,13 +52,13 @@ def parse_recipient(text: str) -> pyrage.x25519.Recipient:
         pyrage.RecipientError: it is none, or a point of low order (RFC 7748, 6.1): anybody could open what is sealed
             to it, and pyrage would panic.
     """
-    found = pyrage.x25519.Recipient.from_str(text)
-    point = int(str(found)[4:-6].translate(BECH32), 32) >> 4  # 52 digits of 5 bits
+    recipient = pyrage.x25519.Recipient.from_str(text)
+    point = int(str(recipient)[4:-6].translate(BECH32), 32) >> 4  # 52 digits of 5 bits
     try:
         X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(point.to_bytes(32, "big")))
     except ValueError:
         raise pyrage.RecipientError("a point of low order") from None
-    return found
+    return recipient
 
 
 def parse_recipients(recipients: Sequence[str]) -> list[pyrage.x25519.Recipient]:
@@ -86,11 +86,11 @@ def read_recipients(path: str | Path) -> list[str]:
         UserError: the file cannot be read or holds no recipient, or something else.
     """
     text = small_file(path, "The recipients file", MAX_KEY_BYTES).decode("utf-8", "replace")
-    found = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-    if not found:
+    recipients = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    if not recipients:
         raise UserError(f"{path} holds no recipient: write {EXAMPLE}, on a line of its own.")
-    parse_recipients(found)
-    return found
+    parse_recipients(recipients)
+    return recipients
 
 
 # -- sealing and opening -----------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def seal_stream(reader: SupportsRead[bytes], writer: SupportsWrite[bytes], recip
     not one. What `reader` or `writer` raises."""
     to, source, target = parse_recipients(recipients), _StreamEnd(reader), _StreamEnd(writer)
     try:
-        _apart(lambda: pyrage.encrypt_io(source, target, to), source, target)
+        _run_in_thread(lambda: pyrage.encrypt_io(source, target, to), source, target)
     finally:
         _reraise(source, target)  # pyrage 1.4 says nothing if its last write fails
 
@@ -122,7 +122,7 @@ def unseal_stream(
     """
     source, target = _StreamEnd(_AgeReader(reader, where)), _StreamEnd(writer)
     try:
-        _apart(lambda: pyrage.decrypt_io(source, target, [key.identity()]), source, target)
+        _run_in_thread(lambda: pyrage.decrypt_io(source, target, [key.identity()]), source, target)
     except BaseException as failure:
         _reraise(source, target)
         if "No matching keys" in str(failure):
@@ -214,33 +214,33 @@ class _StreamEnd:
         self.inner, self.stopped = inner, False
         self.failure: BaseException | None = None
 
-    def _call(self, done: Callable[[], Any]) -> Any:
+    def _call(self, call: Callable[[], Any]) -> Any:
         if self.stopped:
             raise BrokenPipeError  # Rust would call again after an InterruptedError, without end
         try:
-            return done()
+            return call()
         except BaseException as failure:
             self.failure = self.failure or failure
             raise
 
     def read(self, size: int = -1) -> bytes:
-        found: bytes = self._call(lambda: self.inner.read(size))
-        return found
+        data: bytes = self._call(lambda: self.inner.read(size))
+        return data
 
     def write(self, data: bytes) -> int:
         # A raw file may take less than it is given; None is from a writer that takes all.
-        taken = self._call(lambda: self.inner.write(data))
-        return len(data) if taken is None else int(taken)
+        count = self._call(lambda: self.inner.write(data))
+        return len(data) if count is None else int(count)
 
     def flush(self) -> None:
         self._call(getattr(self.inner, "flush", lambda: None))
 
 
-def _apart(work: Callable[[], None], *ends: _StreamEnd) -> None:
+def _run_in_thread(work: Callable[[], None], *ends: _StreamEnd) -> None:
     """Runs pyrage in a thread of its own, where no signal handler can raise.
 
-    Here one could in the middle of a call of `read` or `write`, before that has begun to notice failures, and pyrage
-    drops some of them or says them as its own. An interrupt of this thread stops the other at its next call.
+    In this thread, a handler could raise during a call of `read` or `write` but outside of its error handling; pyrage
+    drops such errors, or reports them as its own. An interrupt of this thread stops the other at its next call.
     """
     results = SimpleQueue[BaseException | None]()
 
@@ -252,7 +252,7 @@ def _apart(work: Callable[[], None], *ends: _StreamEnd) -> None:
             results.put(error)
 
     try:
-        _thread.start_new_thread(run, ())  # what waits in `threading` does not bear interrupts
+        _thread.start_new_thread(run, ())  # waits of `threading` are not safe against interrupts
         result = results.get()
     except BaseException:
         for end in ends:

@@ -63,11 +63,11 @@ def stream(directory: Path) -> Iterator[bytes]:
     """The archive of a directory in pieces, without it ever being whole in memory. Raises UserError: it holds a link or
     special file, has no file, cannot be read, or changes meanwhile."""
     try:
-        found = sorted(_walk(directory, directory))
-        if not any(size is not None for _, size in found):
+        entries = sorted(_walk(directory, directory))
+        if not any(size is not None for _, size in entries):
             raise UserError(f"{directory} holds no file: give a directory with files.")
-        _check_names([name for name, _ in found])
-        for name, size in found:
+        _check_names([name for name, _ in entries])
+        for name, size in entries:
             yield _header(name, size)
             if size is not None:
                 yield from _content(directory / name, size)
@@ -79,8 +79,8 @@ def stream(directory: Path) -> Iterator[bytes]:
 def _walk(directory: Path, top: Path) -> Iterator[tuple[str, int | None]]:
     """(name, bytes) of all files below, and (name, None) of empty directories."""
     with os.scandir(directory) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
+        children = sorted(entries, key=lambda entry: entry.name)
+    for entry in children:
         name, info = Path(entry.path).relative_to(top).as_posix(), entry.stat(follow_symlinks=False)
         if stat.S_ISREG(info.st_mode):
             yield name, info.st_size
@@ -93,12 +93,12 @@ def _walk(directory: Path, top: Path) -> Iterator[tuple[str, int | None]]:
 
 
 def _content(path: Path, size: int) -> Iterator[bytes]:
-    left = size
+    remaining = size
     with path.open("rb") as file:
-        while left >= 0 and (piece := file.read(PIECE)):
-            left -= len(piece)
+        while remaining >= 0 and (piece := file.read(PIECE)):
+            remaining -= len(piece)
             yield piece
-    if left:
+    if remaining:
         raise UserError(f"{path} has changed while it was read: seal it again when nobody writes to it.")
     yield bytes(-size % BLOCK)
 
@@ -107,33 +107,33 @@ def _check_names(names: Sequence[str]) -> None:
     """Raises UserError unless these names can be in one archive, and stay below where it is unpacked, on any system."""
     if len(names) > MAX_MEMBERS:
         raise UserError(f"The archive holds more than {MAX_MEMBERS:,} files: seal fewer at a time.")
-    taken = set(names)
-    if len(taken) < len(names):
+    unique = set(names)
+    if len(unique) < len(names):
         raise UserError("The archive holds a name twice: do not open it.")
     for name in names:
         text, unsafe = f"{escape_unprintable(name):.80}", "\\" in name or ":" in name or not is_path(name)
         if unsafe or any(part in ("", ".", "..") for part in name.split("/")):
             raise UserError(f"The archive holds the name '{text}', which is not a plain relative path: do not open it.")
-        if any(str(parent) in taken for parent in PurePosixPath(name).parents):
+        if any(str(parent) in unique for parent in PurePosixPath(name).parents):
             raise UserError(f"The archive holds {text} below a file: do not open it.")
 
 
 def _header(name: str, size: int | None) -> bytes:
-    info, shown = tarfile.TarInfo(name), f"{escape_unprintable(name):.80}"
+    info, label = tarfile.TarInfo(name), f"{escape_unprintable(name):.80}"
     info.size, info.mode = size or 0, 0o600
     if size is None:
         info.type, info.mode = tarfile.DIRTYPE, 0o700
     if info.size > MAX_MEMBER_BYTES:
-        raise UserError(f"{shown} is longer than {MAX_MEMBER_BYTES:,} bytes, more than an archive can hold: split it.")
+        raise UserError(f"{label} is longer than {MAX_MEMBER_BYTES:,} bytes, more than an archive can hold: split it.")
     try:
         return info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "strict")
     except ValueError:
-        raise UserError(f"{shown} is too long a name for an archive (ustar): shorten it.") from None
+        raise UserError(f"{label} is too long a name for an archive (ustar): shorten it.") from None
 
 
 def _members(data: memoryview) -> list[tuple[str, memoryview | None]]:
     """(name, content) of an archive's files, and (name, None) of its directories."""
-    found: list[tuple[str, memoryview | None]] = []
+    members: list[tuple[str, memoryview | None]] = []
     at = 0
     while data[at : at + len(END)] != END:
         try:
@@ -147,9 +147,9 @@ def _members(data: memoryview) -> list[tuple[str, memoryview | None]]:
             )
         if not 0 <= info.size <= len(data) - at:
             raise UserError("The archive ends too early: seal its directory again.")
-        if len(found) > MAX_MEMBERS:
+        if len(members) > MAX_MEMBERS:
             break
-        found.append((info.name, data[at : at + info.size] if info.type == tarfile.REGTYPE else None))
+        members.append((info.name, data[at : at + info.size] if info.type == tarfile.REGTYPE else None))
         at += 0 if info.type == tarfile.DIRTYPE else -(-info.size // BLOCK) * BLOCK
-    _check_names([name for name, _ in found])
-    return found
+    _check_names([name for name, _ in members])
+    return members

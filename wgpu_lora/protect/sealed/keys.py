@@ -76,15 +76,15 @@ class DataKey(_Secret):
             UserError: there is no identity, or more than one, or it is damaged.
         """
         lines = [line.strip() for line in bytes(text).splitlines()]
-        found = [line for line in lines if line and not line.startswith(b"#")]
-        if len(found) != 1 or not found[0].upper().startswith(SECRET):
-            several = "has several lines that are not comments" if len(found) > 1 else "has no age identity"
+        identities = [line for line in lines if line and not line.startswith(b"#")]
+        if len(identities) != 1 or not identities[0].upper().startswith(SECRET):
+            problem = "has several lines that are not comments" if len(identities) > 1 else "has no age identity"
             raise UserError(
-                f"{where} {several}: give a file as wgpu-lora protect keygen or age-keygen makes it, with one line "
+                f"{where} {problem}: give a file as wgpu-lora protect keygen or age-keygen makes it, with one line "
                 "that starts with AGE-SECRET-KEY-1."
             )
         try:
-            return cls(pyrage.x25519.Identity.from_str(found[0].decode("ascii").upper()))
+            return cls(pyrage.x25519.Identity.from_str(identities[0].decode("ascii").upper()))
         except (pyrage.IdentityError, UnicodeDecodeError):
             raise UserError(f"{where} holds a damaged age identity: restore it from a copy.") from None
 
@@ -142,8 +142,8 @@ class PublicKey:
 
     @classmethod
     def of(cls, key: ec.EllipticCurvePublicKey) -> Self:
-        found = SSlibKey.from_crypto(key)
-        return cls(found.keyval["public"], found.keyid)
+        ssl_key = SSlibKey.from_crypto(key)
+        return cls(ssl_key.keyval["public"], ssl_key.keyid)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

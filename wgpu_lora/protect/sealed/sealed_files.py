@@ -60,24 +60,22 @@ def record_path(sealed: Path) -> Path:
     return sealed.with_name(sealed.name + ".json")
 
 
-def recipients_of(given: Sequence[str]) -> list[str]:
-    """Recipients, and those in recipients files, which are given as @FILE. Raises UserError: there is none, one is not
-    one, or a file cannot be read."""
-    if not given:
+def recipients_of(arguments: Sequence[str]) -> list[str]:
+    """Recipients, and those in recipients files, which are given as @FILE. Raises UserError: there is none, or a file
+    cannot be read."""
+    if not arguments:
         raise UserError("--to is missing: give who can open it, age1..., as wgpu-lora protect keygen prints it.")
-    found = [one for text in given for one in (read_recipients(text[1:]) if text.startswith("@") else [text])]
-    parse_recipients(found)
-    return found
+    return [one for text in arguments for one in (read_recipients(text[1:]) if text.startswith("@") else [text])]
 
 
 def default_output(path: str) -> str:
     """What the sealed file of a path is called. Raises UserError: it has no name."""
-    given = Path(path)
+    source = Path(path)
     if path == STANDARD:
         raise UserError("Standard input has no name: give -o FILE, or -o - for standard output.")
-    if given.name in ("", ".."):
+    if source.name in ("", ".."):
         raise UserError(f"{path} has no name to call its sealed file by: give -o FILE.")
-    return str(given.with_name(given.name + (ARCHIVE if given.is_dir() else ".age")))
+    return str(source.with_name(source.name + (ARCHIVE if source.is_dir() else ".age")))
 
 
 # -- sealing -----------------------------------------------------------------------------------------------------------
@@ -112,16 +110,16 @@ def seal_path(
     check_path(to)
     if not standard and path.is_dir() and to.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{to} would be in the directory that it seals: choose a path elsewhere.")
-    beside, is_rows = record_path(to), to.name.endswith(".jsonl.age") if standard else path.suffix == ".jsonl"
-    check_new(beside, flag("output"))
+    record_file, is_rows = record_path(to), to.name.endswith(".jsonl.age") if standard else path.suffix == ".jsonl"
+    check_new(record_file, flag("output"))
     with ExitStack() as undone:
         with new_file(to, flag("output")) as place:
             with place.open("xb") as file:
                 seal_stream(reader, file, recipients)
             digest, size, unique = file_digest(place), place.stat().st_size, tuple(dict.fromkeys(recipients))
             record = SealRecord(digest, size, reader.rows if is_rows else None, unique)
-            write_new_bytes(beside, (json.dumps(asdict(record), indent=2) + "\n").encode(), flag("output"))
-            undone.callback(beside.unlink)  # if the file does not get its name
+            write_new_bytes(record_file, (json.dumps(asdict(record), indent=2) + "\n").encode(), flag("output"))
+            undone.callback(record_file.unlink)  # if the file does not get its name
         undone.pop_all()
     return record
 
@@ -230,7 +228,7 @@ def _standard_output(stdout: TextIO | None) -> BinaryIO | io.FileIO:
     return io.FileIO(number, "w", closefd=False)
 
 
-def _stream(stream: TextIO | None, what: str) -> BinaryIO:
+def _stream(stream: TextIO | None, direction: str) -> BinaryIO:
     if stream is None:  # closed before the start
-        raise UserError(f"Standard {what} is closed: give a path instead of -.")
+        raise UserError(f"Standard {direction} is closed: give a path instead of -.")
     return stream.buffer

@@ -18,13 +18,13 @@ def find(info: DeviceInfo, drm: Path = DRM, fdinfo: Path = FDINFO) -> ReadStatus
         return None
     cards = [place / "device" for place in sorted(drm.glob("card*")) if re.fullmatch(r"card\d+", place.name)]
     cards = [card for card in cards if _hexadecimal(card / "vendor") == VENDOR]
-    alike = [card for card in cards if _hexadecimal(card / "device") == info.device_id]
-    if len(alike) > 1:
+    matches = [card for card in cards if _hexadecimal(card / "device") == info.device_id]
+    if len(matches) > 1:
         opened = _opened(fdinfo)
-        alike = [card for card in alike if card.resolve().name in opened]
-    if len(alike) != 1:
+        matches = [card for card in matches if card.resolve().name in opened]
+    if len(matches) != 1:
         return None
-    (card,) = alike
+    (card,) = matches
     return lambda: read(card)
 
 

@@ -27,12 +27,12 @@ def status(ioreg: bytes, powermetrics: bytes) -> Status:
     """The status from the property lists that both print."""
     accelerators, power = _plist(ioreg), _plist(powermetrics)
     result = accelerators[0] if isinstance(accelerators, list) and accelerators else {}
-    known = result.get("PerformanceStatistics") if isinstance(result, dict) else None
-    known = known if isinstance(known, dict) else {}
+    statistics = result.get("PerformanceStatistics") if isinstance(result, dict) else None
+    statistics = statistics if isinstance(statistics, dict) else {}
     return Status(
-        busy=_number(known.get("Device Utilization %")),
+        busy=_number(statistics.get("Device Utilization %")),
         power=_power(power if isinstance(power, dict) else {}),
-        memory=scaled(_number(known.get("In use system memory")), 1 / GIB),
+        memory=scaled(_number(statistics.get("In use system memory")), 1 / GIB),
     )
 
 

@@ -36,13 +36,13 @@ def find(info: DeviceInfo) -> ReadStatus | None:
             return None
 
     pci = info.device_id << 16 | VENDOR
-    alike = [card for card in cards if getattr(query("nvmlDeviceGetPciInfo", card), "pciDeviceId", None) == pci]
-    alike = alike or [card for card in cards if _name(query("nvmlDeviceGetName", card)) == info.name]
-    if len(alike) > 1:
-        alike = [card for card in alike if os.getpid() in _processes(query, card)]
-    if len(alike) != 1:
+    matches = [card for card in cards if getattr(query("nvmlDeviceGetPciInfo", card), "pciDeviceId", None) == pci]
+    matches = matches or [card for card in cards if _name(query("nvmlDeviceGetName", card)) == info.name]
+    if len(matches) > 1:
+        matches = [card for card in matches if os.getpid() in _processes(query, card)]
+    if len(matches) != 1:
         return None
-    (card,) = alike
+    (card,) = matches
     return lambda: read(query, card)
 
 

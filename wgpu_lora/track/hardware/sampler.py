@@ -59,7 +59,7 @@ class Sampler:
         result = [asdict(sample.status) for sample in list(self._samples) if sample.at >= begin]
         means: dict[str, float] = {}
         for item in fields(Status):
-            values = [each[item.name] for each in result if _known(each[item.name])]
+            values = [each[item.name] for each in result if _is_finite(each[item.name])]
             if values:
                 means[f"gpu_{item.name}"] = round(statistics.fmean(values), 3)
         return means
@@ -84,8 +84,8 @@ class Sampler:
 
 def held_back(status: Status) -> bool:
     """Whether a device is fully in use, but at less than LOW of its power limit: it is shared, or throttled."""
-    known = _known(status.busy), _known(status.power), _known(status.power_limit)
-    if not all(known):
+    readings = _is_finite(status.busy), _is_finite(status.power), _is_finite(status.power_limit)
+    if not all(readings):
         return False
     assert status.busy is not None
     assert status.power is not None
@@ -93,5 +93,5 @@ def held_back(status: Status) -> bool:
     return status.busy >= FULL and status.power < LOW * status.power_limit
 
 
-def _known(value: float | None) -> bool:
+def _is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)

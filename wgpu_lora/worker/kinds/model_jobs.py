@@ -78,16 +78,16 @@ def run_plan(
         result = [typed(Task, task) for task in tasks]
     except ValueError as error:
         raise UserError(f"{where}: a task must have a 'name' and 'options' ({error}).") from None
-    named = {task.name: task for task in result}
-    if len(named) < len(result):
+    by_name = {task.name: task for task in result}
+    if len(by_name) < len(result):
         raise UserError(f"{where}: two tasks have the same name: give each its own.")
-    unknown = [name for names in joined or [] for name in names if name not in named]
+    unknown = [name for names in joined or [] for name in names if name not in by_name]
     if unknown:
         raise UserError(f"{where}: 'joined' names {unknown[0]!r:.60}, which is not a task.")
     planner = _Planner(Device(device), shared, cached)
     return {
         "tasks": {task.name: asdict(planner.alone(task)) for task in result},
-        "joined": [asdict(planner.together([named[name] for name in names])) for names in joined or []],
+        "joined": [asdict(planner.together([by_name[name] for name in names])) for names in joined or []],
         "taught": planner.taught,
     }
 
@@ -99,7 +99,7 @@ class _Planner:
     cached: bool = False
     taught: dict[str, dict[str, Any]] = field(default_factory=dict)  # by task
     _models: dict[tuple[str, str], LoadedModel] = field(default_factory=dict)
-    _known: dict[str, RunRequirements] = field(default_factory=dict)  # by the options that matter
+    _plans: dict[str, RunRequirements] = field(default_factory=dict)  # by the options that matter
     _caches: dict[str, tuple[str, RunRequirements]] = field(default_factory=dict)  # likewise
 
     def alone(self, task: Task) -> RunRequirements:
@@ -114,13 +114,13 @@ class _Planner:
         model = self._model(args)
         base = base_key(model, args, task.name)
         key = json.dumps({name: value for name, value in args.as_dict().items() if name not in RATES})
-        if rows or key not in self._known:  # rows have no name
+        if rows or key not in self._plans:  # rows have no name
             job = prepare_job(args, model, planning=True, rows=rows)
             run, batch_tokens = job.run, job.run.stream.buckets()[-1] if self.shared else None
             if self.shared:
                 check_shared(args)
                 job.session = prepare_session(model, [run], batch_tokens=batch_tokens)
-            self._known[key] = needs_of(job, base)
+            self._plans[key] = needs_of(job, base)
             if self.cached and run.teacher:
                 digest = caches_digest(run, cache_plans(run, model))
                 job.session = prepare_session(model, [replace(run, teacher=None)], batch_tokens=batch_tokens)
@@ -128,7 +128,7 @@ class _Planner:
         if key in self._caches:
             digest, needs = self._caches[key]
             self.taught[task.name] = {"digest": digest, "needs": asdict(replace(needs, base=base))}
-        return replace(self._known[key], base=base)
+        return replace(self._plans[key], base=base)
 
     def _together(self, tasks: list[Task]) -> RunRequirements:
         read = [self._read(task)[0] for task in tasks]
@@ -170,9 +170,9 @@ def _where(task: Task) -> str:
     return f"Task '{task.name}'"
 
 
-def _unless_refused(plan: Callable[[Given], RunRequirements], what: Given) -> RunRequirements:
+def _unless_refused(plan: Callable[[Given], RunRequirements], argument: Given) -> RunRequirements:
     try:
-        return plan(what)
+        return plan(argument)
     except UserError as error:
         return RunRequirements(refused=str(error))
     except OSError as error:

@@ -27,7 +27,7 @@ def run(
     for all devices, so that their figures can be compared."""
     context = Context.of(Device(device), shape, None, layers, tokens=tokens)
     ledger = Ledger(device_key(context.device.info))
-    before, workload = _others(ledger), DeviceSpeed(context)
+    before, workload = _other_owners(ledger), DeviceSpeed(context)
     with claim(context.device, workload.nbytes(), "measuring the device's speed"):
         try:
             workload.open()
@@ -35,9 +35,9 @@ def run(
         finally:
             workload.close()
             context.close()
-    return {**figures, "beside": list(dict.fromkeys([*before, *_others(ledger)]))}
+    return {**figures, "beside": list(dict.fromkeys([*before, *_other_owners(ledger)]))}
 
 
-def _others(ledger: Ledger) -> list[str]:
+def _other_owners(ledger: Ledger) -> list[str]:
     entries = [entry for entry in ledger.read() if entry.is_of_this_host and entry.holds and not entry.dead]
     return [entry.who for entry in entries if entry.pid != os.getpid()]
