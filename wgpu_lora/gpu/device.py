@@ -98,7 +98,10 @@ class Device:
                 features.append("shader-int64")
         own = {name: adapter.limits[name] for name in WEBGPU_LIMITS}
         limits = WEBGPU_LIMITS if self.options.default_limits else own
-        self.raw = adapter.request_device_sync(required_features=features, required_limits=limits)
+        try:
+            self.raw = adapter.request_device_sync(required_features=features, required_limits=limits)
+        except AssertionError as error:  # wgpu's promise is pending: cffi discarded an interrupt inside its callback
+            raise KeyboardInterrupt from error
         self.features = frozenset(features)
         self.max_binding = int(self.raw.limits["max-storage-buffer-binding-size"]) & ~255
         self.max_buffer = int(self.raw.limits["max-buffer-size"]) & ~255
