@@ -59,6 +59,12 @@ class Tiling:
         """Lanes that share their loads, or 0."""
         return self.lanes if self.family in SUBGROUPS else 0
 
+    @property
+    def label(self) -> str:
+        """Its name in messages: family and lanes, rows x columns by span, slices, and whether loads are wide."""
+        tile = f"{self.family}-{self.lanes}-{self.rows}x{self.cols}x{self.span}"
+        return tile + (f"-slices{self.slices}" if self.slices > 1 else "") + ("-wide" if self.wide else "")
+
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
 
