@@ -40,7 +40,7 @@ def tile_grid(c: Any) -> Grid:
 def divisibility(c: Any) -> dict[str, bool]:
     """The facts about a shape that are compiled in, as few as possible: each doubles the number of compute pipelines.
 
-    octets, blocks and even_k describe b's words and scales; formats that have these override them (see `weights.nf4`).
+    octets: whether b's rows are whole groups of eight values, in a format of words (see `weights.nf4`).
     """
     rows_of_a, rank = [c.m] if c.form == "tn" else sizes(vars(c), "k"), getattr(c, "rank", 0)
     offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
@@ -51,7 +51,7 @@ def divisibility(c: Any) -> dict[str, bool]:
         "quads": all(offset % 4 == 0 for offset in (*rows_of_a, *offsets)),
         "low_quads": rank > 0 and all(offset % 4 == 0 for offset in (*of_h, c.stride)),
         "even": all(n % 2 == 0 for n in sizes(vars(c), "n")) and all(getattr(c, name, 0) % 2 == 0 for name in EVEN),
-        **dict.fromkeys(("octets", "blocks", "even_k"), False),
+        "octets": False,
     }
 
 

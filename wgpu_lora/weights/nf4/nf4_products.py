@@ -21,13 +21,16 @@ from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.nf4.nf4_reference import BLOCK, NESTED_BLOCK, decode_words
 
 
-def _facts(c: Any) -> dict[str, bool]:
-    """Whether b's rows are whole words, and whole blocks of one scale, and whether the number of rows is even."""
-    words = c.k if c.form == "nt" else c.n
+def _facts(c: Any) -> dict[str, Any]:
+    """The layout of W's codes and scales (see `shaders/matmul/operands/packed.wgsl.j2`)."""
+    size_in = c.k if c.form == "nt" else c.n
     return divisibility(c) | {
-        "octets": words % 8 == 0,
-        "blocks": words % BLOCK == 0,
-        "even_k": c.form == "nn" and all(k % 2 == 0 for k in sizes(vars(c), "k")),
+        "octets": size_in % 8 == 0,
+        "quad_k": c.form == "nn" and all(k % 4 == 0 for k in sizes(vars(c), "k")),
+        "file": "nf4" if size_in % 8 == 0 else "nf4_ragged",
+        "planes": (4,),
+        "scale_steps": 1 if size_in % 8 else BLOCK if size_in % BLOCK == 0 else 8,
+        "scale_word": "f32",
     }
 
 
