@@ -8,6 +8,7 @@ import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Place, Word, cdiv, kernel
 from wgpu_lora.gpu.tensor import ITEM_BYTES
+from wgpu_lora.ops.matmul_layout import product_layout
 from wgpu_lora.ops.matmul_tuning import (
     THIN_TILES,
     LoraTuning,
@@ -97,7 +98,9 @@ def _range(x: np.ndarray, rows: int, first: int, width: int) -> Columns:
     return whole, whole[:, first : first + width]
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE, part=DENSE_PART)
+@kernel(
+    FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, layout=product_layout, tuning=DENSE, part=DENSE_PART
+)
 def matmul_nt(
     a: In,
     b: Fixed,
@@ -146,7 +149,9 @@ def matmul_nt(
     return result
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE, part=DENSE_PART)
+@kernel(
+    FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, layout=product_layout, tuning=DENSE, part=DENSE_PART
+)
 def matmul_nn(
     a: In,
     b: Fixed,
@@ -211,7 +216,7 @@ def _scales_of_columns(scale: Any, slots: int, n: int, y_skip: int, y_first: int
     return np.ones((slots, n)) if scale is None else scale.reshape(slots, n + y_skip)[:, y_first : y_first + n]
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning())
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, layout=product_layout, tuning=LoraTuning())
 def lora_nt(
     a: In,
     b: Fixed,
@@ -245,7 +250,7 @@ def lora_nt(
     return _by_slot(_range(result, m, y_first, n), ranges, first_row, product, accumulate)
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning())
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, layout=product_layout, tuning=LoraTuning())
 def lora_nn(
     a: In,
     b: Fixed,
@@ -277,7 +282,7 @@ def lora_nn(
     return _by_slot(_range(result, m, y_first, n), ranges, first_row, product, accumulate)
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning("k"))
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, layout=product_layout, tuning=LoraTuning("k"))
 def lora_tn(
     a: In,
     b: In,

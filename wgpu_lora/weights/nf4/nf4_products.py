@@ -15,6 +15,7 @@ from wgpu_lora.gpu.tiling import Arrays, Constants
 from wgpu_lora.ops.half_precision import gradient_operand, matmul_operand
 from wgpu_lora.ops.lora import LowRank, backward_constants, forward_constants, tensors_of
 from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
+from wgpu_lora.ops.matmul_layout import product_layout
 from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
 from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes, sizes_of, split
 from wgpu_lora.ops.recorder import Recorder
@@ -72,6 +73,7 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
     grid=tile_grid,
     variants=tilings(8, *SHAPES),
     specialise=_facts,
+    layout=product_layout,
     tuning=TUNING,
     part=PART,
     lib=("nf4",),
@@ -121,6 +123,7 @@ def nf4_matmul(
     grid=tile_grid,
     variants=tilings(4, *SHAPES, cpu_span=8, beside=68),
     specialise=_facts,
+    layout=product_layout,
     tuning=TUNING,
     part=PART,
     lib=("nf4",),
