@@ -1,4 +1,4 @@
-"""What the template of the matrix products derives from a call: offsets of operands, neighbouring columns, packed words."""
+"""What the template of the matrix products derives from a call: offsets of operands, neighbouring columns, words."""
 
 from __future__ import annotations
 
@@ -76,10 +76,12 @@ def test_words() -> None:
     """Eight codes of 4 bits are a word, of 8 bits two; of 2 bits half a word, and of 1 bit a quarter."""
     nf4 = layout(nf4_matmul)
     assert nf4.bits(3, 1) == "word0_0_3_1"
-    assert [word.shift for word in nf4.words] == [False]
-    assert [word.shift for word in layout(nf4_matmul_backward).words] == [True]  # of four columns
+    assert [word.inside for word in nf4.words] == [False]
+    assert [word.inside for word in layout(nf4_matmul_backward).words] == [True]  # of four columns
     five, eight = words_of((4, 1), 8), words_of((8,), 8)
-    assert [(word.bits, word.number, word.shift) for word in five] == [(4, 0, False), (1, 0, True)]
-    assert five[1].start == "(w.size_in * 4u + 31u) / 32u + "
-    assert [(word.name, word.shift) for word in eight] == [("word0_0", False), ("word0_1", False)]
+    assert [(word.bits, word.number, word.inside) for word in five] == [(4, 0, False), (1, 0, True)]
+    assert five[1].row("at") == "(w.size_in * 4u + 31u) / 32u + at / 32u"
+    assert five[1].shift("at") == " >> (at % 32u * 1u)"
+    assert (eight[1].row("at"), eight[1].shift("at")) == ("at / 4u + 1u", "")
+    assert [(word.name, word.inside) for word in eight] == [("word0_0", False), ("word0_1", False)]
     assert len(words_of((8,), 4)) == 1

@@ -37,7 +37,7 @@ class Tiling:
 
     family: `broadcast`, `thin`, `few` and `spread`, where a workgroup is one subgroup whose lanes share their loads, or
         `plain`, where each thread loads for itself. A file in `shaders/matmul/families/`, or directory in
-        `shaders/attention/`. `thin` is `broadcast` with the rows and columns of y exchanged, `few` is `plain` in slices.
+        `shaders/attention/`. `thin` is `broadcast` with y's rows and columns exchanged, `few` is `plain` in slices.
     lanes: threads per workgroup.
     rows: rows of a workgroup's tile; of a lane, where attention is not spread.
     cols: columns per lane; in attention, columns of a vector; in kernels without columns, vectors per thread.

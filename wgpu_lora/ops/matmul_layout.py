@@ -69,22 +69,51 @@ class Right:
 
 
 @dataclass(frozen=True)
+class Vector:
+    """Columns first .. first + size - 1 of a lane, whose values are one register: 4 or, where a lane has fewer, all.
+
+    suffix: of the names of such registers; empty if a lane has only one.
+    """
+
+    first: int
+    size: int
+    suffix: str
+
+    @property
+    def type(self) -> str:
+        return "f32" if self.size == 1 else f"vec{self.size}<f32>"
+
+    def of(self, value: str) -> str:
+        """The vector of the values of its columns, whose numbers replace %d."""
+        values = [value % (self.first + i) for i in range(self.size)]
+        return values[0] if self.size == 1 else f"{self.type}({', '.join(values)})"
+
+
+@dataclass(frozen=True)
 class Word:
     """A word of the codes of eight neighbours, or of as many as a lane has, of a plane of `bits` bits a code.
 
-    start: where the plane begins, after '+', in words. number: among those words of the plane. shift: whether the codes
-    may begin inside of the word.
+    start: where the plane begins, before '+', in words of a row. number: among those words of the plane.
+    inside: whether the codes may begin inside of the word.
     """
 
     plane: int
     bits: int
     start: str
     number: int
-    shift: bool
+    inside: bool
 
     @property
     def name(self) -> str:
         return f"word{self.plane}_{self.number}"
+
+    def row(self, column: str) -> str:
+        """Its number in W's row that has the codes from `column` on."""
+        return f"{self.start}{column} / {32 // self.bits}u" + (f" + {self.number}u" if self.number else "")
+
+    def shift(self, column: str) -> str:
+        """Shifts the code of `column` to the lowest bits."""
+        return f" >> ({column} % {32 // self.bits}u * {self.bits}u)" if self.inside else ""
 
 
 def words_of(planes: Sequence[int], count: int) -> tuple[Word, ...]:
@@ -95,6 +124,13 @@ def words_of(planes: Sequence[int], count: int) -> tuple[Word, ...]:
         for number in range(max(1, bits * count // 32)):
             result.append(Word(plane, bits, start, number, bits * count < 32))
     return tuple(result)
+
+
+def vectors_of(columns: int) -> tuple[Vector, ...]:
+    """The vectors of a lane's columns."""
+    if columns <= 4:
+        return (Vector(0, columns, ""),)
+    return tuple(Vector(first, 4, f"_{first // 4}") for first in range(0, columns, 4))
 
 
 @dataclass(frozen=True)
@@ -108,7 +144,7 @@ class Layout:
     format, orientation: of the operand that lanes read by columns: nt if its rows are along the contraction, else nn.
     left_columns: whether the tile's rows are columns of the left operand.
     m, n, k: sizes of the tile's y, of the part if there are several.
-    words: of a packed format, see operands/packed.wgsl.j2.
+    vectors: of a lane's columns. words: of a packed format, see operands/packed.wgsl.j2.
     y_row: offset of a row of y. bias: where a part's begins. matrix: a packed W (operands/packed.wgsl.j2).
     neighbours: columns of a lane that are side by side. pairs: whether they are by twos at least.
     """
@@ -139,6 +175,12 @@ class Layout:
     h: Left
     factor: Right
     words: tuple[Word, ...]
+    vectors: tuple[Vector, ...]
+
+    def element(self, column: int) -> str:
+        """What follows a register's name for a single column."""
+        vector = self.vectors[column // 4]
+        return vector.suffix if vector.size == 1 else f"{vector.suffix}.{'xyzw'[column % 4]}"
 
     def bits(self, *place: int) -> str:
         """What `decode8` takes: the words at a place, one value or a vector."""
@@ -237,4 +279,5 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
         h,
         factor,
         words_of(c["planes"], tile.cols if own else 8) if format == "packed" else (),
+        vectors_of(tile.cols),
     )
