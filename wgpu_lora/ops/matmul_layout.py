@@ -6,7 +6,7 @@ Sizes and offsets are WGSL expressions, since they are uniforms or, in a stack, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wgpu_lora.gpu.tiling import Tiling
@@ -15,25 +15,30 @@ DENSE = ("f32", "bf16", "f16")
 
 
 @dataclass(frozen=True)
-class Left:
-    """The operand whose rows are those of the tile, loaded as vec4s.
+class Operand:
+    """A dense operand. The rows of a left one are those of the tile, and the columns of a right one those of the lanes.
 
-    quads: whether its rows are whole vec4s. size: values of a row, past which loads are zeros, unless the rounds are
-    `whole`. row: offset of a row, or where the tile's rows are its columns, of a step.
-    parameters, arguments: of its load function, besides row and step.
+    quads: whether its rows are whole vec4s. row: offset of a row. size: values along the contraction.
+    whole: whether rounds never pass the end of its rows, so that a left operand needs no check.
+    parameters, arguments: of a left operand's load function, besides row and step.
     slots: whether only the rows of the current slot are loaded, and others are zeros.
+    base: where a right operand's values begin. last: past its last step.
+    width: how many neighbouring columns a load gives, if its rows are across the contraction.
     """
 
     name: str
     type: str
     access: str
     quads: bool
-    size: str
     row: str
-    whole: bool
+    size: str
+    whole: bool = False
     parameters: str = ""
     arguments: str = ""
     slots: bool = False
+    base: str = ""
+    last: str = ""
+    width: int = 1
 
     @property
     def half(self) -> bool:
@@ -43,29 +48,6 @@ class Left:
         """Four values of a row."""
         load = f"load_{self.name}({row}, {step}{self.arguments})"
         return f"select(vec4<f32>(), {load}, {row} >= slot_first && {row} < slot_last)" if self.slots else load
-
-
-@dataclass(frozen=True)
-class Right:
-    """A dense operand whose columns are those of the lanes.
-
-    base: where its values begin. row: offset of a row. size: values along the contraction. last: past the last step.
-    width: how many neighbouring columns a load gives, if its rows are across the contraction.
-    """
-
-    name: str
-    type: str
-    access: str
-    quads: bool
-    base: str
-    row: str
-    size: str
-    last: str
-    width: int
-
-    @property
-    def half(self) -> bool:
-        return self.type != "f32"
 
 
 @dataclass(frozen=True)
@@ -118,12 +100,12 @@ class Word:
 
 def words_of(planes: Sequence[int], count: int) -> tuple[Word, ...]:
     """The words that have the codes of `count` neighbours, of all planes."""
-    result = []
-    for plane, bits in enumerate(planes):
-        start = "".join(f"(w.size_in * {before}u + 31u) / 32u + " for before in planes[:plane])
-        for number in range(max(1, bits * count // 32)):
-            result.append(Word(plane, bits, start, number, bits * count < 32))
-    return tuple(result)
+    starts = ["".join(f"(w.size_in * {b}u + 31u) / 32u + " for b in planes[:plane]) for plane in range(len(planes))]
+    return tuple(
+        Word(plane, bits, starts[plane], number, bits * count < 32)
+        for plane, bits in enumerate(planes)
+        for number in range(max(1, bits * count // 32))
+    )
 
 
 def vectors_of(columns: int) -> tuple[Vector, ...]:
@@ -170,10 +152,10 @@ class Layout:
     matrix: str
     neighbours: int
     pairs: bool
-    left: Left
-    right: Right
-    h: Left
-    factor: Right
+    left: Operand
+    right: Operand
+    h: Operand
+    factor: Operand
     words: tuple[Word, ...]
     vectors: tuple[Vector, ...]
 
@@ -196,27 +178,13 @@ class Layout:
 def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[str], tile: Tiling) -> Layout:
     """The layout of a call with these constants, bindings and uniforms, see `gpu.kernel.Kernel.source`."""
     form, b_type, a_type = c["form"], c["b_type"], c.get("a_type", "f32")
-    stacked, gated, quads = c.get("stacked", False), c.get("gated", False), c["quads"]
+    stacked, gated, quads, low = c.get("stacked", False), c.get("gated", False), c["quads"], c["low_quads"]
     adapted, across, thin = "factor" in present, form == "tn", tile.family == "thin"
-    slots = "ranges" in present and not adapted
-    grouped = slots and not across
+    grouped = "ranges" in present and not adapted and not across
     by_columns, by_steps = stacked and form == "nt", stacked and form == "nn"
     format = "dense" if b_type in DENSE else "codes" if b_type == "codes" else "packed"
     orientation = ("nn" if across else "nt") if thin else "nt" if form == "nt" else "nn"
-    m, n, k = "dims.n" if thin else "dims.m", "dims.n", "size" if by_steps else "dims.k"
-    n = "dims.m" if thin else "n" if by_columns else n
-
-    inner = "dims.m" if across else "dims.k"
-    row_of_a = f"({inner} + dims.a_skip) + dims.a_first" if "a_skip" in dims else "dims.k"
-    row_of_b = "(dims.n + dims.b_skip) + dims.b_first" if across else "dims.k" if form == "nt" else "dims.n"
-    whole = tile.slices == 1 and (tile.span == 4 or (tile.span == 8 and c["octets"] and form == "nt"))
-    if thin:
-        extra = (", first: u32", ", b0") if grouped else ("", "")
-        row = row_of_b + (" + first" if grouped else "")
-        left = Left("b", b_type, "read_write" if across else "read", quads, k, row, whole, *extra)
-    else:
-        extra = (", size: u32, first: u32", ", size, part_a") if by_steps else ("", "")
-        left = Left("a", a_type, "read_write", quads, k, "size + first" if by_steps else row_of_a, whole, *extra)
+    n, k = "dims.m" if thin else "n" if by_columns else "dims.n", "size" if by_steps else "dims.k"
 
     # Neighbouring columns are loaded, or stored, together.
     own = format == "packed" and orientation == "nn"
@@ -225,33 +193,32 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
     even = quads and across if thin else c["even"]
     pairs = fours or (tile.cols % 2 == 0 and even and (tile.wide or held))
     width = 4 if fours else 2 if pairs else 1
-    right = Right(
-        "a" if thin else "b",
-        a_type if thin else b_type,
-        "read_write" if thin or across else "read",
-        quads,
-        "b0 + " if grouped and not thin else "part_b + " if stacked else "",
-        row_of_a if thin else row_of_b if orientation == "nn" else k,
-        k,
-        "stop" if across else k,
-        width,
-    )
-    # LoRA's second product: h[M, rank] with B[N, rank]^T or, backward, A[rank, N] of each slot.
-    low, rank = c["low_quads"], "dims.rank"
-    of_h = f"({rank} + dims.h_skip) + first"
-    h = Left("h", "f32", "read_write", low, rank, of_h, tile.slices == 1, ", first: u32", ", h0", slots=True)
-    if own:
-        width = 4 if tile.cols % 4 == 0 and c["octets"] and low else 2 if c["even"] else 1
-    of_factor = rank if orientation == "nt" else "dims.n"
-    factor = Right("factor", "f32", "read", low, "f0 + ", of_factor, rank, rank, width)
+    of_factor = (4 if tile.cols % 4 == 0 and c["octets"] and low else 2 if c["even"] else 1) if own else width
 
-    if across:
-        y_row = "slot * dims.stride + row * " + n
-    else:
-        y_row = ("part_y + " if by_columns and not gated else "") + "row * "
-        y_row += f"({n} + dims.y_skip) + dims.y_first" if "y_skip" in dims else n
-    out, size_in = (n, "dims.k") if form == "nt" else (k, "dims.n")
-    codes, scales = ("part_b", "part_scales") if stacked else ("0u", "0u")
+    row_of_a = f"({'dims.m' if across else 'dims.k'} + dims.a_skip) + dims.a_first" if "a_skip" in dims else "dims.k"
+    row_of_b = "(dims.n + dims.b_skip) + dims.b_first" if across else "dims.k" if form == "nt" else "dims.n"
+    whole = tile.slices == 1 and (tile.span == 4 or (tile.span == 8 and c["octets"] and form == "nt"))
+    extra = (", first: u32", ", b0") if thin and grouped else (", size: u32, first: u32", ", size, part_a")
+    a = Operand("a", a_type, "read_write", quads, "size + first" if by_steps else row_of_a, k, whole)
+    b = Operand("b", b_type, "read_write" if across else "read", quads, row_of_b, k, whole)
+    left, right = (b, a) if thin else (a, b)
+    if (thin and grouped) or by_steps:
+        row = row_of_b + " + first" if thin else left.row
+        left = replace(left, row=row, parameters=extra[0], arguments=extra[1])
+    base = "b0 + " if grouped and not thin else "part_b + " if stacked else ""
+    row = right.row if thin or orientation == "nn" else k
+    right = replace(right, row=row, base=base, last="stop" if across else k, width=width)
+    # LoRA's second product: h[M, rank] with B[N, rank]^T or, backward, A[rank, N] of each slot.
+    of_h = ("(dims.rank + dims.h_skip) + first", "dims.rank", tile.slices == 1, ", first: u32", ", h0", True)
+    row = "dims.rank" if orientation == "nt" else "dims.n"
+    factor = Operand("factor", "f32", "read", low, row, "dims.rank", base="f0 + ", last="dims.rank", width=of_factor)
+
+    row_of_y = f"({n} + dims.y_skip) + dims.y_first" if "y_skip" in dims and not across else n
+    part_of_y = "slot * dims.stride + " if across else "part_y + " if by_columns and not gated else ""
+    places, shape = (
+        ("part_b, part_scales" if stacked else "0u, 0u"),
+        (f"{n}, dims.k" if form == "nt" else f"{k}, dims.n"),
+    )
     return Layout(
         across,
         grouped,
@@ -264,19 +231,19 @@ def product_layout(c: Mapping[str, Any], present: Sequence[str], dims: Sequence[
         format,
         orientation,
         form != "nt" if thin else across,
-        m,
+        "dims.n" if thin else "dims.m",
         n,
         k,
-        y_row,
+        f"{part_of_y}row * {row_of_y}",
         "part_bias + " if by_columns else "",
         "part_b + " if stacked else "",
         "part_scales + " if stacked else "",
-        f"Matrix({codes}, {scales}, {out}, {size_in})",
-        tile.cols if own else 4 if fours else 2 if pairs else 1,
+        f"Matrix({places}, {shape})",
+        tile.cols if own else width,
         pairs,
         left,
         right,
-        h,
+        Operand("h", "f32", "read_write", low, *of_h),
         factor,
         words_of(c["planes"], tile.cols if own else 8) if format == "packed" else (),
         vectors_of(tile.cols),
