@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 
 from wgpu_lora.bench.training_step import TrainingStep, adapter_set
 from wgpu_lora.gpu.device import Device
@@ -22,42 +23,30 @@ TOKENS = 512
 WIDTH = 100  # of a heading
 
 
-@dataclass
+@dataclass(frozen=True)
 class KernelCall:
-    """A call with a compute pipeline of its own, the heaviest of that pipeline.
-
-    tilings: that its kernel offers on the device. programs: that have it.
-    """
+    """A call with a compute pipeline of its own, and the programs that have it. tilings: that its kernel offers."""
 
     dispatch: Dispatch
-    tilings: Sequence[Tiling] = ()
-    programs: list[str] = field(default_factory=list)
-
-    @property
-    def work(self) -> float:
-        """Multiply-adds of a heavy call; else its workgroups."""
-        x, y, z = self.dispatch.groups
-        tuning = self.dispatch.kernel.tuning
-        return tuning.work(self.dispatch.constants) if tuning else x * y * z
+    tilings: Sequence[Tiling]
+    programs: list[str]
 
 
 def kernel_calls(shape: str, base_dtype: str, device: Device) -> list[KernelCall]:
-    """The calls of a training step, of a prompt and of decoding for one layer of a named shape, the heaviest first by
-    kernel. Nothing is allocated.
+    """The calls of a training step, a prompt and decoding for one layer of a named shape, by the kernels' names, the
+    largest grid first. Nothing is allocated.
 
     Raises:
         UserError: the shape or the base format is not known.
     """
     result: dict[object, KernelCall] = {}
     for name, program in _programs(synthetic_model(shape_config(shape, 1), device, base_dtype)):
-        for dispatch in program.dispatches:
+        for dispatch in sorted(program.dispatches, key=lambda one: -prod(one.groups)):
             tilings = dispatch.kernel.tilings(device.capabilities, dispatch.constants)
-            call = result.setdefault(dispatch.shader, KernelCall(dispatch, tilings))
-            if KernelCall(dispatch).work > call.work:
-                call.dispatch = dispatch
+            call = result.setdefault(dispatch.shader, KernelCall(dispatch, tilings, []))
             if name not in call.programs:
                 call.programs.append(name)
-    return sorted(result.values(), key=lambda call: (call.dispatch.kernel.name, -call.work))
+    return sorted(result.values(), key=lambda call: (call.dispatch.kernel.name, -prod(call.dispatch.groups)))
 
 
 def _programs(model: LoadedModel) -> Iterator[tuple[str, Program]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,25 +45,20 @@ def _calls(shape: str, base_dtype: str, device: str | None) -> list[KernelCall]:
 @kernels.command("list", cls=Command)
 def list_kernels(shape: Shape = DEFAULT_SHAPE, base_dtype: BaseDtype = DEFAULT_FORMAT, device: Device = None) -> None:
     """List the kernels of a training step, a prompt and decoding, with the tiling of each different call."""
-    rows, number = [], 0
-    calls = _calls(shape, base_dtype, device)
-    for before, call in zip([None, *calls], calls, strict=False):
-        same = before is not None and before.dispatch.kernel is call.dispatch.kernel
-        number = number + 1 if same else 1
-        tiling = call.dispatch.tiling
-        name = "" if same else call.dispatch.kernel.name
-        rows.append(
-            (name, str(number), tiling.label, " x ".join(map(str, call.dispatch.groups)), ", ".join(call.programs))
-        )
-    console().print(
-        table(("kernel", "call", "tiling", "grid", "programs"), rows, ("kernel", "tiling", "grid", "programs"))
-    )
+    rows = []
+    for name, calls in groupby(_calls(shape, base_dtype, device), lambda call: call.dispatch.kernel.name):
+        for number, call in enumerate(calls, 1):
+            grid = " x ".join(map(str, call.dispatch.groups))
+            row = str(number), call.dispatch.tiling.label, grid, ", ".join(call.programs)
+            rows.append(("" if number > 1 else name, *row))
+    columns = ("kernel", "call", "tiling", "grid", "programs")
+    console().print(table(columns, rows, left=columns))
 
 
 @kernels.command(cls=Command)
 def show(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A kernel, as 'wgpu-lora kernels list' names it.")],
-    call: Annotated[int, typer.Option(help="Which of its calls; the first is the heaviest. [x>=1]")] = 1,
+    call: Annotated[int, typer.Option(help="Which of its calls; the first has the largest grid. [x>=1]")] = 1,
     tiling: Annotated[str | None, typer.Option(help="Another of its tilings, as the heading names them.")] = None,
     shape: Shape = DEFAULT_SHAPE,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
