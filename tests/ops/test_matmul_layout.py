@@ -84,4 +84,4 @@ def test_words() -> None:
     assert five[1].shift("at") == " >> (at % 32u * 1u)"
     assert (eight[1].row("at"), eight[1].shift("at")) == ("at / 4u + 1u", "")
     assert [(word.name, word.inside) for word in eight] == [("word0_0", False), ("word0_1", False)]
-    assert len(words_of((8,), 4)) == 1
+    assert [word.used for word in words_of((8,), 4)] == [True, False]

@@ -73,16 +73,17 @@ class Vector:
 
 @dataclass(frozen=True)
 class Word:
-    """A word of the codes of eight neighbours, or of as many as a lane has, of a plane of `bits` bits a code.
+    """A word of the codes of eight neighbours, of a plane of `bits` bits a code.
 
     start: where the plane begins, before '+', in words of a row. number: among those words of the plane.
-    inside: whether the codes may begin inside of the word.
+    used: whether a lane has columns in it. inside: whether its codes may begin inside of the word.
     """
 
     plane: int
     bits: int
     start: str
     number: int
+    used: bool
     inside: bool
 
     @property
@@ -99,12 +100,12 @@ class Word:
 
 
 def words_of(planes: Sequence[int], count: int) -> tuple[Word, ...]:
-    """The words that have the codes of `count` neighbours, of all planes."""
+    """The words of eight neighbours, of all planes, of which a lane has `count`."""
     starts = ["".join(f"(w.size_in * {b}u + 31u) / 32u + " for b in planes[:plane]) for plane in range(len(planes))]
     return tuple(
-        Word(plane, bits, starts[plane], number, bits * count < 32)
+        Word(plane, bits, starts[plane], number, 32 * number < bits * count, bits * count < 32)
         for plane, bits in enumerate(planes)
-        for number in range(max(1, bits * count // 32))
+        for number in range(max(1, bits // 4))
     )
 
 
@@ -166,7 +167,7 @@ class Layout:
 
     def bits(self, *place: int) -> str:
         """What `decode8` takes: the words at a place, one value or a vector."""
-        names = ["_".join([word.name, *map(str, place)]) for word in self.words]
+        names = ["_".join([word.name, *map(str, place)]) if word.used else "0u" for word in self.words]
         return names[0] if len(names) == 1 else f"vec{len(names)}<u32>({', '.join(names)})"
 
     @property
