@@ -15,6 +15,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from wgpu_lora.cli.bench.bricks import bench
+from wgpu_lora.cli.bench.kernels import kernels
 from wgpu_lora.cli.bench.profile import profile
 from wgpu_lora.cli.cluster import cluster
 from wgpu_lora.cli.command import Command, Group, dashes
@@ -102,6 +103,7 @@ app.add_typer(cluster)
 app.command(cls=Command)(worker)
 app.add_typer(data)
 app.add_typer(export)
+app.add_typer(kernels)
 app.add_typer(protect)
 app.add_typer(recipes)
 app.add_typer(share)

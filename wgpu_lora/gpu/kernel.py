@@ -76,6 +76,7 @@ def linear_grid(items: int, per_group: int = 64) -> Grid:
 
 
 Variants = Callable[[Capabilities, Any], Sequence[Tiling]]
+TakeLayout = Callable[[Constants, Sequence[str], Sequence[str], Tiling], Any]
 
 
 def only_one(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
@@ -95,6 +96,7 @@ class Kernel:
     structs: tuple[type, ...] = ()
     variants: Variants = only_one
     specialise: Callable[[Any], dict[str, Any]] | None = None
+    layout: TakeLayout | None = None
     tuning: Tunable | None = None
     part: TakePart | None = None
     bindings: dict[str, str] = field(default_factory=dict)  # parameter -> in | out | inout | fixed
@@ -124,11 +126,13 @@ class Kernel:
         """The assembled WGSL: structs, library files, then the kernel with its constants substituted.
 
         A template gets the constants by name, the tiling as `tile`, binding numbers as `bind` and the dims' names as
-        `dims`. Raises TypeError if the WGSL's bindings do not match the signature.
+        `dims`, and the kernel's `layout`. Raises TypeError if the WGSL's bindings do not match the signature.
         """
         values = self.compiled_in(constants)
         if self.file.endswith(".j2"):
             bind = {n: i for i, n in enumerate([*present, "dims"])}
+            if self.layout:
+                values["layout"] = self.layout(values, present, self.dims, tiling)
             text = _environment().get_template(self.file).render(bind=bind, tile=tiling, dims=self.dims, **values)
         else:
             text = shader_text(self.file)
@@ -210,6 +214,7 @@ def kernel(
     structs: tuple[type, ...] = (),
     variants: Variants = only_one,
     specialise: Callable[[Any], dict[str, Any]] | None = None,
+    layout: TakeLayout | None = None,
     tuning: Tunable | None = None,
     part: TakePart | None = None,
 ) -> Callable[[Callable[..., Any]], Kernel]:
@@ -222,6 +227,7 @@ def kernel(
         structs: dataclasses whose WGSL declarations are prepended (see `gpu.struct`).
         variants: (a device's capabilities, a call's constants) -> the tilings that can run it, the default first.
         specialise: constants -> facts that a template derives from the dims, such as whether rows are whole vec4s.
+        layout: (compiled constants, bindings, names of the dims, tiling) -> what a template reads as `layout`.
         tuning: describes the kernel's calls to the tuner. Kernels without it are not tuned.
         part: (arrays, constants) -> the part of a large call to check (see `gpu.reference_values`).
     """
@@ -250,6 +256,7 @@ def kernel(
             structs,
             variants,
             specialise,
+            layout,
             tuning,
             part,
             bindings,

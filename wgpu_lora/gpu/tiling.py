@@ -36,8 +36,8 @@ class Tiling:
     """One way to divide a call's work; `tile` in templates. Fields that a kernel does not use keep their defaults.
 
     family: `broadcast`, `thin`, `few` and `spread`, where a workgroup is one subgroup whose lanes share their loads, or
-        `plain`, where each thread loads for itself. The file in `shaders/matmul/families/`, or directory in
-        `shaders/attention/`. `thin` is `broadcast` with the rows and columns of y exchanged.
+        `plain`, where each thread loads for itself. A file in `shaders/matmul/families/`, or directory in
+        `shaders/attention/`. `thin` is `broadcast` with y's rows and columns exchanged, `few` is `plain` in slices.
     lanes: threads per workgroup.
     rows: rows of a workgroup's tile; of a lane, where attention is not spread.
     cols: columns per lane; in attention, columns of a vector; in kernels without columns, vectors per thread.
@@ -58,6 +58,12 @@ class Tiling:
     def subgroup(self) -> int:
         """Lanes that share their loads, or 0."""
         return self.lanes if self.family in SUBGROUPS else 0
+
+    @property
+    def label(self) -> str:
+        """Its name in messages: family and lanes, rows x columns by span, slices, and whether loads are wide."""
+        tile = f"{self.family}-{self.lanes}-{self.rows}x{self.cols}x{self.span}"
+        return tile + (f"-slices{self.slices}" if self.slices > 1 else "") + ("-wide" if self.wide else "")
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))

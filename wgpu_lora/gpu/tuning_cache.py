@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -111,13 +112,15 @@ def choice_key(kernel: Kernel, present: tuple[str, ...], constants: Constants) -
 
 
 def shader_digest(kernel: Kernel) -> str:
-    """A digest of all files and structs that a kernel's WGSL may be assembled from."""
+    """A digest of all files and structs that a kernel's WGSL may be assembled from, and of the module of its layout."""
     root = Path(str(asset_dir("shaders")))
     folder, file = (root / kernel.file).parent, root / kernel.file
     sha = hashlib.sha256("".join(map(wgsl_struct, kernel.structs)).encode())
     own = [file] if folder == root else folder.rglob("*.wgsl*")
     for path in sorted((*own, *(root / "lib").iterdir())):
         sha.update(path.read_bytes())
+    if kernel.layout:
+        sha.update(Path(inspect.getfile(kernel.layout)).read_bytes())
     return sha.hexdigest()[:16]
 
 

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from wgpu_lora.gpu.kernel import Dim, Fixed, In, InOut, kernel, linear_grid
 from wgpu_lora.gpu.tensor import Tensor, align, spanning
 from wgpu_lora.ops.elementwise import dropout_apply, fill
+from wgpu_lora.ops.frozen_product import FrozenProduct
 from wgpu_lora.ops.lora import LoraSlots, LowRank
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn
 from wgpu_lora.ops.matmul_tuning import FEW_ROWS
@@ -29,31 +30,6 @@ class FrozenMatrix(Protocol):
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
         """dx (+)= dy W."""
-
-
-class FrozenProduct(Protocol):
-    """The products with frozen matrices, in one dispatch that also adds LoRA's second product.
-
-    y, dy and the bias are flat if there are several matrices: the regions of all (see ops.stack).
-    """
-
-    def adds(self, rec: Recorder, bias: bool) -> bool:
-        """Whether the forward product adds LoRA's: its kernel has no more bindings than WebGPU guarantees."""
-
-    def forward(
-        self,
-        rec: Recorder,
-        x: Tensor,
-        y: Tensor,
-        bias: Tensor | None,
-        accumulate: bool,
-        low: LowRank | None,
-        gated: bool = False,
-    ) -> None:
-        """y (+)= x W^T (+ bias) (+ low); gated: y = silu of the first matrix's columns times those of the second."""
-
-    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
-        """dx (+)= dy W (+ low), summed over the matrices."""
 
 
 @runtime_checkable

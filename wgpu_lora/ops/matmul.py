@@ -8,6 +8,7 @@ import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Place, Word, cdiv, kernel
 from wgpu_lora.gpu.tensor import ITEM_BYTES
+from wgpu_lora.ops.matmul_layout import product_layout
 from wgpu_lora.ops.matmul_tuning import (
     THIN_TILES,
     LoraTuning,
@@ -40,7 +41,7 @@ def tile_grid(c: Any) -> Grid:
 def divisibility(c: Any) -> dict[str, bool]:
     """The facts about a shape that are compiled in, as few as possible: each doubles the number of compute pipelines.
 
-    octets, blocks and even_k describe b's words and scales; formats that have these override them (see `weights.nf4`).
+    octets: whether b's rows are whole groups of eight values, in a format of words (see `weights.nf4`).
     """
     rows_of_a, rank = [c.m] if c.form == "tn" else sizes(vars(c), "k"), getattr(c, "rank", 0)
     offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
@@ -51,7 +52,7 @@ def divisibility(c: Any) -> dict[str, bool]:
         "quads": all(offset % 4 == 0 for offset in (*rows_of_a, *offsets)),
         "low_quads": rank > 0 and all(offset % 4 == 0 for offset in (*of_h, c.stride)),
         "even": all(n % 2 == 0 for n in sizes(vars(c), "n")) and all(getattr(c, name, 0) % 2 == 0 for name in EVEN),
-        **dict.fromkeys(("octets", "blocks", "even_k"), False),
+        "octets": False,
     }
 
 
@@ -97,7 +98,9 @@ def _range(x: np.ndarray, rows: int, first: int, width: int) -> Columns:
     return whole, whole[:, first : first + width]
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE, part=DENSE_PART)
+@kernel(
+    FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, layout=product_layout, tuning=DENSE, part=DENSE_PART
+)
 def matmul_nt(
     a: In,
     b: Fixed,
@@ -146,7 +149,9 @@ def matmul_nt(
     return result
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE, part=DENSE_PART)
+@kernel(
+    FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, layout=product_layout, tuning=DENSE, part=DENSE_PART
+)
 def matmul_nn(
     a: In,
     b: Fixed,
@@ -211,7 +216,7 @@ def _scales_of_columns(scale: Any, slots: int, n: int, y_skip: int, y_first: int
     return np.ones((slots, n)) if scale is None else scale.reshape(slots, n + y_skip)[:, y_first : y_first + n]
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning())
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, layout=product_layout, tuning=LoraTuning())
 def lora_nt(
     a: In,
     b: Fixed,
@@ -245,7 +250,7 @@ def lora_nt(
     return _by_slot(_range(result, m, y_first, n), ranges, first_row, product, accumulate)
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning())
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, layout=product_layout, tuning=LoraTuning())
 def lora_nn(
     a: In,
     b: Fixed,
@@ -277,7 +282,7 @@ def lora_nn(
     return _by_slot(_range(result, m, y_first, n), ranges, first_row, product, accumulate)
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning("k"))
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, layout=product_layout, tuning=LoraTuning("k"))
 def lora_tn(
     a: In,
     b: In,

@@ -13,11 +13,10 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, align, persistent, share_storage, spanning
 from wgpu_lora.names.spelling import setting
-from wgpu_lora.ops.half_precision import gradient_operand, matmul_operand
+from wgpu_lora.ops.frozen_product import FrozenProduct
+from wgpu_lora.ops.half_precision import matmul_operand
 from wgpu_lora.ops.linear import FrozenMatrix
-from wgpu_lora.ops.lora import LowRank, backward_constants, forward_constants, tensors_of
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
-from wgpu_lora.ops.matrix_stack import sizes_of
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, Weight, read, write
 from wgpu_lora.weights.base_formats import DEFAULT_FORMAT
@@ -88,11 +87,14 @@ class DenseWeight:
     def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
         return [self, *others]
 
-    def product(self, others: Sequence[FrozenMatrix]) -> DenseProduct | None:
+    def product(self, others: Sequence[FrozenMatrix]) -> FrozenProduct | None:
         matrices = [self, *others]
         tensors = [part for matrix in matrices if isinstance(matrix, DenseWeight) for part in matrix.parts]
         b = spanning(tensors) if len(tensors) == len(matrices) else None
-        return DenseProduct(tuple(part.shape[0] for part in tensors), self.in_features, b, self.dtype) if b else None
+        if b is None:
+            return None
+        outs = tuple(part.shape[0] for part in tensors)
+        return FrozenProduct(outs, self.in_features, matmul_nt, matmul_nn, lambda rec: {"b": b}, {"b_type": self.dtype})
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
@@ -136,44 +138,6 @@ class DenseWeight:
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         for part in self.parts:
             yield part, (0.02 * rng.standard_normal(part.shape, np.float32)).astype(NUMPY[self.dtype])
-
-
-@dataclass(frozen=True)
-class DenseProduct:
-    """The product with dense matrices of these numbers of rows, stored together, and what LoRA adds."""
-
-    outs: tuple[int, ...]
-    in_features: int
-    b: Tensor
-    dtype: str
-
-    def adds(self, rec: Recorder, bias: bool) -> bool:
-        return True
-
-    def forward(
-        self,
-        rec: Recorder,
-        x: Tensor,
-        y: Tensor,
-        bias: Tensor | None,
-        accumulate: bool,
-        low: LowRank | None,
-        gated: bool = False,
-    ) -> None:
-        a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
-        shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs)}
-        types = {"a_type": kind, "b_type": self.dtype, "accumulate": accumulate, "gated": gated}
-        rec.dispatch(
-            matmul_nt, a, self.b, y, bias, None, scale, *tensors_of(low), **shape, **types, **forward_constants(low)
-        )
-
-    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
-        a, scale, kind = gradient_operand(rec, dy, self.outs)
-        shape = {"m": dx.size // self.in_features, "n": self.in_features, **sizes_of("k", self.outs)}
-        types = {"a_type": kind, "b_type": self.dtype, "accumulate": accumulate}
-        rec.dispatch(
-            matmul_nn, a, self.b, dx, None, None, scale, *tensors_of(low), **shape, **types, **backward_constants(low)
-        )
 
 
 def _rows_as(source: MatrixSource, name: str, dtype: str, start: int, stop: int) -> np.ndarray:

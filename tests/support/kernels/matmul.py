@@ -80,7 +80,7 @@ def adapted(
     shape["stride"] = (sum(regions) if len(widths) > 1 else n * rank) + padding
 
     def make(rng: np.random.Generator) -> Arrays:
-        # a bias and scales of a's rows would be nine bindings: see `NF4Product.adds`
+        # a bias and scales of a's rows would be nine bindings: see `FrozenProduct.adds`
         arrays = synthetic(kernel, rng, shape, "row_scale", "count", "bias" if a_scale else "a_scale")
         factor = rng.standard_normal((3, shape["stride"]), np.float32)
         return {**arrays, "h": unslotted(arrays["h"]), "factor": factor, "ranges": SLOTS}

@@ -12,6 +12,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, persistent, share_storage, spanning
 from wgpu_lora.names.spelling import setting
+from wgpu_lora.ops.frozen_product import FrozenProduct
 from wgpu_lora.ops.linear import FrozenMatrix
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.trained_matrix import F16_MAX
@@ -38,7 +39,7 @@ from wgpu_lora.weights.lowbit.lowbit_layout import (
     word_rows,
 )
 from wgpu_lora.weights.lowbit.lowbit_packing import pack_lowbit, packing_scratch
-from wgpu_lora.weights.lowbit.lowbit_products import CodesProduct
+from wgpu_lora.weights.lowbit.lowbit_products import codes_product
 from wgpu_lora.weights.lowbit.lowbit_training import CONSTANTS, TrainedCodes, constants_shape
 
 MLP_SHARE = 0.75  # of a layer's weights, in common models
@@ -88,7 +89,7 @@ class LowBitWeight:
     def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
         return [self, *others]
 
-    def product(self, others: Sequence[FrozenMatrix]) -> CodesProduct | None:
+    def product(self, others: Sequence[FrozenMatrix]) -> FrozenProduct | None:
         weights = self._like(others)
         if weights is None:
             return None
@@ -96,9 +97,9 @@ class LowBitWeight:
         if codes is None or constants is None:
             return None
         outs = tuple(weight.out_features for weight in weights)
-        return CodesProduct(outs, self.in_features, self.scheme.bits, self.scheme.group, codes, constants)
+        return codes_product(outs, self.in_features, self.scheme.bits, self.scheme.group, codes, constants)
 
-    def _product(self) -> CodesProduct:
+    def _product(self) -> FrozenProduct:
         result = self.product(())
         assert result is not None, "one tensor alone is whole"
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,11 @@ import numpy as np
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Place, Variants, Word, kernel
 from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
 from wgpu_lora.gpu.tiling import Arrays, Capabilities, Constants, Tiling
-from wgpu_lora.ops.half_precision import gradient_operand, matmul_operand
-from wgpu_lora.ops.lora import LowRank, backward_constants, forward_constants, tensors_of
+from wgpu_lora.ops.frozen_product import FrozenProduct
 from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
+from wgpu_lora.ops.matmul_layout import product_layout
 from wgpu_lora.ops.matmul_tuning import FEW_ROWS, MatmulTuning, product_part, tilings
-from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes, sizes_of
-from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes
 from wgpu_lora.weights.lowbit.lowbit_layout import constant_count, decode_device, scale_count, table_size, word_rows
 
 NUMPY = {"f16": np.float16, "f32": np.float32}
@@ -107,6 +106,7 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
     grid=tile_grid,
     variants=_limited(tilings(8, *SHAPES)),
     specialise=_facts,
+    layout=product_layout,
     tuning=TUNING,
     part=PART,
 )
@@ -158,6 +158,7 @@ def codes_matmul(
     grid=tile_grid,
     variants=_limited(tilings(4, *SHAPES, cpu_span=8)),
     specialise=_facts,
+    layout=product_layout,
     tuning=TUNING,
     part=PART,
 )
@@ -201,45 +202,10 @@ def codes_matmul_backward(
     return finish(y.reshape(m, n), product, accumulate)
 
 
-@dataclass(frozen=True)
-class CodesProduct:
-    """The product with matrices of codes of these numbers of rows, stored together, and what LoRA adds."""
-
-    outs: tuple[int, ...]
-    in_features: int
-    bits: int
-    group: int
-    codes: Tensor
-    constants: Tensor
-
-    def adds(self, rec: Recorder, bias: bool) -> bool:
-        return not (bias and rec.compute_dtype == "f16")  # with scales of x's rows there would be nine bindings
-
-    @property
-    def _kind(self) -> dict[str, Any]:
-        return {"bits": self.bits, "group": self.group, "c_type": self.constants.dtype}
-
-    def forward(
-        self,
-        rec: Recorder,
-        x: Tensor,
-        y: Tensor,
-        bias: Tensor | None,
-        accumulate: bool,
-        low: LowRank | None,
-        gated: bool = False,
-    ) -> None:
-        a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
-        shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs), "a_type": kind}
-        tensors = a, self.codes, self.constants, y, bias, scale, *tensors_of(low)
-        rec.dispatch(
-            codes_matmul, *tensors, accumulate=accumulate, gated=gated, **shape, **self._kind, **forward_constants(low)
-        )
-
-    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
-        a, scale, kind = gradient_operand(rec, dy, self.outs)
-        shape = {"m": dx.size // self.in_features, "n": self.in_features, **sizes_of("k", self.outs), "a_type": kind}
-        tensors = a, self.codes, self.constants, dx, scale, *tensors_of(low)
-        rec.dispatch(
-            codes_matmul_backward, *tensors, accumulate=accumulate, **shape, **self._kind, **backward_constants(low)
-        )
+def codes_product(
+    outs: tuple[int, ...], in_features: int, bits: int, group: int, codes: Tensor, constants: Tensor
+) -> FrozenProduct:
+    """The product with matrices of codes of these numbers of rows, stored together."""
+    kind = {"bits": bits, "group": group, "c_type": constants.dtype}
+    tensors = {"codes": codes, "scales": constants}
+    return FrozenProduct(outs, in_features, codes_matmul, codes_matmul_backward, lambda rec: tensors, kind)

@@ -12,6 +12,7 @@ from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, cdiv, k
 from wgpu_lora.gpu.reference_values import Part, evenly_spaced, is_expensive
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tiling import Arrays, Constants
+from wgpu_lora.ops.frozen_product import FrozenProduct
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.lowbit.lowbit_layout import (
     from_words,
@@ -21,7 +22,7 @@ from wgpu_lora.weights.lowbit.lowbit_layout import (
     table_size,
     unpack,
 )
-from wgpu_lora.weights.lowbit.lowbit_products import CodesProduct
+from wgpu_lora.weights.lowbit.lowbit_products import codes_product
 
 SLICE = 128  # inputs that an invocation takes: whole words and groups
 CHECKED = 64  # rows of a large call that are compared with the reference
@@ -155,9 +156,9 @@ class TrainedCodes:
     constants: Tensor
 
     @property
-    def _product(self) -> CodesProduct:
+    def _product(self) -> FrozenProduct:
         shape = (self.out_features,), self.in_features
-        return CodesProduct(*shape, self.bits, self.group, self.codes, self.constants)
+        return codes_product(*shape, self.bits, self.group, self.codes, self.constants)
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
         self._product.forward(rec, x, y, bias, accumulate, None)

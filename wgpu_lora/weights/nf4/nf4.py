@@ -12,12 +12,13 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, Word, kernel, linear_grid
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent, share_storage, spanning
+from wgpu_lora.ops.frozen_product import FrozenProduct
 from wgpu_lora.ops.linear import FrozenMatrix
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared, Weight, read, write
 from wgpu_lora.weights.dense import DTYPES
 from wgpu_lora.weights.nf4.nf4_files import BitsAndBytesNF4
-from wgpu_lora.weights.nf4.nf4_products import MATRICES, LayerScales, NF4Product, Scales
+from wgpu_lora.weights.nf4.nf4_products import MATRICES, LayerScales, Scales, nf4_product
 from wgpu_lora.weights.nf4.nf4_reference import (
     BLOCK,
     DYNAMIC_CODE,
@@ -89,7 +90,7 @@ class NF4Weight:
             constants = [(own,) for own in scales]
         return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, codes, constants, strict=True)]
 
-    def product(self, others: Sequence[FrozenMatrix]) -> NF4Product | None:
+    def product(self, others: Sequence[FrozenMatrix]) -> FrozenProduct | None:
         matrices = [self, *(other for other in others if isinstance(other, NF4Weight))]
         codes = spanning([matrix.codes for matrix in matrices]) if len(matrices) == 1 + len(others) else None
         if codes is None:
@@ -97,10 +98,10 @@ class NF4Weight:
         outs, scales = zip(*((matrix.out_features, matrix.scales) for matrix in matrices), strict=True)
         if any(one.layer is not scales[0].layer for one in scales[1:]):
             return None
-        return NF4Product(outs, self.in_features, codes, scales)
+        return nf4_product(outs, self.in_features, codes, scales)
 
-    def _product(self) -> NF4Product:
-        return NF4Product((self.out_features,), self.in_features, self.codes, (self.scales,))
+    def _product(self) -> FrozenProduct:
+        return nf4_product((self.out_features,), self.in_features, self.codes, (self.scales,))
 
     @property
     def scales(self) -> Scales:

@@ -12,22 +12,25 @@ from wgpu_lora.gpu.kernel import Dim, Fixed, Flag, In, InOut, Place, Word, kerne
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor, persistent, share_storage, spanning
 from wgpu_lora.gpu.tiling import Arrays, Constants
-from wgpu_lora.ops.half_precision import gradient_operand, matmul_operand
-from wgpu_lora.ops.lora import LowRank, backward_constants, forward_constants, tensors_of
+from wgpu_lora.ops.frozen_product import FrozenProduct
 from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
+from wgpu_lora.ops.matmul_layout import product_layout
 from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
-from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes, sizes_of, split
+from wgpu_lora.ops.matrix_stack import ALL_PARTS, backward_reference, forward_reference, region, sizes, split
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.nf4.nf4_reference import BLOCK, NESTED_BLOCK, decode_words
 
 
-def _facts(c: Any) -> dict[str, bool]:
-    """Whether b's rows are whole words, and whole blocks of one scale, and whether the number of rows is even."""
-    words = c.k if c.form == "nt" else c.n
+def _facts(c: Any) -> dict[str, Any]:
+    """The layout of W's codes and scales (see `shaders/matmul/operands/packed.wgsl.j2`)."""
+    size_in = c.k if c.form == "nt" else c.n
     return divisibility(c) | {
-        "octets": words % 8 == 0,
-        "blocks": words % BLOCK == 0,
-        "even_k": c.form == "nn" and all(k % 2 == 0 for k in sizes(vars(c), "k")),
+        "octets": size_in % 8 == 0,
+        "quad_k": c.form == "nn" and all(k % 4 == 0 for k in sizes(vars(c), "k")),
+        "file": "nf4" if size_in % 8 == 0 else "nf4_ragged",
+        "planes": (4,),
+        "scale_steps": 1 if size_in % 8 else BLOCK if size_in % BLOCK == 0 else 8,
+        "scale_word": "f32",
     }
 
 
@@ -69,6 +72,7 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
     grid=tile_grid,
     variants=tilings(8, *SHAPES),
     specialise=_facts,
+    layout=product_layout,
     tuning=TUNING,
     part=PART,
     lib=("nf4",),
@@ -118,6 +122,7 @@ def nf4_matmul(
     grid=tile_grid,
     variants=tilings(4, *SHAPES, cpu_span=8, beside=68),
     specialise=_facts,
+    layout=product_layout,
     tuning=TUNING,
     part=PART,
     lib=("nf4",),
@@ -159,46 +164,15 @@ def nf4_matmul_backward(
     return finish(y.reshape(m, n), product, accumulate)
 
 
-@dataclass(frozen=True)
-class NF4Product:
-    """The product with NF4 matrices of these numbers of rows, stored together, and what LoRA adds.
+def nf4_product(outs: tuple[int, ...], in_features: int, codes: Tensor, scales: Sequence[Scales]) -> FrozenProduct:
+    """The product with NF4 matrices of these numbers of rows, stored together, and the scales of each."""
 
-    scales: of each matrix.
-    """
+    def tensors(rec: Recorder) -> dict[str, Tensor]:
+        decoded = spanning([one.of(rec) for one in scales])
+        assert decoded is not None, "the scales of a stack are in one storage"
+        return {"codes": codes, "scales": decoded}
 
-    outs: tuple[int, ...]
-    in_features: int
-    codes: Tensor
-    scales: tuple[Scales, ...]
-
-    def adds(self, rec: Recorder, bias: bool) -> bool:
-        return not (bias and rec.compute_dtype == "f16")  # with scales of x's rows there would be nine bindings
-
-    def _scales(self, rec: Recorder) -> Tensor:
-        result = spanning([scales.of(rec) for scales in self.scales])
-        assert result is not None, "the scales of a stack are in one storage"
-        return result
-
-    def forward(
-        self,
-        rec: Recorder,
-        x: Tensor,
-        y: Tensor,
-        bias: Tensor | None,
-        accumulate: bool,
-        low: LowRank | None,
-        gated: bool = False,
-    ) -> None:
-        a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
-        shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs), "a_type": kind}
-        tensors = a, self.codes, self._scales(rec), y, bias, scale, *tensors_of(low)
-        rec.dispatch(nf4_matmul, *tensors, accumulate=accumulate, gated=gated, **shape, **forward_constants(low))
-
-    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
-        a, scale, kind = gradient_operand(rec, dy, self.outs)
-        shape = {"m": dx.size // self.in_features, "n": self.in_features, **sizes_of("k", self.outs), "a_type": kind}
-        tensors = a, self.codes, self._scales(rec), dx, scale, *tensors_of(low)
-        rec.dispatch(nf4_matmul_backward, *tensors, accumulate=accumulate, **shape, **backward_constants(low))
+    return FrozenProduct(outs, in_features, nf4_matmul, nf4_matmul_backward, tensors, {})
 
 
 MATRICES = 7  # that a dispatch decodes at most

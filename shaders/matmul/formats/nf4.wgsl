@@ -1,0 +1,15 @@
+// NF4 (Dettmers et al. 2023): a code of 4 bits is a level, times a scale of 64 values of the flattened W[OUT, IN].
+alias Scale = f32;
+
+fn scale_at(w: Matrix, row: u32, step: u32) -> Scale {
+    return scales[w.scales + (row * w.size_in + step) / 64u];
+}
+
+fn scale_count(out: u32, size_in: u32) -> u32 { return (out * size_in + 63u) / 64u; }
+
+fn decode8(bits: u32, scale: Scale) -> Octet {
+    return Octet(
+        vec4<f32>(level(bits), level(bits >> 4u), level(bits >> 8u), level(bits >> 12u)) * scale,
+        vec4<f32>(level(bits >> 16u), level(bits >> 20u), level(bits >> 24u), level(bits >> 28u)) * scale,
+    );
+}
