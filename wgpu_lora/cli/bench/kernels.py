@@ -52,7 +52,7 @@ def list_kernels(shape: Shape = DEFAULT_SHAPE, base_dtype: BaseDtype = DEFAULT_F
             row = str(number), call.dispatch.tiling.label, grid, ", ".join(call.programs)
             rows.append(("" if number > 1 else name, *row))
     columns = ("kernel", "call", "tiling", "grid", "programs")
-    console().print(table(columns, rows, left=columns))
+    console().print(table(columns, rows, text_columns=columns))
 
 
 @kernels.command(cls=Command)
