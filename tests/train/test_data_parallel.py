@@ -283,8 +283,8 @@ def test_shares_follow_speeds_and_are_kept() -> None:
     idle = 2 * 100 / 3.0  # it counts as twice as fast as it was
     assert found.of([0, 1]) == pytest.approx([10 / (10 + idle), idle / (10 + idle)])
     assert found.of([0, 1, 2])[2] == pytest.approx(1 / 3)  # a new one as the mean
-    assert found.patience(0, 100, own=1.0) > 40
-    assert found.patience(2, 100, own=1.0) == 40
+    assert found.patience(0, 100, leader_seconds=1.0) > 40
+    assert found.patience(2, 100, leader_seconds=1.0) == 40
 
 
 class ManualLink:

@@ -37,7 +37,7 @@ def answer_to(row: Fields, prompt: str, answer: str) -> Completion | Conversatio
     Raises:
         UserError: one is text and the other messages, or a field is wrong.
     """
-    question, answered = row.given.get(prompt), row.given.get(answer)
+    question, answered = row.columns.get(prompt), row.columns.get(answer)
     if not any(isinstance(question, kind) and isinstance(answered, kind) for kind in (str, list)):
         raise UserError(
             f"'{prompt}' is {kind_of(question)} and '{answer}' {kind_of(answered)}, "

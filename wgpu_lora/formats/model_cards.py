@@ -21,8 +21,8 @@ _HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 def license_of(model: Path) -> str | None:
     """The licence that a model's card or GGUF file names; None if it does not."""
     if is_gguf(model):
-        stated = read_header(model).values.get("general.license")
-        return stated if isinstance(stated, str) else None
+        name = read_header(model).values.get("general.license")
+        return name if isinstance(name, str) else None
     header = _HEADER.match(_own_card(model))
     result = _LICENSE.search(header[0]) if header else None
     return result[1] if result else None

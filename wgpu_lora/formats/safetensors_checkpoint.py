@@ -72,13 +72,15 @@ class Checkpoint:
         self._entries: dict[str, TensorEntry] = {}
         self._renamed: dict[str, str] = {}  # beginning in the model -> in the files
         for name in (name for name in stored if name not in self.others):
-            own = naming.own(name)
-            if own in self._entries:
-                raise UserError(f"{self.directory} holds {own} under two names: download or copy the model again.")
-            self._entries[own] = stored[name]
-        for theirs, ours in naming.renamed:
-            if any(name.startswith(theirs) for name in stored):
-                self._renamed[ours] = theirs
+            model_name = naming.model_name(name)
+            if model_name in self._entries:
+                raise UserError(
+                    f"{self.directory} holds {model_name} under two names: download or copy the model again."
+                )
+            self._entries[model_name] = stored[name]
+        for stored_prefix, prefix in naming.renamed:
+            if any(name.startswith(stored_prefix) for name in stored):
+                self._renamed[prefix] = stored_prefix
 
     def names(self) -> list[str]:
         """The tensors' names, sorted."""
@@ -89,9 +91,9 @@ class Checkpoint:
 
     def stored_name(self, name: str) -> str:
         """How the files name a tensor of the model, or would name another one of the same module."""
-        for ours, theirs in self._renamed.items():
-            if name.startswith(ours):
-                return theirs + name[len(ours) :]
+        for prefix, stored_prefix in self._renamed.items():
+            if name.startswith(prefix):
+                return stored_prefix + name[len(prefix) :]
         return name
 
     def shape(self, name: str) -> tuple[int, ...]:

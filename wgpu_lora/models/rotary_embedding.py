@@ -104,13 +104,13 @@ def check_pairs(head_dim: int, partial: float, where: str) -> None:
         )
 
 
-def _share(stated: Any, default: float | None, where: str) -> float:
-    if stated is None:
+def _share(value: Any, default: float | None, where: str) -> float:
+    if value is None:
         return 1.0 if default is None else default
-    share = positive(stated, "partial_rotary_factor", where)
+    share = positive(value, "partial_rotary_factor", where)
     if share > 1 or (share < 1 and default is None):
         most = "only 1.0 is" if default is None else "use at most 1"
-        raise UserError(f"partial_rotary_factor = {stated!r} in {where} is not supported: {most}.")
+        raise UserError(f"partial_rotary_factor = {value!r} in {where} is not supported: {most}.")
     return share
 
 
@@ -127,8 +127,8 @@ def _scaling(
         return None
     if rope_type == "yarn" and theta == 1:
         raise UserError(f"rope_theta in {where} is 1, which yarn cannot stretch: correct the file.")
-    stated = (place.get("original_max_position_embeddings") for place in (d, rope))
-    original = next((value for value in stated if value not in (None, 0)), max_position_embeddings)
+    lengths = (place.get("original_max_position_embeddings") for place in (d, rope))
+    original = next((value for value in lengths if value not in (None, 0)), max_position_embeddings)
     original = positive(original, "original_max_position_embeddings", where)
     factor = rope.get("factor")
     if factor is None and rope_type == "yarn":

@@ -156,8 +156,8 @@ def now() -> str:
 
 def template_kwargs(enable_thinking: bool | None, date: str | None) -> dict[str, Any]:
     """Variables for the chat template, of those that are given. date: in ISO format, for `strftime_now`."""
-    given = {"enable_thinking": enable_thinking, DATE: date}
-    return {name: value for name, value in given.items() if value is not None}
+    variables = {"enable_thinking": enable_thinking, DATE: date}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def render(
@@ -193,11 +193,11 @@ def render(
     pieces: list[str] = []
     ready = _as_templates_expect(messages)
     variables = dict(variables or {})
-    stated = variables.pop(DATE, None)
-    token, date = _recorder.set(recorder), _now.set(datetime.fromisoformat(stated) if stated else None)
+    date_text = variables.pop(DATE, None)
+    token, date = _recorder.set(recorder), _now.set(datetime.fromisoformat(date_text) if date_text else None)
     try:
-        given = dict(zip(GIVEN, (ready, tools, None, add_generation_prompt), strict=True))
-        for piece in template.generate({**(special_tokens or {}), **variables, **given}):
+        arguments = dict(zip(GIVEN, (ready, tools, None, add_generation_prompt), strict=True))
+        for piece in template.generate({**(special_tokens or {}), **variables, **arguments}):
             pieces.append(piece)
             recorder.written += len(piece)
     except MemoryError:

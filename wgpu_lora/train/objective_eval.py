@@ -46,17 +46,19 @@ def objective_options(
         teacher: values of TEACHER for distillation, instead of those of the training. Without, and if the objective is
             not given, an adapter trained by distillation is evaluated like one of supervised fine-tuning.
     """
-    given = {name: value for name, value in (teacher or {}).items() if value is not None}
-    if given and objective not in (None, "kd"):
+    teacher_options = {name: value for name, value in (teacher or {}).items() if value is not None}
+    if teacher_options and objective not in (None, "kd"):
         raise UserError(
-            f"{flag(next(iter(given)))} is for {setting('objective', 'kd')}, not {objective}: leave it out."
+            f"{flag(next(iter(teacher_options)))} is for {setting('objective', 'kd')}, not {objective}: leave it out."
         )
     trained = _trained(Path(adapter)) if adapter is not None else {}
     before = trained.get("objective", "sft")
-    chosen = objective or ("kd" if given else "sft" if before == "kd" else before)
+    chosen = objective or ("kd" if teacher_options else "sft" if before == "kd" else before)
     options = {"objective": chosen} | (trained if before == chosen else {})
-    if given:
-        return {name: value for name, value in options.items() if name not in (*TEACHER, "eval_teacher_cache")} | given
+    if teacher_options:
+        return {
+            name: value for name, value in options.items() if name not in (*TEACHER, "eval_teacher_cache")
+        } | teacher_options
     objective_values = {name: value for name, value in options.items() if name != "eval_teacher_cache"}
     return objective_values | (
         {"teacher_cache": options["eval_teacher_cache"]} if options.get("eval_teacher_cache") else {}

@@ -26,7 +26,7 @@ def sources_of(args: TrainingArguments, rows: Mapping[str, Source] | None = None
         split=args.split,
         eval_split=args.eval_split,
         dataset_config=args.dataset_config,
-        given=rows,
+        sources=rows,
     )
     if held_out and args.validation_split is not None:
         raise UserError(
@@ -112,8 +112,8 @@ def default_batches(
     def few(batches: int) -> bool:
         return sum(lengths) / (a_batch * batches) < FEW
 
-    what = "row" if members == 1 else "pair"
-    note, small = "", f"since the data are small ({count_noun(len(lengths), what)}, {sum(lengths):,} tokens)"
+    noun = "row" if members == 1 else "pair"
+    note, small = "", f"since the data are small ({count_noun(len(lengths), noun)}, {sum(lengths):,} tokens)"
     least = math.ceil(1 / weight)
     if None in sizes and few(accumulation):
         if packing and sizes[2] is None:
@@ -124,7 +124,7 @@ def default_batches(
             packing = False
             rows, accumulation = _sizes(sizes[1], sizes[2], lengths, ROWS_PER_BATCH * longest, weight)
             batches = accumulation if sizes[2] else max(1, round(accumulation * weight))
-            note = f"{count_noun(min(rows * batches, len(lengths)), what)} per step, not packed, {small}"
+            note = f"{count_noun(min(rows * batches, len(lengths)), noun)} per step, not packed, {small}"
     if sizes[2] is None:
         accumulation = max(1, round(accumulation * weight))
     filled = replace(args, packing=packing, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)

@@ -54,7 +54,7 @@ class Trainer:
     sharing: DataParallelLeader | None = None
     requests: Requests = field(default_factory=Requests)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _asked: bool = False  # whether `events.step` stopped it
+    _stopped_by_events: bool = False  # whether `events.step` stopped it
     _saved: float = field(default_factory=time.monotonic)  # when, or when training began
     _full: OSError | None = None  # what was written when the disk was full, before the reserve was released
 
@@ -75,7 +75,11 @@ class Trainer:
                     self.save()
                     raise self._full
                 if self._stop.is_set():
-                    self._retire(dict.fromkeys((p.run.slot for p in live), "callback" if self._asked else "interrupt"))
+                    self._retire(
+                        dict.fromkeys(
+                            (p.run.slot for p in live), "callback" if self._stopped_by_events else "interrupt"
+                        )
+                    )
                 else:
                     self._train_step(live)
             return self.records
@@ -201,7 +205,7 @@ class Trainer:
         result = self._write(progress.logged)
         self._write(progress.save_best)
         if self.events.step(result) is True:
-            self._asked = True
+            self._stopped_by_events = True
             self._stop.set()
         if progress.epoch_done:
             self._write(partial(self.save_epoch, progress.run, progress.epoch_done))
@@ -226,7 +230,7 @@ class Trainer:
     @property
     def interrupted(self) -> bool:
         """Whether anything other than `events.step` stopped training."""
-        return self._stop.is_set() and not self._asked
+        return self._stop.is_set() and not self._stopped_by_events
 
     def stop(self, signal_name: str | None = None) -> None:
         """End the runs after the current step, as an interrupt does."""

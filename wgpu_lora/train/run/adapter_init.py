@@ -107,10 +107,10 @@ def _with_adapter_options(
     }
     default = TrainingArguments()
     for name, value in has.items():
-        given = getattr(args, name)
-        if given not in (value, getattr(default, name)):
+        option = getattr(args, name)
+        if option not in (value, getattr(default, name)):
             raise UserError(
-                f"{setting(name, given)} contradicts the adapter {source}, which has {value}: leave it out."
+                f"{setting(name, option)} contradicts the adapter {source}, which has {value}: leave it out."
             )
     return replace(args, **has)
 

@@ -139,7 +139,7 @@ def track_runs(runs: Sequence[AdapterRun], device: DeviceInfo, home: Path, event
     git = git_state() if any(run_log_enabled(run.args.run_log) for run in runs) else None  # it may take a while
     try:
         for run in runs:
-            run.tracking = tracking = _begun(run, device, home, git, sampler, events)
+            run.tracking = tracking = _start_tracking(run, device, home, git, sampler, events)
             trackings.append(tracking)
         yield
     except BaseException as error:
@@ -152,7 +152,7 @@ def track_runs(runs: Sequence[AdapterRun], device: DeviceInfo, home: Path, event
             run.tracking = Tracking()
 
 
-def _begun(
+def _start_tracking(
     run: AdapterRun, device: DeviceInfo, home: Path, git: Git | None, sampler: Sampler, events: Events
 ) -> RunTracking:
     args = run.args
