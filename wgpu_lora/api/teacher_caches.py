@@ -23,7 +23,7 @@ from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.options.training_arguments import TrainingArguments
 from wgpu_lora.train.run.adapter_init import frozen_adapter
 
-Told = Callable[[CachePlan, int], None]
+PlanCallback = Callable[[CachePlan, int], None]
 
 
 def teacher_cache(
@@ -46,7 +46,7 @@ def teacher_cache(
     enable_thinking: bool | None = None,
     batch_tokens: int = 1024,
     compute_dtype: str = "f32",
-    planned: Told | None = None,
+    planned: PlanCallback | None = None,
     events: Events | None = None,
     progress_bar: bool | None = None,
 ) -> TeacherCache:

@@ -101,8 +101,8 @@ def training_data(
     unused = splits.unused()
     if unused and not (eval_data or eval_split or "eval_data" in sources):
         verb = "is" if len(unused) == 1 else "are"
-        named_by = "eval_data" if isinstance(source, FileSource) else "eval_split"
-        note = f"{join_words(unused)} beside {source.name} {verb} not used; use {flag(named_by)} for held-out rows"
+        option = "eval_data" if isinstance(source, FileSource) else "eval_split"
+        note = f"{join_words(unused)} beside {source.name} {verb} not used; use {flag(option)} for held-out rows"
         source = replace(source, notes=(*source.notes, note))
     return source, heldout
 
@@ -146,10 +146,10 @@ def _find_splits(data: str, split: str | None, config: str | None, option: str, 
     if path.is_file() or (path.exists() and not path.is_dir()):
         if split:
             raise UserError(f"{flag(option)} needs a dataset or a folder, but {data} is a file: leave it out.")
-        named = DatasetSplits(data, {"train": path})
+        single = DatasetSplits(data, {"train": path})
         if _stem(path) in TRAIN:
-            named.also = [other.name for other in _files(path.parent) if other != path and _stem(other) not in TRAIN]
-        return named
+            single.also = [other.name for other in _files(path.parent) if other != path and _stem(other) not in TRAIN]
+        return single
     if path.is_dir():
         if is_saved(path):
             return DatasetSplits(data, {**load_splits(data, split, config)})

@@ -315,8 +315,8 @@ class TeacherCache:
         digest = str(header.data.get("sha256"))
         if prepared.digest == digest and prepared.max_length != header.length:
             return UserError(
-                f"{cache} has rows cut to {header.length:,} tokens, but here they may have {prepared.max_length:,}: use "
-                f"{setting('max_length', header.length)}, or {AGAIN}."
+                f"{cache} has rows cut to {header.length:,} tokens, but here they may have "
+                f"{prepared.max_length:,}: use {setting('max_length', header.length)}, or {AGAIN}."
             )
         name = f"{header.data.get('path')!s:.200}"
         other = f"other data, {name} (SHA-256 {digest[:12]}, not {prepared.digest[:12]})"

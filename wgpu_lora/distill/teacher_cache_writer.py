@@ -115,7 +115,7 @@ def _begin(output: Path, plan: CachePlan, model: LoadedModel, shards: Sequence[S
     header = replace(plan.header, teacher={**plan.header.teacher, "weights": model.weights_sha256}, shards=list(shards))
     if (output / CACHE).exists():
         _check_teacher(output, model, shards)
-    sweep(output, OURS)
+    sweep(output, CACHE_FILES)
     write_bytes_atomic(output / TABLE, save(RowTable.of(plan.rows).arrays()))
     header.write(output)
     return header
@@ -166,7 +166,7 @@ def _write_shard(output: Path, header: Header, rows: Sequence[Row], supports: Se
 
 SHARD_POSITIONS = 8192  # at least, but in the last shard: 7 MB of 192 tokens each
 MOST_SHARDS = 8192  # about, so that cache.json stays small
-OURS = re.compile(rf"{re.escape(CACHE)}|{re.escape(TABLE)}|shard-\d{{5,}}\.safetensors")
+CACHE_FILES = re.compile(rf"{re.escape(CACHE)}|{re.escape(TABLE)}|shard-\d{{5,}}\.safetensors")
 _FILE_BYTES = 400  # of a safetensors file's header, about
 
 
@@ -289,7 +289,7 @@ def finished_shards(output: Path, plan: CachePlan) -> list[Shard]:
 
 def _foreign_files(output: Path) -> list[str]:
     """Files that an interrupted start of this program does not leave."""
-    pattern = re.compile(rf"\.lock|\.?({OURS.pattern}).*")  # .lock: of earlier versions
+    pattern = re.compile(rf"\.lock|\.?({CACHE_FILES.pattern}).*")  # .lock: of earlier versions
     return [path.name for path in output.iterdir() if not pattern.fullmatch(path.name)]
 
 

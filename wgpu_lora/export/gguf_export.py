@@ -116,11 +116,11 @@ def export_models(
         tensors[tensor] = (values.shape, [GGMLQuantizationType.F32] * len(outputs), partial(iter, [whole]))
     total = sum(prod(shape) for shape in merged.shapes.values())
     finetune = adapter.absolute().name if adapter else ""
-    own_name = name or (model.absolute().stem if is_gguf(model) else model.absolute().name)
+    general_name = name or (model.absolute().stem if is_gguf(model) else model.absolute().name)
     with ExitStack() as stack:
         writers = [stack.enter_context(new_gguf(output, form.name)) for output in outputs.values()]
         for writer, kind in zip(writers, outputs, strict=True):
-            _write_general(writer, model, own_name, FILE_TYPES[kind].number, total, finetune)
+            _write_general(writer, model, general_name, FILE_TYPES[kind].number, total, finetune)
             form.write(config, writer)
             write_vocabulary(writer, vocabulary)
         write_tensors(writers, tensors)

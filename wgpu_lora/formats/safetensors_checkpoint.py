@@ -52,7 +52,7 @@ class WeightSource(Protocol):
 class Checkpoint:
     """The safetensors shards of a model directory.
 
-    others: the tensors of other parts of a larger model, by their names in the files (`naming.skipped`).
+    skipped: the tensors of other parts of a larger model, by their names in the files (`naming.skipped`).
 
     Raises:
         UserError: the directory, its index or a shard is missing or damaged.
@@ -68,10 +68,10 @@ class Checkpoint:
             stored = read_header(self.shards[0])
         else:
             self.shards, stored = _read_index(self.directory)
-        self.others = {name: entry for name, entry in stored.items() if naming.is_skipped(name)}
+        self.skipped = {name: entry for name, entry in stored.items() if naming.is_skipped(name)}
         self._entries: dict[str, TensorEntry] = {}
         self._renamed: dict[str, str] = {}  # beginning in the model -> in the files
-        for name in (name for name in stored if name not in self.others):
+        for name in (name for name in stored if name not in self.skipped):
             model_name = naming.model_name(name)
             if model_name in self._entries:
                 raise UserError(

@@ -64,7 +64,7 @@ class LoadedModel:
     @property
     def notes(self) -> list[str]:
         """Sentences for the user about what is not used of the model's files."""
-        other_parts = self.checkpoint.others if isinstance(self.checkpoint, Checkpoint) else {}
+        other_parts = self.checkpoint.skipped if isinstance(self.checkpoint, Checkpoint) else {}
         notes = [note_of_skipped(other_parts)] if other_parts else []
         kinds = self.checkpoint.quantised if isinstance(self.checkpoint, GGUFCheckpoint) else []
         if kinds and self.decoder.base_dtype not in ("bf16", "f16", "f32"):

@@ -53,7 +53,7 @@ class Rope(NamedTuple):
     partial: float = 1.0
 
 
-def stated_rope(d: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def rope_fields(d: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The object of config.json with rope parameters, which may be one for each type of layer. Raises UserError."""
     # transformers 5 writes everything to rope_parameters, earlier versions rope_theta and rope_scaling.
     for name in ("rope_parameters", "rope_scaling"):
@@ -81,7 +81,7 @@ def parse_rope(
     Raises:
         UserError: the rope type is not supported, or a field is invalid.
     """
-    rope = stated_rope(d, where)
+    rope = rope_fields(d, where)
     if any(isinstance(value, Mapping) and name.endswith("_attention") for name, value in rope.items()):
         raise UserError(f"rope_parameters in {where} differ by layer type, which is not supported: use another model.")
     theta = positive(rope.get("rope_theta", d.get("rope_theta", theta)), "rope_theta", where)
@@ -324,7 +324,7 @@ def parse_longrope(
     Raises:
         UserError: the rope type is another one, or a field is missing or invalid.
     """
-    rope = stated_rope(d, where)
+    rope = rope_fields(d, where)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None

@@ -100,7 +100,7 @@ def _as_llama_cpp(name: str, model: Mapping[str, Any]) -> Splitting:
     notes = [MARKS] if name == "tekken" else []
     if bool(model.get("ignore_merges")) == (name in WHOLE_PIECES):
         return Splitting("gpt2", name, notes=tuple(notes))
-    apart = _made_by_no_merges(model)
+    apart = _unreachable_token(model)
     if apart is not None:
         notes.append(
             f"no merges produce the token {apart!r}: llama.cpp may tokenise texts that contain it differently."
@@ -108,7 +108,7 @@ def _as_llama_cpp(name: str, model: Mapping[str, Any]) -> Splitting:
     return Splitting("gpt2", name, notes=tuple(notes))
 
 
-def _made_by_no_merges(model: Mapping[str, Any]) -> str | None:
+def _unreachable_token(model: Mapping[str, Any]) -> str | None:
     """The first token that merging alone does not produce, if any."""
     texts = list(model["vocab"])
     try:

@@ -107,7 +107,7 @@ def _matching(pattern: str, exclude: Sequence[str], inputs: Inputs) -> Iterator[
         if path.is_dir() and "**" not in pattern:
             yield from _in_folder(path, exclude, inputs)
             number += 1
-        elif _is_known(path) and not matches(path, exclude):
+        elif _is_row_file(path) and not matches(path, exclude):
             yield path
             number += 1
         elif not path.is_dir() and not matches(path, exclude):
@@ -137,14 +137,14 @@ def _in_folder(folder: Path, exclude: Sequence[str], inputs: Inputs) -> Iterator
             path = here / name
             if name.startswith(".") or matches(path, exclude) or (is_output and name in (REPORT, REJECTED)):
                 continue
-            if _is_known(path):
+            if _is_row_file(path):
                 yield path
             else:
                 skipped.append(str(path.relative_to(folder)))
     _note_skipped(skipped, f"in {folder}", inputs)
 
 
-def _is_known(path: Path) -> bool:
+def _is_row_file(path: Path) -> bool:
     return bare_name(path).suffix.lower() in SUFFIXES and path.is_file()
 
 

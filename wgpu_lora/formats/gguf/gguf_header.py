@@ -235,7 +235,7 @@ class Reader:
         self.size = file.seek(0, 2)
         self.limit = min(self.size, MAX_HEADER_BYTES)
         self.window, self.first, self.at = b"", 0, offset  # `at` is absolute
-        self.strings_left, self.text_left = MAX_STRINGS, MAX_TEXT_BYTES
+        self.remaining_strings, self.remaining_text = MAX_STRINGS, MAX_TEXT_BYTES
 
     def damaged(self, problem: str) -> UserError:
         return UserError(f"{self.path} {problem}: download or copy the file again.")
@@ -273,8 +273,8 @@ class Reader:
     def text(self, label: str) -> str:
         length = self.number("<Q")
         self.need(length, label)
-        self.text_left -= length
-        if self.text_left < 0:
+        self.remaining_text -= length
+        if self.remaining_text < 0:
             raise self.damaged(f"has more than {MAX_TEXT_BYTES >> 20} MiB of names and texts")
         try:
             return self.take(length, label).decode()
@@ -293,8 +293,8 @@ class Reader:
         offset = self.at
         if item == STRING:
             self.need(8 * count, f"the array {key!r:.100}")
-            self.strings_left -= count
-            if self.strings_left < 0:
+            self.remaining_strings -= count
+            if self.remaining_strings < 0:
                 raise self.damaged(f"has more than {MAX_STRINGS:,} strings")
             for _ in self.strings(count, False):
                 pass

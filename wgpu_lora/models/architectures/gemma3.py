@@ -11,7 +11,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.architectures.gemma2 import Gemma, GemmaGGUF
 from wgpu_lora.models.blocks.attention_block import Attention
 from wgpu_lora.models.multimodal import TEXT_PART, TextPart
-from wgpu_lora.models.rotary_embedding import Rope, RopeScaling, RopeTable, parse_rope, stated_rope
+from wgpu_lora.models.rotary_embedding import Rope, RopeScaling, RopeTable, parse_rope, rope_fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -76,13 +76,13 @@ def _rope_of(d: Mapping[str, Any], kind: str, theta: str, default: float, positi
     """The rope parameters of a kind of layers: in rope_parameters by kind or, in earlier files, in fields of their own,
     of which rope_scaling is for full attention alone. Raises UserError."""
     parameters = d.get("rope_parameters") or {}
-    every = stated_rope({"rope_parameters": parameters}, where)
+    every = rope_fields({"rope_parameters": parameters}, where)
     by_kind = {name: value for name, value in every.items() if value is not None}
     if by_kind and not by_kind.keys() <= {FULL, SLIDING}:
         raise UserError(f"rope_parameters in {where} must be by kind of layer, {FULL} and {SLIDING}: correct the file.")
     result = by_kind.get(kind, {})
     if not isinstance(result, Mapping):
         raise UserError(f"rope_parameters.{kind} in {where} is {result!r:.60}, expected an object: correct the file.")
-    earlier = stated_rope({"rope_scaling": d.get("rope_scaling")}, where) if kind == FULL else {}
+    earlier = rope_fields({"rope_scaling": d.get("rope_scaling")}, where) if kind == FULL else {}
     rope = {"rope_theta": d.get(theta, default), **result, **earlier}
     return parse_rope({**d, "rope_parameters": rope, "rope_scaling": None}, positions, where, default)

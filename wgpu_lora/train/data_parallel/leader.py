@@ -176,7 +176,7 @@ class DataParallelLeader:
         return result
 
 
-KEPT = 32  # steps that shares stay as they are, so that results can be explained
+SHARE_STEPS = 32  # steps that shares stay as they are, so that results can be explained
 SETTLING = 4  # steps after which those of other members are adapted first
 RECENT = 8  # parts whose median is a member's speed
 LATE, GRACE = 4.0, 2.0  # a part is late after this multiple of its usual time, plus seconds
@@ -217,7 +217,7 @@ class LoadBalance:
         elif not self._remaining_steps:
             for idle in self._current.keys() - self._parts:  # its speed may have changed since
                 self._seconds[idle] = deque((value / 2 for value in self._seconds.get(idle, ())), RECENT)
-            self._current, self._remaining_steps = self._computed(members), KEPT
+            self._current, self._remaining_steps = self._computed(members), SHARE_STEPS
             self._parts = set()
         self._remaining_steps -= 1
         return list(self._current.values())

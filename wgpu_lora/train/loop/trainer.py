@@ -106,11 +106,11 @@ class Trainer:
 
     def _live_slots(self) -> list[SlotProgress]:
         """The slots with work left; ends the others if not done yet."""
-        reasons = {p.run.slot: p.reason_to_end() or self._asked_to_end(p.run) for p in self.all if not p.ended}
+        reasons = {p.run.slot: p.reason_to_end() or self._end_request(p.run) for p in self.all if not p.ended}
         self._retire({slot: reason for slot, reason in reasons.items() if reason})
         return [p for p in self.all if not p.ended]
 
-    def _asked_to_end(self, run: AdapterRun) -> str | None:
+    def _end_request(self, run: AdapterRun) -> str | None:
         return "request" if self.requests.ending(run.name) else None
 
     def _train_step(self, live: list[SlotProgress]) -> None:
