@@ -261,7 +261,7 @@ def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, c
 def _row_options(
     max_length: int | None, on_overflow: str | None, completion_only_loss: bool | None, enable_thinking: bool | None
 ) -> dict[str, Any]:
-    """The given row options, checked before a model is opened."""
+    """The row options of a call, checked before a model is opened."""
     row_options = {
         "max_length": max_length,
         "on_overflow": on_overflow,

@@ -76,7 +76,7 @@ def training_data(
     Args:
         split: of a dataset or a folder; if given, held-out data must be given too.
         dataset_config: configuration of a dataset of the hub.
-        sources: rows from Python, by 'data' and 'eval_data', which are not looked up then.
+        sources: rows from Python, by 'data' and 'eval_data'; they replace the lookup.
 
     Raises:
         UserError: the data do not exist.

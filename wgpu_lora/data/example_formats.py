@@ -30,7 +30,7 @@ CHAT_COLUMNS = {"tools": TOOLS, "functions": FUNCTIONS, "chat_template_kwargs": 
 
 
 def answer_to(row: Fields, prompt: str, answer: str) -> Completion | Conversation:
-    """The example whose column `answer` continues its column `prompt` and alone is trained on.
+    """The example whose column `answer` continues its column `prompt`; only the answer is trained on.
 
     Both columns are TEXT_OR_MESSAGES; the format has CHAT_COLUMNS, too.
 

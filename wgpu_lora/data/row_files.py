@@ -88,7 +88,7 @@ def file_source(path: Path) -> FileSource:
 
 
 def reader_of(path: Path) -> Reader:
-    """The reader of a file, by its first bytes, or by its name if these do not tell."""
+    """The reader of a file, by its first bytes, or by its name if these are ambiguous."""
     with opened(path) as file:
         head = file.read(_HEAD)
     suffix = bare_name(path).suffix.lower()

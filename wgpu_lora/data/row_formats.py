@@ -147,7 +147,7 @@ class RowFormats(Generic[T]):
         raise UserError(f"the columns are {shown}, but {self._requirements}; {advice}.")
 
     def advice(self, row: Row) -> str | None:
-        """How to turn a row, or an object that contains rows, into one that fits; None if that cannot be guessed."""
+        """How to turn a row, or an object that contains rows, into one that fits; None if there is no guess."""
         names = [key for key, value in row.items() if value is not None]
         return self._other_names(names) or self._other_names([*row]) or self.remedy(row)
 

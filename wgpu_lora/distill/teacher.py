@@ -146,7 +146,7 @@ class Teacher(ForwardPasses[Forward]):
         return [result[i] for i in range(len(segments))]
 
     def _run(self, one: Forward, segments: list[Segment], rows: list[int]) -> tuple[TopKLogits, np.ndarray]:
-        """The supports of a batch together, and [start, stop) of each segment's."""
+        """The supports of a batch, concatenated, and [start, stop) of each segment."""
         places = one.inputs.upload(self.device, [replace(segment, draws=None) for segment in segments])
         n = int(places.max(initial=0))
         candidates = np.zeros((one.inputs.tokens, self.selection.candidates), np.uint32)
@@ -161,7 +161,7 @@ class Teacher(ForwardPasses[Forward]):
             lse = (top + np.log(total)).astype(np.float32)
         if not np.isfinite(lse).all():
             raise NotFiniteError(f"A logit of the teacher {self.name} is not finite: its weights are damaged.")
-        order = np.argsort(-values, axis=1, kind="stable")  # they come by id, so ties stay by id
+        order = np.argsort(-values, axis=1, kind="stable")  # they are sorted by id, so ties stay in that order
         best = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
         if one.picked:
             random_support = self._random_support(ids, candidates[:n], self._read(one.picked, n))

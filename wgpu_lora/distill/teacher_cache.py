@@ -270,8 +270,8 @@ class TeacherCache:
     ) -> None:
         """Raise UserError unless the cache has all of these rows, made with this tokenizer and chat template.
 
-        Held-out rows of the same data may be checked apart, since rows are compared one by one: by their index, and the
-        digest of their ids and labels. Unless the cache is large, all shards are compared with their digests.
+        Held-out rows of the same data may be checked separately, since each row is compared: by its index, and the
+        digest of its ids and labels. Unless the cache is large, all shards are compared with their digests.
         """
         header = self.header
         tokenizer_digest = tokenizer.digest if tokenizer else None
@@ -310,7 +310,7 @@ class TeacherCache:
             )
 
     def _differing(self, prepared: TokenizedData, rows: int) -> UserError:
-        """The error if so many rows are not those that the cache was made of."""
+        """The error for `rows` rows that differ from those in the cache."""
         header, cache = self.header, f"The teacher cache {self.path}"
         digest = str(header.data.get("sha256"))
         if prepared.digest == digest and prepared.max_length != header.length:
@@ -330,7 +330,7 @@ class TeacherCache:
         """The teacher's logits at the trained tokens of a row.
 
         Args:
-            index: the `index` of a `Row` that `check` has seen.
+            index: the `index` of a `Row` that was checked.
 
         Raises:
             UserError: the row's shard is missing or damaged.

@@ -64,7 +64,7 @@ def write_cache(
         events: receives `loading` and `evaluating`, with rows.
 
     Raises:
-        UserError: the teacher's weights are others than before, the device has no room, or another process is writing.
+        UserError: the teacher's weights have changed, the device has no room, or another process is writing.
         NotFiniteError: a logit of the teacher is not finite.
         OSError: a file cannot be written.
     """
@@ -209,10 +209,10 @@ def plan_cache(
 
     Args:
         samples: only the first ones.
-        teacher: facts about the teacher, such as its adapter's digest; options: others that decide what is cached.
+        teacher: facts about the teacher, such as its adapter's digest; options: further ones that the logits depend on.
 
     Raises:
-        UserError: there are fewer rows than asked for, or tokens in the vocabulary than to be kept.
+        UserError: there are fewer rows than `samples`, or fewer tokens in the vocabulary than the selection has.
     """
     selection.check(model.config.vocab_size)
     if samples is not None and samples > len(prepared.rows):
@@ -265,7 +265,7 @@ def finished_shards(output: Path, plan: CachePlan) -> list[Shard]:
     """The shards of an interrupted run that are finished, in order; changes nothing.
 
     Raises:
-        UserError: the directory has something else, a cache with other options or of another teacher or data, or a
+        UserError: the directory has other files, a cache with other options or of another teacher or data, or a
             shard that was changed, or the disk has no room for the rest.
     """
     check_name(output)
@@ -288,13 +288,13 @@ def finished_shards(output: Path, plan: CachePlan) -> list[Shard]:
 
 
 def _foreign_files(output: Path) -> list[str]:
-    """Files that an interrupted start of this program does not leave."""
+    """Files that do not come from an interrupted start of this program."""
     pattern = re.compile(rf"\.lock|\.?({CACHE_FILES.pattern}).*")  # .lock: of earlier versions
     return [path.name for path in output.iterdir() if not pattern.fullmatch(path.name)]
 
 
 def _compare(output: Path, header: Header, expected: Header) -> None:
-    """Raise UserError unless a cache is the one that is wanted; the teacher's weights are compared once loaded."""
+    """Raise UserError unless a cache has the expected header; the teacher's weights are compared once loaded."""
     options = [name for name in expected.options if header.options.get(name) != expected.options[name]]
     current = {**expected.options, "length": expected.length, "top_k": expected.top_k, "random": expected.random}
     before = {**header.options, "length": header.length, "top_k": header.top_k, "random": header.random}

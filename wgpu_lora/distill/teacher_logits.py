@@ -37,7 +37,7 @@ class TopKLogits:
 
 
 def tail_correction(vocab_size: int, top_k: int, random: int) -> float:
-    """ln((V - K) / R): what to add to the logits of R tokens that stand for V - K; 0 if there are none."""
+    """ln((V - K) / R), which is added to the logits of R tokens that represent V - K; 0 without such tokens."""
     return float(np.log((vocab_size - top_k) / random)) if random else 0.0
 
 

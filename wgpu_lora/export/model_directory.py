@@ -49,7 +49,7 @@ class SourceDirectory:
 
 
 def update_config(directory: Path, dtype: str | None = None, **changes: Any) -> None:
-    """Changes fields of config.json: None removes one. dtype: of the weights, which the text part may also state."""
+    """Changes fields of config.json: None removes one. dtype: of the weights, also in the text part if it has one."""
     path = directory / "config.json"
     config = read_json(path) | changes
     whole = {name: value for name, value in config.items() if value is not None or name not in changes}

@@ -33,7 +33,7 @@ def input_moments(
     """The mean square of each input [in] of every linear layer, by the name of its matrix; loads the model if needed.
 
     Args:
-        rows: prompts and answers alike are counted, whatever their labels.
+        rows: prompts and answers both count, whatever their labels.
         batch_tokens: tokens computed at a time; more if a single row is longer.
         events: receives `loading` and `evaluating`.
 

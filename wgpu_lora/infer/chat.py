@@ -66,7 +66,7 @@ class Chat:
                 f"{flag('max_length')} must be from 2 to {limit:,}, the limit of {model.name}, not {max_length:,}."
             )
         self.capacity = max_length or min(CAPACITY, limit)
-        self.shrunk = False  # the length was reduced to fit memory, and the user is not told yet
+        self.shrunk = False  # the length was reduced to fit memory, which the user has not been shown yet
         self._events = events
 
     @property

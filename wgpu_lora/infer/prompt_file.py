@@ -29,7 +29,7 @@ MAX_TEXT_BYTES = 256 << 20
 
 
 def _of_prompt(row: Fields) -> Any:
-    """A row to train on is continued as text, as in training; a prompt alone is asked as any other."""
+    """A training row is continued as text, as in training; a row with only a prompt is like any other prompt."""
     prompt, answer = row["prompt"], row.columns.get("completion")
     return Completion(prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else prompt
 

@@ -23,7 +23,7 @@ def read_adapter_for(
     """Reads a PEFT adapter of a model, as `formats.peft.read_adapter` does.
 
     Modules may also have the names of a larger model that this one is part of (`ModelConfig.STORED`), as PEFT gives
-    them over `AutoModelForImageTextToText`. What is returned has the model's own names everywhere.
+    them over `AutoModelForImageTextToText`. The result has the model's names everywhere.
 
     Args:
         model: names the model in errors.

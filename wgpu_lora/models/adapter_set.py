@@ -263,8 +263,8 @@ def _gains(slots: int, out: int, group: str, module: str) -> tuple[Tensor, Tenso
 def _stacks(
     config: ModelConfig, modules: Sequence[str], rank: int, fits: Callable[[Sequence[str]], bool]
 ) -> Iterator[tuple[str, ...]]:
-    """The modules in order, those of a stack together if their A are whole blocks, so that they are one matrix, and a
-    binding holds them."""
+    """The modules in order, those of a stack grouped if their A are whole blocks, so that they are one matrix, and fit
+    a binding."""
     stacks = {
         f"{config.path(i)}.{first}": [f"{config.path(i)}.{module}" for module in (first, *rest)]
         for i in range(config.num_hidden_layers)

@@ -63,7 +63,7 @@ class LoadedModel:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the user about what is not used of the model's files."""
+        """Sentences for the user about parts of the model's files that are not used."""
         other_parts = self.checkpoint.skipped if isinstance(self.checkpoint, Checkpoint) else {}
         notes = [note_of_skipped(other_parts)] if other_parts else []
         kinds = self.checkpoint.quantised if isinstance(self.checkpoint, GGUFCheckpoint) else []

@@ -316,7 +316,7 @@ def rope_table(config: Rotary) -> RopeTable:
 def parse_longrope(
     d: Mapping[str, Any], head_dim: int, partial: float, positions: int, where: str
 ) -> LongRopeScaling | None:
-    """Reads longrope's parameters; None if config.json states plain rotary embedding.
+    """Reads longrope's parameters; None if config.json has plain rotary embedding.
 
     Args:
         positions: max_position_embeddings.

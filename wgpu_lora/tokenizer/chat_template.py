@@ -155,7 +155,7 @@ def now() -> str:
 
 
 def template_kwargs(enable_thinking: bool | None, date: str | None) -> dict[str, Any]:
-    """Variables for the chat template, of those that are given. date: in ISO format, for `strftime_now`."""
+    """Variables for the chat template, without those that are None. date: in ISO format, for `strftime_now`."""
     variables = {"enable_thinking": enable_thinking, DATE: date}
     return {name: value for name, value in variables.items() if value is not None}
 

@@ -50,7 +50,8 @@ def _answer(example: Example) -> str:
 
 
 def without_thinking(text: str) -> str:
-    """The text without its reasoning, which may be nested. A text that only ends its reasoning began with it.
+    """The text without its reasoning, which may be nested. If a text only closes its reasoning, all before that is
+    reasoning.
 
     Raises:
         UserError: the markers do not match, so that it is not known where the reasoning ends.

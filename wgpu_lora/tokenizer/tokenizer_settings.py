@@ -26,7 +26,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
 def read_added_tokens(directory: Path) -> list[dict[str, Any]]:
     """Added tokens that the files beside a tokenizer.json name, in the order in which transformers 5 adds them.
 
-    An entry has `content` and, as far as they are stated, `id` and the attributes of an added token. They come from
+    An entry has `content` and, if the files have them, `id` and the attributes of an added token. They come from
     `added_tokens_decoder` of tokenizer_config.json or, in old checkpoints, from added_tokens.json, then from named
     special tokens (`eos_token`) and lists of further ones.
 

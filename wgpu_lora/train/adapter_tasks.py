@@ -75,7 +75,7 @@ class AdapterTask:
                 f"The adapter {self.name} of weight {self.weight:g} has less than one batch per step: set "
                 f"{flag('gradient_accumulation_steps')} to at least {math.ceil(1 / self.weight)}, or raise the weight."
             )
-        if {"eval_data", "eval_split"} & self.options.keys():  # its own held-out rows take precedence
+        if {"eval_data", "eval_split"} & self.options.keys():  # held-out rows of the adapter take precedence
             base = replace(base, validation_split=None)
         args = from_values(self.options, f"The adapter {self.name}", base, with_renamed_options(KEYS, IN_FILE))
         batches = round(accumulation * self.weight) if accumulation else None
@@ -86,7 +86,7 @@ def task_of(values: Mapping[str, Any], where: str, *more: str) -> AdapterTask:
     """Create a task from the keys of an [[adapter]] table.
 
     Args:
-        where: begins error messages. more: options of training that the table may have beside OPTIONS.
+        where: begins error messages. more: training options that the table may have besides OPTIONS.
 
     Raises:
         UserError: a key is unknown or missing, or a value has the wrong type.

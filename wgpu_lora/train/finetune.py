@@ -166,7 +166,7 @@ class Job(Generic[Record]):
             disk_space.release(self.runs)
 
     def _unwritten(self, error: Exception) -> StorageError:
-        """The error for a file that could not be written: what is there, and how to go on."""
+        """The error for a file that could not be written: which results exist, and how to continue."""
         where = getattr(error, "filename", None) or self.directories()[-1]
         full = getattr(error, "errno", None) in disk_space.FULL and self._disk_bytes
         mend = f"make room for {self._disk_bytes + disk_space.GROWTH:,} bytes there" if full else "fix that"

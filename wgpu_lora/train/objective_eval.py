@@ -40,11 +40,11 @@ def objective_options(
 ) -> dict[str, Any]:
     """The objective to evaluate, and its options as in the adapter's training if that had the same.
 
-    An adapter's records are untrusted: what is not valid in them is ignored.
+    An adapter's records are untrusted: invalid values in them are ignored.
 
     Args:
-        teacher: values of TEACHER for distillation, instead of those of the training. Without, and if the objective is
-            not given, an adapter trained by distillation is evaluated like one of supervised fine-tuning.
+        teacher: values of TEACHER for distillation, instead of those of the training. Without it and without an
+            objective, an adapter trained by distillation is evaluated like one of supervised fine-tuning.
     """
     teacher_options = {name: value for name, value in (teacher or {}).items() if value is not None}
     if teacher_options and objective not in (None, "kd"):

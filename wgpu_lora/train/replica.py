@@ -93,7 +93,7 @@ class DataParallelWorker:
         """Compute the losses and gradients of a part of a step with the parameters in the question.
 
         Raises:
-            UserError: the leader's run is another one.
+            UserError: the leader has another run.
         """
         session, run = self.session, self.run
         try:
@@ -119,7 +119,7 @@ class DataParallelWorker:
         return gradient_messages.message({"say": "part"}, result)
 
     def _check(self, leader: dict[str, Any]) -> None:
-        """Raise UserError if the leader's run is not this one."""
+        """Raise UserError if the leader has another run."""
         identity = json.loads(json.dumps({**self.run.identity(), "code": self.code}))
         for name, label in SAME.items():
             expected, actual = leader.get(name), identity.get(name)

@@ -42,10 +42,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def resolve_options(
     options: Mapping[str, Any], recipe: str | None, where: str, demo: bool = True, beside: str | None = None
 ) -> tuple[TrainingArguments, Path | None]:
-    """The given options, over those of a recipe or of a resumed run; also the recipe's path.
+    """The options, over those of a recipe or of a resumed run; also the recipe's path.
 
-    With `demo`, the demo's recipe is used if neither a recipe nor data nor another model is given. `beside` is a
-    pipeline's first checkpoint directory, which leads to the pipeline's record if no output is given.
+    With `demo`, the demo's recipe is used if there is neither a recipe nor data nor another model. `beside` is a
+    pipeline's first checkpoint directory, which leads to the pipeline's record if there is no output.
     """
     options = named(options, where)
     if options.get("resume"):

@@ -93,7 +93,7 @@ ROWS = (8, 4, 2)  # rows per step that are then tried, until there are that many
 def default_batches(
     args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0, members: int = 1
 ) -> tuple[TrainingArguments, str]:
-    """Fill in packing, rows per batch and batches per step if not given; also returns a note if the data are small.
+    """Fill in packing, rows per batch and batches per step where unset; also returns a note if the data are small.
 
     Data are small if packed batches, 4 per step, would give fewer than FEW steps per epoch. They get 2 batches or 1 per
     step and, if the steps are still too few, are not packed: steps of 8 rows as in TRL, or of 4 or 2 if 8 are too many,
@@ -102,7 +102,7 @@ def default_batches(
     Args:
         lengths: tokens of each sample in a batch.
         members: segments per sample, a factor of the batch size.
-        weight: batches per step, if not given, relative to an adapter of weight 1.
+        weight: batches per step, if unset, relative to an adapter of weight 1.
     """
     packing, rows, accumulation = args.batching
     sizes = args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps

@@ -123,7 +123,7 @@ def _in_folder(folder: Path, exclude: Sequence[str], inputs: Inputs) -> Iterator
     for place, folders, files in os.walk(folder, followlinks=True, onerror=_unreadable):
         here = Path(place)
         status = here.stat()
-        if (status.st_dev, status.st_ino) in walked:  # a link to a folder around it
+        if (status.st_dev, status.st_ino) in walked:  # a link to a parent folder
             folders.clear()
             continue
         walked.add((status.st_dev, status.st_ino))

@@ -73,8 +73,8 @@ class Gemma3(TextPart, Gemma3Text):
 
 
 def _rope_of(d: Mapping[str, Any], kind: str, theta: str, default: float, positions: int, where: str) -> Rope:
-    """The rope parameters of a kind of layers: in rope_parameters by kind or, in earlier files, in fields of their own,
-    of which rope_scaling is for full attention alone. Raises UserError."""
+    """The rope parameters of a kind of layers: in rope_parameters by kind or, in earlier files, in separate fields, of
+    which rope_scaling is for full attention only. Raises UserError."""
     parameters = d.get("rope_parameters") or {}
     every = rope_fields({"rope_parameters": parameters}, where)
     by_kind = {name: value for name, value in every.items() if value is not None}

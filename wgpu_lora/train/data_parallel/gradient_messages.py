@@ -34,7 +34,7 @@ def read_message(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         arrays = load(data)
         length = int.from_bytes(data[:8], "little")  # `load` has checked it
         header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][HEADER])
-    except Exception as error:  # safetensors raises an error of its own
+    except Exception as error:  # safetensors has its own exception
         raise ValueError(f"a message cannot be read ({error})") from None
     if not isinstance(header, dict):
         raise ValueError("a message has no values")
@@ -78,7 +78,7 @@ def clear_gradients(session: Session) -> None:
 
 
 def sum_gradients(first: Arrays, rest: Sequence[Arrays]) -> dict[str, np.ndarray]:
-    """The sums of all, in f32 and in this order, so that the same members give the same bits."""
+    """The sums over all members, in f32 and in this order, so that the same members give the same bits."""
     result = {name: values.copy() for name, values in first.items()}
     for other in rest:
         for name, values in result.items():

@@ -55,7 +55,7 @@ class StepPart:
         return cls(session, run, step, session.with_kl_estimate(run.stream.groups(step, run.slot))[0][0].kl_estimate)
 
     def accumulate(self, span: Span) -> None:
-        """Add the losses, metrics and gradients of a part, and wait until that is done."""
+        """Add the losses, metrics and gradients of a part, and wait for the device."""
         for groups in self.run.stream.part(self.step, *span, self.run.slot):
             batch = groups if self.estimate is None else [replace(one, kl_estimate=self.estimate) for one in groups]
             self.session.accumulate(batch)
@@ -100,7 +100,7 @@ class DataParallelLeader:
         return {f"share/{member}": round(share, 4) for member, share in self._took.items()}
 
     def accumulate(self, session: Session, run: AdapterRun, step: Step) -> None:
-        """`Session.begin`, and the losses, metrics and gradients of a step, by all members that are there."""
+        """`Session.begin`, and the losses, metrics and gradients of a step, computed by all ready members."""
         session.begin()
         members = [0, *self.ready()]
         if len(members) == 1:
@@ -148,7 +148,7 @@ class DataParallelLeader:
     def _add(
         self, shared: StepPart, spans: Mapping[int, Span], answers: Mapping[int, Answer | None]
     ) -> dict[int, Answer]:
-        """Add the helpers' sums, and compute here what is missing; returns the answers that were added."""
+        """Add the helpers' sums, and compute missing parts here; returns the answers that were added."""
         session = shared.session
         result = {
             m: answer

@@ -254,7 +254,7 @@ class TrainingClock:
             self._end_warmup()
 
     def end_step(self) -> None:
-        """Call it when a step was taken, before it is counted."""
+        """Called after a step, before it is counted."""
         state, end = self.run.state, self.elapsed()
         if self._steps:  # the first step of a session compiles kernels
             self._recent.append(end - self._step_start)

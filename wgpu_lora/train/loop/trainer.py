@@ -105,7 +105,7 @@ class Trainer:
                     self._write(partial(progress.measure_start, _Interruptible(self)))
 
     def _live_slots(self) -> list[SlotProgress]:
-        """The slots with work left; ends the others if not done yet."""
+        """The slots with remaining steps; the other slots are ended."""
         reasons = {p.run.slot: p.reason_to_end() or self._end_request(p.run) for p in self.all if not p.ended}
         self._retire({slot: reason for slot, reason in reasons.items() if reason})
         return [p for p in self.all if not p.ended]

@@ -45,7 +45,7 @@ def kd_scores(
     forward: Flag = False, reverse: Flag = False, beta: F32 = 0.5,
 ) -> Any:  # fmt: skip
     """slopes [R, K + 1] and values [0:2, r]: derivatives of weight * loss by picked logits, and the sum of those by all
-    others, that of temperature 1 apart if it has a softmax of its own (`plain`); values[2:]: loss and metrics."""
+    others, separately for temperature 1 if it has another softmax (`plain`); values[2:]: loss and metrics."""
     w, place = token_weights.reshape(-1), places.reshape(-1).astype(int)
     logits, lp = np.full((rows, kept + 2), -np.inf), teacher.reshape(rows, kept + 1).astype(np.float64)
     row, has_extra = np.arange(rows), place == kept

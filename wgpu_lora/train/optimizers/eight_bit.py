@@ -67,7 +67,7 @@ def unpacked(codes: Any, values: Any, places: Any, states: int) -> list[np.ndarr
 
 
 def packed(states: Sequence[Any], go: Any, codes: Any, values: Any, places: Any) -> tuple[Any, Any]:
-    """(codes, values) with the new states of the blocks that go."""
+    """(codes, values) with the new states of the blocks that are updated."""
     codes, values = codes.copy(), values.astype(np.float64)
     for block, (owner, word, value, wide) in enumerate(places.astype(np.int64)):
         if owner == NO_OWNER or wide == UNKEPT or not go[block]:

@@ -182,7 +182,7 @@ def from_values(
 
     Args:
         where: the source of the values, which begins error messages.
-        names: how messages spell option names; as currently set if not given.
+        names: how messages spell option names; as currently set by default.
 
     Raises:
         UserError: a name is unknown (the nearest one is suggested) or given twice, or a value is invalid.

@@ -19,7 +19,7 @@ def unused_options(explicit: Collection[str], args: TrainingArguments) -> list[s
 
 
 def idle_options(args: TrainingArguments) -> list[tuple[str, str]]:
-    """The options that do nothing beside the others, with the reasons."""
+    """The options that do nothing because of others, with the reasons."""
     result: list[tuple[str, str]] = []
 
     def say(names: Collection[str], holds: bool, why: str) -> None:

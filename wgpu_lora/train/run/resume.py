@@ -31,7 +31,7 @@ MAY_CHANGE = sorted((CHANGEABLE_ON_RESUME | set(LENGTH_OPTIONS)) - {"resume", "o
 
 
 def resumed_options(explicit: Mapping[str, Any], directory: Path, where: str) -> TrainingArguments:
-    """The options of the run or pipeline in a directory, updated by given options that may change.
+    """The options of the run or pipeline in a directory, updated by explicit options that may change.
 
     Raises:
         UserError: there is no run to resume, its checkpoint is damaged, or an option contradicts the run's.
@@ -51,7 +51,7 @@ def resumed_options(explicit: Mapping[str, Any], directory: Path, where: str) ->
 def merge_resumed_options(
     explicit: Mapping[str, Any], options: Any, began_in: Any, directory: Path, where: str
 ) -> TrainingArguments:
-    """Recorded options, updated by given options that may change.
+    """Recorded options, updated by explicit options that may change.
 
     Args:
         options, began_in: recorded options, and the working directory that their relative paths refer to.

@@ -102,7 +102,7 @@ def sweep_run(run: Path) -> None:
 def remove_run(run: Path) -> None:
     """Remove the states and the results of a run or a pipeline from its directory, which must be locked.
 
-    Its card and tokenizer too, unless they belong to a model that is there.
+    Its card and tokenizer too, unless they belong to a model in that directory.
     """
     pattern = _RUN if (run / "config.json").exists() else WRITTEN
     for root, names in ((run / STEPS, NAME), (run, pattern)):

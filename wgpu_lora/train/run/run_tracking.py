@@ -130,7 +130,7 @@ def metrics_of(line: Mapping[str, float]) -> dict[str, float]:
 
 @contextmanager
 def track_runs(runs: Sequence[AdapterRun], device: DeviceInfo, home: Path, events: Events = SILENT) -> Iterator[None]:
-    """Record the runs of a job in the block; what has not finished when an exception leaves it has failed.
+    """Record the runs of a job in the block; runs that have not finished when an exception leaves it have failed.
 
     home: directory of the job's record.
     """

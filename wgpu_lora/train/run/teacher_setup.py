@@ -30,7 +30,7 @@ RANDOM = 128  # tokens that a live teacher's rest is estimated from, at other te
 
 
 def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher | None:
-    """The model in --teacher; None without. Raises UserError if it cannot be read or does not fit the student."""
+    """The model of --teacher; None without it. Raises UserError if it cannot be read or does not fit the student."""
     if args.objective != "kd" or args.teacher is None:
         return None
     model = _opened(args, student)
@@ -102,7 +102,7 @@ def with_template_date(
 def check_caches(
     args: TrainingArguments, student: LoadedModel, prepared: TokenizedData, heldout: TokenizedData | None
 ) -> str | None:
-    """Raise UserError unless the caches have these rows, for this student; returns a digest of them, None without."""
+    """Raise UserError unless the caches have these rows, for this student; returns their digest, None without one."""
     if args.objective != "kd" or args.teacher_cache is None:
         return None
     caches = [(args, prepared)]
@@ -172,13 +172,14 @@ def cache_plans(run: AdapterRun, student: LoadedModel) -> dict[str, CachePlan]:
         "skip_bad_rows",
     )
     tokenizer = student.tokenizer.digest if student.tokenizer else None
-    template = template_digest(student.tokenizer, args.template_kwargs())  # the student's encodes the rows
+    template = template_digest(student.tokenizer, args.template_kwargs())  # the student's tokenizer encodes the rows
+    selection = live.selection if live.selection.random else replace(live.selection, seed=0)  # its seed is unused then
     plans = {}
     for name, prepared in rows.items():
         plan = plan_cache(
             live.model,
             prepared,
-            live.selection if live.selection.random else replace(live.selection, seed=0),  # which nothing is drawn with
+            selection,
             logits=LOGITS,
             samples=None,
             batch_tokens=BATCH_TOKENS,
@@ -200,8 +201,8 @@ def caches_digest(run: AdapterRun, plans: dict[str, CachePlan]) -> str:
 
 
 def write_caches(run: AdapterRun, student: LoadedModel, output: Path, events: Events) -> dict[str, str]:
-    """Write the caches of `cache_plans` into directories below `output` that are named as the options; shards that are
-    finished there are kept. Returns the directories, by option.
+    """Write the caches of `cache_plans` into directories below `output` that are named as the options; finished shards
+    are kept. Returns the directories, by option.
 
     Raises:
         UserError: as `write_cache` and `finished_shards`.

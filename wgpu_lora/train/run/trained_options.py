@@ -73,14 +73,14 @@ def shortened(prepared: TokenizedData, args: TrainingArguments) -> TokenizedData
 
 
 def evaluation_rows(options: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> EvaluationRowOptions:
-    """How to encode rows for evaluation: as given, else as the adapters were trained, else as the model allows.
+    """How to encode rows for evaluation: as in `options`, else as the adapters were trained, else as the model allows.
 
     Args:
-        options: max_length and the names in ROWS; None means not given.
+        options: max_length and the names in ROWS; None means unset.
         positions: of the model.
 
     Raises:
-        UserError: a given value is invalid.
+        UserError: a value is invalid.
     """
     rows = check_rows(options)
     trained = _common_options([_trained_with(Path(adapter)) for adapter in adapters])
@@ -102,7 +102,7 @@ def evaluation_rows(options: Mapping[str, Any], adapters: Sequence[str | Path], 
 
 
 def check_rows(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The given values of max_length and ROWS. Raises UserError if no model allows a value."""
+    """The values of max_length and ROWS that are set. Raises UserError if no model allows a value."""
     recorded = {name: value for name in ("max_length", *ROWS) if (value := options.get(name)) is not None}
     for name, value in recorded.items():
         check(name, value, TrainingArguments.__dataclass_fields__[name].metadata)
