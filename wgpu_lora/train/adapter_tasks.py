@@ -44,7 +44,7 @@ OPTIONS = {
     "validation_split": "validation_split",
 }
 KEYS = {option: key for key, option in OPTIONS.items()}
-TASK_KEYS = ("data", "checkpoint", "name", "weight")
+OWN = ("data", "checkpoint", "name", "weight")
 MAX_WEIGHT = 1_000_000
 
 
@@ -105,17 +105,17 @@ def task_of(values: Mapping[str, Any], where: str, *more: str) -> AdapterTask:
             f"{where}: 'weight' must be a number greater than 0 and at most {MAX_WEIGHT:,}, not {weight!r:.80}."
         )
     checkpoint = str(values["checkpoint"])
-    options = {OPTIONS.get(key, key): _plain(value) for key, value in values.items() if key not in TASK_KEYS}
+    options = {OPTIONS.get(key, key): _plain(value) for key, value in values.items() if key not in OWN}
     name = values.get("name") or os.path.basename(os.path.realpath(checkpoint))  # pathlib refuses links in a circle
     return AdapterTask(str(values["data"]), checkpoint, name, float(weight), options)
 
 
 def _by_keys(values: Mapping[str, Any], where: str, more: Sequence[str]) -> dict[str, Any]:
-    """A table's values by the names in TASK_KEYS and OPTIONS; option names, also of other programs, are accepted."""
+    """A table's values by the names in OWN and OPTIONS; option names, also of other programs, are accepted."""
     result: dict[str, Any] = {}
     with naming(IN_FILE):
-        otherwise = f"choose among {', '.join([*TASK_KEYS, *OPTIONS])}{' and the options of training' if more else ''}."
-        options = real_names(values, [*TASK_KEYS, *OPTIONS, *KEYS, *more], where, "key", otherwise)
+        otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}{' and the options of training' if more else ''}."
+        options = real_names(values, [*OWN, *OPTIONS, *KEYS, *more], where, "key", otherwise)
     for name, value in options.items():
         key = KEYS.get(name, name)
         if key in result:

@@ -173,7 +173,8 @@ def cache_plans(run: AdapterRun, student: LoadedModel) -> dict[str, CachePlan]:
     )
     tokenizer = student.tokenizer.digest if student.tokenizer else None
     template = template_digest(student.tokenizer, args.template_kwargs())  # the student's tokenizer encodes the rows
-    selection = live.selection if live.selection.random else replace(live.selection, seed=0)  # its seed is unused then
+    # Without random tokens, the seed is unused.
+    selection = live.selection if live.selection.random else replace(live.selection, seed=0)
     plans = {}
     for name, prepared in rows.items():
         plan = plan_cache(
